@@ -1,0 +1,78 @@
+"""Grace: gradient compression for data-parallel training.
+
+>>> import grace
+>>> grace.Traits.__name__
+'Traits'
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from grace._version import __version__
+from grace.backend import Backend, Handle
+from grace.communicator import Communicator
+from grace.component import Context
+from grace.compressor import Compressor, Traits
+from grace.errors import ConfigError, ExchangeError, GraceError, MissingExtraError, RankError
+from grace.kernels import Kernels, kernels_of
+from grace.memory import Memory
+from grace.registry import known, make, register
+from grace.runtime import init, rank, shutdown, size
+from grace.state import State
+from grace.variable import Variable
+
+__all__ = [
+    "Backend",
+    "Communicator",
+    "Compressor",
+    "ConfigError",
+    "Context",
+    "DistributedOptimizer",
+    "ExchangeError",
+    "GraceError",
+    "Handle",
+    "Kernels",
+    "Memory",
+    "MissingExtraError",
+    "RankError",
+    "State",
+    "Traits",
+    "Variable",
+    "__version__",
+    "broadcast_parameters",
+    "init",
+    "kernels_of",
+    "known",
+    "make",
+    "rank",
+    "register",
+    "shutdown",
+    "size",
+]
+
+
+def _framework(value: Any, what: str) -> Any:
+    """The framework module for the user's object, by its type; only imported frameworks are considered."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and isinstance(value, (torch.optim.Optimizer, torch.nn.Module)):
+        import grace.torch
+
+        return grace.torch
+    raise ConfigError(f"{what} takes a torch object; {type(value).__module__}.{type(value).__qualname__} is not one")
+
+
+def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Make an optimizer exchange its gradients compressed; see :func:`grace.torch.DistributedOptimizer`.
+
+    >>> DistributedOptimizer("adam")
+    Traceback (most recent call last):
+    grace.errors.ConfigError: DistributedOptimizer takes a torch object; builtins.str is not one
+    """
+    return _framework(optimizer, "DistributedOptimizer").DistributedOptimizer(optimizer, *args, **kwargs)
+
+
+def broadcast_parameters(parameters: Any, root: int = 0) -> None:
+    """Give every rank the root's values of a module, in place; see :func:`grace.torch.broadcast_parameters`."""
+    _framework(parameters, "broadcast_parameters").broadcast_parameters(parameters, root)

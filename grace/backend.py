@@ -1,0 +1,88 @@
+"""The backend contract: the engine that moves bytes."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from typing import Any
+
+Tensor = Any
+
+
+class Handle:
+    """A collective in flight. ``wait()`` blocks and returns what arrived.
+
+    >>> Handle(lambda: None, ["what arrived"]).wait()
+    ['what arrived']
+    """
+
+    def __init__(self, wait: Callable[[], Any], result: Any, works: tuple[Any, ...] = ()):
+        self._wait, self._result = wait, result
+        self.works = works
+        """The engine's own work objects, for those who need futures."""
+
+    def wait(self) -> Any:
+        """Block until the collective is done; return its result."""
+        self._wait()
+        return self._result
+
+    def result(self) -> Any:
+        """The result of a collective that is known to be done."""
+        return self._result
+
+    def map(self, function: Callable[[Any], Any]) -> Handle:
+        """A handle with another form of the same result, which must not depend on the data."""
+        return Handle(self._wait, function(self._result), self.works)
+
+    @staticmethod
+    def all(handles: list[Handle]) -> Handle:
+        """One handle for several collectives; its result is the list of theirs."""
+
+        def wait() -> None:
+            for handle in handles:
+                handle.wait()
+
+        works = tuple(work for handle in handles for work in handle.works)
+        return Handle(wait, [handle.result() for handle in handles], works)
+
+
+class Backend(abc.ABC):
+    """Asynchronous collectives over the ranks of one run, and a count of what they sent.
+
+    Every rank must start the same collectives in the same order. ``sent_bytes`` counts the bytes that
+    left this rank: each collective adds what its algorithm sends from here, given the buffer that it
+    was really handed (ring all-reduce: 2 (W-1)/W times the buffer; all-gather: W-1 times; broadcast:
+    W-1 times at the root).
+    """
+
+    name: str = ""
+    rank: int = 0
+    size: int = 1
+    sent_bytes: int = 0
+
+    def describe(self) -> str:
+        """The engine, for people."""
+        return f"{self.name}, rank {self.rank} of {self.size}"
+
+    def count(self, nbytes: float) -> None:
+        """Add to the bytes that left this rank."""
+        self.sent_bytes += round(nbytes)
+
+    @abc.abstractmethod
+    def allreduce(self, tensor: Tensor) -> Handle:
+        """Sum ``tensor`` over ranks in its own dtype, in place; the result is ``tensor``."""
+
+    @abc.abstractmethod
+    def allgather(self, tensor: Tensor) -> Handle:
+        """Gather equally sized 1-d tensors; the result is a list with one tensor per rank."""
+
+    @abc.abstractmethod
+    def broadcast(self, tensor: Tensor, root: int) -> Handle:
+        """Overwrite ``tensor`` with the root's; the result is ``tensor``."""
+
+    @abc.abstractmethod
+    def allgather_object(self, value: Any) -> list[Any]:
+        """Gather small Python objects, blocking. For start-up and checkpoints only."""
+
+    def shutdown(self) -> None:  # noqa: B027 - optional to override
+        """Release what the backend opened."""

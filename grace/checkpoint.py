@@ -1,0 +1,105 @@
+"""Saving and restoring what an exchanger remembers.
+
+The rules: state is keyed by variable name. What is the same on every rank (PowerSGD's Q) loads anywhere. What
+belongs to a rank (residuals) loads on that rank of a run of the same size; from a checkpoint that holds all
+ranks it also loads on a different number of ranks, where every rank starts with the mean over the saved
+ranks, which keeps the mean over ranks of what is still to be sent. Anything else is refused, not dropped.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grace.errors import ConfigError
+from grace.exchanger import Exchanger
+
+VERSION = 1
+
+
+def save(exchanger: Exchanger) -> dict[str, Any]:
+    """This rank's state: plain numbers, text, and tensors."""
+    context = exchanger.context
+    return {
+        "version": VERSION,
+        "components": exchanger.communicator.describe(),
+        "step": context.step,
+        "seed": context.seed,
+        "loss_scale": context.loss_scale,
+        "rank": context.rank,
+        "size": context.size,
+        "state": {kind: dict(component.state) for kind, component in exchanger.components.items()},
+    }
+
+
+def gather(exchanger: Exchanger) -> dict[str, Any]:
+    """All ranks' state in one; every rank must call it."""
+    saved = save(exchanger)
+    own = {k: c for k, c in saved["state"].items() if not exchanger.components[k].shared_state}
+    everyone = exchanger.backend.allgather_object(own)
+    return {**saved, "ranks": everyone}
+
+
+def load(exchanger: Exchanger, saved: dict[str, Any] | None, memory: str = "strict") -> None:
+    """Restore, by the rules above; ``memory="reset"`` starts with empty state but keeps the step counter.
+
+    Raises:
+        ConfigError: the checkpoint has no state, or it belongs to other components, another rank or
+            another number of ranks; the message says what to do.
+    """
+    if memory not in ("strict", "reset"):
+        raise ConfigError(f"memory must be 'strict' or 'reset', not {memory!r}")
+    if saved is None:
+        if memory == "reset":
+            return
+        raise ConfigError(
+            "the checkpoint has no 'grace' entry: it was saved by a plain optimizer. To start with empty "
+            "memories call load_state_dict(state, memory='reset')"
+        )
+    if saved.get("version") != VERSION:
+        raise ConfigError(f"the checkpoint's format is version {saved.get('version')}, this Grace reads {VERSION}")
+    context, now = exchanger.context, exchanger.communicator.describe()
+    if memory == "strict":
+        if saved["components"] != now:
+            raise ConfigError(
+                f"the checkpoint was saved with {saved['components']}, this run uses {now}. Use the same, or "
+                "call load_state_dict(state, memory='reset') to start with empty memories"
+            )
+        if saved["seed"] != context.seed:
+            raise ConfigError(f"the checkpoint was saved with seed={saved['seed']}, this run has seed={context.seed}")
+    for kind, component in exchanger.components.items():
+        values = {} if memory == "reset" else _for_rank(exchanger, saved, kind)
+        component.state.clear()
+        component.state.update(values)
+        component.state.commit()
+    context.step, context.loss_scale = saved["step"], saved["loss_scale"]
+
+
+def _for_rank(exchanger: Exchanger, saved: dict[str, Any], kind: str) -> dict[str, Any]:
+    context, rank, size = exchanger.context, saved["rank"], saved["size"]
+    own = saved["state"][kind]
+    if exchanger.components[kind].shared_state or not own:
+        return own
+    if "ranks" in saved:
+        everyone = [state[kind] for state in saved["ranks"]]
+        return everyone[context.rank] if size == context.size else _mean(everyone)
+    if (rank, size) != (context.rank, context.size):
+        raise ConfigError(
+            f"the checkpoint holds the {kind} of rank {rank} of {size}, this is rank {context.rank} of "
+            f"{context.size}. Save one file per rank, or save full_state_dict(), which holds all ranks and loads "
+            "on any number of them; or call load_state_dict(state, memory='reset') to start with empty memories"
+        )
+    return own
+
+
+def _mean(everyone: list[dict[str, Any]]) -> dict[str, Any]:
+    """The mean over ranks of each value; a rank without one counts as zero."""
+    names = sorted({name for state in everyone for name in state})
+    return {name: _mean_value([s[name] for s in everyone if name in s], len(everyone)) for name in names}
+
+
+def _mean_value(values: list[Any], count: int) -> Any:
+    if isinstance(values[0], dict):
+        return {key: _mean_value([value[key] for value in values], count) for key in values[0]}
+    if isinstance(values[0], (int, float)):
+        return sum(values) / len(values)
+    return sum(values[1:], start=values[0]) / count

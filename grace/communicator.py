@@ -1,0 +1,114 @@
+"""The communicator contract: one compressor, one memory, and the collective that carries payloads."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, ClassVar
+
+from grace.backend import Backend, Handle
+from grace.component import Component, Context
+from grace.compressor import Compressor, Tensor
+from grace.errors import ConfigError
+from grace.memory import Memory
+
+
+class Communicator(Component):
+    """Composes a compressor and a memory, and moves payloads. Write ``communicate``.
+
+    ``communicate(wire) -> Handle``: start sending the 1-d tensor ``wire`` and receiving what the
+    aggregate is made of; the handle's result is a list of tensors like ``wire`` whose decoded sum is
+    the sum over all ranks: one per rank, or a single one that is already the sum.
+
+    ``sums`` says which: with ``sums = True`` the wire has the payload's own dtype and the engine adds
+    it up, so the compressor's payload must be summable; otherwise it is bytes (uint8).
+
+    Args:
+        compressor: a compressor, or its spec.
+        memory: a memory or its spec; the compressor's default if left out.
+
+    Raises:
+        ConfigError: the parts do not go together; the message names what does.
+
+    >>> from grace.communicators import Allgather
+    >>> Allgather("topk(ratio=0.01)").describe()
+    'allgather, topk, residual'
+    """
+
+    kind = "communicator"
+    sums: ClassVar[bool] = False
+    cost: ClassVar[str] = ""
+    """What one exchange costs a rank, for a payload of p bytes and W ranks; for people."""
+
+    def __init__(self, compressor: Compressor | str | dict = "none", memory: Memory | str | dict | None = None):
+        from grace.registry import make
+
+        self.compressor: Compressor = make("compressor", compressor)
+        traits = self.compressor.traits
+        self.memory: Memory = make("memory", traits.memory if memory is None else memory)  # type: ignore[union-attr]
+        self.backend: Backend | None = None
+        self._check()
+
+    def communicate(self, wire: Tensor) -> Handle:
+        """Start the collective for this rank's ``wire``; see the class."""
+        raise TypeError(f"{type(self).__name__} must define communicate(wire)")
+
+    @classmethod
+    def accepts(cls, compressor: Compressor) -> str | None:
+        """Why this communicator cannot carry the compressor's payloads; None if it can."""
+        traits: Any = compressor.traits
+        if cls.sums and not traits.summable:
+            return "its payloads cannot be summed by the engine"
+        if not cls.sums and traits.rounds > 1:
+            return "it needs several reductions"
+        return None
+
+    def _check(self) -> None:
+        from grace.registry import legal_communicators
+
+        traits: Any = self.compressor.traits
+        why = self.accepts(self.compressor)
+        if why:
+            legal = ", ".join(legal_communicators(self.compressor))
+            raise ConfigError(
+                f"{self.name or type(self).__name__} cannot carry {self.compressor.spec}: {why}. "
+                f"Legal communicators for {self.compressor.name}: {legal}"
+            )
+        if traits.needs_memory and not self.memory.stateful:
+            raise ConfigError(
+                f"{self.compressor.spec} needs error feedback: memory {self.memory.spec} would lose what it "
+                f"leaves out. Use memory={traits.memory!r}"
+            )
+        if traits.unbiased and not traits.exact and self.memory.stateful:
+            warnings.warn(
+                f"{self.compressor.spec} is unbiased but not a contraction: error feedback "
+                f"({self.memory.spec}) on it can diverge. Use memory='none'",
+                stacklevel=3,
+            )
+
+    @property
+    def stateful(self) -> bool:
+        """Whether any part keeps something between steps."""
+        return self.compressor.stateful or self.memory.stateful
+
+    def bind(self, context: Context, backend: Backend | None = None) -> None:
+        """Join a run: hand the context to both parts and remember the engine."""
+        super().bind(context)
+        self.compressor.bind(context)
+        self.memory.bind(context)
+        self.backend = backend
+
+    def describe(self) -> str:
+        """Communicator, compressor and memory as specs."""
+        return f"{self.spec}, {self.compressor.spec}, {self.memory.spec}"
+
+    def step(self, tensor: Tensor, name: str) -> Tensor:
+        """One blocking exchange of one tensor, GRACE's way; returns the aggregate.
+
+        >>> import numpy as np
+        >>> from grace.communicators import Allgather
+        >>> Allgather("topk(ratio=0.5)").step(np.float32([4, 1]), "w")
+        array([4., 0.], dtype=float32)
+        """
+        from grace.exchange import exchange_one
+
+        return exchange_one(self, tensor, name)

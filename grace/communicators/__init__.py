@@ -1,0 +1,7 @@
+"""The communicators, one file each; :mod:`grace.registry` finds them here."""
+
+from grace.communicators.allgather import Allgather
+from grace.communicators.allreduce import Allreduce
+from grace.communicators.broadcast import Broadcast
+
+__all__ = ["Allgather", "Allreduce", "Broadcast"]

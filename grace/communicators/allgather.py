@@ -1,0 +1,19 @@
+"""Allgather: every rank receives and decodes every payload."""
+
+from __future__ import annotations
+
+from grace.communicator import Communicator
+
+
+class Allgather(Communicator):
+    """Gathers all payloads on all ranks, which decode and accumulate them in float32.
+
+    >>> Allgather("qsgd(levels=7)").describe()
+    'allgather, qsgd(levels=7), none'
+    """
+
+    name = "allgather"
+    cost = "(W-1)p"
+
+    def communicate(self, wire):
+        return self.backend.allgather(wire)

@@ -1,0 +1,111 @@
+"""The compressor contract."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Generator, Sequence
+from typing import Any, ClassVar, Literal
+
+from grace.component import Component
+from grace.kernels import kernels_of
+
+Tensor = Any
+Payload = list[Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Traits:
+    """What a compressor promises, as data; everything that decides about compressors reads it.
+
+    Attributes:
+        category: the family of the method.
+        unbiased: whether E[decompress(compress(x))] = x.
+        contraction: whether E||x - decompress(compress(x))||^2 < ||x||^2 for x != 0, which is what
+            error feedback needs to converge.
+        summable: whether the sum of payloads is the payload of the sum (legal with Allreduce).
+        fixed_size: whether the payload has the same size on every rank.
+        carries_nonfinite: whether a NaN or Inf travels in the payload itself.
+        exact: whether decompress(compress(x)) == x; the gradient then keeps its own dtype.
+        rounds: how many dependent reductions one exchange takes.
+        communicator, memory: the defaults.
+        needs_memory: whether the method diverges or stalls without error feedback.
+    """
+
+    category: Literal["none", "quantization", "sparsification", "hybrid", "low-rank"]
+    unbiased: bool = False
+    contraction: bool = False
+    summable: bool = False
+    fixed_size: bool = True
+    carries_nonfinite: bool = False
+    exact: bool = False
+    rounds: int = 1
+    communicator: str = "allgather"
+    memory: str = "none"
+    needs_memory: bool = False
+
+
+class Compressor(Component):
+    """Turns a gradient into a small payload and back. Write ``compress`` and ``decompress``.
+
+    ``compress(tensor, name) -> (payload, ctx)``: ``payload`` is the list of tensors that travels,
+    ``ctx`` stays here, so that a payload from another rank must decode with the local ``ctx``.
+    ``tensor`` is float32 (its own dtype if the method is exact), contiguous, of any shape, and must
+    not be changed; payload tensors may be views of it. Built-in methods are written in
+    :func:`~grace.kernels.kernels_of` primitives and work in every framework; your own may use torch
+    or TensorFlow operations directly.
+
+    >>> import numpy as np
+    >>> class Half(Compressor):
+    ...     name = "half"
+    ...     traits = Traits(category="quantization", summable=True, communicator="allreduce")
+    ...     def compress(self, tensor, name):
+    ...         return [tensor.astype("float16")], None
+    ...     def decompress(self, payload, ctx):
+    ...         return payload[0].astype("float32")
+    >>> half = Half()
+    >>> payload, ctx = half.compress(np.float32([1.0, 0.1]), "w")
+    >>> half.decompress(payload, ctx)
+    array([1.        , 0.09997559], dtype=float32)
+    """
+
+    kind = "compressor"
+    traits: Traits | property = Traits(category="quantization")
+    stateful: ClassVar[bool] = False
+    """Whether the method keeps something per variable between steps."""
+
+    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
+        """Encode; a method of several rounds runs them here as if this were the only rank."""
+        rounds = self.exchange(tensor, name)
+        payload = next(rounds)
+        while True:
+            try:
+                payload = rounds.send(payload)
+            except StopIteration as end:
+                return end.value
+
+    def decompress(self, payload: Payload, ctx: Any) -> Tensor:
+        """Decode one payload, its own or another rank's, to a float32 tensor of the original shape."""
+        raise TypeError(f"{type(self).__name__} must define decompress(payload, ctx)")
+
+    def exchange(self, tensor: Tensor, name: str) -> Generator[Payload, Payload, tuple[Payload, Any]]:
+        """For ``traits.rounds > 1``: yield each payload, receive its mean over ranks, and return the
+        final ``(payload, ctx)``, which decodes to the aggregate on every rank."""
+        raise TypeError(f"{type(self).__name__} must define compress(tensor, name)")
+
+    def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
+        """``out += weight * decompress(payload, ctx)``; override it to avoid the dense copy.
+
+        Returns ``out`` (a new tensor where the framework's tensors are immutable)."""
+        return kernels_of(out).add(out, self.decompress(payload, ctx), weight)
+
+    def aggregate(self, payloads: Sequence[Payload], ctx: Any, out: Tensor, count: int) -> Tensor:
+        """Write the mean over ``count`` ranks into ``out``; ``payloads`` holds one payload per rank,
+        or the sum of all of them."""
+        out = kernels_of(out).zero(out)
+        for payload in payloads:
+            out = self.accumulate(payload, ctx, out, 1.0 / count)
+        return out
+
+    def wire_bits(self, shape: tuple[int, ...]) -> float | None:
+        """Bits on the wire per element of a tensor of this shape; None if it is not known."""
+        return None

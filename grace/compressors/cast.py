@@ -1,0 +1,56 @@
+"""Sixteen-bit floating point."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grace.compressor import Compressor, Traits
+from grace.kernels import kernels_of
+
+DTYPES = {"fp16": "float16", "bf16": "bfloat16", "float16": "float16", "bfloat16": "bfloat16"}
+
+
+@dataclass
+class Cast(Compressor):
+    """Rounds to 16 bits (nearest even), C(x) = fp16(x) or bf16(x), and sums in 16 bits under Allreduce.
+
+    A value beyond the range of the dtype becomes Inf and is seen by every rank, as in Horovod's and DDP's
+    fp16 compression. ``fp16`` and ``bf16`` are short names for the two choices.
+
+    Args:
+        dtype: "fp16" or "bf16".
+
+    >>> import numpy as np
+    >>> cast = Cast()
+    >>> cast.decompress(*cast.compress(np.float32([1, 0.1, 1e5]), "w"))
+    array([1.        , 0.09997559,        inf], dtype=float32)
+    """
+
+    dtype: str = "fp16"
+
+    name = "cast"
+    traits = Traits(
+        category="quantization",
+        contraction=True,
+        summable=True,
+        carries_nonfinite=True,
+        communicator="allreduce",
+    )
+
+    def __post_init__(self):
+        self.check_choice("dtype", tuple(DTYPES))
+
+    def compress(self, tensor, name):
+        return [kernels_of(tensor).cast(tensor, DTYPES[self.dtype])], None
+
+    def decompress(self, payload, ctx):
+        return kernels_of(payload[0]).cast(payload[0], "float32")
+
+    def accumulate(self, payload, ctx, out, weight=1.0):
+        return kernels_of(out).add(out, payload[0], weight)
+
+    def wire_bits(self, shape):
+        return 16.0
+
+
+ALIASES = {"fp16": {"name": "cast", "dtype": "fp16"}, "bf16": {"name": "cast", "dtype": "bf16"}}

@@ -1,0 +1,48 @@
+"""No compression."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grace.compressor import Compressor, Traits
+from grace.kernels import kernels_of
+
+
+@dataclass
+class NoCompression(Compressor):
+    """Sends the gradient as it is, in its own dtype: C(x) = x.
+
+    With Allreduce it is the plain sum of the engine, divided by the number of ranks.
+
+    >>> import numpy as np
+    >>> none = NoCompression()
+    >>> none.decompress(*none.compress(np.float32([1, 2]), "w"))
+    array([1., 2.], dtype=float32)
+    """
+
+    name = "none"
+    traits = Traits(
+        category="none",
+        unbiased=True,
+        contraction=True,
+        summable=True,
+        carries_nonfinite=True,
+        exact=True,
+        communicator="allreduce",
+    )
+
+    def compress(self, tensor, name):
+        return [tensor], None
+
+    def decompress(self, payload, ctx):
+        return payload[0]
+
+    def aggregate(self, payloads, ctx, out, count):
+        k = kernels_of(out)
+        if len(payloads) == 1:
+            return k.divide(out, payloads[0][0], count)
+        out = super().aggregate(payloads, ctx, out, 1)
+        return k.divide(out, out, count)
+
+    def wire_bits(self, shape):
+        return 32.0

@@ -1,0 +1,70 @@
+"""QSGD: stochastic quantization per bucket."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from grace.compressor import Compressor, Traits
+from grace.kernels import kernels_of
+
+
+@dataclass
+class QSGD(Compressor):
+    """Rounds each element stochastically to one of ``2 levels + 1`` multiples of its bucket's scale.
+
+    Per bucket of ``bucket_size`` elements, s = ||x||_2 or max |x|, u uniform in [0, 1):
+
+        code = sign(x) floor(levels |x| / s + u),    Q(x) = s code / levels,    E[Q(x)] = x
+
+    Codes are packed to ceil(log2(2 levels + 1)) bits: 8 for 127 levels, 4 for 7, 2 for 1 (which is
+    TernGrad's alphabet). Source: Alistarh et al., "QSGD", NeurIPS 2017, arXiv 1610.02132.
+
+    Args:
+        levels: number of positive levels, 1 to 127.
+        bucket_size: elements that share a scale.
+        norm: "l2" (the paper) or "max" (less variance).
+
+    >>> import numpy as np
+    >>> qsgd = QSGD(levels=1, norm="max")
+    >>> qsgd.decompress(*qsgd.compress(np.float32([-2, 0, 2]), "w"))
+    array([-2., 0., 2.], dtype=float32)
+    """
+
+    levels: int = 127
+    bucket_size: int = 512
+    norm: str = "l2"
+
+    name = "qsgd"
+    traits = Traits(category="quantization", unbiased=True)
+
+    def __post_init__(self):
+        self.check_integer("levels", 1, 127)
+        self.check_integer("bucket_size", 1)
+        self.check_choice("norm", ("l2", "max"))
+
+    @property
+    def bits(self) -> int:
+        """Bits per code."""
+        return (2 * self.levels).bit_length()
+
+    def compress(self, tensor, name):
+        k = kernels_of(tensor)
+        flat = k.flat(tensor)
+        codes, scales = k.quantize(flat, self.levels, self.bucket_size, self.norm, self.context.stream(name))
+        return [k.pack(codes, self.bits), scales], tuple(tensor.shape)
+
+    def decompress(self, payload, ctx):
+        k = kernels_of(payload[0])
+        return self.accumulate(payload, ctx, k.zeros(ctx, "float32", payload[0]))
+
+    def accumulate(self, payload, ctx, out, weight=1.0):
+        k = kernels_of(out)
+        packed, scales = payload
+        codes = k.unpack(packed, self.bits, math.prod(ctx))
+        out_flat = k.dequantize(k.flat(out), codes, scales, self.levels, self.bucket_size, weight)
+        return k.reshape(out_flat, ctx)
+
+    def wire_bits(self, shape):
+        n = max(1, math.prod(shape))
+        return (8 * math.ceil(n * self.bits / 8) + 32 * math.ceil(n / self.bucket_size)) / n

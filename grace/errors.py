@@ -1,0 +1,34 @@
+"""Errors that say what was wrong, where, and what would be right."""
+
+from __future__ import annotations
+
+
+class GraceError(Exception):
+    """Base of every error that Grace raises on purpose."""
+
+
+class ConfigError(GraceError, ValueError):
+    """A name, parameter or combination that cannot work; raised before any gradient is exchanged."""
+
+
+class RankError(GraceError, RuntimeError):
+    """The ranks disagree, or another rank failed."""
+
+
+class ExchangeError(GraceError, RuntimeError):
+    """A collective failed, or gradients were touched while they were being exchanged."""
+
+
+class MissingExtraError(GraceError, ImportError):
+    """An optional package is needed; the message is the line that installs it."""
+
+
+def missing_extra(package: str, extra: str) -> MissingExtraError:
+    """The error for an optional package that is not installed.
+
+    >>> print(missing_extra("torch", "torch"))
+    torch is not installed; install it with: pip install "grace-compress[torch]"
+    """
+    return MissingExtraError(
+        f'{package} is not installed; install it with: pip install "grace-compress[{extra}]"'
+    )

@@ -1,0 +1,266 @@
+"""One exchange: the round trip of one group of variables."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from grace.communicator import Communicator
+from grace.compressor import Tensor
+from grace.errors import ExchangeError, GraceError
+from grace.kernels import kernels_of
+from grace.local import LocalBackend
+from grace.variable import Variable
+from grace.wire import OVERFLOW, Wire, mark
+
+
+@dataclass
+class Group:
+    """Variables whose payloads travel in one collective, and the communicator that carries them."""
+
+    index: int
+    communicator: Communicator
+    variables: list[Variable]
+    buffer: Any = None
+    """The wire's buffer, kept from step to step."""
+
+    def describe(self) -> str:
+        """For messages: the group's number, first and last variable, and its communicator."""
+        names = [variable.name for variable in self.variables]
+        ends = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+        return f"group {self.index} ({ends}; {self.communicator.describe()})"
+
+
+@dataclass
+class Traffic:
+    """What was sent, counted.
+
+    Attributes:
+        steps: exchanges of the whole model.
+        payload_bytes: bytes of payload handed to the engine, per variable.
+        header_bytes: statuses and padding.
+        sent_bytes: bytes that left this rank, as the engine's collectives move them.
+        elements: gradient elements exchanged.
+        codec_seconds: time spent in compensate, compress, update, decompress and aggregate (host clock).
+    """
+
+    steps: int = 0
+    payload_bytes: dict[str, int] = field(default_factory=dict)
+    header_bytes: int = 0
+    sent_bytes: int = 0
+    elements: int = 0
+    codec_seconds: float = 0.0
+
+    @property
+    def bits_per_element(self) -> float:
+        """Wire bits per gradient element, headers included."""
+        return 8 * (sum(self.payload_bytes.values()) + self.header_bytes) / max(1, self.elements)
+
+
+@dataclass
+class Outcome:
+    """What an exchange brought for one variable: the aggregate, or None if no rank had a gradient."""
+
+    variable: Variable
+    value: Tensor | None
+    overflow: bool
+
+
+class Exchange:
+    """The round trip of one group; ``start`` it, ``advance`` until it says False, then ``finish``.
+
+    1. compensate and compress each gradient; 2. pack all payloads and start the collective;
+    3. update memories while it is under way; 4. for methods of several rounds, take the mean and go on;
+    5. decompress, aggregate in float32, and hand back the mean.
+
+    Args:
+        group: what to exchange.
+        gradients: one tensor per variable (zeros where this rank has none).
+        present: whether this rank has a gradient, per variable.
+        guard: whether state must be protected, so that overflows have to be detected.
+        traffic: where to count.
+    """
+
+    def __init__(
+        self, group: Group, gradients: Sequence[Tensor], present: Sequence[bool], guard: bool, traffic: Traffic
+    ):
+        self.group, self.present, self.guard, self.traffic = group, list(present), guard, traffic
+        self.communicator = group.communicator
+        self.compressor, self.memory = self.communicator.compressor, self.communicator.memory
+        self.traits: Any = self.compressor.traits
+        self.names = [variable.name for variable in group.variables]
+        self.kernels = kernels_of(gradients[0])
+        self.handle: Any = None
+        self.round = 1
+        self._start(gradients)
+
+    # -- sending ---------------------------------------------------------------------------------------
+
+    def _start(self, gradients: Sequence[Tensor]) -> None:
+        began = time.perf_counter()
+        keeps_dtype = self.traits.exact and not self.memory.stateful
+        inputs = [g if keeps_dtype else self.kernels.cast(g, "float32") for g in gradients]
+        inputs = [self.memory.compensate(x, name) for x, name in zip(inputs, self.names, strict=True)]
+        if self.traits.rounds > 1:
+            self.inputs = inputs
+            self.rounds = [self.compressor.exchange(x, name) for x, name in zip(inputs, self.names, strict=True)]
+            self._send([next(rounds) for rounds in self.rounds], inputs, began)
+            return
+        self.encoded = [self.compressor.compress(x, name) for x, name in zip(inputs, self.names, strict=True)]
+        self._send([payload for payload, _ in self.encoded], inputs, began)
+        began = time.perf_counter()
+        for x, name, (payload, ctx) in zip(inputs, self.names, self.encoded, strict=True):
+            self.memory.update(x, name, self.compressor, payload, ctx)
+        self.traffic.codec_seconds += time.perf_counter() - began
+
+    def _send(self, payloads: list[Any], inputs: list[Tensor] | None, began: float) -> None:
+        sums = self.communicator.sums
+        finite: list[Any] = [True] * len(payloads)
+        if inputs is not None and not self.traits.carries_nonfinite:
+            finite = [here and self.kernels.all_finite(x) for here, x in zip(self.present, inputs, strict=True)]
+        marks = [mark(here, ok, sums) for here, ok in zip(self.present, finite, strict=True)]
+        self.wire = Wire(self.kernels, payloads, sums)
+        self.group.buffer = buffer = self.wire.pack(marks, self.group.buffer)
+        self._count()
+        self.traffic.codec_seconds += time.perf_counter() - began
+        try:
+            self.handle = self.communicator.communicate(buffer)
+        except GraceError:
+            raise
+        except Exception as error:
+            raise self._lost(error) from error
+
+    def _count(self) -> None:
+        counts, total = self.traffic.payload_bytes, 0
+        for name, nbytes in zip(self.names, self.wire.payload_bytes, strict=True):
+            counts[name] = counts.get(name, 0) + nbytes
+            total += nbytes
+        self.traffic.header_bytes += self.kernels.nbytes(self.group.buffer) - total
+
+    # -- receiving -------------------------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Block until the collective under way is done.
+
+        Raises:
+            ExchangeError: the engine failed; the message names the group and what the engine said.
+        """
+        try:
+            self.handle.wait()
+        except Exception as error:
+            raise self._lost(error) from error
+
+    def advance(self) -> bool:
+        """Start the next dependent reduction; False if there is none (left)."""
+        if self.round == self.traits.rounds:
+            return False
+        self.wait()
+        began = time.perf_counter()
+        payloads = [rounds.send(mean) for rounds, mean in zip(self.rounds, self._mean(), strict=True)]
+        self.round += 1
+        self._send(payloads, None, began)
+        return True
+
+    def _mean(self) -> list[Any]:
+        """The reduced payloads, divided by the number of ranks."""
+        (buffer,) = self.handle.result()
+        size = self.communicator.context.size
+        if size > 1:
+            buffer = self.kernels.divide(buffer, buffer, size)
+        return self.wire.unpack(buffer)
+
+    def finish(self, outs: Sequence[Tensor | None], wait: bool = True) -> list[Outcome]:
+        """Decode and aggregate; each value is written into its ``out`` where one is given.
+
+        Args:
+            outs: a float32 tensor of the variable's shape (of its own dtype for exact methods), or None.
+            wait: False if the collective is known to be done.
+        """
+        if wait:
+            self.wait()
+        began = time.perf_counter()
+        wires = self.handle.result()
+        missing, overflow = self._judge(wires)
+        if self.traits.rounds > 1:
+            outcomes = self._finish_rounds(outs)
+        else:
+            received = [self.wire.unpack(buffer) for buffer in wires]
+            payloads = [[payloads[i] for payloads in received] for i in range(len(self.names))]
+            outcomes = [self._aggregate(i, payloads[i], outs[i]) for i in range(len(self.names))]
+        for i, outcome in enumerate(outcomes):
+            outcome.overflow = overflow[i]
+            if overflow[i] and not self.traits.carries_nonfinite:
+                outcome.value = self.kernels.add(outcome.value, outcome.value, math.nan)
+            if missing[i]:
+                outcome.value = None
+        self.traffic.codec_seconds += time.perf_counter() - began
+        return outcomes
+
+    def _judge(self, wires: list[Tensor]) -> tuple[list[bool], list[bool]]:
+        """Per variable: whether no rank had a gradient, and whether one overflowed."""
+        count = len(self.names)
+        missing = overflow = [False] * count
+        if not all(self.present) or not self.traits.carries_nonfinite:
+            ranks = [self.wire.statuses(buffer) for buffer in wires]
+            missing = [all(rank[i] == 0 for rank in ranks) for i in range(count)]
+            limit = math.inf if self.communicator.sums else OVERFLOW
+            overflow = [any(not rank[i] < limit for rank in ranks) for i in range(count)]
+        if self.traits.carries_nonfinite and self.guard and not all(bool(self.kernels.all_finite(w)) for w in wires):
+            overflow = [True] * count
+        return missing, overflow
+
+    def _aggregate(self, i: int, payloads: list[Any], out: Tensor | None) -> Outcome:
+        variable = self.group.variables[i]
+        if out is None:
+            dtype = variable.dtype if self.traits.exact else "float32"
+            out = self.kernels.zeros(variable.shape, dtype, self.group.buffer)
+        ctx, size = self.encoded[i][1], self.communicator.context.size
+        return Outcome(variable, self.compressor.aggregate(payloads, ctx, out, size), False)
+
+    def _finish_rounds(self, outs: Sequence[Tensor | None]) -> list[Outcome]:
+        """The payloads are aggregated already: decode them, and update memories with what all ranks got."""
+        outcomes = []
+        for i, (name, mean) in enumerate(zip(self.names, self._mean(), strict=True)):
+            payload, ctx = _last(self.rounds[i], mean)
+            variable = self.group.variables[i]
+            out = outs[i]
+            if out is None:
+                out = self.kernels.zeros(variable.shape, "float32", self.group.buffer)
+            outcomes.append(Outcome(variable, self.compressor.aggregate([payload], ctx, out, 1), False))
+            self.memory.update(self.inputs[i], name, self.compressor, payload, ctx)
+        return outcomes
+
+    def _lost(self, error: Exception) -> ExchangeError:
+        context = self.communicator.context
+        return ExchangeError(
+            f"rank {context.rank} of {context.size}: the exchange of {self.group.describe()} failed at step "
+            f"{context.step}; another rank probably ended. The engine says: {error}"
+        )
+
+
+def _last(rounds: Any, mean: Any) -> Any:
+    """What a method of several rounds returns when it receives its last mean."""
+    try:
+        rounds.send(mean)
+    except StopIteration as end:
+        return end.value
+    raise TypeError("a compressor's exchange() yielded more payloads than its traits.rounds")
+
+
+def exchange_one(communicator: Communicator, tensor: Tensor, name: str) -> Tensor:
+    """One blocking exchange of one tensor; commits the communicator's state."""
+    k = kernels_of(tensor)
+    if communicator.backend is None:
+        communicator.bind(communicator.context, LocalBackend())
+    group = Group(0, communicator, [Variable(name, tuple(tensor.shape), k.dtype(tensor))])
+    exchange = Exchange(group, [tensor], [True], communicator.stateful, Traffic())
+    while exchange.advance():
+        pass
+    (outcome,) = exchange.finish([None])
+    for part in (communicator.compressor, communicator.memory):
+        part.state.rollback() if outcome.overflow else part.state.commit()
+    communicator.context.step += 1
+    return outcome.value

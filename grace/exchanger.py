@@ -1,0 +1,212 @@
+"""The exchanger: plans the groups of one model, and runs a step's exchanges in one fixed order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from grace.agreement import agree
+from grace.backend import Backend
+from grace.communicator import Communicator
+from grace.communicators import Allreduce
+from grace.component import Component, Context
+from grace.compressor import Tensor
+from grace.errors import ConfigError
+from grace.exchange import Exchange, Group, Outcome, Traffic
+from grace.registry import make
+from grace.variable import Variable
+
+FIRST_GROUP_BYTES = 1 << 20
+"""The group that is ready first is small, so that the engine starts early."""
+
+
+def build_communicator(compressor: Any, memory: Any, communicator: Any) -> Communicator:
+    """The communicator that the user's three choices mean; each is a spec, an object or None (default).
+
+    Raises:
+        ConfigError: unknown names or parameters, or parts that do not go together.
+
+    >>> build_communicator("topk", None, None).describe()
+    'allgather, topk, residual'
+    """
+    if isinstance(communicator, Communicator):
+        if compressor is not None or memory is not None:
+            raise ConfigError("the communicator object holds its compressor and memory; do not pass them as well")
+        return communicator
+    chosen: Any = make("compressor", "none" if compressor is None else compressor)
+    name, parameters = _communicator_spec(chosen.traits.communicator if communicator is None else communicator)
+    from grace.registry import known
+
+    if name not in known("communicator"):
+        make("communicator", name)  # raises, naming what is known
+    cls: Any = known("communicator")[name]
+    return cls(chosen, memory, **parameters)
+
+
+def _communicator_spec(spec: Any) -> tuple[str, dict[str, Any]]:
+    from grace import specs
+
+    return specs.parse(spec)
+
+
+class Exchanger:
+    """Assigns variables to groups, and exchanges them step by step.
+
+    Variables that the compressor would not shrink ride dense, together. Groups hold up to ``group_bytes`` of
+    gradient (the first 1 MiB), in reverse order of declaration, as backward produces them; those with the
+    earliest complete gradients come first. All ranks start group 0, 1, 2, ... in that order whatever becomes
+    ready first.
+
+    Args:
+        variables: in declaration order; names are unique.
+        communicator: for all that it shrinks.
+        backend: the engine.
+        context: shared by all components.
+        group_bytes: bytes of gradient per group.
+    """
+
+    def __init__(
+        self,
+        variables: Sequence[Variable],
+        communicator: Communicator,
+        backend: Backend,
+        context: Context,
+        group_bytes: int,
+    ):
+        self.variables, self.communicator, self.backend, self.context = list(variables), communicator, backend, context
+        self.dense = Allreduce("none")
+        context.rank, context.size = backend.rank, backend.size
+        for part in (communicator, self.dense):
+            part.bind(context, backend)
+        self.traffic = Traffic()
+        self.groups = self._plan(group_bytes)
+        self.numel = sum(variable.numel for variable in self.variables)
+        self._begun: list[Exchange] = []
+        self._overflow = False
+
+    @property
+    def components(self) -> dict[str, Component]:
+        """The parts that keep state, by kind."""
+        return {"compressor": self.communicator.compressor, "memory": self.communicator.memory}
+
+    # -- planning --------------------------------------------------------------------------------------
+
+    def choose(self, variable: Variable) -> Communicator:
+        """The communicator for one variable: the user's if it shrinks the gradient, else dense."""
+        traits: Any = self.communicator.compressor.traits
+        if traits.exact:
+            return self.communicator
+        bits = self.communicator.compressor.wire_bits(variable.shape)
+        if variable.numel == 0 or (bits is not None and bits >= variable.bits):
+            return self.dense
+        return self.communicator
+
+    def _plan(self, group_bytes: int) -> list[Group]:
+        position = {variable.name: i for i, variable in enumerate(self.variables)}
+        kinds: dict[Any, list[list[Variable]]] = {}
+        for variable in reversed(self.variables):
+            communicator = self.choose(variable)
+            exact: Any = communicator.compressor.traits
+            dtype = variable.dtype if exact.exact and not communicator.memory.stateful else "float32"
+            groups = kinds.setdefault((communicator is self.dense, dtype, variable.device), [])
+            limit = min(group_bytes, FIRST_GROUP_BYTES) if len(groups) == 1 else group_bytes
+            if not groups or sum(v.nbytes for v in groups[-1]) + variable.nbytes > limit:
+                groups.append([])
+            groups[-1].append(variable)
+        ordered = sorted(
+            ((dense, members[::-1]) for (dense, _, _), groups in kinds.items() for members in groups),
+            key=lambda item: -position[item[1][0].name],
+        )
+        return [
+            Group(index, self.dense if dense else self.communicator, members)
+            for index, (dense, members) in enumerate(ordered)
+        ]
+
+    def facts(self) -> list[tuple[str, str]]:
+        """What all ranks must agree on."""
+        facts = [("the seed", str(self.context.seed)), ("the communicator", self.communicator.describe())]
+        facts += [(f"variable {v.name!r}", v.describe()) for v in self.variables]
+        facts += [("the groups", str([[v.name for v in group.variables] for group in self.groups]))]
+        return facts
+
+    # -- a step ----------------------------------------------------------------------------------------
+
+    def start(self, group: Group, gradients: Sequence[Tensor], present: Sequence[bool]) -> Exchange:
+        """Begin the exchange of one group. Groups must be started in order, each once a step."""
+        exchange = Exchange(group, gradients, present, self.communicator.stateful, self.traffic)
+        self._begun.append(exchange)
+        return exchange
+
+    def finish(self, outs: Callable[[Group], Sequence[Tensor | None]]) -> list[Outcome]:
+        """Await all exchanges begun, in order, and end the step: commit state, or roll it back."""
+        while any([exchange.advance() for exchange in self._begun]):
+            pass
+        outcomes = []
+        for exchange in self._begun:
+            outcomes += exchange.finish(outs(exchange.group))
+        self._begun = []
+        self.end_step(outcomes)
+        return outcomes
+
+    def end_step(self, outcomes: Sequence[Outcome], keep: bool = True) -> None:
+        """Commit the state that this step changed; roll it back if any variable overflowed on any rank.
+
+        A variable that no rank had a gradient for keeps its state as well."""
+        keep = keep and not any(outcome.overflow for outcome in outcomes)
+        for component in self.components.values():
+            for outcome in outcomes:
+                if outcome.value is None:
+                    component.state.rollback(outcome.variable.name)
+            if keep:
+                component.state.commit()
+            else:
+                component.state.rollback()
+        self.context.step += 1
+        self.traffic.steps += 1
+        self.traffic.elements += self.numel
+        self.traffic.sent_bytes = self.backend.sent_bytes
+
+    def discard(self) -> None:
+        """Complete the exchanges begun and forget them, state included."""
+        while any([exchange.advance() for exchange in self._begun]):
+            pass
+        for exchange in self._begun:
+            exchange.wait()
+        self._begun = []
+        self.end_step([], keep=False)
+
+    def rescale(self, loss_scale: float) -> None:
+        """The loss scale is now this: memories follow."""
+        if loss_scale != self.context.loss_scale:
+            self.communicator.memory.rescale(loss_scale / self.context.loss_scale)
+            self.context.loss_scale = loss_scale
+
+
+def build_exchanger(
+    variables: Callable[[], Sequence[Variable]],
+    choices: tuple[Any, Any, Any],
+    backend: Backend,
+    context: Context,
+    group_bytes: int,
+    settings: Sequence[tuple[str, str]] = (),
+) -> Exchanger:
+    """Check everything on this rank, then compare it with the others: either every rank goes on or none.
+
+    Args:
+        variables: lists the variables, or raises what is wrong with them.
+        choices: compressor, memory and communicator as the user gave them.
+        settings: further (what, value) facts that all ranks must share.
+
+    Raises:
+        ConfigError: this rank's choices or variables are wrong.
+        RankError: another rank's are, or they differ.
+    """
+    exchanger: Exchanger | None = None
+    try:
+        communicator = build_communicator(*choices)
+        exchanger = Exchanger(variables(), communicator, backend, context, group_bytes)
+    except Exception as error:
+        agree(backend, [], error)
+        raise
+    agree(backend, [*settings, *exchanger.facts()])
+    return exchanger

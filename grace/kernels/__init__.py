@@ -1,0 +1,44 @@
+"""The kernels: primitive operations, one implementation per framework and device."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from grace.kernels.contract import Kernels
+from grace.kernels.random import Stream
+from grace.kernels.reference import NumpyKernels
+
+__all__ = ["Kernels", "NumpyKernels", "Stream", "kernels_of"]
+
+_REFERENCE = NumpyKernels()
+
+
+def _torch_kernels() -> Callable[[Any], Kernels]:
+    from grace.torch.kernels import kernels_of_tensor
+
+    return kernels_of_tensor
+
+
+_FRAMEWORKS: dict[str, tuple[str, Callable[[], Callable[[Any], Kernels]]]] = {"torch": ("Tensor", _torch_kernels)}
+
+
+def kernels_of(tensor: Any) -> Kernels:
+    """The kernels for this tensor's framework and device. Only frameworks already imported are considered.
+
+    Raises:
+        TypeError: the tensor is of no framework that Grace knows.
+
+    >>> kernels_of(np.zeros(3)).name
+    'numpy'
+    """
+    if isinstance(tensor, np.ndarray):
+        return _REFERENCE
+    for module, (type_name, load) in _FRAMEWORKS.items():
+        framework = sys.modules.get(module)
+        if framework is not None and isinstance(tensor, getattr(framework, type_name)):
+            return load()(tensor)
+    raise TypeError(f"no kernels for {type(tensor).__module__}.{type(tensor).__qualname__}; known: numpy.ndarray, torch.Tensor")

@@ -1,0 +1,180 @@
+"""The primitive operations that compressors are written in."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+from grace.kernels.random import Stream
+
+Tensor = Any
+
+
+class Kernels(abc.ABC):
+    """One implementation per framework and device; :class:`~grace.kernels.reference.NumpyKernels` is the
+    reference that every other must equal: bit for bit for integers, packing, indices and random numbers, to
+    float32 rounding for the rest.
+
+    Unless it says otherwise a method takes and returns 1-d contiguous tensors: float32 values, uint8 codes,
+    int32 indices. Methods with ``out`` change it in place where the framework can, and always return it.
+    """
+
+    name: str
+
+    # -- plumbing --------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def flat(self, x: Tensor) -> Tensor:
+        """``x`` as 1-d, a view where possible."""
+
+    @abc.abstractmethod
+    def reshape(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """``x`` in another shape, a view where possible."""
+
+    @abc.abstractmethod
+    def cast(self, x: Tensor, dtype: str) -> Tensor:
+        """``x`` as "float32", "float16", "bfloat16" or "float64"; round to nearest even, overflow to Inf."""
+
+    @abc.abstractmethod
+    def zeros(self, shape: tuple[int, ...], dtype: str, like: Tensor) -> Tensor:
+        """Zeros on the device of ``like``."""
+
+    @abc.abstractmethod
+    def full(self, values: list[float], dtype: str, like: Tensor) -> Tensor:
+        """A 1-d tensor of these numbers (or 0-d tensors) on the device of ``like``."""
+
+    @abc.abstractmethod
+    def to_list(self, x: Tensor) -> list[float]:
+        """The elements of a 1-d tensor as Python floats."""
+
+    @abc.abstractmethod
+    def zero(self, out: Tensor) -> Tensor:
+        """Fill any tensor with zeros."""
+
+    @abc.abstractmethod
+    def join(self, tensors: list[Tensor], out: Tensor | None = None) -> Tensor:
+        """Concatenate 1-d tensors of one dtype, into ``out`` if given."""
+
+    @abc.abstractmethod
+    def to_bytes(self, x: Tensor) -> Tensor:
+        """The memory of any contiguous tensor as uint8."""
+
+    @abc.abstractmethod
+    def from_bytes(self, raw: Tensor, dtype: str, shape: tuple[int, ...]) -> Tensor:
+        """The inverse of :meth:`to_bytes`; ``raw`` starts at a multiple of the item size."""
+
+    @abc.abstractmethod
+    def nbytes(self, x: Tensor) -> int:
+        """Size in bytes."""
+
+    @abc.abstractmethod
+    def dtype(self, x: Tensor) -> str:
+        """Name of the element type, as NumPy spells it ("bfloat16" too)."""
+
+    # -- arithmetic ------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def all_finite(self, x: Tensor) -> Any:
+        """Whether no element is NaN or Inf: a bool, or 1.0 or 0.0 in a 0-d tensor where reading would wait."""
+
+    @abc.abstractmethod
+    def combine(self, a: float, x: Tensor, b: float, y: Tensor) -> Tensor:
+        """A new tensor ``a x + b y`` in float32, in the shape of ``x``."""
+
+    @abc.abstractmethod
+    def add(self, out: Tensor, x: Tensor, weight: float = 1.0) -> Tensor:
+        """``out += weight x``; any shape, ``x`` may be narrower than ``out``."""
+
+    @abc.abstractmethod
+    def divide(self, out: Tensor, x: Tensor, by: float) -> Tensor:
+        """``out = x / by``, any shape, rounded once."""
+
+    @abc.abstractmethod
+    def mean_abs(self, x: Tensor) -> Tensor:
+        """Mean magnitude, accumulated in float64, as float32 of shape (1,); 0 of an empty tensor."""
+
+    @abc.abstractmethod
+    def signs(self, x: Tensor) -> Tensor:
+        """A new tensor with +1 where x >= 0 and -1 elsewhere, any shape."""
+
+    @abc.abstractmethod
+    def matmul(self, a: Tensor, b: Tensor, transpose: bool = False) -> Tensor:
+        """Matrix product ``a b``, or ``a^T b``."""
+
+    @abc.abstractmethod
+    def matmul_add(self, out: Tensor, a: Tensor, b: Tensor, weight: float) -> Tensor:
+        """``out += weight a b^T`` for matrices; ``out`` may be a flat or n-d tensor of that many elements."""
+
+    @abc.abstractmethod
+    def orthonormalize(self, x: Tensor) -> Tensor:
+        """Orthonormal columns that span the columns of the matrix ``x`` (rows >= columns); finite, and
+        orthonormal, also for rank-deficient and all-zero matrices."""
+
+    @abc.abstractmethod
+    def fill_zero_columns(self, x: Tensor, other: Tensor) -> Tensor:
+        """``x`` with each all-zero column replaced by that of ``other`` (matrices)."""
+
+    # -- random numbers --------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def random_bits(self, stream: Stream, n: int, like: Tensor) -> Tensor:
+        """The first n 32-bit numbers of a stream, in any integer dtype that holds them."""
+
+    @abc.abstractmethod
+    def uniform(self, stream: Stream, n: int, like: Tensor) -> Tensor:
+        """The upper 24 bits of :meth:`random_bits` times 2**-24: exact multiples, in [0, 1)."""
+
+    @abc.abstractmethod
+    def random_indices(self, stream: Stream, n: int, k: int, like: Tensor) -> Tensor:
+        """k distinct indices below n (int32): the images of 0 .. k-1 under a keyed Feistel permutation of
+        [0, n), by cycle walking (Black and Rogaway 2002)."""
+
+    # -- quantization ----------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def quantize(
+        self, x: Tensor, levels: int, bucket_size: int, norm: str, stream: Stream
+    ) -> tuple[Tensor, Tensor]:
+        """Stochastic rounding per bucket: s = l2 or max norm of the bucket (accumulated in float64, at most
+        the largest float32); code = sign(x) min(levels, floor(abs(x)/s levels + u)), stored as code + levels.
+
+        Returns the codes (uint8, n) and the scales (float32, ceil(n / bucket_size))."""
+
+    @abc.abstractmethod
+    def dequantize(
+        self, out: Tensor, codes: Tensor, scales: Tensor, levels: int, bucket_size: int, weight: float
+    ) -> Tensor:
+        """``out += weight s code / levels``."""
+
+    @abc.abstractmethod
+    def pack(self, codes: Tensor, bits: int) -> Tensor:
+        """Codes below 2**bits as one little-endian bit stream: code i at bits [i bits, (i + 1) bits).
+
+        1 <= bits <= 8; returns ceil(n bits / 8) uint8, the unused bits zero."""
+
+    @abc.abstractmethod
+    def unpack(self, packed: Tensor, bits: int, n: int) -> Tensor:
+        """The inverse of :meth:`pack`."""
+
+    @abc.abstractmethod
+    def pack_signs(self, x: Tensor) -> Tensor:
+        """``pack(x >= 0, 1)``."""
+
+    @abc.abstractmethod
+    def add_signs(self, out: Tensor, packed: Tensor, scale: Tensor | None, weight: float) -> Tensor:
+        """``out += weight scale`` where the bit is set, ``-=`` elsewhere; ``scale`` of shape (1,), None is 1."""
+
+    # -- sparsification --------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def topk(self, x: Tensor, k: int) -> Tensor:
+        """Indices of the k largest magnitudes, ascending; of equal ones the lower index wins, and NaN is
+        larger than Inf."""
+
+    @abc.abstractmethod
+    def gather(self, x: Tensor, indices: Tensor) -> Tensor:
+        """``x[indices]``."""
+
+    @abc.abstractmethod
+    def scatter_add(self, out: Tensor, indices: Tensor, values: Tensor, weight: float) -> Tensor:
+        """``out[indices] += weight values`` for distinct indices."""

@@ -1,0 +1,1 @@
+"""The memories, one file each; :mod:`grace.registry` finds them here."""

@@ -1,0 +1,47 @@
+"""Error feedback by residuals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grace.kernels import kernels_of
+from grace.memory import Memory
+
+
+@dataclass
+class Residual(Memory):
+    """Adds what earlier steps left out: x = beta r + gamma g, then r = x - decompress(compress(x)).
+
+    r starts at 0. With beta = gamma = 1, sent + new residual = gradient + old residual at every step.
+    Sources: Seide et al., Interspeech 2014; Stich et al., NeurIPS 2018, arXiv 1809.07599.
+
+    Args:
+        beta: decay of the residual.
+        gamma: weight of the new gradient.
+
+    >>> import numpy as np
+    >>> from grace.compressors.topk import TopK
+    >>> memory, topk = Residual(), TopK(ratio=0.5)
+    >>> x = memory.compensate(np.float32([3, 1]), "w")
+    >>> memory.update(x, "w", topk, *topk.compress(x, "w"))
+    >>> memory.compensate(np.float32([0, 0]), "w")
+    array([0., 1.], dtype=float32)
+    """
+
+    beta: float = 1.0
+    gamma: float = 1.0
+
+    name = "residual"
+
+    def __post_init__(self):
+        self.check_number("beta", 0, 1)
+        self.check_number("gamma", 0, 1, low_open=True)
+
+    def compensate(self, tensor, name):
+        k = kernels_of(tensor)
+        if name not in self.state:
+            return k.combine(self.gamma, tensor, 0.0, tensor)
+        return k.combine(self.beta, self.state[name], self.gamma, tensor)
+
+    def update(self, tensor, name, compressor, payload, ctx):
+        self.state[name] = compressor.accumulate(payload, ctx, tensor, -1.0)

@@ -1,0 +1,47 @@
+"""The memory contract: what is remembered of earlier gradients."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from grace.component import Component
+from grace.compressor import Compressor, Payload, Tensor
+
+
+class Memory(Component):
+    """Error feedback. Write ``compensate`` and ``update``; keep what you remember in ``self.state[name]``.
+
+    Writes to ``self.state`` take effect at the end of the step, and only if no rank's gradient
+    overflowed, so a memory never has to look for NaN.
+
+    >>> import numpy as np
+    >>> from grace.compressors.topk import TopK
+    >>> class Residual(Memory):
+    ...     def compensate(self, tensor, name):
+    ...         return tensor + self.state.get(name, 0)
+    ...     def update(self, tensor, name, compressor, payload, ctx):
+    ...         self.state[name] = tensor - compressor.decompress(payload, ctx)
+    >>> memory, topk = Residual(), TopK(ratio=0.5)
+    >>> x = memory.compensate(np.float32([3, 1]), "w")
+    >>> memory.update(x, "w", topk, *topk.compress(x, "w"))
+    >>> memory.state["w"]
+    array([0., 1.], dtype=float32)
+    """
+
+    kind = "memory"
+    stateful: ClassVar[bool] = True
+
+    def compensate(self, tensor: Tensor, name: str) -> Tensor:
+        """What to compress instead of ``tensor``: a new float32 tensor, which ``update`` may reuse."""
+        raise TypeError(f"{type(self).__name__} must define compensate(tensor, name)")
+
+    def update(self, tensor: Tensor, name: str, compressor: Compressor, payload: Payload, ctx: Any) -> None:
+        """Remember what ``payload`` left out of ``tensor`` (the compensated one).
+
+        It runs while the payload is in flight, and ``tensor`` may be overwritten.
+        For methods of several rounds it runs after them, with the aggregated payload."""
+        raise TypeError(f"{type(self).__name__} must define update(tensor, name, compressor, payload, ctx)")
+
+    def rescale(self, factor: float) -> None:
+        """The loss scale changed by ``factor``: bring what is remembered into the new units."""
+        self.state.map(lambda value: value * factor)

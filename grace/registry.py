@@ -1,0 +1,126 @@
+"""The registry: which compressors, memories and communicators there are.
+
+Built-in ones are the classes in ``grace/compressors``, ``grace/memories`` and ``grace/communicators``, found
+by looking; others register themselves (:func:`register`) or are found through the entry point groups
+``grace.compressors``, ``grace.memories`` and ``grace.communicators``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import importlib
+import pkgutil
+from importlib.metadata import entry_points
+from typing import Any
+
+from grace import specs
+from grace.component import Component
+from grace.errors import ConfigError
+
+KINDS = {"compressor": "compressors", "memory": "memories", "communicator": "communicators"}
+_registered: dict[str, dict[str, type[Component]]] = {kind: {} for kind in KINDS}
+
+
+def register(cls: type[Component]) -> type[Component]:
+    """Make a component known by its ``name``; usable as a decorator.
+
+    Raises:
+        ConfigError: the class has no name, or the name is taken.
+
+    >>> from grace import Compressor
+    >>> @register
+    ... class Mine(Compressor):
+    ...     name = "mine_for_the_doctest"
+    >>> type(make("compressor", "mine_for_the_doctest")).__name__
+    'Mine'
+    """
+    if not cls.name or not cls.name.isidentifier():
+        raise ConfigError(f"{cls.__qualname__} needs a class attribute name = '...', a plain word")
+    taken = known(cls.kind).get(cls.name)
+    if taken is not None and (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise ConfigError(f"the {cls.kind} name {cls.name!r} is taken by {taken.__module__}.{taken.__qualname__}")
+    _registered[cls.kind][cls.name] = cls
+    return cls
+
+
+def known(kind: str) -> dict[str, type[Component]]:
+    """All components of a kind ("compressor", "memory", "communicator"), by name.
+
+    >>> sorted(known("memory"))
+    ['efsignsgd', 'none', 'residual']
+    """
+    return dict(sorted({**_found(kind)[0], **_registered[kind]}.items()))
+
+
+def make(kind: str, spec: Component | str | dict[str, Any]) -> Any:
+    """The component that a spec names; an object is returned as it is.
+
+    Raises:
+        ConfigError: the name, or a parameter, is not known or not legal; the message lists what is.
+
+    >>> make("compressor", "topk(ratio=0.05)").ratio
+    0.05
+    >>> make("compressor", "topk(ration=0.05)")
+    Traceback (most recent call last):
+    grace.errors.ConfigError: compressor topk has no parameter 'ration'; it has: ratio=0.01
+    """
+    if isinstance(spec, Component):
+        if spec.kind != kind:
+            raise ConfigError(f"{type(spec).__name__} is a {spec.kind}, where a {kind} is needed")
+        return spec
+    name, parameters = specs.parse(spec)
+    if name in _found(kind)[1]:
+        alias = _found(kind)[1][name]
+        name, parameters = alias["name"], {**{k: v for k, v in alias.items() if k != "name"}, **parameters}
+    return _class(kind, name)(**_checked(kind, name, parameters))
+
+
+def legal_communicators(compressor: Any) -> list[str]:
+    """Names of the communicators that can carry a compressor's payloads.
+
+    >>> legal_communicators(make("compressor", "topk"))
+    ['allgather', 'broadcast']
+    """
+    classes: Any = known("communicator").items()
+    return [name for name, cls in classes if cls.accepts(compressor) is None]
+
+
+def _class(kind: str, name: str) -> type[Component]:
+    components = known(kind)
+    if name not in components:
+        names = sorted([*components, *_found(kind)[1]])
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ConfigError(f"unknown {kind} {name!r}{hint}; known: {', '.join(names)}")
+    return components[name]
+
+
+def _checked(kind: str, name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    valid = _class(kind, name).parameters()
+    for key in parameters:
+        if key not in valid:
+            has = ", ".join(k if v is dataclasses.MISSING else f"{k}={v!r}" for k, v in valid.items())
+            raise ConfigError(f"{kind} {name} has no parameter {key!r}; it has: {has or 'none'}")
+    for key, default in valid.items():
+        if default is dataclasses.MISSING and key not in parameters:
+            raise ConfigError(f"{kind} {name} needs {key}")
+    return parameters
+
+
+@functools.cache
+def _found(kind: str) -> tuple[dict[str, type[Component]], dict[str, dict[str, Any]]]:
+    """Built-in and entry point components of a kind, and the aliases that built-in modules define."""
+    package = importlib.import_module(f"grace.{KINDS[kind]}")
+    classes: dict[str, type[Component]] = {}
+    aliases: dict[str, dict[str, Any]] = {}
+    for info in pkgutil.iter_modules(package.__path__):
+        module = importlib.import_module(f"{package.__name__}.{info.name}")
+        aliases.update(getattr(module, "ALIASES", {}))
+        for value in vars(module).values():
+            if isinstance(value, type) and issubclass(value, Component) and value.__module__ == module.__name__:
+                classes[value.name] = value
+    for point in entry_points(group=f"grace.{KINDS[kind]}"):
+        classes.setdefault(point.name, point.load())
+    return classes, aliases

@@ -1,0 +1,49 @@
+"""Specs: the text and dict forms that name a component and its parameters."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from grace.errors import ConfigError
+
+
+def parse(spec: str | dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """A spec as (name, parameters).
+
+    >>> parse("topk(ratio=0.01)")
+    ('topk', {'ratio': 0.01})
+    >>> parse({"name": "topk", "ratio": 0.01})
+    ('topk', {'ratio': 0.01})
+    >>> parse("topk(0.01)")
+    Traceback (most recent call last):
+    grace.errors.ConfigError: topk(0.01): write parameters by name, as in topk(ratio=0.01)
+    """
+    if isinstance(spec, dict):
+        if not isinstance(spec.get("name"), str):
+            raise ConfigError(f"a dict spec needs a 'name': {spec!r}")
+        return spec["name"], {key: value for key, value in spec.items() if key != "name"}
+    if not isinstance(spec, str):
+        raise ConfigError(f"a spec is text like 'topk(ratio=0.01)' or a dict, not {spec!r}")
+    try:
+        tree = ast.parse(spec.strip(), mode="eval").body
+    except SyntaxError:
+        tree = None
+    if isinstance(tree, ast.Name):
+        return tree.id, {}
+    if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name):
+        if tree.args or any(keyword.arg is None for keyword in tree.keywords):
+            raise ConfigError(f"{spec}: write parameters by name, as in topk(ratio=0.01)")
+        return tree.func.id, {k.arg: _literal(spec, k) for k in tree.keywords}  # type: ignore[misc]
+    raise ConfigError(f"cannot read the spec {spec!r}; write it like 'topk(ratio=0.01)'")
+
+
+def _literal(spec: str, keyword: ast.keyword) -> Any:
+    """A parameter's value: a literal, or a bare word as text (``dtype=fp16``, ``warm_start=true``)."""
+    if isinstance(keyword.value, ast.Name):
+        return {"true": True, "false": False}.get(keyword.value.id, keyword.value.id)
+    try:
+        return ast.literal_eval(keyword.value)
+    except ValueError:
+        value = ast.unparse(keyword.value)
+        raise ConfigError(f"{spec}: {keyword.arg}={value} is not a number, a word or a literal") from None

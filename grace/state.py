@@ -1,0 +1,74 @@
+"""State that is kept per variable and changes only when a whole step succeeded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from typing import Any
+
+
+class State(MutableMapping[str, Any]):
+    """A mapping from variable name to value whose writes are staged until :meth:`commit`.
+
+    Memories and compressors write to it as to a dict. Reads see staged writes. At the end of a step
+    the exchange commits; when any rank's gradient overflowed it rolls back, so that no NaN enters
+    and the step is as if it had not been (Micikevicius et al., arXiv 1710.03740: skipped steps).
+
+    Values are arrays, numbers, or dicts of those.
+
+    >>> s = State()
+    >>> s["w"] = 1.0
+    >>> s.commit()
+    >>> s["w"] = float("nan")
+    >>> s.rollback()
+    >>> s["w"]
+    1.0
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Any] = {}
+        self._staged: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._staged[name] if name in self._staged else self._kept[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._staged[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        if name not in self:
+            raise KeyError(name)
+        self._staged.pop(name, None)
+        self._kept.pop(name, None)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._staged or name in self._kept
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._kept, **self._staged})
+
+    def __len__(self) -> int:
+        return len({**self._kept, **self._staged})
+
+    def __repr__(self) -> str:
+        return f"State(kept={sorted(self._kept)}, staged={sorted(self._staged)})"
+
+    def commit(self) -> None:
+        """Make the staged writes permanent."""
+        self._kept.update(self._staged)
+        self._staged.clear()
+
+    def rollback(self, name: str | None = None) -> None:
+        """Forget the staged writes: all of them, or those of one variable."""
+        if name is None:
+            self._staged.clear()
+        else:
+            self._staged.pop(name, None)
+
+    def map(self, function: Any) -> None:
+        """Apply ``function(array)`` to every array and number kept, dicts included."""
+        self.commit()
+        for name, value in self._kept.items():
+            if isinstance(value, dict):
+                self._kept[name] = {key: function(item) for key, item in value.items()}
+            else:
+                self._kept[name] = function(value)

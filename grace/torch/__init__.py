@@ -1,0 +1,30 @@
+"""Grace for PyTorch."""
+
+from grace.errors import missing_extra
+
+try:
+    import torch  # noqa: F401
+except ImportError as error:
+    raise missing_extra("torch", "torch") from error
+
+from grace.communicator import Communicator
+from grace.communicators import Allgather, Allreduce, Broadcast
+from grace.compressor import Compressor, Traits
+from grace.memory import Memory
+from grace.torch.ddp import DDPState, register_ddp_hook
+from grace.torch.optimizer import DistributedOptimizer
+from grace.torch.parameters import broadcast_parameters
+
+__all__ = [
+    "Allgather",
+    "Allreduce",
+    "Broadcast",
+    "Communicator",
+    "Compressor",
+    "DDPState",
+    "DistributedOptimizer",
+    "Memory",
+    "Traits",
+    "broadcast_parameters",
+    "register_ddp_hook",
+]

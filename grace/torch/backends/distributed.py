@@ -1,0 +1,72 @@
+"""The torch.distributed backend: any process group, gloo or nccl."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from grace.backend import Backend, Handle
+from grace.errors import ConfigError
+
+
+class TorchBackend(Backend):
+    """Collectives of one torch.distributed process group.
+
+    Args:
+        group: the process group; the default one if left out.
+        owns: destroy the process group on shutdown.
+    """
+
+    name = "torch"
+
+    def __init__(self, group: Any = None, owns: bool = False):
+        if not dist.is_initialized():
+            raise ConfigError("torch.distributed is not initialized; call grace.init() or init_process_group() first")
+        self.group, self.owns = group, owns
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise ConfigError("this process is not a member of the process group")
+
+    @classmethod
+    def join(cls) -> TorchBackend:
+        """The default process group, made from the launcher's environment if there is none yet."""
+        if dist.is_initialized():
+            return cls()
+        if torch.cuda.is_available():
+            dist.init_process_group("cpu:gloo,cuda:nccl")
+        else:
+            dist.init_process_group("gloo")
+        return cls(owns=True)
+
+    def describe(self) -> str:
+        return f"torch.distributed ({dist.get_backend(self.group)}), rank {self.rank} of {self.size}"
+
+    def allreduce(self, tensor: torch.Tensor) -> Handle:
+        self.count(2 * (self.size - 1) / self.size * tensor.nbytes)
+        return _handle(dist.all_reduce(tensor, group=self.group, async_op=True), tensor)
+
+    def allgather(self, tensor: torch.Tensor) -> Handle:
+        self.count((self.size - 1) * tensor.nbytes)
+        gathered = list(tensor.new_empty((self.size, tensor.numel())).unbind())
+        return _handle(dist.all_gather(gathered, tensor, group=self.group, async_op=True), gathered)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
+        if root == self.rank:
+            self.count((self.size - 1) * tensor.nbytes)
+        source = root if self.group is None else dist.get_global_rank(self.group, root)
+        return _handle(dist.broadcast(tensor, source, group=self.group, async_op=True), tensor)
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value, group=self.group)
+        return gathered
+
+    def shutdown(self) -> None:
+        if self.owns and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _handle(work: Any, result: Any) -> Handle:
+    return Handle(work.wait, result, (work,))

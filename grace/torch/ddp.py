@@ -1,0 +1,178 @@
+"""The same exchange as a DistributedDataParallel communication hook."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from grace import checkpoint
+from grace.component import Context
+from grace.errors import ConfigError
+from grace.exchange import Exchange, Group, Outcome, Traffic
+from grace.exchanger import Exchanger, build_exchanger
+from grace.torch.backends.distributed import TorchBackend
+from grace.torch.optimizer import GROUP_BYTES, _on_devices
+from grace.torch.parameters import variables
+
+
+class DDPState:
+    """What the hook keeps between steps, keyed by the parameters' names, and its traffic.
+
+    DDP hands over buckets, and rebuilds them after the first step; each bucket's variables are exchanged in
+    at most two collectives (compressed and dense), started in the order of the buckets, which is the same on
+    all ranks. Dependent reductions (PowerSGD's) are awaited inside the hook but for the last.
+    """
+
+    def __init__(self, model: Any, exchanger: Exchanger, optimizer: Any):
+        self.exchanger, self.optimizer = exchanger, optimizer
+        self.names = {p: name for name, p in model.module.named_parameters() if p.requires_grad}
+        self.by_name = {variable.name: variable for variable in exchanger.variables}
+        self.plans: dict[tuple[str, ...], list[Group]] = {}
+        self.outcomes: list[Outcome] = []
+        self.open = False
+
+    @property
+    def traffic(self) -> Traffic:
+        """What was exchanged so far, counted."""
+        return self.exchanger.traffic
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank remembers."""
+        self.close_step()
+        return checkpoint.save(self.exchanger)
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """What all ranks remember; every rank must call it."""
+        self.close_step()
+        return checkpoint.gather(self.exchanger)
+
+    def load_state_dict(self, state: dict[str, Any], memory: str = "strict") -> None:
+        """Restore; see :mod:`grace.checkpoint` for the rules."""
+        self.close_step()
+        parameters = {name: p for p, name in self.names.items()}
+        checkpoint.load(self.exchanger, _on_devices(state, parameters), memory)
+
+    def close_step(self) -> None:
+        """Commit the last step, whose futures DDP has awaited at the end of backward."""
+        if self.open:
+            self.exchanger.end_step(self.outcomes)
+            self.outcomes, self.open = [], False
+
+    def lr(self, name: str) -> float:
+        """The learning rate of a parameter, for memories that follow it."""
+        if self.optimizer is None:
+            raise ConfigError(
+                "this memory follows the learning rate: register_ddp_hook(model, ..., optimizer=optimizer)"
+            )
+        for group in self.optimizer.param_groups:
+            if any(self.names.get(p) == name for p in group["params"]):
+                return float(group["lr"])
+        raise ConfigError(f"the optimizer does not hold the parameter {name!r}")
+
+    def groups(self, names: tuple[str, ...]) -> list[Group]:
+        """The groups of a bucket: compressed variables, and dense ones by dtype."""
+        if names not in self.plans:
+            kinds: dict[Any, Group] = {}
+            for name in names:
+                variable = self.by_name[name]
+                communicator = self.exchanger.choose(variable)
+                key = (id(communicator), variable.dtype)
+                kinds.setdefault(key, Group(len(kinds), communicator, [])).variables.append(variable)
+            self.plans[names] = list(kinds.values())
+        return self.plans[names]
+
+    @torch.no_grad()
+    def exchange(self, bucket: Any) -> torch.futures.Future:
+        """The hook proper."""
+        if bucket.index() == 0:
+            self.close_step()
+            self.open = True
+        names = tuple(self.names[p] for p in bucket.parameters())
+        views = dict(zip(names, bucket.gradients(), strict=True))
+        guard, future_buffer = self.exchanger.communicator.stateful, bucket.buffer()
+        exchanges: list[Exchange] = []
+        for group in self.groups(names):
+            gradients = [views[v.name] for v in group.variables]
+            exchanges.append(Exchange(group, gradients, [True] * len(gradients), guard, self.traffic))
+        for exchange in exchanges:
+            while exchange.advance():
+                pass
+
+        def finish(_: Any) -> torch.Tensor:
+            for exchange in exchanges:
+                self._write(exchange, views)
+            return future_buffer
+
+        works = [work for exchange in exchanges for work in exchange.handle.works]
+        if not works:  # a communicator of the user's own, or a single process
+            for exchange in exchanges:
+                exchange.wait()
+            done: torch.futures.Future = torch.futures.Future()
+            done.set_result(finish(None))
+            return done
+        return torch.futures.collect_all([work.get_future() for work in works]).then(finish)
+
+    @torch.no_grad()
+    def _write(self, exchange: Exchange, views: dict[str, torch.Tensor]) -> None:
+        traits: Any = exchange.traits
+        outs = []
+        for variable in exchange.group.variables:
+            view = views[variable.name]
+            usable = view.is_contiguous() and (traits.exact or view.dtype == torch.float32)
+            outs.append(view if usable else None)
+        outcomes = exchange.finish(outs, wait=False)
+        for outcome in outcomes:
+            view = views[outcome.variable.name]
+            if outcome.value is not view:
+                view.copy_(outcome.value)
+        self.outcomes += outcomes
+
+
+def register_ddp_hook(
+    model: Any,
+    compressor: Any = None,
+    memory: Any = None,
+    communicator: Any = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    seed: int = 0,
+) -> DDPState:
+    """Compress what a DistributedDataParallel model exchanges.
+
+    Args:
+        model: the ``torch.nn.parallel.DistributedDataParallel`` model, before its first backward.
+        compressor, memory, communicator: as for :func:`grace.DistributedOptimizer`.
+        optimizer: needed by memories that follow the learning rate (efsignsgd).
+        seed: of the random numbers of stochastic methods; the same on all ranks.
+
+    Returns:
+        The hook's state, with ``state_dict()``, ``full_state_dict()``, ``load_state_dict()``, ``traffic``.
+
+    Raises:
+        ConfigError: what was given cannot work.
+        RankError: the ranks gave different things, or another rank's cannot work.
+
+    Example::
+
+        model = torch.nn.parallel.DistributedDataParallel(model)
+        state = grace.torch.register_ddp_hook(model, compressor="topk(ratio=0.01)")
+    """
+    if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        raise ConfigError(f"register_ddp_hook needs a DistributedDataParallel model, not {type(model).__name__}")
+    context = Context(seed=seed)
+
+    def list_variables():
+        return variables({name: p for name, p in model.module.named_parameters() if p.requires_grad})
+
+    backend = TorchBackend(model.process_group)
+    choices = (compressor, memory, communicator)
+    exchanger = build_exchanger(list_variables, choices, backend, context, GROUP_BYTES)
+    state = DDPState(model, exchanger, optimizer)
+    context.lr = state.lr
+
+    def grace_hook(state, bucket):  # DDP inspects the names and annotations, and wants real types or none
+        return state.exchange(bucket)
+
+    model.register_comm_hook(state, grace_hook)
+    return state

@@ -1,0 +1,279 @@
+"""Kernels for torch tensors: plain operations on any device, fused loops for CPU tensors."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import torch
+
+from grace.kernels.contract import Kernels
+from grace.kernels.random import FEISTEL_ROUNDS, MULTIPLIERS, ROUNDS, WEYL, Stream, feistel_bits
+
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16", "uint8", "int32")}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+FLOAT32_MAX = torch.finfo(torch.float32).max
+LOW32 = 0xFFFFFFFF
+CHUNK = 1 << 16  # Philox blocks at a time, so that its int64 temporaries stay in the cache
+
+
+class TorchKernels(Kernels):
+    """The contract in plain torch operations, on any device.
+
+    >>> k = TorchKernels()
+    >>> k.topk(torch.tensor([1.0, -5.0, 3.0, 5.0]), 2)
+    tensor([1, 3], dtype=torch.int32)
+    """
+
+    name = "torch"
+
+    def flat(self, x):
+        return x.reshape(-1)
+
+    def reshape(self, x, shape):
+        return x.reshape(shape)
+
+    def cast(self, x, dtype):
+        return x.to(DTYPES[dtype])
+
+    def zeros(self, shape, dtype, like):
+        return torch.zeros(shape, dtype=DTYPES[dtype], device=like.device)
+
+    def full(self, values, dtype, like):
+        if any(isinstance(value, torch.Tensor) for value in values):
+            items = [torch.as_tensor(v, dtype=torch.float32, device=like.device) for v in values]
+            return torch.stack(items).to(DTYPES[dtype])
+        return torch.tensor(values, dtype=DTYPES[dtype]).to(like.device, non_blocking=True)
+
+    def to_list(self, x):
+        return x.double().tolist()
+
+    def zero(self, out):
+        return out.zero_()
+
+    def join(self, tensors, out=None):
+        return torch.cat(tensors, out=out) if out is not None else torch.cat(tensors)
+
+    def to_bytes(self, x):
+        return x.contiguous().reshape(-1).view(torch.uint8)
+
+    def from_bytes(self, raw, dtype, shape):
+        return raw.view(DTYPES[dtype]).reshape(shape)
+
+    def nbytes(self, x):
+        return x.nbytes
+
+    def dtype(self, x):
+        return NAMES[x.dtype]
+
+    def all_finite(self, x) -> Any:
+        finite = torch.isfinite(x).all()
+        return bool(finite) if x.device.type == "cpu" else finite.float()
+
+    def combine(self, a, x, b, y):
+        x, y = x.float(), y.float()
+        return torch.add(x if a == 1 else x * a, y, alpha=b)
+
+    def add(self, out, x, weight=1.0):
+        return out.add_(x, alpha=weight)
+
+    def divide(self, out, x, by):
+        x = x.reshape(out.shape)
+        return torch.div(x, by, out=out) if x.dtype == out.dtype else out.copy_(x / by)
+
+    def mean_abs(self, x):
+        return x.abs().sum(dtype=torch.float64).div(max(1, x.numel())).float().reshape(1)
+
+    def signs(self, x):
+        return torch.where(x >= 0, 1.0, -1.0).to(x.dtype)
+
+    def matmul(self, a, b, transpose=False):
+        return (a.t() if transpose else a) @ b
+
+    def matmul_add(self, out, a, b, weight):
+        out.view(a.shape[0], b.shape[0]).addmm_(a, b.t(), alpha=weight)
+        return out
+
+    def orthonormalize(self, x):
+        return torch.linalg.qr(x)[0].contiguous()
+
+    def fill_zero_columns(self, x, other):
+        return torch.where((x == 0).all(dim=0), other, x)
+
+    def random_bits(self, stream: Stream, n, like):
+        key_low, key_high, step, draw = stream.words
+        out = torch.empty(((n + 3) // 4, 4), dtype=torch.int64, device=like.device)
+        for start in range(0, len(out), CHUNK):
+            rows = out[start : start + CHUNK]
+            block = torch.arange(start, start + len(rows), device=like.device)
+            counter = (block & LOW32, block >> 32, torch.full_like(block, step), torch.full_like(block, draw))
+            for column, word in enumerate(_philox(counter, (key_low, key_high))):
+                rows[:, column] = word
+        return out.reshape(-1)[:n]
+
+    def uniform(self, stream, n, like):
+        return (self.random_bits(stream, n, like) >> 8).to(torch.float32) * 2.0**-24
+
+    def random_indices(self, stream, n, k, like):
+        index = _feistel(torch.arange(k, device=like.device), n, stream)
+        while bool((outside := index >= n).any()):
+            index[outside] = _feistel(index[outside], n, stream)
+        return index.to(torch.int32)
+
+    def quantize(self, x, levels, bucket_size, norm, stream):
+        n, buckets = x.numel(), -(-x.numel() // bucket_size)
+        magnitude = torch.nn.functional.pad(x.abs(), (0, buckets * bucket_size - n)).view(buckets, bucket_size)
+        if norm == "l2":
+            scales = magnitude.double().square().sum(dim=1).sqrt()
+        else:
+            scales = magnitude.amax(dim=1)
+        scales = scales.clamp(max=FLOAT32_MAX).float()
+        divisor = torch.where(scales > 0, scales, 1.0)[:, None]
+        exact = (magnitude / divisor * levels).view(-1)[:n]
+        code = torch.floor(exact + self.uniform(stream, n, x)).clamp_(max=levels).to(torch.int32)
+        return (levels + torch.where(x >= 0, code, -code)).to(torch.uint8), scales
+
+    def dequantize(self, out, codes, scales, levels, bucket_size, weight):
+        n, buckets = codes.numel(), scales.numel()
+        centred = torch.nn.functional.pad(codes.float() - levels, (0, buckets * bucket_size - n))
+        factor = scales * (weight / levels)
+        return out.add_((factor[:, None] * centred.view(buckets, bucket_size)).view(-1)[:n])
+
+    def pack(self, codes, bits):
+        if bits == 8:
+            return codes
+        # the 8 codes of a group make `bits` bytes: spread them to single bits, then gather 8 by 8
+        n = codes.numel()
+        padded = torch.nn.functional.pad(codes, (0, -n % 8))
+        stream = (padded[:, None] >> self._places(codes)[:bits]) & 1
+        out = (stream.view(-1, 8) << self._places(codes)).sum(dim=1, dtype=torch.uint8)
+        return out[: (n * bits + 7) // 8]
+
+    def unpack(self, packed, bits, n):
+        if bits == 8:
+            return packed
+        stream = ((packed[:, None] >> self._places(packed)) & 1).view(-1)[: n * bits].view(n, bits)
+        return (stream << self._places(packed)[:bits]).sum(dim=1, dtype=torch.uint8)
+
+    def _places(self, like):
+        return torch.arange(8, dtype=torch.uint8, device=like.device)
+
+    def pack_signs(self, x):
+        return self.pack((x >= 0).to(torch.uint8), 1)
+
+    def add_signs(self, out, packed, scale, weight):
+        signs = self.unpack(packed, 1, out.numel()).to(out.dtype) * 2 - 1
+        return out.add_(signs if scale is None else signs * scale, alpha=weight)
+
+    def topk(self, x, k):
+        if k == 0:
+            return torch.empty(0, dtype=torch.int32, device=x.device)
+        bits = x.view(torch.int32) & 0x7FFFFFFF
+        threshold = torch.topk(bits, k, sorted=False).values.min()
+        above = (bits > threshold).nonzero().view(-1)
+        ties = (bits == threshold).nonzero().view(-1)[: k - above.numel()]
+        return torch.cat([above, ties]).sort().values.to(torch.int32)
+
+    def gather(self, x, indices):
+        return x.index_select(0, indices)
+
+    def scatter_add(self, out, indices, values, weight):
+        return out.index_add_(0, indices, values, alpha=weight)
+
+
+class FusedTorchKernels(TorchKernels):
+    """CPU tensors: the fused kernels, on zero-copy NumPy views.
+
+    Each method named in ``FUSED`` runs compiled when its tensors are contiguous and of the dtypes that the
+    fused loops take, and in plain torch otherwise.
+    """
+
+    name = "torch-fused"
+    FUSED = (
+        "all_finite", "mean_abs", "random_bits", "random_indices", "quantize", "dequantize", "pack", "unpack",
+        "pack_signs", "add_signs", "topk", "gather", "scatter_add",
+    )  # fmt: skip
+    DTYPES = frozenset({torch.float32, torch.uint8, torch.int32})
+
+    def uniform(self, stream, n, like):
+        bits = self.random_bits(stream, n, like)
+        return (bits.view(torch.int32) >> 8 & 0xFFFFFF).to(torch.float32) * 2.0**-24
+
+
+def _fused(method: str):
+    plain = getattr(TorchKernels, method)
+
+    def call(self, *args):
+        arrays = []
+        for arg in args:
+            if isinstance(arg, torch.Tensor):
+                if arg.dtype not in self.DTYPES or not arg.is_contiguous() or arg.device.type != "cpu":
+                    return plain(self, *args)
+                arg = arg.detach().numpy()
+            arrays.append(arg)
+        return _to_torch(getattr(_fused_kernels(), method)(*arrays))
+
+    call.__name__, call.__doc__ = method, f"Compiled; see Kernels.{method}."
+    return call
+
+
+for _method in FusedTorchKernels.FUSED:
+    setattr(FusedTorchKernels, _method, _fused(_method))
+
+
+def _to_torch(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_to_torch(item) for item in value)
+    return value if isinstance(value, bool) else torch.from_numpy(value)
+
+
+@functools.cache
+def _fused_kernels():
+    from grace.kernels.fused import FusedKernels
+
+    return FusedKernels()
+
+
+_PLAIN, _FUSED = TorchKernels(), FusedTorchKernels()
+
+
+def _fused_available() -> bool:
+    if os.environ.get("GRACE_FUSED", "1") == "0":
+        return False
+    try:
+        import numba  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+_USE_FUSED = _fused_available()
+
+
+def kernels_of_tensor(tensor: torch.Tensor) -> Kernels:
+    """Fused kernels for CPU tensors when Numba is installed (and GRACE_FUSED is not 0), else plain ones."""
+    return _FUSED if _USE_FUSED and tensor.device.type == "cpu" else _PLAIN
+
+
+def _philox(counter, key):
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(ROUNDS):
+        # int64 products wrap, but their bits are those of the unsigned ones
+        p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        c0, c1, c2, c3 = (p1 >> 32 & LOW32) ^ c1 ^ k0, p1 & LOW32, (p0 >> 32 & LOW32) ^ c3 ^ k1, p0 & LOW32
+        k0, k1 = k0 + WEYL[0] & LOW32, k1 + WEYL[1] & LOW32
+    return c0, c1, c2, c3
+
+
+def _feistel(index, n, stream):
+    left_bits, right_bits = feistel_bits(n)
+    key_low, key_high, step, draw = stream.permuting().words
+    left, right = index >> right_bits, index & (1 << right_bits) - 1
+    for number in range(FEISTEL_ROUNDS):
+        constants = (torch.full_like(right, c) for c in (number, step, draw))
+        mixed = _philox((right, *constants), (key_low, key_high))[0] & (1 << left_bits) - 1
+        left, right = right, left ^ mixed
+        left_bits, right_bits = right_bits, left_bits
+    return left << right_bits | right

@@ -1,0 +1,98 @@
+"""Names, variables and start values of torch parameters."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from grace.backend import Backend
+from grace.errors import ConfigError
+from grace.runtime import current
+from grace.torch.kernels import NAMES
+from grace.variable import Variable
+
+
+def named(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[str, torch.nn.Parameter]:
+    """The optimizer's parameters that need gradients, by name, in declaration order.
+
+    Raises:
+        ConfigError: a name is given twice, or a parameter has none.
+    """
+    groups = optimizer.param_groups
+    wanted = {p: f"{g}.{i}" for g, group in enumerate(groups) for i, p in enumerate(group["params"])}
+    if named_parameters is None:
+        return {_own_name(groups, position): p for p, position in wanted.items() if p.requires_grad}
+    pairs = list(named_parameters)
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise ConfigError("named_parameters must be pairs of (name, parameter), as model.named_parameters() gives")
+    twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+    if twice:
+        raise ConfigError(f"named_parameters has the name {twice[0]!r} more than once; names must be unique")
+    known = {p for _, p in pairs}
+    for p, position in wanted.items():
+        if p not in known and p.requires_grad:
+            group, index = position.split(".")
+            raise ConfigError(
+                f"parameter {index} of the optimizer's group {group} (shape {tuple(p.shape)}) has no name in "
+                "named_parameters; pass model.named_parameters() of the whole model"
+            )
+    return {name: p for name, p in pairs if p in wanted and p.requires_grad}
+
+
+def _own_name(groups: list[dict[str, Any]], position: str) -> str:
+    """The name the optimizer itself knows (``torch.optim.SGD(model.named_parameters())``), or the position."""
+    group, index = map(int, position.split("."))
+    names = groups[group].get("param_names")
+    return names[index] if names else f"group{group}.param{index}"
+
+
+def variables(parameters: Mapping[str, torch.nn.Parameter]) -> list[Variable]:
+    """The variables of named parameters.
+
+    Raises:
+        ConfigError: a dtype that Grace does not exchange.
+    """
+    found = []
+    for name, p in parameters.items():
+        dtype = NAMES.get(p.dtype, "")
+        if not dtype.startswith(("float", "bfloat")):
+            raise ConfigError(
+                f"parameter {name!r} is {p.dtype}; Grace exchanges float16, bfloat16, float32 and float64"
+            )
+        found.append(Variable(name, tuple(p.shape), dtype, str(p.device)))
+    return found
+
+
+def broadcast_parameters(
+    parameters: torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, Any]],
+    root: int = 0,
+    backend: Backend | None = None,
+) -> None:
+    """Give every rank the root's values, in place.
+
+    Args:
+        parameters: a module (its parameters and buffers), a state dict, or (name, tensor) pairs. What is
+            not a tensor is passed over.
+        root: the rank whose values count.
+        backend: the engine; that of ``grace.init()`` if left out.
+
+    >>> import grace
+    >>> backend = grace.init("local")
+    >>> broadcast_parameters(torch.nn.Linear(2, 1))
+    >>> grace.shutdown()
+    """
+    backend = current() if backend is None else backend
+    if isinstance(parameters, torch.nn.Module):
+        parameters = parameters.state_dict(keep_vars=True)
+    pairs = parameters.items() if isinstance(parameters, Mapping) else parameters
+    tensors = [value.detach() for _, value in pairs if isinstance(value, torch.Tensor) and value.numel()]
+    with torch.no_grad():
+        dense = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
+        for handle in [backend.broadcast(tensor, root) for tensor in dense]:
+            handle.wait()
+        for tensor, sent in zip(tensors, dense, strict=True):
+            if sent is not tensor:
+                tensor.copy_(sent)

@@ -1,0 +1,39 @@
+"""Variables: what the exchange and the strategies know of a trainable parameter."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One trainable parameter, known by its name, in no framework's terms.
+
+    >>> Variable("fc.weight", (10, 64)).describe()
+    'float32[10, 64]'
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    device: str = "cpu"
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def bits(self) -> int:
+        """Bits per element."""
+        return {"float16": 16, "bfloat16": 16, "float64": 64}.get(self.dtype, 32)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.numel * self.bits // 8
+
+    def describe(self) -> str:
+        """Type and shape, for messages."""
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"

@@ -1,0 +1,86 @@
+"""A pool of rank processes that stays up between tests, so that a test costs milliseconds."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing as mp
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+
+class RankFailure(AssertionError):
+    """A rank raised; the message is its traceback."""
+
+
+class Ranks:
+    """``size`` processes joined by gloo. ``run(function, *args)`` calls a module-level function on every rank
+    and returns the list of results; ``rank`` and ``size`` come from ``grace``. A rank that raises, dies or
+    outlasts ``timeout`` fails the test, and the processes are replaced.
+    """
+
+    def __init__(self, size: int):
+        self.size, self.processes, self.pipes = size, [], []
+
+    def run(self, function: Callable, *args: Any, timeout: float = 120) -> list[Any]:
+        """Call ``function(*args)`` on every rank."""
+        if not self.processes:
+            self._start()
+        for pipe in self.pipes:
+            pipe.send(pickle.dumps((function, args)))
+        answers = []
+        for rank, pipe in enumerate(self.pipes):
+            try:
+                if not pipe.poll(timeout):
+                    raise EOFError(f"no answer within {timeout} s")
+                answers.append(pickle.loads(pipe.recv()))
+            except (EOFError, OSError) as error:
+                self.stop()
+                raise RankFailure(f"rank {rank} of {self.size} died or hangs: {error}") from error
+        for rank, (ok, value) in enumerate(answers):
+            if not ok:
+                self.stop()  # its process group may hold half a collective
+                raise RankFailure(f"rank {rank} of {self.size}:\n{value}")
+        return [value for _, value in answers]
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        store = tempfile.mktemp(prefix="grace-ranks-")
+        for rank in range(self.size):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there, rank, self.size, store), daemon=True)
+            process.start()
+            self.processes.append(process)
+            self.pipes.append(here)
+
+    def stop(self) -> None:
+        """End the processes; the next ``run`` starts new ones."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        self.processes, self.pipes = [], []
+
+
+def _serve(pipe: Any, rank: int, size: int, store: str) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    import torch
+    import torch.distributed as dist
+
+    import grace
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    with contextlib.suppress(EOFError):
+        while True:
+            function, args = pickle.loads(pipe.recv())
+            try:
+                grace.shutdown()
+                grace.init("torch")
+                answer = (True, function(*args))
+            except BaseException:
+                answer = (False, traceback.format_exc())
+            pipe.send(pickle.dumps(answer))

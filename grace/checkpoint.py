@@ -77,12 +77,12 @@ def load(exchanger: Exchanger, saved: dict[str, Any] | None, memory: str = "stri
 def _for_rank(exchanger: Exchanger, saved: dict[str, Any], kind: str) -> dict[str, Any]:
     context, rank, size = exchanger.context, saved["rank"], saved["size"]
     own = saved["state"][kind]
-    if exchanger.components[kind].shared_state or not own:
+    if exchanger.components[kind].shared_state:
         return own
     if "ranks" in saved:
         everyone = [state[kind] for state in saved["ranks"]]
         return everyone[context.rank] if size == context.size else _mean(everyone)
-    if (rank, size) != (context.rank, context.size):
+    if own and (rank, size) != (context.rank, context.size):
         raise ConfigError(
             f"the checkpoint holds the {kind} of rank {rank} of {size}, this is rank {context.rank} of "
             f"{context.size}. Save one file per rank, or save full_state_dict(), which holds all ranks and loads "

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from grace.backend import Backend, Handle
 from grace.component import Component, Context
 from grace.compressor import Compressor, Tensor
 from grace.errors import ConfigError
+from grace.local import LocalBackend
 from grace.memory import Memory
 
 
@@ -44,8 +45,8 @@ class Communicator(Component):
 
         self.compressor: Compressor = make("compressor", compressor)
         traits = self.compressor.traits
-        self.memory: Memory = make("memory", traits.memory if memory is None else memory)  # type: ignore[union-attr]
-        self.backend: Backend | None = None
+        self.memory: Memory = make("memory", traits.memory if memory is None else memory)
+        self.backend: Backend = LocalBackend()
         self._check()
 
     def communicate(self, wire: Tensor) -> Handle:
@@ -55,7 +56,7 @@ class Communicator(Component):
     @classmethod
     def accepts(cls, compressor: Compressor) -> str | None:
         """Why this communicator cannot carry the compressor's payloads; None if it can."""
-        traits: Any = compressor.traits
+        traits = compressor.traits
         if cls.sums and not traits.summable:
             return "its payloads cannot be summed by the engine"
         if not cls.sums and traits.rounds > 1:
@@ -65,7 +66,7 @@ class Communicator(Component):
     def _check(self) -> None:
         from grace.registry import legal_communicators
 
-        traits: Any = self.compressor.traits
+        traits = self.compressor.traits
         why = self.accepts(self.compressor)
         if why:
             legal = ", ".join(legal_communicators(self.compressor))
@@ -95,7 +96,8 @@ class Communicator(Component):
         super().bind(context)
         self.compressor.bind(context)
         self.memory.bind(context)
-        self.backend = backend
+        if backend is not None:
+            self.backend = backend
 
     def describe(self) -> str:
         """Communicator, compressor and memory as specs."""

@@ -112,6 +112,8 @@ class Component:
         if not number or not (value > low if low_open else value >= low) or not value <= high:
             left = "(" if low_open else "["
             raise self.refuse(f"{key} must be a number in {left}{low:g}, {high:g}], not {value!r}")
+        if type(value) not in (int, float):  # NumPy's numbers are no literals of a spec
+            object.__setattr__(self, key, float(value))
 
     def check_integer(self, key: str, low: int, high: float = math.inf) -> None:
         """Refuse a parameter that is not a whole number in [low, high]."""

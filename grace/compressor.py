@@ -23,7 +23,7 @@ class Traits:
         contraction: whether E||x - decompress(compress(x))||^2 < ||x||^2 for x != 0, which is what
             error feedback needs to converge.
         summable: whether the sum of payloads is the payload of the sum (legal with Allreduce).
-        fixed_size: whether the payload has the same size on every rank.
+        fixed_size: whether the payload of a variable has the same size on every rank and at every step.
         carries_nonfinite: whether a NaN or Inf travels in the payload itself.
         exact: whether decompress(compress(x)) == x; the gradient then keeps its own dtype.
         rounds: how many dependent reductions one exchange takes.
@@ -69,7 +69,7 @@ class Compressor(Component):
     """
 
     kind = "compressor"
-    traits: Traits | property = Traits(category="quantization")
+    traits: Traits = Traits(category="quantization")
     stateful: ClassVar[bool] = False
     """Whether the method keeps something per variable between steps."""
 

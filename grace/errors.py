@@ -29,6 +29,4 @@ def missing_extra(package: str, extra: str) -> MissingExtraError:
     >>> print(missing_extra("torch", "torch"))
     torch is not installed; install it with: pip install "grace-compress[torch]"
     """
-    return MissingExtraError(
-        f'{package} is not installed; install it with: pip install "grace-compress[{extra}]"'
-    )
+    return MissingExtraError(f'{package} is not installed; install it with: pip install "grace-compress[{extra}]"')

@@ -12,7 +12,6 @@ from grace.communicator import Communicator
 from grace.compressor import Tensor
 from grace.errors import ExchangeError, GraceError
 from grace.kernels import kernels_of
-from grace.local import LocalBackend
 from grace.variable import Variable
 from grace.wire import OVERFLOW, Wire, mark
 
@@ -24,8 +23,10 @@ class Group:
     index: int
     communicator: Communicator
     variables: list[Variable]
+    wire: Wire | None = None
+    """The layout of the payloads, kept from step to step where it cannot change."""
     buffer: Any = None
-    """The wire's buffer, kept from step to step."""
+    """The wire's buffer, likewise."""
 
     def describe(self) -> str:
         """For messages: the group's number, first and last variable, and its communicator."""
@@ -85,12 +86,17 @@ class Exchange:
     """
 
     def __init__(
-        self, group: Group, gradients: Sequence[Tensor], present: Sequence[bool], guard: bool, traffic: Traffic
+        self,
+        group: Group,
+        gradients: Sequence[Tensor],
+        present: Sequence[bool],
+        guard: bool,
+        traffic: Traffic,
     ):
         self.group, self.present, self.guard, self.traffic = group, list(present), guard, traffic
         self.communicator = group.communicator
         self.compressor, self.memory = self.communicator.compressor, self.communicator.memory
-        self.traits: Any = self.compressor.traits
+        self.traits = self.compressor.traits
         self.names = [variable.name for variable in group.variables]
         self.kernels = kernels_of(gradients[0])
         self.handle: Any = None
@@ -102,7 +108,7 @@ class Exchange:
     def _start(self, gradients: Sequence[Tensor]) -> None:
         began = time.perf_counter()
         keeps_dtype = self.traits.exact and not self.memory.stateful
-        inputs = [g if keeps_dtype else self.kernels.cast(g, "float32") for g in gradients]
+        inputs = [g if keeps_dtype else self._dense(g) for g in gradients]
         inputs = [self.memory.compensate(x, name) for x, name in zip(inputs, self.names, strict=True)]
         if self.traits.rounds > 1:
             self.inputs = inputs
@@ -116,22 +122,34 @@ class Exchange:
             self.memory.update(x, name, self.compressor, payload, ctx)
         self.traffic.codec_seconds += time.perf_counter() - began
 
+    def _dense(self, gradient: Tensor) -> Tensor:
+        """The gradient as compressors take it: float32, contiguous."""
+        k = self.kernels
+        return k.reshape(k.flat(k.cast(gradient, "float32")), tuple(gradient.shape))
+
     def _send(self, payloads: list[Any], inputs: list[Tensor] | None, began: float) -> None:
         sums = self.communicator.sums
         finite: list[Any] = [True] * len(payloads)
         if inputs is not None and not self.traits.carries_nonfinite:
             finite = [here and self.kernels.all_finite(x) for here, x in zip(self.present, inputs, strict=True)]
         marks = [mark(here, ok, sums) for here, ok in zip(self.present, finite, strict=True)]
-        self.wire = Wire(self.kernels, payloads, sums)
-        self.group.buffer = buffer = self.wire.pack(marks, self.group.buffer)
+        reusable = self.traits.fixed_size and self.traits.rounds == 1
+        if self.group.wire is None or not reusable:
+            # what a method of several rounds receives may live on in its state: it gets buffers of its own
+            self.group.wire, self.group.buffer = Wire(self.kernels, payloads, sums), None
+        self.wire = self.group.wire
+        self.group.buffer = buffer = self.wire.pack(payloads, marks, self.group.buffer)
         self._count()
         self.traffic.codec_seconds += time.perf_counter() - began
+        backend = self.communicator.backend
+        before = backend.sent_bytes
         try:
             self.handle = self.communicator.communicate(buffer)
         except GraceError:
             raise
         except Exception as error:
             raise self._lost(error) from error
+        self.traffic.sent_bytes += backend.sent_bytes - before
 
     def _count(self) -> None:
         counts, total = self.traffic.payload_bytes, 0
@@ -187,9 +205,12 @@ class Exchange:
         if self.traits.rounds > 1:
             outcomes = self._finish_rounds(outs)
         else:
+            count = self.communicator.context.size
+            if self.traits.exact and self.communicator.sums:  # one division for the whole group
+                wires, count = [self.kernels.divide(wires[0], wires[0], count)], 1
             received = [self.wire.unpack(buffer) for buffer in wires]
             payloads = [[payloads[i] for payloads in received] for i in range(len(self.names))]
-            outcomes = [self._aggregate(i, payloads[i], outs[i]) for i in range(len(self.names))]
+            outcomes = [self._aggregate(i, payloads[i], outs[i], count) for i in range(len(self.names))]
         for i, outcome in enumerate(outcomes):
             outcome.overflow = overflow[i]
             if overflow[i] and not self.traits.carries_nonfinite:
@@ -208,17 +229,19 @@ class Exchange:
             missing = [all(rank[i] == 0 for rank in ranks) for i in range(count)]
             limit = math.inf if self.communicator.sums else OVERFLOW
             overflow = [any(not rank[i] < limit for rank in ranks) for i in range(count)]
-        if self.traits.carries_nonfinite and self.guard and not all(bool(self.kernels.all_finite(w)) for w in wires):
-            overflow = [True] * count
+        if self.traits.carries_nonfinite and self.guard:
+            # a summed wire is numbers; in a wire of bytes they are what the payloads hold
+            numbers = wires if self.communicator.sums else [t for w in wires for p in self.wire.unpack(w) for t in p]
+            if not all(bool(self.kernels.all_finite(tensor)) for tensor in numbers):
+                overflow = [True] * count
         return missing, overflow
 
-    def _aggregate(self, i: int, payloads: list[Any], out: Tensor | None) -> Outcome:
+    def _aggregate(self, i: int, payloads: list[Any], out: Tensor | None, count: int) -> Outcome:
         variable = self.group.variables[i]
         if out is None:
             dtype = variable.dtype if self.traits.exact else "float32"
             out = self.kernels.zeros(variable.shape, dtype, self.group.buffer)
-        ctx, size = self.encoded[i][1], self.communicator.context.size
-        return Outcome(variable, self.compressor.aggregate(payloads, ctx, out, size), False)
+        return Outcome(variable, self.compressor.aggregate(payloads, self.encoded[i][1], out, count), False)
 
     def _finish_rounds(self, outs: Sequence[Tensor | None]) -> list[Outcome]:
         """The payloads are aggregated already: decode them, and update memories with what all ranks got."""
@@ -253,8 +276,6 @@ def _last(rounds: Any, mean: Any) -> Any:
 def exchange_one(communicator: Communicator, tensor: Tensor, name: str) -> Tensor:
     """One blocking exchange of one tensor; commits the communicator's state."""
     k = kernels_of(tensor)
-    if communicator.backend is None:
-        communicator.bind(communicator.context, LocalBackend())
     group = Group(0, communicator, [Variable(name, tuple(tensor.shape), k.dtype(tensor))])
     exchange = Exchange(group, [tensor], [True], communicator.stateful, Traffic())
     while exchange.advance():

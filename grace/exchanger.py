@@ -73,7 +73,12 @@ class Exchanger:
         context: Context,
         group_bytes: int,
     ):
-        self.variables, self.communicator, self.backend, self.context = list(variables), communicator, backend, context
+        self.variables, self.communicator, self.backend, self.context = (
+            list(variables),
+            communicator,
+            backend,
+            context,
+        )
         self.dense = Allreduce("none")
         context.rank, context.size = backend.rank, backend.size
         for part in (communicator, self.dense):
@@ -93,7 +98,7 @@ class Exchanger:
 
     def choose(self, variable: Variable) -> Communicator:
         """The communicator for one variable: the user's if it shrinks the gradient, else dense."""
-        traits: Any = self.communicator.compressor.traits
+        traits = self.communicator.compressor.traits
         if traits.exact:
             return self.communicator
         bits = self.communicator.compressor.wire_bits(variable.shape)
@@ -106,8 +111,8 @@ class Exchanger:
         kinds: dict[Any, list[list[Variable]]] = {}
         for variable in reversed(self.variables):
             communicator = self.choose(variable)
-            exact: Any = communicator.compressor.traits
-            dtype = variable.dtype if exact.exact and not communicator.memory.stateful else "float32"
+            exact = communicator.compressor.traits.exact
+            dtype = variable.dtype if exact and not communicator.memory.stateful else "float32"
             groups = kinds.setdefault((communicator is self.dense, dtype, variable.device), [])
             limit = min(group_bytes, FIRST_GROUP_BYTES) if len(groups) == 1 else group_bytes
             if not groups or sum(v.nbytes for v in groups[-1]) + variable.nbytes > limit:
@@ -164,7 +169,6 @@ class Exchanger:
         self.context.step += 1
         self.traffic.steps += 1
         self.traffic.elements += self.numel
-        self.traffic.sent_bytes = self.backend.sent_bytes
 
     def discard(self) -> None:
         """Complete the exchanges begun and forget them, state included."""

@@ -30,6 +30,8 @@ class Memory(Component):
 
     kind = "memory"
     stateful: ClassVar[bool] = True
+    needs_lr: ClassVar[bool] = False
+    """Whether the memory reads the learning rate, so that it needs the optimizer."""
 
     def compensate(self, tensor: Tensor, name: str) -> Tensor:
         """What to compress instead of ``tensor``: a new float32 tensor, which ``update`` may reuse."""

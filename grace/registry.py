@@ -41,6 +41,8 @@ def register(cls: type[Component]) -> type[Component]:
     taken = known(cls.kind).get(cls.name)
     if taken is not None and (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
         raise ConfigError(f"the {cls.kind} name {cls.name!r} is taken by {taken.__module__}.{taken.__qualname__}")
+    if cls.name in _found(cls.kind)[1]:
+        raise ConfigError(f"the {cls.kind} name {cls.name!r} is a short name of {_found(cls.kind)[1][cls.name]}")
     _registered[cls.kind][cls.name] = cls
     return cls
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from typing import Any
@@ -84,6 +85,9 @@ def shutdown() -> None:
     if _current is not None:
         _current.shutdown()
     _current = None
+
+
+atexit.register(shutdown)
 
 
 def _detect() -> str:

@@ -27,7 +27,7 @@ def parse(spec: str | dict[str, Any]) -> tuple[str, dict[str, Any]]:
         raise ConfigError(f"a spec is text like 'topk(ratio=0.01)' or a dict, not {spec!r}")
     try:
         tree = ast.parse(spec.strip(), mode="eval").body
-    except SyntaxError:
+    except (SyntaxError, ValueError):
         tree = None
     if isinstance(tree, ast.Name):
         return tree.id, {}
@@ -44,6 +44,6 @@ def _literal(spec: str, keyword: ast.keyword) -> Any:
         return {"true": True, "false": False}.get(keyword.value.id, keyword.value.id)
     try:
         return ast.literal_eval(keyword.value)
-    except ValueError:
+    except (ValueError, TypeError):
         value = ast.unparse(keyword.value)
         raise ConfigError(f"{spec}: {keyword.arg}={value} is not a number, a word or a literal") from None

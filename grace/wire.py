@@ -19,7 +19,12 @@ from grace.errors import ConfigError
 from grace.kernels import Kernels
 
 MISSING, PRESENT, OVERFLOW = 0, 1, 2
-ITEM_SIZE = {"float64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
+ITEM_SIZE = {
+    **dict.fromkeys(("float64", "int64"), 8),
+    **dict.fromkeys(("float32", "int32"), 4),
+    **dict.fromkeys(("float16", "bfloat16", "int16"), 2),
+    **dict.fromkeys(("uint8", "int8"), 1),
+}
 
 
 def mark(present: bool, finite: Any, sums: bool) -> Any:
@@ -40,8 +45,9 @@ class Wire:
 
     >>> import numpy as np
     >>> from grace.kernels import NumpyKernels
-    >>> wire = Wire(NumpyKernels(), [[np.uint8([7]), np.float32([1.5])], [np.uint8([9])]], sums=False)
-    >>> buffer = wire.pack([PRESENT, MISSING])
+    >>> payloads = [[np.uint8([7]), np.float32([1.5])], [np.uint8([9])]]
+    >>> wire = Wire(NumpyKernels(), payloads, sums=False)
+    >>> buffer = wire.pack(payloads, [PRESENT, MISSING])
     >>> buffer.nbytes, wire.payload_bytes, wire.statuses(buffer)
     (8, [5, 1], [1.0, 0.0])
     >>> wire.unpack(buffer)
@@ -50,23 +56,30 @@ class Wire:
 
     def __init__(self, kernels: Kernels, payloads: Sequence[Payload], sums: bool):
         self.kernels, self.sums = kernels, sums
-        self.tensors = [tensor for payload in payloads for tensor in payload]
+        tensors = [tensor for payload in payloads for tensor in payload]
+        sizes = [kernels.nbytes(tensor) for tensor in tensors]
         self.lengths = [len(payload) for payload in payloads]
-        self.dtypes = [kernels.dtype(tensor) for tensor in self.tensors]
-        sizes = [kernels.nbytes(tensor) for tensor in self.tensors]
-        ends = [sum(self.lengths[: i + 1]) for i in range(len(self.lengths))]
-        self.payload_bytes = [sum(sizes[end - n : end]) for n, end in zip(self.lengths, ends, strict=True)]
+        self.dtypes = [kernels.dtype(tensor) for tensor in tensors]
+        for dtype in self.dtypes:
+            if dtype not in ITEM_SIZE:
+                raise ConfigError(f"a payload tensor is of dtype {dtype}; the wire carries {', '.join(ITEM_SIZE)}")
+        self.shapes = [tuple(tensor.shape) for tensor in tensors]
+        rest = iter(sizes)
+        self.payload_bytes = [sum(next(rest) for _ in range(length)) for length in self.lengths]
         if sums:
             self.dtype = self._one_dtype()
-            item = ITEM_SIZE[self.dtype]
-            self.order = list(range(len(self.tensors)))
-            self.units = [size // item for size in sizes]
+            self.order = list(range(len(tensors)))
+            self.units = [size // ITEM_SIZE[self.dtype] for size in sizes]
             self.padding = 0
         else:
             self.dtype = "uint8"
-            self.order = sorted(range(len(self.tensors)), key=lambda i: -ITEM_SIZE[self.dtypes[i]])
+            self.order = sorted(range(len(tensors)), key=lambda i: -ITEM_SIZE[self.dtypes[i]])
             self.units = sizes
             self.padding = -(sum(sizes) + len(payloads)) % 8
+        self.body = sum(self.units)
+        self.length = self.body + len(self.lengths) + self.padding
+        self._statuses: tuple[list[Any], Tensor] | None = None
+        self._unpacked: tuple[Tensor, list[Payload]] | None = None
 
     def _one_dtype(self) -> str:
         dtypes = sorted(set(self.dtypes))
@@ -74,37 +87,32 @@ class Wire:
             raise ConfigError(f"payloads that the engine sums must be of one floating dtype, not {', '.join(dtypes)}")
         return dtypes[0]
 
-    def pack(self, statuses: list[Any], out: Tensor | None = None) -> Tensor:
-        """All payload tensors, then the statuses, in one 1-d tensor (into ``out`` if it fits)."""
-        k = self.kernels
-        if self.sums:
-            parts = [k.flat(tensor) for tensor in self.tensors]
-            parts.append(k.full(statuses, self.dtype, self.tensors[0]))
-        else:
-            parts = [k.to_bytes(self.tensors[i]) for i in self.order]
-            parts.append(k.full([*statuses, *[0] * self.padding], "uint8", self.tensors[0]))
-        if out is not None and tuple(out.shape) != (self.length,):
-            out = None
-        return k.join(parts, out)
-
-    @property
-    def length(self) -> int:
-        """Elements of the packed buffer."""
-        return sum(self.units) + len(self.lengths) + self.padding
+    def pack(self, payloads: Sequence[Payload], statuses: list[Any], out: Tensor | None = None) -> Tensor:
+        """All payload tensors, then the statuses, in one 1-d tensor (into ``out`` if given)."""
+        k, tensors = self.kernels, [tensor for payload in payloads for tensor in payload]
+        plain = all(isinstance(status, (int, float)) for status in statuses)  # comparing tensors would wait for them
+        if self._statuses is None or not plain or self._statuses[0] != statuses:
+            values = [*statuses, *[0] * self.padding]
+            self._statuses = statuses, k.full(values, self.dtype, tensors[0])
+        parts = [k.flat(tensor) for tensor in tensors] if self.sums else [k.to_bytes(tensors[i]) for i in self.order]
+        return k.join([*parts, self._statuses[1]], out)
 
     def unpack(self, buffer: Tensor) -> list[Payload]:
         """The payloads in a buffer laid out like this one: views of it."""
-        k, flat, start = self.kernels, [None] * len(self.tensors), 0
+        if self._unpacked is not None and self._unpacked[0] is buffer:
+            return self._unpacked[1]
+        k, start = self.kernels, 0
+        flat: list[Tensor] = [None] * len(self.units)
         for i in self.order:
-            raw, shape = buffer[start : start + self.units[i]], tuple(self.tensors[i].shape)
-            flat[i] = k.reshape(raw, shape) if self.sums else k.from_bytes(raw, self.dtypes[i], shape)
+            raw = buffer[start : start + self.units[i]]
+            flat[i] = k.reshape(raw, self.shapes[i]) if self.sums else k.from_bytes(raw, self.dtypes[i], self.shapes[i])
             start += self.units[i]
-        payloads, rest = [], iter(flat)
-        for length in self.lengths:
-            payloads.append([next(rest) for _ in range(length)])
+        rest = iter(flat)
+        payloads = [[next(rest) for _ in range(length)] for length in self.lengths]
+        if self.sums:  # the same buffer comes back every step
+            self._unpacked = buffer, payloads
         return payloads
 
     def statuses(self, buffer: Tensor) -> list[float]:
         """The statuses at the end of a buffer; reads them back from the device."""
-        start = sum(self.units)
-        return self.kernels.to_list(buffer[start : start + len(self.lengths)])
+        return self.kernels.to_list(buffer[self.body : self.body + len(self.lengths)])

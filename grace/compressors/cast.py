@@ -49,6 +49,11 @@ class Cast(Compressor):
     def accumulate(self, payload, ctx, out, weight=1.0):
         return kernels_of(out).add(out, payload[0], weight)
 
+    def aggregate(self, payloads, ctx, out, count):
+        if len(payloads) == 1:
+            return kernels_of(out).divide(out, payloads[0][0], count)
+        return super().aggregate(payloads, ctx, out, count)
+
     def wire_bits(self, shape):
         return 16.0
 

@@ -41,8 +41,9 @@ class NoCompression(Compressor):
         k = kernels_of(out)
         if len(payloads) == 1:
             return k.divide(out, payloads[0][0], count)
-        out = super().aggregate(payloads, ctx, out, 1)
-        return k.divide(out, out, count)
+        wide = "float64" if k.dtype(out) == "float64" else "float32"
+        total = super().aggregate(payloads, ctx, k.zeros(tuple(out.shape), wide, out), 1)
+        return k.divide(out, total, count)
 
     def wire_bits(self, shape):
         return 32.0

@@ -73,7 +73,8 @@ class PowerSGD(Compressor):
         return self.accumulate(payload, ctx, k.zeros(ctx, "float32", payload[0]))
 
     def accumulate(self, payload, ctx, out, weight=1.0):
-        return kernels_of(out).matmul_add(out, *payload, weight)
+        p, q = payload
+        return kernels_of(out).matmul_add(out, p, q, weight)
 
     def _sizes(self, shape) -> tuple[int, int, int]:
         rows, columns = (shape[0], math.prod(shape[1:])) if shape else (1, 1)

@@ -24,6 +24,8 @@ def _torch_kernels() -> Callable[[Any], Kernels]:
 
 
 _FRAMEWORKS: dict[str, tuple[str, Callable[[], Callable[[Any], Kernels]]]] = {"torch": ("Tensor", _torch_kernels)}
+_CHOICES: dict[type, Callable[[Any], Kernels]] = {}
+"""What was found for a type, so that the search is made once."""
 
 
 def kernels_of(tensor: Any) -> Kernels:
@@ -35,10 +37,16 @@ def kernels_of(tensor: Any) -> Kernels:
     >>> kernels_of(np.zeros(3)).name
     'numpy'
     """
+    choose = _CHOICES.get(type(tensor))
+    if choose is not None:
+        return choose(tensor)
     if isinstance(tensor, np.ndarray):
         return _REFERENCE
     for module, (type_name, load) in _FRAMEWORKS.items():
         framework = sys.modules.get(module)
         if framework is not None and isinstance(tensor, getattr(framework, type_name)):
-            return load()(tensor)
-    raise TypeError(f"no kernels for {type(tensor).__module__}.{type(tensor).__qualname__}; known: numpy.ndarray, torch.Tensor")
+            _CHOICES[type(tensor)] = load()
+            return _CHOICES[type(tensor)](tensor)
+    raise TypeError(
+        f"no kernels for {type(tensor).__module__}.{type(tensor).__qualname__}; known: numpy.ndarray, torch.Tensor"
+    )

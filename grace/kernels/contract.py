@@ -87,7 +87,7 @@ class Kernels(abc.ABC):
 
     @abc.abstractmethod
     def divide(self, out: Tensor, x: Tensor, by: float) -> Tensor:
-        """``out = x / by``, any shape, rounded once."""
+        """``out = x / by``, any shape; divided, not multiplied by 1/by, in the wider of the two dtypes."""
 
     @abc.abstractmethod
     def mean_abs(self, x: Tensor) -> Tensor:
@@ -132,9 +132,7 @@ class Kernels(abc.ABC):
     # -- quantization ----------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def quantize(
-        self, x: Tensor, levels: int, bucket_size: int, norm: str, stream: Stream
-    ) -> tuple[Tensor, Tensor]:
+    def quantize(self, x: Tensor, levels: int, bucket_size: int, norm: str, stream: Stream) -> tuple[Tensor, Tensor]:
         """Stochastic rounding per bucket: s = l2 or max norm of the bucket (accumulated in float64, at most
         the largest float32); code = sign(x) min(levels, floor(abs(x)/s levels + u)), stored as code + levels.
 

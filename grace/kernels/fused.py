@@ -94,6 +94,7 @@ def _quantize(x, codes, scales, levels, bucket_size, l2, k0, k1, step, draw):
         else:
             for i in range(start, stop):
                 scale = max(scale, abs(x[i]))
+            scale = min(scale, FLOAT32_MAX)
         scales[bucket] = scale
         divisor = scale if scale > 0 else one
         for low in range(start, stop, TILE):
@@ -114,7 +115,7 @@ def _dequantize(out, codes, scales, levels, bucket_size, weight):
     for bucket in range(scales.size):
         factor = scales[bucket] * weight
         for i in range(bucket * bucket_size, min((bucket + 1) * bucket_size, codes.size)):
-            out[i] += factor * (f32(codes[i]) - middle)
+            out[i] += factor * ((f32(codes[i]) - middle) / middle)
 
 
 @njit(nogil=True, cache=True)
@@ -267,6 +268,8 @@ class FusedKernels(NumpyKernels):
     name = "fused"
 
     def all_finite(self, x):
+        if x.dtype != np.float32:
+            return super().all_finite(x)
         return bool(_max_bits(x.reshape(-1).view(np.uint32)) < INF_BITS)
 
     def mean_abs(self, x):
@@ -288,7 +291,7 @@ class FusedKernels(NumpyKernels):
         return codes, scales
 
     def dequantize(self, out, codes, scales, levels, bucket_size, weight):
-        _dequantize(out, codes, scales, levels, bucket_size, np.float32(weight / levels))
+        _dequantize(out, codes, scales, levels, bucket_size, np.float32(weight))
         return out
 
     def pack(self, codes, bits):

@@ -66,18 +66,20 @@ class NumpyKernels(Kernels):
         return bool(np.isfinite(x).all())
 
     def combine(self, a, x, b, y):
-        return np.float32(a) * x.astype(np.float32) + np.float32(b) * y.astype(np.float32)
+        # asarray: NumPy makes scalars of 0-d results
+        return np.asarray(np.float32(a) * x.astype(np.float32) + np.float32(b) * y.astype(np.float32))
 
     def add(self, out, x, weight=1.0):
         out += np.float32(weight) * x.astype(out.dtype, copy=False)
         return out
 
     def divide(self, out, x, by):
-        out[...] = x.reshape(out.shape).astype(out.dtype, copy=False) / out.dtype.type(by)
+        wide = np.result_type(x, out)
+        out[...] = x.reshape(out.shape).astype(wide, copy=False) / wide.type(by)
         return out
 
     def mean_abs(self, x):
-        return np.float32([np.abs(x).mean(dtype=np.float64) if x.size else 0.0])
+        return np.array([np.abs(x).mean(dtype=np.float64) if x.size else 0.0], np.float32)
 
     def signs(self, x):
         return np.where(x >= 0, 1, -1).astype(x.dtype)
@@ -128,8 +130,9 @@ class NumpyKernels(Kernels):
         return (levels + np.where(x >= 0, code, -code)).astype(np.uint8), scales
 
     def dequantize(self, out, codes, scales, levels, bucket_size, weight):
-        factor = np.repeat(scales * np.float32(weight / levels), bucket_size)[: codes.size]
-        out += factor * (codes.astype(np.float32) - np.float32(levels))
+        # code / levels is at most 1, so that nothing overflows or vanishes that need not
+        factor = np.repeat(scales * np.float32(weight), bucket_size)[: codes.size]
+        out += factor * ((codes.astype(np.float32) - np.float32(levels)) / np.float32(levels))
         return out
 
     def pack(self, codes, bits):

@@ -29,6 +29,7 @@ class EFSignSGDMemory(Memory):
     """
 
     name = "efsignsgd"
+    needs_lr = True
 
     def compensate(self, tensor, name):
         k = kernels_of(tensor)
@@ -41,7 +42,7 @@ class EFSignSGDMemory(Memory):
     def update(self, tensor, name, compressor, payload, ctx):
         lr = self.context.lr(name)
         if lr != 0:
-            self.state[name] = {"residual": compressor.accumulate(payload, ctx, tensor, -1.0), "lr": lr}
+            self.state[name] = {"residual": compressor.accumulate(payload, ctx, tensor, -1.0), "lr": float(lr)}
 
     def rescale(self, factor):
         self.state.map(lambda value: value if isinstance(value, float) else value * factor)

@@ -24,8 +24,8 @@ class DDPState:
     all ranks. Dependent reductions (PowerSGD's) are awaited inside the hook but for the last.
     """
 
-    def __init__(self, model: Any, exchanger: Exchanger, optimizer: Any):
-        self.exchanger, self.optimizer = exchanger, optimizer
+    def __init__(self, model: Any, exchanger: Exchanger, optimizer: Any, grad_scaler: Any):
+        self.exchanger, self.optimizer, self.grad_scaler = exchanger, optimizer, grad_scaler
         self.names = {p: name for name, p in model.module.named_parameters() if p.requires_grad}
         self.by_name = {variable.name: variable for variable in exchanger.variables}
         self.plans: dict[tuple[str, ...], list[Group]] = {}
@@ -34,7 +34,8 @@ class DDPState:
 
     @property
     def traffic(self) -> Traffic:
-        """What was exchanged so far, counted."""
+        """What was exchanged so far, counted; read it between steps."""
+        self.close_step()
         return self.exchanger.traffic
 
     def state_dict(self) -> dict[str, Any]:
@@ -61,10 +62,6 @@ class DDPState:
 
     def lr(self, name: str) -> float:
         """The learning rate of a parameter, for memories that follow it."""
-        if self.optimizer is None:
-            raise ConfigError(
-                "this memory follows the learning rate: register_ddp_hook(model, ..., optimizer=optimizer)"
-            )
         for group in self.optimizer.param_groups:
             if any(self.names.get(p) == name for p in group["params"]):
                 return float(group["lr"])
@@ -88,13 +85,15 @@ class DDPState:
         if bucket.index() == 0:
             self.close_step()
             self.open = True
+            if self.grad_scaler is not None and self.grad_scaler.is_enabled():
+                self.exchanger.rescale(self.grad_scaler.get_scale())
         names = tuple(self.names[p] for p in bucket.parameters())
         views = dict(zip(names, bucket.gradients(), strict=True))
         guard, future_buffer = self.exchanger.communicator.stateful, bucket.buffer()
         exchanges: list[Exchange] = []
         for group in self.groups(names):
             gradients = [views[v.name] for v in group.variables]
-            exchanges.append(Exchange(group, gradients, [True] * len(gradients), guard, self.traffic))
+            exchanges.append(Exchange(group, gradients, [True] * len(gradients), guard, self.exchanger.traffic))
         for exchange in exchanges:
             while exchange.advance():
                 pass
@@ -115,7 +114,7 @@ class DDPState:
 
     @torch.no_grad()
     def _write(self, exchange: Exchange, views: dict[str, torch.Tensor]) -> None:
-        traits: Any = exchange.traits
+        traits = exchange.traits
         outs = []
         for variable in exchange.group.variables:
             view = views[variable.name]
@@ -124,7 +123,7 @@ class DDPState:
         outcomes = exchange.finish(outs, wait=False)
         for outcome in outcomes:
             view = views[outcome.variable.name]
-            if outcome.value is not view:
+            if outcome.value is not None and outcome.value is not view:
                 view.copy_(outcome.value)
         self.outcomes += outcomes
 
@@ -136,6 +135,7 @@ def register_ddp_hook(
     communicator: Any = None,
     *,
     optimizer: torch.optim.Optimizer | None = None,
+    grad_scaler: Any = None,
     seed: int = 0,
 ) -> DDPState:
     """Compress what a DistributedDataParallel model exchanges.
@@ -144,6 +144,7 @@ def register_ddp_hook(
         model: the ``torch.nn.parallel.DistributedDataParallel`` model, before its first backward.
         compressor, memory, communicator: as for :func:`grace.DistributedOptimizer`.
         optimizer: needed by memories that follow the learning rate (efsignsgd).
+        grad_scaler: the ``torch.amp.GradScaler`` in use, so that memories follow the loss scale.
         seed: of the random numbers of stochastic methods; the same on all ranks.
 
     Returns:
@@ -168,7 +169,12 @@ def register_ddp_hook(
     backend = TorchBackend(model.process_group)
     choices = (compressor, memory, communicator)
     exchanger = build_exchanger(list_variables, choices, backend, context, GROUP_BYTES)
-    state = DDPState(model, exchanger, optimizer)
+    if exchanger.communicator.memory.needs_lr and optimizer is None:
+        raise ConfigError(
+            f"the memory {exchanger.communicator.memory.spec} follows the learning rate: "
+            "register_ddp_hook(model, ..., optimizer=optimizer)"
+        )
+    state = DDPState(model, exchanger, optimizer, grad_scaler)
     context.lr = state.lr
 
     def grace_hook(state, bucket):  # DDP inspects the names and annotations, and wants real types or none

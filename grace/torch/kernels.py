@@ -11,7 +11,10 @@ import torch
 from grace.kernels.contract import Kernels
 from grace.kernels.random import FEISTEL_ROUNDS, MULTIPLIERS, ROUNDS, WEYL, Stream, feistel_bits
 
-DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16", "uint8", "int32")}
+DTYPES = {
+    name: getattr(torch, name)
+    for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8")
+}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FLOAT32_MAX = torch.finfo(torch.float32).max
 LOW32 = 0xFFFFFFFF
@@ -29,7 +32,7 @@ class TorchKernels(Kernels):
     name = "torch"
 
     def flat(self, x):
-        return x.reshape(-1)
+        return x.contiguous().view(-1)
 
     def reshape(self, x, shape):
         return x.reshape(shape)
@@ -56,7 +59,9 @@ class TorchKernels(Kernels):
         return torch.cat(tensors, out=out) if out is not None else torch.cat(tensors)
 
     def to_bytes(self, x):
-        return x.contiguous().reshape(-1).view(torch.uint8)
+        if not x.numel():  # an empty tensor may have strides that torch cannot view as bytes
+            return torch.empty(0, dtype=torch.uint8, device=x.device)
+        return self.flat(x).view(torch.uint8)
 
     def from_bytes(self, raw, dtype, shape):
         return raw.view(DTYPES[dtype]).reshape(shape)
@@ -65,7 +70,7 @@ class TorchKernels(Kernels):
         return x.nbytes
 
     def dtype(self, x):
-        return NAMES[x.dtype]
+        return NAMES.get(x.dtype, str(x.dtype).removeprefix("torch."))
 
     def all_finite(self, x) -> Any:
         finite = torch.isfinite(x).all()
@@ -80,7 +85,13 @@ class TorchKernels(Kernels):
 
     def divide(self, out, x, by):
         x = x.reshape(out.shape)
-        return torch.div(x, by, out=out) if x.dtype == out.dtype else out.copy_(x / by)
+        if by == 1:
+            return out.copy_(x)
+        if x.device.type != "cpu":  # by a plain number CUDA multiplies with its reciprocal, which rounds twice
+            by = torch.full((), by, dtype=torch.promote_types(x.dtype, out.dtype), device=x.device)
+        if x.dtype == out.dtype:
+            return torch.div(x, by, out=out)
+        return out.copy_(x).div_(by) if out.element_size() > x.element_size() else out.copy_(x / by)
 
     def mean_abs(self, x):
         return x.abs().sum(dtype=torch.float64).div(max(1, x.numel())).float().reshape(1)
@@ -92,6 +103,8 @@ class TorchKernels(Kernels):
         return (a.t() if transpose else a) @ b
 
     def matmul_add(self, out, a, b, weight):
+        if not out.is_contiguous():
+            return out.add_((a @ b.t()).view(out.shape), alpha=weight)
         out.view(a.shape[0], b.shape[0]).addmm_(a, b.t(), alpha=weight)
         return out
 
@@ -136,9 +149,9 @@ class TorchKernels(Kernels):
 
     def dequantize(self, out, codes, scales, levels, bucket_size, weight):
         n, buckets = codes.numel(), scales.numel()
-        centred = torch.nn.functional.pad(codes.float() - levels, (0, buckets * bucket_size - n))
-        factor = scales * (weight / levels)
-        return out.add_((factor[:, None] * centred.view(buckets, bucket_size)).view(-1)[:n])
+        part = torch.nn.functional.pad((codes.float() - levels) / levels, (0, buckets * bucket_size - n))
+        factor = scales * weight
+        return out.add_((factor[:, None] * part.view(buckets, bucket_size)).view(-1)[:n])
 
     def pack(self, codes, bits):
         if bits == 8:
@@ -198,7 +211,9 @@ class FusedTorchKernels(TorchKernels):
 
     def uniform(self, stream, n, like):
         bits = self.random_bits(stream, n, like)
-        return (bits.view(torch.int32) >> 8 & 0xFFFFFF).to(torch.float32) * 2.0**-24
+        if bits.dtype == torch.uint32:  # torch has no shifts for it
+            bits = bits.view(torch.int32)
+        return (bits >> 8 & 0xFFFFFF).to(torch.float32) * 2.0**-24
 
 
 def _fused(method: str):

@@ -53,7 +53,12 @@ class Session:
             return variables(self.parameters)
 
         self.context = Context(seed=seed, lr=self._lr)
-        settings = [("backward_passes_per_step", str(passes))]
+        settings = [
+            ("backward_passes_per_step", str(passes)),
+            ("group_bytes", str(group_bytes)),
+            ("broadcast", str(broadcast)),
+            ("grad_scaler", "none" if grad_scaler is None else "given"),
+        ]
         self.exchanger = build_exchanger(list_variables, choices, backend, self.context, group_bytes, settings)
         self.group_of = {v.name: group for group in self.exchanger.groups for v in group.variables}
         self.param_group = {
@@ -157,7 +162,8 @@ class Session:
 
     def before_zero_grad(self) -> None:
         """The gradients are about to be dropped: let exchanges under way end, and drop what they brought."""
-        if any(self.counts.values()) and not self.synchronized and self.next_group:
+        # every rank that has run its backward passes comes here, whether it has begun a group or not
+        if self.passes in self.counts.values() and not self.synchronized:
             while self.next_group < len(self.exchanger.groups):
                 self._start_next()
             self.exchanger.discard()
@@ -176,7 +182,7 @@ class Session:
 
     def _outs(self, group: Group) -> list[torch.Tensor | None]:
         """Where aggregates may be written directly: float32 or exact gradients, contiguous, of this rank."""
-        traits: Any = group.communicator.compressor.traits
+        traits = group.communicator.compressor.traits
         outs: list[torch.Tensor | None] = []
         for variable in group.variables:
             grad = self.parameters[variable.name].grad

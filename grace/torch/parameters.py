@@ -39,7 +39,10 @@ def named(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[str, 
                 f"parameter {index} of the optimizer's group {group} (shape {tuple(p.shape)}) has no name in "
                 "named_parameters; pass model.named_parameters() of the whole model"
             )
-    return {name: p for name, p in pairs if p in wanted and p.requires_grad}
+    first_names: dict[torch.nn.Parameter, str] = {}  # a shared parameter goes by the first of its names
+    for name, p in pairs:
+        first_names.setdefault(p, name)
+    return {name: p for p, name in first_names.items() if p in wanted and p.requires_grad}
 
 
 def _own_name(groups: list[dict[str, Any]], position: str) -> str:
@@ -90,8 +93,9 @@ def broadcast_parameters(
     pairs = parameters.items() if isinstance(parameters, Mapping) else parameters
     tensors = [value.detach() for _, value in pairs if isinstance(value, torch.Tensor) and value.numel()]
     with torch.no_grad():
-        dense = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
-        for handle in [backend.broadcast(tensor, root) for tensor in dense]:
+        dense = [tensor.contiguous() for tensor in tensors]
+        raw = [tensor.view(-1).view(torch.uint8) for tensor in dense]  # engines do not know every dtype
+        for handle in [backend.broadcast(buffer, root) for buffer in raw]:
             handle.wait()
         for tensor, sent in zip(tensors, dense, strict=True):
             if sent is not tensor:

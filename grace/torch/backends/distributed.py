@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ import torch.distributed as dist
 
 from grace.backend import Backend, Handle
 from grace.errors import ConfigError
+
+SETTLE_SECONDS = 0.3
 
 
 class TorchBackend(Backend):
@@ -66,6 +69,9 @@ class TorchBackend(Backend):
     def shutdown(self) -> None:
         if self.owns and dist.is_initialized():
             dist.destroy_process_group()
+            # gloo's threads drop their last references to Python objects only now; an interpreter that ends
+            # meanwhile is aborted ("terminate called without an active exception")
+            time.sleep(SETTLE_SECONDS)
 
 
 def _handle(work: Any, result: Any) -> Handle:

@@ -1,0 +1,1 @@
+"""Benchmarks: what compression costs and what it saves, measured on real ranks."""

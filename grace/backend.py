@@ -51,7 +51,7 @@ class Backend(abc.ABC):
 
     Every rank must start the same collectives in the same order. ``sent_bytes`` counts the bytes that
     left this rank: each collective adds what its algorithm sends from here, given the buffer that it
-    was really handed (ring all-reduce: 2 (W-1)/W times the buffer; all-gather: W-1 times; broadcast:
+    was really handed (ring all-reduce: 2 (W-1)/W times the buffer; all-to-all: (W-1)/W times; all-gather: W-1 times; broadcast:
     W-1 times at the root).
     """
 
@@ -75,6 +75,11 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def allgather(self, tensor: Tensor) -> Handle:
         """Gather equally sized 1-d tensors; the result is a list with one tensor per rank."""
+
+    @abc.abstractmethod
+    def alltoall(self, tensor: Tensor) -> Handle:
+        """Cut a 1-d tensor into one equal part per rank and send each its part; the result is a list with
+        the part received from each rank."""
 
     @abc.abstractmethod
     def broadcast(self, tensor: Tensor, root: int) -> Handle:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from grace.backend import Backend, Handle
 from grace.component import Component, Context
@@ -85,6 +85,17 @@ class Communicator(Component):
                 f"({self.memory.spec}) on it can diverge. Use memory='none'",
                 stacklevel=3,
             )
+
+    @property
+    def components(self) -> dict[str, Component]:
+        """The parts that keep state, by the name they are saved under."""
+        return {"compressor": self.compressor, "memory": self.memory}
+
+    def begin(self, *args: Any) -> Any:
+        """Start the exchange of a group; the arguments are those of :class:`grace.exchange.Exchange`."""
+        from grace.exchange import Exchange
+
+        return Exchange(*args)
 
     @property
     def stateful(self) -> bool:

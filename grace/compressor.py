@@ -28,6 +28,8 @@ class Traits:
         exact: whether decompress(compress(x)) == x; the gradient then keeps its own dtype.
         rounds: how many dependent reductions one exchange takes.
         communicator, memory: the defaults.
+        shardable: whether shards of a tensor, and means of decoded shards, may be compressed alike (legal
+            with ScatterReduce).
         needs_memory: whether the method diverges or stalls without error feedback.
     """
 
@@ -42,6 +44,7 @@ class Traits:
     communicator: str = "allgather"
     memory: str = "none"
     needs_memory: bool = False
+    shardable: bool = False
 
 
 class Compressor(Component):
@@ -72,6 +75,11 @@ class Compressor(Component):
     traits: Traits = Traits(category="quantization")
     stateful: ClassVar[bool] = False
     """Whether the method keeps something per variable between steps."""
+    votes: ClassVar[bool] = False
+    """Whether the aggregate is a vote instead of a mean."""
+    sends_values: ClassVar[bool] = False
+    """Whether the first payload tensor holds float32 values picked from the tensor, so that a second
+    method may compress them: ``topk | qsgd``."""
 
     def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
         """Encode; a method of several rounds runs them here as if this were the only rank."""
@@ -105,6 +113,10 @@ class Compressor(Component):
         for payload in payloads:
             out = self.accumulate(payload, ctx, out, 1.0 / count)
         return out
+
+    def count(self, shape: tuple[int, ...]) -> int | None:
+        """How many values a sparsifier sends of a tensor of this shape; None if that depends on the data."""
+        return None
 
     def wire_bits(self, shape: tuple[int, ...]) -> float | None:
         """Bits on the wire per element of a tensor of this shape; None if it is not known."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from grace.backend import Handle
 from grace.communicator import Communicator
 from grace.compressor import Tensor
 from grace.errors import ExchangeError, GraceError
@@ -100,7 +101,8 @@ class Exchange:
         self.names = [variable.name for variable in group.variables]
         self.kernels = kernels_of(gradients[0])
         self.handle: Any = None
-        self.round = 1
+        self.round, self.sizing = 1, False
+        self.layouts: list[Wire] = []
         self._start(gradients)
 
     # -- sending ---------------------------------------------------------------------------------------
@@ -141,10 +143,19 @@ class Exchange:
         self.group.buffer = buffer = self.wire.pack(payloads, marks, self.group.buffer)
         self._count()
         self.traffic.codec_seconds += time.perf_counter() - began
+        if self.traits.fixed_size or sums:
+            self._launch(self.communicator.communicate, buffer)
+        else:  # first the sizes of all ranks' payload tensors; advance() goes on with the payloads
+            sizes = self.kernels.full(self.wire.sizes(), "int64", buffer)
+            self.traffic.header_bytes += self.kernels.nbytes(sizes)
+            self.sizing = True
+            self._launch(self.communicator.backend.allgather, sizes)
+
+    def _launch(self, collective: Callable[[Tensor], Handle], tensor: Tensor) -> None:
         backend = self.communicator.backend
         before = backend.sent_bytes
         try:
-            self.handle = self.communicator.communicate(buffer)
+            self.handle = collective(tensor)
         except GraceError:
             raise
         except Exception as error:
@@ -172,7 +183,10 @@ class Exchange:
             raise self._lost(error) from error
 
     def advance(self) -> bool:
-        """Start the next dependent reduction; False if there is none (left)."""
+        """Start the next dependent collective; False if there is none (left)."""
+        if self.sizing:
+            self._send_sized()
+            return True
         if self.round == self.traits.rounds:
             return False
         self.wait()
@@ -181,6 +195,16 @@ class Exchange:
         self.round += 1
         self._send(payloads, None, began)
         return True
+
+    def _send_sized(self) -> None:
+        """All ranks' sizes are known: send the payloads, padded with zeros to the longest wire."""
+        self.wait()
+        self.layouts = [self.wire.resized(self.kernels.to_list(sizes)) for sizes in self.handle.result()]
+        extra = max(layout.length for layout in self.layouts) - self.wire.length
+        buffer = self.kernels.join([self.group.buffer, self.kernels.zeros((extra,), "uint8", self.group.buffer)])
+        self.traffic.header_bytes += extra
+        self.sizing = False
+        self._launch(self.communicator.communicate, buffer)
 
     def _mean(self) -> list[Any]:
         """The reduced payloads, divided by the number of ranks."""
@@ -201,6 +225,10 @@ class Exchange:
             self.wait()
         began = time.perf_counter()
         wires = self.handle.result()
+        if self.layouts:
+            wires = [buffer[: layout.length] for layout, buffer in zip(self.layouts, wires, strict=True)]
+        else:
+            self.layouts = [self.wire] * len(wires)
         missing, overflow = self._judge(wires)
         if self.traits.rounds > 1:
             outcomes = self._finish_rounds(outs)
@@ -208,7 +236,7 @@ class Exchange:
             count = self.communicator.context.size
             if self.traits.exact and self.communicator.sums:  # one division for the whole group
                 wires, count = [self.kernels.divide(wires[0], wires[0], count)], 1
-            received = [self.wire.unpack(buffer) for buffer in wires]
+            received = [layout.unpack(buffer) for layout, buffer in zip(self.layouts, wires, strict=True)]
             payloads = [[payloads[i] for payloads in received] for i in range(len(self.names))]
             outcomes = [self._aggregate(i, payloads[i], outs[i], count) for i in range(len(self.names))]
         for i, outcome in enumerate(outcomes):
@@ -225,13 +253,17 @@ class Exchange:
         count = len(self.names)
         missing = overflow = [False] * count
         if not all(self.present) or not self.traits.carries_nonfinite:
-            ranks = [self.wire.statuses(buffer) for buffer in wires]
+            ranks = [layout.statuses(buffer) for layout, buffer in zip(self.layouts, wires, strict=True)]
             missing = [all(rank[i] == 0 for rank in ranks) for i in range(count)]
             limit = math.inf if self.communicator.sums else OVERFLOW
             overflow = [any(not rank[i] < limit for rank in ranks) for i in range(count)]
         if self.traits.carries_nonfinite and self.guard:
             # a summed wire is numbers; in a wire of bytes they are what the payloads hold
-            numbers = wires if self.communicator.sums else [t for w in wires for p in self.wire.unpack(w) for t in p]
+            numbers = (
+                wires
+                if self.communicator.sums
+                else [t for layout, w in zip(self.layouts, wires, strict=True) for p in layout.unpack(w) for t in p]
+            )
             if not all(bool(self.kernels.all_finite(tensor)) for tensor in numbers):
                 overflow = [True] * count
         return missing, overflow
@@ -277,11 +309,11 @@ def exchange_one(communicator: Communicator, tensor: Tensor, name: str) -> Tenso
     """One blocking exchange of one tensor; commits the communicator's state."""
     k = kernels_of(tensor)
     group = Group(0, communicator, [Variable(name, tuple(tensor.shape), k.dtype(tensor))])
-    exchange = Exchange(group, [tensor], [True], communicator.stateful, Traffic())
+    exchange = communicator.begin(group, [tensor], [True], communicator.stateful, Traffic())
     while exchange.advance():
         pass
     (outcome,) = exchange.finish([None])
-    for part in (communicator.compressor, communicator.memory):
+    for part in communicator.components.values():
         part.state.rollback() if outcome.overflow else part.state.commit()
     communicator.context.step += 1
     return outcome.value

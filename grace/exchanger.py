@@ -13,6 +13,7 @@ from grace.component import Component, Context
 from grace.compressor import Tensor
 from grace.errors import ConfigError
 from grace.exchange import Exchange, Group, Outcome, Traffic
+from grace.memory import Memory
 from grace.registry import make
 from grace.variable import Variable
 
@@ -92,7 +93,7 @@ class Exchanger:
     @property
     def components(self) -> dict[str, Component]:
         """The parts that keep state, by kind."""
-        return {"compressor": self.communicator.compressor, "memory": self.communicator.memory}
+        return self.communicator.components
 
     # -- planning --------------------------------------------------------------------------------------
 
@@ -138,7 +139,7 @@ class Exchanger:
 
     def start(self, group: Group, gradients: Sequence[Tensor], present: Sequence[bool]) -> Exchange:
         """Begin the exchange of one group. Groups must be started in order, each once a step."""
-        exchange = Exchange(group, gradients, present, self.communicator.stateful, self.traffic)
+        exchange = group.communicator.begin(group, gradients, present, self.communicator.stateful, self.traffic)
         self._begun.append(exchange)
         return exchange
 
@@ -182,7 +183,9 @@ class Exchanger:
     def rescale(self, loss_scale: float) -> None:
         """The loss scale is now this: memories follow."""
         if loss_scale != self.context.loss_scale:
-            self.communicator.memory.rescale(loss_scale / self.context.loss_scale)
+            for component in self.components.values():
+                if isinstance(component, Memory):
+                    component.rescale(loss_scale / self.context.loss_scale)
             self.context.loss_scale = loss_scale
 
 

@@ -72,6 +72,11 @@ def make(kind: str, spec: Component | str | dict[str, Any]) -> Any:
         if spec.kind != kind:
             raise ConfigError(f"{type(spec).__name__} is a {spec.kind}, where a {kind} is needed")
         return spec
+    parts = specs.split(spec) if kind == "compressor" else None
+    if parts is not None:
+        from grace.composition import Composed
+
+        return Composed(make(kind, parts[0]), make(kind, parts[1]))
     name, parameters = specs.parse(spec)
     if name in _found(kind)[1]:
         alias = _found(kind)[1][name]

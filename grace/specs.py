@@ -38,6 +38,22 @@ def parse(spec: str | dict[str, Any]) -> tuple[str, dict[str, Any]]:
     raise ConfigError(f"cannot read the spec {spec!r}; write it like 'topk(ratio=0.01)'")
 
 
+def split(spec: Any) -> tuple[Any, Any] | None:
+    """The two parts of a composition's spec, text or dict; None if it is not one.
+
+    >>> split("topk(ratio=0.01) | qsgd"), split("topk")
+    (('topk(ratio=0.01)', 'qsgd'), None)
+    """
+    if isinstance(spec, dict) and spec.get("name") == "composed" and {"sparsifier", "values"} == set(spec) - {"name"}:
+        return spec["sparsifier"], spec["values"]
+    if not isinstance(spec, str) or "|" not in spec:
+        return None
+    parts = [part.strip() for part in spec.split("|")]
+    if len(parts) != 2 or not all(parts):
+        raise ConfigError(f"{spec!r}: a composition has two parts, as in topk(ratio=0.01) | qsgd(levels=7)")
+    return parts[0], parts[1]
+
+
 def _literal(spec: str, keyword: ast.keyword) -> Any:
     """A parameter's value: a literal, or a bare word as text (``dtype=fp16``, ``warm_start=true``)."""
     if isinstance(keyword.value, ast.Name):

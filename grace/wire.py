@@ -10,6 +10,7 @@ own, which variables had a gradient somewhere and which overflowed somewhere:
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -86,6 +87,23 @@ class Wire:
         if len(dtypes) != 1 or not dtypes[0].startswith(("float", "bfloat")):
             raise ConfigError(f"payloads that the engine sums must be of one floating dtype, not {', '.join(dtypes)}")
         return dtypes[0]
+
+    def sizes(self) -> list[int]:
+        """The first dimension of every payload tensor: what may differ between ranks."""
+        return [shape[0] for shape in self.shapes]
+
+    def resized(self, sizes: Sequence[float]) -> Wire:
+        """The layout of another rank's buffer, from its :meth:`sizes`."""
+        other = copy.copy(self)
+        other.shapes = [(int(n), *shape[1:]) for n, shape in zip(sizes, self.shapes, strict=True)]
+        other.units = [
+            math.prod(shape) * ITEM_SIZE[dtype] for shape, dtype in zip(other.shapes, self.dtypes, strict=True)
+        ]
+        other.body = sum(other.units)
+        other.padding = -(other.body + len(self.lengths)) % 8
+        other.length = other.body + len(self.lengths) + other.padding
+        other._unpacked = other._statuses = None
+        return other
 
     def pack(self, payloads: Sequence[Payload], statuses: list[Any], out: Tensor | None = None) -> Tensor:
         """All payload tensors, then the statuses, in one 1-d tensor (into ``out`` if given)."""

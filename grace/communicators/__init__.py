@@ -3,5 +3,6 @@
 from grace.communicators.allgather import Allgather
 from grace.communicators.allreduce import Allreduce
 from grace.communicators.broadcast import Broadcast
+from grace.communicators.scatter_reduce import ScatterReduce
 
-__all__ = ["Allgather", "Allreduce", "Broadcast"]
+__all__ = ["Allgather", "Allreduce", "Broadcast", "ScatterReduce"]

@@ -34,6 +34,7 @@ class Cast(Compressor):
         contraction=True,
         summable=True,
         carries_nonfinite=True,
+        shardable=True,
         communicator="allreduce",
     )
 

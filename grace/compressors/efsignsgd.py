@@ -25,7 +25,7 @@ class EFSignSGD(Compressor):
     """
 
     name = "efsignsgd"
-    traits = Traits(category="quantization", contraction=True, memory="efsignsgd")
+    traits = Traits(category="quantization", contraction=True, shardable=True, memory="efsignsgd")
 
     def compress(self, tensor, name):
         k = kernels_of(tensor)

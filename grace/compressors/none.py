@@ -28,6 +28,7 @@ class NoCompression(Compressor):
         summable=True,
         carries_nonfinite=True,
         exact=True,
+        shardable=True,
         communicator="allreduce",
     )
 

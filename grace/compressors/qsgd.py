@@ -36,7 +36,7 @@ class QSGD(Compressor):
     norm: str = "l2"
 
     name = "qsgd"
-    traits = Traits(category="quantization", unbiased=True)
+    traits = Traits(category="quantization", unbiased=True, shardable=True)
 
     def __post_init__(self):
         self.check_integer("levels", 1, 127)

@@ -33,6 +33,7 @@ class RandomK(Compressor):
     unbiased: bool = False
 
     name = "randomk"
+    sends_values = True
     biased_traits = Traits(
         category="sparsification",
         contraction=True,
@@ -70,6 +71,9 @@ class RandomK(Compressor):
 
     def _scale(self, n: int, count: int) -> float:
         return n / count if self.unbiased and count else 1.0
+
+    def count(self, shape):
+        return kept(self.ratio, math.prod(shape))
 
     def wire_bits(self, shape):
         n = max(1, math.prod(shape))

@@ -25,6 +25,7 @@ class SignSGD(Compressor):
     """
 
     name = "signsgd"
+    votes = True
     traits = Traits(category="quantization")
 
     def compress(self, tensor, name):

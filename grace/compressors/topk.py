@@ -38,6 +38,7 @@ class TopK(Compressor):
     ratio: float = 0.01
 
     name = "topk"
+    sends_values = True
     traits = Traits(category="sparsification", contraction=True, memory="residual")
 
     def __post_init__(self):
@@ -57,6 +58,9 @@ class TopK(Compressor):
         k = kernels_of(out)
         values, indices = payload
         return k.reshape(k.scatter_add(k.flat(out), indices, values, weight), ctx)
+
+    def count(self, shape):
+        return kept(self.ratio, math.prod(shape))
 
     def wire_bits(self, shape):
         n = max(1, math.prod(shape))

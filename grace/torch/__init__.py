@@ -8,7 +8,7 @@ except ImportError as error:
     raise missing_extra("torch", "torch") from error
 
 from grace.communicator import Communicator
-from grace.communicators import Allgather, Allreduce, Broadcast
+from grace.communicators import Allgather, Allreduce, Broadcast, ScatterReduce
 from grace.compressor import Compressor, Traits
 from grace.memory import Memory
 from grace.torch.ddp import DDPState, register_ddp_hook
@@ -24,6 +24,7 @@ __all__ = [
     "DDPState",
     "DistributedOptimizer",
     "Memory",
+    "ScatterReduce",
     "Traits",
     "broadcast_parameters",
     "register_ddp_hook",

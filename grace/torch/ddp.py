@@ -93,7 +93,7 @@ class DDPState:
         exchanges: list[Exchange] = []
         for group in self.groups(names):
             gradients = [views[v.name] for v in group.variables]
-            exchanges.append(Exchange(group, gradients, [True] * len(gradients), guard, self.exchanger.traffic))
+            exchanges.append(group.communicator.begin(group, gradients, [True] * len(gradients), guard, self.exchanger.traffic))
         for exchange in exchanges:
             while exchange.advance():
                 pass

@@ -55,6 +55,12 @@ class TorchBackend(Backend):
         gathered = list(tensor.new_empty((self.size, tensor.numel())).unbind())
         return _handle(dist.all_gather(gathered, tensor, group=self.group, async_op=True), gathered)
 
+    def alltoall(self, tensor: torch.Tensor) -> Handle:
+        self.count((self.size - 1) / self.size * tensor.nbytes)
+        received = torch.empty_like(tensor)
+        work = dist.all_to_all_single(received, tensor, group=self.group, async_op=True)
+        return _handle(work, list(received.view(self.size, -1).unbind()))
+
     def broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
         if root == self.rank:
             self.count((self.size - 1) * tensor.nbytes)

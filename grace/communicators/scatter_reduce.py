@@ -1,0 +1,56 @@
+"""ScatterReduce: every rank averages one shard and hands it round, compressed both ways."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grace.communicator import Communicator
+from grace.component import Component, Context
+from grace.registry import make
+
+
+class ScatterReduce(Communicator):
+    """A compressed reduce-scatter and all-gather: traffic per rank does not grow with the number of ranks.
+
+        1. each variable is cut into W shards, and shard j goes to rank j, compressed (all-to-all)
+        2. rank j decodes and averages its shard in float32, and compresses the mean
+        3. the compressed means go to everybody (all-gather)
+
+    The second compression has a memory of its own, of the same kind as the first's. For value quantizers
+    and casts; with ``cast`` it is a 16-bit wire with float32 sums.
+
+    >>> ScatterReduce("qsgd(levels=7)").describe()
+    'scatter_reduce, qsgd(levels=7), none'
+    """
+
+    name = "scatter_reduce"
+    cost = "~2p"
+
+    def __init__(self, compressor: Any = "none", memory: Any = None):
+        super().__init__(compressor, memory)
+        self.shard_memory = make("memory", self.memory.to_dict())
+
+    @classmethod
+    def accepts(cls, compressor):
+        if not compressor.traits.shardable:
+            return "it is no value quantizer or cast, and its shards cannot be compressed again"
+        return None
+
+    @property
+    def components(self) -> dict[str, Component]:
+        """Both parts, and the memory of the second compression."""
+        return {**super().components, "shard_memory": self.shard_memory}
+
+    def bind(self, context: Context, backend=None) -> None:
+        """Join a run, the second memory too."""
+        super().bind(context, backend)
+        self.shard_memory.bind(context)
+
+    def begin(self, *args):
+        from grace.scatter import ScatterExchange
+
+        return ScatterExchange(*args)
+
+    def communicate(self, wire):
+        """The second half: hand the compressed means round."""
+        return self.backend.allgather(wire)

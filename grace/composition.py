@@ -1,0 +1,106 @@
+"""Composition: a value compressor on the values that a sparsifier sends."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from grace.component import Context
+from grace.compressor import Compressor, Traits
+from grace.kernels import kernels_of
+
+
+class Composed(Compressor):
+    """``sparsifier | values``: the sparsifier picks entries, and the second method compresses their values.
+
+        C(x) = scatter(V(x[S(x)]))
+
+    The spec is that of both, joined: ``topk(ratio=0.01) | qsgd(levels=7)``. Error feedback, if the sparsifier
+    has it by default, covers both errors. Two published methods are compositions:
+
+    - sparse ternary compression (Sattler et al., arXiv 1903.02891): ``topk(ratio=0.01) | efsignsgd``;
+    - Qsparse-local-SGD (Basu et al., NeurIPS 2019, arXiv 1906.02367): ``topk(ratio=0.01) | qsgd(levels=7)``,
+      with ``backward_passes_per_step`` for its local steps.
+
+    Args:
+        sparsifier: a compressor whose first payload tensor holds the values that it picked.
+        values: a quantizer or cast; not a voting one (signsgd), whose aggregate is not a mean.
+
+    Raises:
+        ConfigError: the two do not compose.
+
+    >>> import numpy as np
+    >>> import grace
+    >>> stc = grace.make("compressor", "topk(ratio=0.5) | efsignsgd")
+    >>> stc.decompress(*stc.compress(np.float32([1, -4, 3, 2]), "w"))
+    array([ 0. , -3.5,  3.5,  0. ], dtype=float32)
+    >>> stc.spec
+    'topk(ratio=0.5) | efsignsgd'
+    """
+
+    name = "composed"
+
+    def __init__(self, sparsifier: Compressor, values: Compressor):
+        self.sparsifier, self.values = sparsifier, values
+        if not sparsifier.sends_values:
+            raise self.refuse(f"{sparsifier.spec} is not a sparsifier that sends values; the first part must be")
+        if values.traits.category != "quantization" or values.votes or values.stateful:
+            raise self.refuse(f"{values.spec} cannot compress values; use a quantizer or cast without a vote or state")
+
+    @property
+    def traits(self) -> Traits:  # type: ignore[override]
+        """What both parts promise together."""
+        first, second = self.sparsifier.traits, self.values.traits
+        summable = first.summable and second.summable
+        return Traits(
+            category="hybrid",
+            unbiased=first.unbiased and second.unbiased,
+            contraction=first.contraction and second.contraction,
+            summable=summable,
+            fixed_size=first.fixed_size and second.fixed_size,
+            communicator="allreduce" if summable else "allgather",
+            memory=first.memory,
+            needs_memory=first.needs_memory,
+        )
+
+    @property
+    def spec(self) -> str:
+        """Both specs, joined by a bar."""
+        return f"{self.sparsifier.spec} | {self.values.spec}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The dict form: both parts' dict forms."""
+        return {"name": self.name, "sparsifier": self.sparsifier.to_dict(), "values": self.values.to_dict()}
+
+    def bind(self, context: Context) -> None:
+        """Hand the context to both parts."""
+        super().bind(context)
+        self.sparsifier.bind(context)
+        self.values.bind(context)
+
+    def compress(self, tensor, name):
+        (values, *where), ctx = self.sparsifier.compress(tensor, name)
+        coded, values_ctx = self.values.compress(values, name)
+        return [*coded, *where], (ctx, values_ctx, len(coded))
+
+    def decompress(self, payload, ctx):
+        return self.sparsifier.decompress(*self._decode(payload, ctx))
+
+    def accumulate(self, payload, ctx, out, weight=1.0):
+        return self.sparsifier.accumulate(*self._decode(payload, ctx), out, weight)
+
+    def _decode(self, payload, ctx):
+        first_ctx, values_ctx, count = ctx
+        coded, where = payload[:count], payload[count:]
+        if not self.sparsifier.traits.fixed_size:  # another rank sent another number of values
+            values_ctx = tuple(where[0].shape)
+        values = self.values.decompress(coded, values_ctx)
+        return [kernels_of(values).flat(values), *where], first_ctx
+
+    def wire_bits(self, shape):
+        n, count = max(1, math.prod(shape)), self.sparsifier.count(shape)
+        whole = self.sparsifier.wire_bits(shape)
+        values = None if count is None else self.values.wire_bits((count,))
+        if count is None or whole is None or values is None:
+            return None
+        return whole + (values - 32) * count / n

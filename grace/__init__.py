@@ -18,6 +18,7 @@ from grace.compressor import Compressor, Traits
 from grace.errors import ConfigError, ExchangeError, GraceError, MissingExtraError, RankError
 from grace.kernels import Kernels, kernels_of
 from grace.memory import Memory
+from grace.params import from_params
 from grace.registry import known, make, register
 from grace.runtime import init, rank, shutdown, size
 from grace.state import State
@@ -42,6 +43,7 @@ __all__ = [
     "Variable",
     "__version__",
     "broadcast_parameters",
+    "from_params",
     "init",
     "kernels_of",
     "known",

@@ -51,8 +51,8 @@ class Backend(abc.ABC):
 
     Every rank must start the same collectives in the same order. ``sent_bytes`` counts the bytes that
     left this rank: each collective adds what its algorithm sends from here, given the buffer that it
-    was really handed (ring all-reduce: 2 (W-1)/W times the buffer; all-to-all: (W-1)/W times; all-gather: W-1 times; broadcast:
-    W-1 times at the root).
+    was really handed (ring all-reduce: 2 (W-1)/W times the buffer; all-to-all: (W-1)/W times;
+    all-gather: W-1 times; broadcast: W-1 times at the root).
     """
 
     name: str = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from grace.compressor import Compressor, Payload, Tensor, Traits
@@ -20,7 +21,7 @@ def bounds(n: int, shards: int) -> list[tuple[int, int]]:
     """
     small, larger = divmod(n, shards)
     starts = [i * small + min(i, larger) for i in range(shards + 1)]
-    return list(zip(starts[:-1], starts[1:], strict=True))
+    return list(pairwise(starts))
 
 
 class Sharded(Compressor):

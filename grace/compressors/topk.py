@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from grace.compressor import Compressor, Traits
+from grace.indices import decode, encode, index_bits
 from grace.kernels import kernels_of
 
 
@@ -20,7 +21,8 @@ def kept(ratio: float, n: int) -> int:
 
 @dataclass
 class TopK(Compressor):
-    """Sends the k = max(1, ratio n) entries of largest magnitude, with their indices (int32).
+    """Sends the k = max(1, ratio n) entries of largest magnitude, with their indices, as
+    :mod:`grace.indices` codes them.
 
     Exact; of equal magnitudes the lower index is kept. ||x - C(x)||^2 <= (1 - k/n) ||x||^2, and error
     feedback makes it converge. Sources: Aji and Heafield, EMNLP 2017, arXiv 1704.05021; Stich et al.,
@@ -48,7 +50,8 @@ class TopK(Compressor):
         k = kernels_of(tensor)
         flat = k.flat(tensor)
         indices = k.topk(flat, kept(self.ratio, math.prod(tensor.shape)))
-        return [k.gather(flat, indices), indices], tuple(tensor.shape)
+        coded = encode(k, indices, math.prod(tensor.shape), fixed=True)
+        return [k.gather(flat, indices), coded], tuple(tensor.shape)
 
     def decompress(self, payload, ctx):
         k = kernels_of(payload[0])
@@ -56,7 +59,8 @@ class TopK(Compressor):
 
     def accumulate(self, payload, ctx, out, weight=1.0):
         k = kernels_of(out)
-        values, indices = payload
+        values, coded = payload
+        indices = decode(k, coded, math.prod(ctx))
         return k.reshape(k.scatter_add(k.flat(out), indices, values, weight), ctx)
 
     def count(self, shape):
@@ -64,4 +68,5 @@ class TopK(Compressor):
 
     def wire_bits(self, shape):
         n = max(1, math.prod(shape))
-        return 64 * kept(self.ratio, n) / n
+        count = kept(self.ratio, n)
+        return (32 * count + index_bits(n, count)) / n

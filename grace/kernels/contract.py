@@ -170,6 +170,22 @@ class Kernels(abc.ABC):
         larger than Inf."""
 
     @abc.abstractmethod
+    def bitmap(self, indices: Tensor, n: int) -> Tensor:
+        """One bit per position below n, set at ``indices``, packed as by :meth:`pack`."""
+
+    @abc.abstractmethod
+    def positions(self, bitmap: Tensor, n: int) -> Tensor:
+        """The inverse of :meth:`bitmap`: ascending int32 indices."""
+
+    @abc.abstractmethod
+    def narrow(self, indices: Tensor) -> Tensor:
+        """Indices below 65536 as 16-bit patterns (int16)."""
+
+    @abc.abstractmethod
+    def widen(self, narrow: Tensor) -> Tensor:
+        """The inverse of :meth:`narrow`."""
+
+    @abc.abstractmethod
     def gather(self, x: Tensor, indices: Tensor) -> Tensor:
         """``x[indices]``."""
 

@@ -157,6 +157,20 @@ class NumpyKernels(Kernels):
         order = np.argsort(~bits, kind="stable")[:k]
         return np.sort(order).astype(np.int32)
 
+    def bitmap(self, indices, n):
+        codes = np.zeros(n, np.uint8)
+        codes[indices] = 1
+        return np.packbits(codes, bitorder="little")
+
+    def positions(self, bitmap, n):
+        return np.flatnonzero(np.unpackbits(bitmap, count=n, bitorder="little")).astype(np.int32)
+
+    def narrow(self, indices):
+        return indices.astype(np.uint16).view(np.int16)
+
+    def widen(self, narrow):
+        return narrow.view(np.uint16).astype(np.int32)
+
     def gather(self, x, indices):
         return x[indices]
 

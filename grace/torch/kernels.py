@@ -188,6 +188,19 @@ class TorchKernels(Kernels):
         ties = (bits == threshold).nonzero().view(-1)[: k - above.numel()]
         return torch.cat([above, ties]).sort().values.to(torch.int32)
 
+    def bitmap(self, indices, n):
+        codes = torch.zeros(n, dtype=torch.uint8, device=indices.device)
+        return self.pack(codes.index_fill_(0, indices.long(), 1), 1)
+
+    def positions(self, bitmap, n):
+        return self.unpack(bitmap, 1, n).nonzero().view(-1).to(torch.int32)
+
+    def narrow(self, indices):
+        return indices.to(torch.int16)
+
+    def widen(self, narrow):
+        return narrow.to(torch.int32) & 0xFFFF
+
     def gather(self, x, indices):
         return x.index_select(0, indices)
 

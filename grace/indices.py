@@ -1,0 +1,52 @@
+"""Index coding: how the positions of a sparse payload travel.
+
+Ascending positions below n are sent as whichever is smallest, by the sizes alone, so that every rank chooses alike:
+int32, 16 bits where n <= 65536, or a bitmap of n bits. The decoder tells them apart by dtype.
+"""
+
+from __future__ import annotations
+
+from grace.kernels import Kernels
+from grace.kernels.contract import Tensor
+
+NARROW = 1 << 16
+
+
+def index_bits(n: int, count: int | None = None) -> int:
+    """Bits that ``count`` positions below n take; per position where the count depends on the data (None),
+    which rules the bitmap out, because its size does not tell the count.
+
+    >>> index_bits(1000, 10), index_bits(1000, 500), index_bits(1_000_000, 100)
+    (160, 1000, 3200)
+    """
+    width = 16 if n <= NARROW else 32
+    return width if count is None else min(width * count, 8 * ((n + 7) // 8))
+
+
+def encode(k: Kernels, indices: Tensor, n: int, fixed: bool) -> Tensor:
+    """Code ascending int32 positions below n; ``fixed`` if every rank sends equally many.
+
+    >>> import numpy as np
+    >>> from grace.kernels import NumpyKernels
+    >>> encode(NumpyKernels(), np.int32([0, 3, 4, 6]), 7, fixed=True)
+    array([89], dtype=uint8)
+    """
+    count = indices.shape[0]
+    width = 16 if n <= NARROW else 32
+    if fixed and index_bits(n, count) < width * count:
+        return k.bitmap(indices, n)
+    return k.narrow(indices) if width == 16 else indices
+
+
+def decode(k: Kernels, coded: Tensor, n: int) -> Tensor:
+    """The positions, int32, ascending.
+
+    >>> import numpy as np
+    >>> from grace.kernels import NumpyKernels
+    >>> decode(NumpyKernels(), np.uint8([89]), 7)
+    array([0, 3, 4, 6], dtype=int32)
+    """
+    dtype = k.dtype(coded)
+    if dtype == "uint8":
+        return k.positions(coded, n)
+    return k.widen(coded) if dtype == "int16" else coded

@@ -6,11 +6,13 @@ import abc
 from typing import Any
 
 from grace.kernels.random import Stream
+from grace.kernels.sparse_contract import SparseKernels
+from grace.kernels.value_contract import ValueKernels
 
 Tensor = Any
 
 
-class Kernels(abc.ABC):
+class Kernels(ValueKernels, SparseKernels):
     """One implementation per framework and device; :class:`~grace.kernels.reference.NumpyKernels` is the
     reference that every other must equal: bit for bit for integers, packing, indices and random numbers, to
     float32 rounding for the rest.

@@ -8,11 +8,13 @@ import numpy as np
 
 from grace.kernels.contract import Kernels
 from grace.kernels.random import FEISTEL_ROUNDS, Stream, feistel_bits, philox
+from grace.kernels.sparse_reference import SparseReference
+from grace.kernels.value_reference import ValueReference
 
 FLOAT32_MAX = np.finfo(np.float32).max
 
 
-class NumpyKernels(Kernels):
+class NumpyKernels(ValueReference, SparseReference, Kernels):
     """Kernels for NumPy arrays. NumPy has no bfloat16; everything else is complete.
 
     >>> k = NumpyKernels()

@@ -10,6 +10,8 @@ import torch
 
 from grace.kernels.contract import Kernels
 from grace.kernels.random import FEISTEL_ROUNDS, MULTIPLIERS, ROUNDS, WEYL, Stream, feistel_bits
+from grace.torch.sparse_kernels import SparseTorch
+from grace.torch.value_kernels import ValueTorch
 
 DTYPES = {
     name: getattr(torch, name)
@@ -21,7 +23,7 @@ LOW32 = 0xFFFFFFFF
 CHUNK = 1 << 16  # Philox blocks at a time, so that its int64 temporaries stay in the cache
 
 
-class TorchKernels(Kernels):
+class TorchKernels(ValueTorch, SparseTorch, Kernels):
     """The contract in plain torch operations, on any device.
 
     >>> k = TorchKernels()
@@ -218,7 +220,10 @@ class FusedTorchKernels(TorchKernels):
     name = "torch-fused"
     FUSED = (
         "all_finite", "mean_abs", "random_bits", "random_indices", "quantize", "dequantize", "pack", "unpack",
-        "pack_signs", "add_signs", "topk", "gather", "scatter_add",
+        "pack_signs", "add_signs", "topk", "gather", "scatter_add", "max_abs", "side_means", "clip_deviation",
+        "round_powers", "add_powers", "bucketize", "add_table", "quantile_buckets",
+        "above", "kth_magnitude", "sample_indices", "zero_at", "add_at", "clip_norm", "one_side", "fixed_tags",
+        "where_code",
     )  # fmt: skip
     DTYPES = frozenset({torch.float32, torch.uint8, torch.int32})
 
@@ -253,7 +258,7 @@ for _method in FusedTorchKernels.FUSED:
 def _to_torch(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_to_torch(item) for item in value)
-    return value if isinstance(value, bool) else torch.from_numpy(value)
+    return value if isinstance(value, (bool, int, float)) else torch.from_numpy(value)
 
 
 @functools.cache

@@ -1,0 +1,68 @@
+"""Adaptive thresholds for both signs, and one mean for each."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from grace.compressor import Compressor, Traits
+from grace.compressors.topk import kept
+from grace.indices import decode, encode
+from grace.kernels import kernels_of
+
+
+@dataclass
+class Adaptive(Compressor):
+    """Keeps the largest positive and the most negative entries, and sends a mean for each side (GRACE's adaq).
+
+    With P the k+ = max(1, ratio n+) largest of the n+ positive entries, and N likewise of the negative ones:
+
+        C(x)_i = mean(x_P) for i in P,    mean(x_N) for i in N,    else 0
+
+    The thresholds are exact, ties broken by index; a side without entries sends none. The payload is the indices
+    of each side and two means, so its size depends on the data. Source: Dryden et al., "Communication
+    quantization for data-parallel training of deep neural networks", MLHPC 2016.
+
+    Args:
+        ratio: the part of each side that is sent, in (0, 1].
+
+    >>> import numpy as np
+    >>> adaptive = Adaptive(ratio=0.5)
+    >>> adaptive.decompress(*adaptive.compress(np.float32([1, -4, 3, -1, 5, 2]), "w"))
+    array([ 0., -4., 4., 0., 4., 0.], dtype=float32)
+    """
+
+    ratio: float = 0.01
+
+    name = "adaptive"
+    traits = Traits(category="sparsification", contraction=True, fixed_size=False, memory="residual")
+
+    def __post_init__(self):
+        self.check_number("ratio", 0, 1, low_open=True)
+
+    def compress(self, tensor, name):
+        k = kernels_of(tensor)
+        flat, n = k.flat(tensor), math.prod(tensor.shape)
+        sides, means = [], []
+        for sign in (1, -1):
+            side, count = k.one_side(flat, sign)
+            indices = k.topk(side, kept(self.ratio, count))
+            sides.append(encode(k, indices, n, fixed=False))
+            means.append(k.mean_abs(k.gather(side, indices)))
+        return [k.join(means), *sides], tuple(tensor.shape)
+
+    def decompress(self, payload, ctx):
+        k = kernels_of(payload[0])
+        return self.accumulate(payload, ctx, k.zeros(ctx, "float32", payload[0]))
+
+    def accumulate(self, payload, ctx, out, weight=1.0):
+        k = kernels_of(out)
+        means, n = payload[0], math.prod(ctx)
+        flat = k.add_at(k.flat(out), decode(k, payload[1], n), means[:1], weight)
+        flat = k.add_at(flat, decode(k, payload[2], n), means[1:], -weight)
+        return k.reshape(flat, ctx)
+
+    def sent_indices(self, payload, ctx):
+        """Flat indices of the entries that a payload carries, one side after the other."""
+        k, n = kernels_of(payload[0]), math.prod(ctx)
+        return k.join([decode(k, coded, n) for coded in payload[1:]])

@@ -1,0 +1,46 @@
+"""Natural compression: powers of two."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from grace.compressor import Compressor, Traits
+from grace.kernels import kernels_of
+
+
+@dataclass
+class Natural(Compressor):
+    """Rounds each element stochastically to one of the two powers of two around it; one byte per element.
+
+    With 2^e <= |x| < 2^(e+1):
+
+        C(x) = sign(x) 2^(e+1) with probability |x| / 2^e - 1, else sign(x) 2^e,    C(0) = 0
+
+    so E[C(x)] = x and E(C(x) - x)^2 <= x^2 / 8. A code is the sign and 7 bits: zero, or an exponent from -94 to
+    32, which others are clipped to (2^-94 = 5e-29, 2^32 = 4e9); unbiased within that range. Source: Horvath et
+    al., "Natural compression for distributed deep learning", arXiv 1905.10988.
+
+    >>> import numpy as np
+    >>> natural = Natural()
+    >>> natural.decompress(*natural.compress(np.float32([0, -0.25, 8]), "w"))
+    array([ 0. , -0.25, 8. ], dtype=float32)
+    """
+
+    name = "natural"
+    traits = Traits(category="quantization", unbiased=True, shardable=True)
+
+    def compress(self, tensor, name):
+        k = kernels_of(tensor)
+        return [k.round_powers(k.flat(tensor), self.context.stream(name))], tuple(tensor.shape)
+
+    def decompress(self, payload, ctx):
+        k = kernels_of(payload[0])
+        return self.accumulate(payload, ctx, k.zeros(ctx, "float32", payload[0]))
+
+    def accumulate(self, payload, ctx, out, weight=1.0):
+        k = kernels_of(out)
+        return k.reshape(k.add_powers(k.flat(out), payload[0], weight), ctx)
+
+    def wire_bits(self, shape):
+        return 8.0 if math.prod(shape) else 0.0

@@ -1,0 +1,47 @@
+"""1-bit SGD: two values per tensor."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from grace.compressor import Compressor, Traits
+from grace.kernels import kernels_of
+
+
+@dataclass
+class OneBit(Compressor):
+    """Sends one bit per element, x >= 0, and the means of the two sides.
+
+        C(x) = mean{x_j : x_j >= 0} where x >= 0,    mean{x_j : x_j < 0} elsewhere
+
+    No other two values leave a smaller ||x - C(x)|| for these bits. The error is large all the same, and the
+    method depends on error feedback. Source: Seide et al., "1-bit stochastic gradient descent", Interspeech
+    2014 (which keeps two means per column; here they are per tensor).
+
+    >>> import numpy as np
+    >>> onebit = OneBit()
+    >>> onebit.decompress(*onebit.compress(np.float32([1, -4, 3, -2]), "w"))
+    array([ 2., -3., 2., -3.], dtype=float32)
+    """
+
+    name = "onebit"
+    traits = Traits(category="quantization", contraction=True, shardable=True, memory="residual", needs_memory=True)
+
+    def compress(self, tensor, name):
+        k = kernels_of(tensor)
+        flat = k.flat(tensor)
+        return [k.pack_signs(flat), k.side_means(flat)], tuple(tensor.shape)
+
+    def decompress(self, payload, ctx):
+        k = kernels_of(payload[0])
+        return self.accumulate(payload, ctx, k.zeros(ctx, "float32", payload[0]))
+
+    def accumulate(self, payload, ctx, out, weight=1.0):
+        k = kernels_of(out)
+        bits, means = payload
+        return k.reshape(k.add_table(k.flat(out), bits, 1, means, None, weight), ctx)
+
+    def wire_bits(self, shape):
+        n = math.prod(shape)
+        return (8 * math.ceil(n / 8) + 64) / max(1, n)

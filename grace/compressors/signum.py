@@ -1,0 +1,47 @@
+"""Signum: SignSGD of a momentum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grace.compressors.signsgd import SignSGD
+from grace.kernels import kernels_of
+
+
+@dataclass
+class Signum(SignSGD):
+    """Sends the signs of a momentum that each rank keeps; the aggregate is the majority's sign.
+
+        m = momentum m + (1 - momentum) x,    C(x) = sign(m),    aggregate = sign(sum_i sign(m_i))
+
+    m starts at 0. The optimizer's own momentum should be 0. Votes, ties and step sizes are those of
+    :class:`~grace.compressors.signsgd.SignSGD`, which this is for momentum 0. Source: Bernstein et al.,
+    "signSGD: compressed optimisation for non-convex problems", arXiv 1802.04434.
+
+    Args:
+        momentum: how much of m is kept at each step, in [0, 1].
+
+    >>> import numpy as np
+    >>> signum = Signum(momentum=0.5)
+    >>> for gradient in ([3, -1], [-1, -1]):
+    ...     payload, ctx = signum.compress(np.float32(gradient), "w")
+    >>> signum.decompress(payload, ctx), signum.state["w"]
+    (array([ 1., -1.], dtype=float32), array([ 0.25, -0.75], dtype=float32))
+    """
+
+    momentum: float = 0.9
+
+    name = "signum"
+    stateful = True
+
+    def __post_init__(self):
+        self.check_number("momentum", 0, 1)
+
+    def compress(self, tensor, name):
+        k = kernels_of(tensor)
+        # without the loss scale, which may change between steps
+        share = (1 - self.momentum) / self.context.loss_scale
+        kept = self.state.get(name)
+        moment = k.combine(share, tensor, *((0.0, tensor) if kept is None else (self.momentum, kept)))
+        self.state[name] = moment
+        return super().compress(moment, name)

@@ -1,0 +1,61 @@
+"""Quantile sketch: equal-count buckets."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from grace.compressor import Compressor, Traits
+from grace.kernels import kernels_of
+
+
+@dataclass
+class Sketch(Compressor):
+    """Sends each element's quantile bucket, in ceil(log2(quantiles)) bits, and the buckets' means.
+
+        C(x) = mean of the bucket that x is in;  the element of rank r among n is in bucket floor(r quantiles / n)
+
+    Buckets are exact: the values are sorted once, sizes differ by at most one, and of equal elements the lower
+    index ranks lower. A tensor of fewer elements than quantiles has one bucket for each. Source: Jiang et
+    al., "SketchML", SIGMOD 2018 (which approximates the quantiles by a sketch of the stream).
+
+    Args:
+        quantiles: number of buckets, 2 to 256.
+
+    >>> import numpy as np
+    >>> sketch = Sketch(quantiles=2)
+    >>> sketch.decompress(*sketch.compress(np.float32([1, -4, 3, -2]), "w"))
+    array([ 2., -3., 2., -3.], dtype=float32)
+    """
+
+    quantiles: int = 64
+
+    name = "sketch"
+    traits = Traits(category="quantization", contraction=True, memory="residual")
+
+    def __post_init__(self):
+        self.check_integer("quantiles", 2, 256)
+
+    def _buckets(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """How many buckets a tensor of this shape has, and the bits of a bucket's number."""
+        buckets = max(1, min(self.quantiles, math.prod(shape)))
+        return buckets, max(1, (buckets - 1).bit_length())
+
+    def compress(self, tensor, name):
+        k, shape = kernels_of(tensor), tuple(tensor.shape)
+        buckets, bits = self._buckets(shape)
+        numbers, means = k.quantile_buckets(k.flat(tensor), buckets)
+        return [k.pack(numbers, bits), means], shape
+
+    def decompress(self, payload, ctx):
+        k = kernels_of(payload[0])
+        return self.accumulate(payload, ctx, k.zeros(ctx, "float32", payload[0]))
+
+    def accumulate(self, payload, ctx, out, weight=1.0):
+        k = kernels_of(out)
+        packed, means = payload
+        return k.reshape(k.add_table(k.flat(out), packed, self._buckets(ctx)[1], means, None, weight), ctx)
+
+    def wire_bits(self, shape):
+        n, (buckets, bits) = math.prod(shape), self._buckets(shape)
+        return (8 * math.ceil(n * bits / 8) + 32 * buckets) / max(1, n)

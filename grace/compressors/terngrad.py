@@ -1,0 +1,59 @@
+"""TernGrad: stochastic ternary codes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from grace.compressor import Compressor, Traits
+from grace.kernels import kernels_of
+
+
+@dataclass
+class TernGrad(Compressor):
+    """Sends -1, 0 or 1 per element, in 2 bits, and one scale.
+
+    With sigma the standard deviation of the elements and s the largest magnitude after clipping:
+
+        y = min(max(x, -clip sigma), clip sigma),    s = max |y|,    C(x) = s sign(y) b,    P(b = 1) = |y| / s
+
+    E[C(x)] = y. Clipping keeps s, and so the variance, small; it shortens a tensor whose mean is large against
+    sigma, and does not touch one whose elements are all equal (they have no spread). Source: Wen et al.,
+    "TernGrad", NeurIPS 2017, arXiv 1705.07878.
+
+    Args:
+        clip: magnitudes are clipped to this many standard deviations.
+
+    >>> import numpy as np
+    >>> tern = TernGrad()
+    >>> tern.decompress(*tern.compress(np.float32([-2, 0, 2]), "w"))
+    array([-2., 0., 2.], dtype=float32)
+    """
+
+    clip: float = 2.5
+
+    name = "terngrad"
+    traits = Traits(category="quantization", unbiased=True, shardable=True)
+
+    def __post_init__(self):
+        self.check_number("clip", 0, low_open=True)
+
+    def compress(self, tensor, name):
+        k, n = kernels_of(tensor), math.prod(tensor.shape)
+        clipped = k.clip_deviation(k.flat(tensor), self.clip)
+        codes, scale = k.quantize(clipped, 1, max(1, n), "max", self.context.stream(name))
+        return [k.pack(codes, 2), scale], tuple(tensor.shape)
+
+    def decompress(self, payload, ctx):
+        k = kernels_of(payload[0])
+        return self.accumulate(payload, ctx, k.zeros(ctx, "float32", payload[0]))
+
+    def accumulate(self, payload, ctx, out, weight=1.0):
+        k, n = kernels_of(out), math.prod(ctx)
+        packed, scale = payload
+        codes = k.unpack(packed, 2, n)
+        return k.reshape(k.dequantize(k.flat(out), codes, scale, 1, max(1, n), weight), ctx)
+
+    def wire_bits(self, shape):
+        n = math.prod(shape)
+        return (8 * math.ceil(n * 2 / 8) + 32) / n if n else 0.0

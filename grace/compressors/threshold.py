@@ -1,0 +1,61 @@
+"""Sparsification by a fixed threshold."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from grace.compressor import Compressor, Traits
+from grace.indices import decode, encode
+from grace.kernels import kernels_of
+
+FLOAT32_MAX = 3.4028234663852886e38
+
+
+@dataclass
+class Threshold(Compressor):
+    """Sends the entries of magnitude above a fixed value, with their indices.
+
+        C(x)_i = x_i where |x_i| > value, else 0
+
+    How many those are depends on the data and differs by rank; what stays below waits in the residual. Source:
+    Strom, "Scalable distributed DNN training using commodity GPU cloud computing", Interspeech 2015.
+
+    Args:
+        value: the threshold, at least 0, in the units of the gradient (a loss scale is accounted for).
+
+    >>> import numpy as np
+    >>> threshold = Threshold(value=2.5)
+    >>> threshold.decompress(*threshold.compress(np.float32([1, -4, 3, 2]), "w"))
+    array([ 0., -4., 3., 0.], dtype=float32)
+    """
+
+    value: float = 0.01
+
+    name = "threshold"
+    sends_values = True
+    traits = Traits(category="sparsification", fixed_size=False, memory="residual")
+
+    def __post_init__(self):
+        self.check_number("value", 0, FLOAT32_MAX)
+
+    def compress(self, tensor, name):
+        k = kernels_of(tensor)
+        flat = k.flat(tensor)
+        indices = k.above(flat, min(self.value * self.context.loss_scale, FLOAT32_MAX))
+        coded = encode(k, indices, math.prod(tensor.shape), fixed=False)
+        return [k.gather(flat, indices), coded], tuple(tensor.shape)
+
+    def decompress(self, payload, ctx):
+        k = kernels_of(payload[0])
+        return self.accumulate(payload, ctx, k.zeros(ctx, "float32", payload[0]))
+
+    def accumulate(self, payload, ctx, out, weight=1.0):
+        k = kernels_of(out)
+        values, coded = payload
+        indices = decode(k, coded, math.prod(ctx))
+        return k.reshape(k.scatter_add(k.flat(out), indices, values, weight), ctx)
+
+    def sent_indices(self, payload, ctx):
+        """Flat indices of the entries that a payload carries."""
+        return decode(kernels_of(payload[1]), payload[1], math.prod(ctx))

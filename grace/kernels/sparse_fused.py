@@ -1,0 +1,128 @@
+"""The hot primitives of :mod:`grace.kernels.sparse_contract` as fused loops; see :mod:`grace.kernels.fused`."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from grace.kernels.loops import INF_BITS, LOW31, SHIFT32, f32, f64, i32, u8, u32, u64
+from grace.kernels.sparse_reference import SparseReference, rounded_down
+
+BLOCK = 32  # elements that are passed over together if none is above the threshold
+
+
+@njit(nogil=True, cache=True)
+def _above(bits, threshold, out):
+    """Positions of the finite and infinite magnitudes above a bit pattern; returns how many."""
+    count = 0
+    for start in range(0, bits.size, BLOCK):
+        stop = min(start + BLOCK, bits.size)
+        largest = u32(0)
+        for i in range(start, stop):
+            largest = max(largest, bits[i] & LOW31)
+        if largest > threshold:
+            for i in range(start, stop):
+                b = bits[i] & LOW31
+                out[count] = i  # overwritten by the next one unless it counts, which costs less than a branch
+                count += (b > threshold) & (b <= INF_BITS)
+    return count
+
+
+@njit(nogil=True, cache=True)
+def _sample_indices(bits, n, out):
+    k = u64(out.size)
+    for j in range(out.size):
+        start, stop = u64(j) * u64(n) // k, u64(j + 1) * u64(n) // k
+        out[j] = i32(start + ((stop - start) * u64(bits[j]) >> SHIFT32))
+
+
+@njit(nogil=True, cache=True)
+def _zero_at(out, indices):
+    for i in range(indices.size):
+        out[indices[i]] = 0
+
+
+@njit(nogil=True, cache=True)
+def _add_at(out, indices, amount):
+    for i in range(indices.size):
+        out[indices[i]] += amount
+
+
+@njit(nogil=True, cache=True, fastmath={"reassoc"})
+def _norm(x):
+    total = f64(0)
+    for i in range(x.size):
+        total += f64(x[i]) * f64(x[i])
+    return np.sqrt(total)
+
+
+@njit(nogil=True, cache=True)
+def _one_side(x, sign, out):
+    count = 0
+    for i in range(x.size):
+        value = sign * x[i]
+        positive = value > 0
+        out[i] = value if positive else f32(0)
+        count += positive
+    return count
+
+
+@njit(nogil=True, cache=True)
+def _fixed_tags(x, bound, top, per8, per16, out):
+    for i in range(x.size):
+        magnitude = abs(x[i])
+        tag = u8(3)
+        if magnitude <= top:
+            if np.rint(magnitude * per16) <= f32(32767):
+                tag = u8(2)
+            if np.rint(magnitude * per8) <= f32(127):
+                tag = u8(1)
+        out[i] = u8(0) if magnitude <= bound else tag
+
+
+@njit(nogil=True, cache=True)
+def _where_code(codes, code, out):
+    count = 0
+    for i in range(codes.size):
+        out[count] = i
+        count += codes[i] == code
+    return count
+
+
+class SparseFused(SparseReference):
+    """A part of :class:`~grace.kernels.fused.FusedKernels`."""
+
+    def above(self, x, threshold):
+        out = np.empty(x.size, np.int32)  # memory that is not written to costs nothing
+        return out[: _above(x.view(np.uint32), np.float32(threshold).view(np.uint32), out)].copy()
+
+    def sample_indices(self, stream, n, k, like=None):
+        out = np.empty(k, np.int32)
+        _sample_indices(self.random_bits(stream, k), n, out)
+        return out
+
+    def zero_at(self, out, indices):
+        _zero_at(out, indices)
+        return out
+
+    def add_at(self, out, indices, value, weight):
+        _add_at(out, indices, np.float32(np.float32(weight) * value[0]))
+        return out
+
+    def clip_norm(self, x, limit):
+        norm = _norm(x)
+        return x * np.float32(limit / norm if norm > limit else 1.0)
+
+    def one_side(self, x, sign):
+        out = np.empty(x.size, np.float32)
+        return out, int(_one_side(x, np.float32(sign), out))
+
+    def fixed_tags(self, x, bound, top, step8, step16):
+        out = np.empty(x.size, np.uint8)
+        per8, per16 = np.float32(1 / step8), np.float32(1 / step16)
+        _fixed_tags(x, rounded_down(bound), np.float32(top), per8, per16, out)
+        return out
+
+    def where_code(self, codes, code):
+        out = np.empty(codes.size, np.int32)
+        return out[: _where_code(codes, code, out)].copy()

@@ -1,0 +1,69 @@
+"""The reference of the primitives in :mod:`grace.kernels.sparse_contract`, in plain NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from grace.kernels.sparse_contract import SparseKernels
+
+LOW31 = np.uint32(0x7FFFFFFF)
+
+
+def rounded_down(value: float) -> np.float32:
+    """The largest float32 that is at most ``value``."""
+    near = np.float32(value)
+    return near if float(near) <= value else np.nextafter(near, np.float32(-np.inf))
+
+
+class SparseReference(SparseKernels):
+    """A part of :class:`~grace.kernels.reference.NumpyKernels`.
+
+    >>> from grace.kernels import NumpyKernels
+    >>> NumpyKernels().above(np.float32([1, -5, 3, 0]), 2.0)
+    array([1, 2], dtype=int32)
+    """
+
+    def above(self, x, threshold):
+        return np.flatnonzero(np.abs(x) > np.float32(threshold)).astype(np.int32)
+
+    def kth_magnitude(self, x, k):
+        bits = x.view(np.uint32) & LOW31  # magnitudes in the order of their bit patterns
+        return float(np.partition(bits, x.size - k)[x.size - k].view(np.float32))
+
+    def sample_indices(self, stream, n, k, like=None):
+        starts = np.arange(k + 1, dtype=np.uint64) * np.uint64(n) // np.uint64(max(1, k))
+        width = starts[1:] - starts[:-1]
+        bits = self.random_bits(stream, k, like).astype(np.uint64)
+        return (starts[:-1] + (width * bits >> np.uint64(32))).astype(np.int32)
+
+    def zero_at(self, out, indices):
+        out[indices] = 0
+        return out
+
+    def add_at(self, out, indices, value, weight):
+        out[indices] += np.float32(weight) * value[0]
+        return out
+
+    def clip_norm(self, x, limit):
+        norm = np.sqrt(np.square(x, dtype=np.float64).sum())
+        return x * np.float32(limit / norm if norm > limit else 1.0)
+
+    def one_side(self, x, sign):
+        positive = x > 0 if sign > 0 else x < 0
+        return np.where(positive, np.abs(x), np.float32(0)), int(positive.sum())
+
+    def fixed_tags(self, x, bound, top, step8, step16):
+        magnitude = np.abs(x)
+        inside = magnitude <= np.float32(top)
+        capped = np.where(inside, magnitude, np.float32(0))
+        tags = np.full(x.shape, 3, np.uint8)
+        tags[inside & (np.rint(capped * np.float32(1 / step16)) <= 32767)] = 2
+        tags[inside & (np.rint(capped * np.float32(1 / step8)) <= 127)] = 1
+        tags[magnitude <= rounded_down(bound)] = 0
+        return tags
+
+    def where_code(self, codes, code):
+        return np.flatnonzero(codes == code).astype(np.int32)
+
+    def to_fixed(self, x, step, dtype):
+        return np.rint(x * np.float32(1 / step)).astype(dtype)

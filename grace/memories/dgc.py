@@ -1,0 +1,92 @@
+"""Deep gradient compression's memory: momentum correction, local clipping and momentum factor masking."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from grace.kernels import kernels_of
+from grace.memory import Memory
+
+
+@dataclass
+class DGCMemory(Memory):
+    """Accumulates velocities instead of gradients, so that a late entry arrives with its momentum.
+
+        g = g min(1, clip / sqrt(W) / ||g||_2)      local clipping, per variable, if ``clip`` is given
+        u = momentum u + g                          velocity
+        v = v + u                                   accumulated;  nesterov: v = v + momentum u + g
+        x = v
+
+    After compression v = v - C(x), which is 0 where a sparsifier sent, and u = 0 there too (momentum factor
+    masking). Nesterov's variant is that of the paper's code. The optimizer's own momentum must be 0, as it would
+    be applied twice. Source: Lin et al., ICLR 2018, arXiv 1712.01887, algorithm 4.
+
+    Args:
+        momentum: of the velocity.
+        clip: largest norm of a variable's gradient, for W = 1; None for no clipping. It is in the units of the
+            gradient; a loss scale is accounted for.
+        nesterov: look ahead by one momentum step.
+
+    >>> import numpy as np
+    >>> from grace.compressors.topk import TopK
+    >>> memory, topk = DGCMemory(momentum=0.5), TopK(ratio=0.5)
+    >>> x = memory.compensate(np.float32([4, 1]), "w")
+    >>> memory.update(x, "w", topk, *topk.compress(x, "w"))
+    >>> memory.compensate(np.float32([0, 0]), "w")
+    array([0. , 1.5], dtype=float32)
+    """
+
+    momentum: float = 0.9
+    clip: float | None = None
+    nesterov: bool = False
+
+    name = "dgc"
+    owns_momentum = True
+    """Momentum is applied here: the optimizer's must be 0."""
+
+    def __post_init__(self):
+        self.check_number("momentum", 0, 1)
+        if self.clip is not None:
+            self.check_number("clip", 0, low_open=True)
+        self.check_choice("nesterov", (False, True))
+
+    @classmethod
+    def accepts(cls, compressor):
+        """Why this memory cannot serve the compressor; None if it can."""
+        if compressor.traits.category not in ("sparsification", "hybrid"):
+            return "it clears the momentum of the entries that were sent, so it is for sparsifiers"
+        return None
+
+    def compensate(self, tensor, name):
+        k = kernels_of(tensor)
+        shape = tuple(tensor.shape)
+        if self.clip is not None:
+            limit = self.clip * self.context.loss_scale / math.sqrt(self.context.size)
+            tensor = k.reshape(k.clip_norm(k.flat(tensor), limit), shape)
+        if name in self.state:
+            kept = self.state[name]
+        else:
+            kept = dict.fromkeys(("velocity", "accumulated"), k.zeros(shape, "float32", tensor))
+        u = k.combine(self.momentum, kept["velocity"], 1.0, tensor)
+        v = k.combine(1.0, kept["accumulated"], self.momentum if self.nesterov else 1.0, u)
+        if self.nesterov:
+            v = k.add(v, tensor)
+        self.state[name] = {"velocity": u, "accumulated": v}
+        return v
+
+    def update(self, tensor, name, compressor, payload, ctx):
+        # both tensors are this step's own, so they may be changed while what is committed stays
+        k = kernels_of(tensor)
+        shape, u = tuple(tensor.shape), self.state[name]["velocity"]
+        u = k.reshape(k.zero_at(k.flat(u), _sent(compressor, payload, ctx)), shape)
+        v = compressor.accumulate(payload, ctx, tensor, -1.0)
+        self.state[name] = {"velocity": u, "accumulated": v}
+
+
+def _sent(compressor, payload, ctx):
+    """Flat indices of what was sent; a compressor that does not say sent what decodes to non-zero."""
+    if hasattr(compressor, "sent_indices"):
+        return compressor.sent_indices(payload, ctx)
+    k = kernels_of(payload[0])
+    return k.above(k.flat(compressor.decompress(payload, ctx)), 0.0)

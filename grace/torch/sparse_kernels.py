@@ -1,0 +1,63 @@
+"""The primitives of :mod:`grace.kernels.sparse_contract` in plain torch operations, on any device."""
+
+from __future__ import annotations
+
+import torch
+
+from grace.kernels.sparse_contract import SparseKernels
+from grace.kernels.sparse_reference import rounded_down
+
+
+class SparseTorch(SparseKernels):
+    """A part of :class:`~grace.torch.kernels.TorchKernels`.
+
+    >>> from grace.torch.kernels import TorchKernels
+    >>> TorchKernels().above(torch.tensor([1.0, -5.0, 3.0, 0.0]), 2.0)
+    tensor([1, 2], dtype=torch.int32)
+    """
+
+    def above(self, x, threshold):
+        return _where(x.abs() > threshold)
+
+    def kth_magnitude(self, x, k):
+        bits = x.view(torch.int32) & 0x7FFFFFFF
+        return float(torch.topk(bits, k, sorted=False).values.min().view(torch.float32))
+
+    def sample_indices(self, stream, n, k, like):
+        starts = torch.arange(k + 1, device=like.device) * n // max(1, k)
+        bits = self.random_bits(stream, k, like).to(torch.int64)
+        return (starts[:-1] + (starts.diff() * bits >> 32)).to(torch.int32)
+
+    def zero_at(self, out, indices):
+        return out.index_fill_(0, indices.long(), 0)
+
+    def add_at(self, out, indices, value, weight):
+        return out.index_add_(0, indices, (value * weight).expand(indices.numel()))
+
+    def clip_norm(self, x, limit):
+        norm = x.double().square().sum().sqrt()
+        return x * torch.where(norm > limit, limit / norm, 1.0).float()
+
+    def one_side(self, x, sign):
+        positive = x > 0 if sign > 0 else x < 0
+        return torch.where(positive, x.abs(), 0.0), int(positive.sum())
+
+    def fixed_tags(self, x, bound, top, step8, step16):
+        magnitude = x.abs()
+        inside = magnitude <= top
+        capped = torch.where(inside, magnitude, 0.0)
+        tags = torch.full_like(x, 3, dtype=torch.uint8)
+        tags[inside & (torch.round(capped * (1 / step16)) <= 32767)] = 2
+        tags[inside & (torch.round(capped * (1 / step8)) <= 127)] = 1
+        tags[magnitude <= float(rounded_down(bound))] = 0
+        return tags
+
+    def where_code(self, codes, code):
+        return _where(codes == code)
+
+    def to_fixed(self, x, step, dtype):
+        return torch.round(x * (1 / step)).to(getattr(torch, dtype))
+
+
+def _where(mask: torch.Tensor) -> torch.Tensor:
+    return mask.nonzero().view(-1).to(torch.int32)

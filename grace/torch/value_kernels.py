@@ -1,0 +1,79 @@
+"""The value quantizers' kernels in plain torch operations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from grace.kernels.value_contract import POWER_OFFSET
+from grace.kernels.value_reference import CONSTANT
+
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+class ValueTorch:
+    """A part of :class:`~grace.torch.kernels.TorchKernels`. Nothing is read back from the device."""
+
+    random_bits: Any
+    unpack: Any
+
+    def max_abs(self, x):
+        if not x.numel():
+            return x.new_zeros(1)
+        return x.abs().amax().clamp(max=FLOAT32_MAX).reshape(1)
+
+    def side_means(self, x):
+        upper = x >= 0
+        sides = torch.stack([~upper, upper])
+        return ((x.double() * sides).sum(dim=1) / sides.sum(dim=1).clamp(min=1)).float()
+
+    def clip_deviation(self, x, factor):
+        if not x.numel():
+            return x.clone()
+        wide = x.double()
+        mean = wide.mean()
+        deviation = (wide - mean).square_().mean().sqrt()
+        limit = torch.where(deviation > CONSTANT * mean.abs(), factor * deviation, FLOAT32_MAX)
+        limit = limit.clamp(max=FLOAT32_MAX).float()
+        return torch.clamp(x, -limit, limit)
+
+    def round_powers(self, x, stream):
+        bits = x.view(torch.int32)
+        magnitude = bits & 0x7FFFFFFF
+        random = self.random_bits(stream, x.numel(), x).to(torch.int64) & 0xFFFFFFFF
+        exponent = (magnitude.to(torch.int64) + (random >> 9) >> 23) - POWER_OFFSET
+        code = exponent.clamp_(1, 127) + torch.where(bits < 0, 128, 0)
+        return torch.where(magnitude > 0, code, 0).to(torch.uint8)
+
+    def add_powers(self, out, codes, weight):
+        power = codes.to(torch.int32) & 0x7F
+        values = torch.where(power > 0, power + POWER_OFFSET << 23, 0).view(torch.float32)
+        values = torch.where(codes >= 128, -values, values)
+        return out.add_(values.mul_(weight))
+
+    def bucketize(self, x, scale, edges):
+        divisor = torch.where(scale > 0, scale, 1.0)
+        return torch.bucketize(x / divisor, torch.as_tensor(edges, device=x.device), out_int32=True).to(torch.uint8)
+
+    def add_table(self, out, packed, bits, table, scale, weight):
+        codes = self.unpack(packed, bits, out.numel()).to(torch.int32)
+        factor = weight if scale is None else scale * weight
+        amounts = torch.as_tensor(table, device=out.device) * factor
+        return out.add_(amounts.index_select(0, codes))
+
+    def quantile_buckets(self, x, buckets):
+        # 1. one stable sort; adding 0 makes -0 the 0 that it equals, for sorts that go by bits
+        n = x.numel()
+        ordered, order = torch.sort(x + 0.0, stable=True)
+        ranks = torch.arange(n, device=x.device)
+        codes = torch.empty(n, dtype=torch.uint8, device=x.device)
+        codes[order] = (ranks * buckets // max(1, n)).to(torch.uint8)
+        if not n:
+            return codes, x.new_zeros(buckets)
+        # 2. a row of the sorted elements per bucket, one longer than the shorter buckets are
+        edges = -(-torch.arange(buckets + 1, device=x.device) * n // buckets)
+        sizes = edges.diff()[:, None]
+        places = torch.arange(n // buckets + 1, device=x.device)
+        rows = ordered[(edges[:-1, None] + places).clamp_(max=n - 1)].double() * (places < sizes)
+        return codes, (rows.sum(dim=1, keepdim=True) / sizes).float().view(-1)

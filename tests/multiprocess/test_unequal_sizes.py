@@ -1,0 +1,83 @@
+"""Payloads whose sizes differ by rank travel in one size exchange and one padded gather per group."""
+
+import numpy as np
+import pytest
+import torch
+
+import grace
+import grace.torch
+from grace.torch import Compressor, Traits
+
+pytestmark = pytest.mark.ranks
+
+
+class Positive(Compressor):
+    """Sends the positive entries: as many as there are."""
+
+    name = "positive"
+    traits = Traits(category="sparsification", fixed_size=False)
+
+    def compress(self, tensor, name):
+        (indices,) = torch.nonzero(tensor.reshape(-1) > 0, as_tuple=True)
+        return [tensor.reshape(-1)[indices], indices.to(torch.int32)], tuple(tensor.shape)
+
+    def decompress(self, payload, ctx):
+        values, indices = payload
+        out = torch.zeros(ctx).reshape(-1)
+        out[indices] = values
+        return out.reshape(ctx)
+
+
+def gradient(rank: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Rank 0 has no positive entry at all; the others have different numbers of them."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(rank)) + (-100 if rank == 0 else rank)
+
+
+def exchange(kind: str, shape: tuple[int, ...]) -> tuple[np.ndarray, list[int]]:
+    communicator, backend = getattr(grace.torch, kind)(Positive()), grace.init()
+    communicator.bind(grace.Context(rank=grace.rank(), size=grace.size()), backend)
+    calls, gather = [], backend.allgather
+    backend.allgather = lambda tensor: calls.append(tensor.nbytes) or gather(tensor)
+    value = communicator.step(gradient(grace.rank(), shape), "w").numpy()
+    del backend.allgather
+    return value, calls
+
+
+@pytest.mark.parametrize("shape", [(40, 3), (1,), (5,)], ids=str)
+@pytest.mark.parametrize("kind", ["Allgather", "Broadcast"])
+def test_the_mean_is_that_of_the_formula(ranks, kind, shape):
+    expected = np.mean([gradient(r, shape).clamp(min=0).numpy() for r in range(ranks.size)], axis=0)
+    for value, _ in ranks.run(exchange, kind, shape):
+        np.testing.assert_allclose(value, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_a_group_takes_one_size_exchange_and_one_gather(ranks):
+    for _, calls in ranks.run(exchange, "Allgather", (40, 3)):
+        assert len(calls) == 2
+        assert calls[0] == 8 * 2  # one 64-bit size per payload tensor
+
+
+def train(hook: bool) -> list[np.ndarray]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 31), torch.nn.Tanh(), torch.nn.Linear(31, 3))
+    communicator = grace.torch.Allgather(Positive())
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    forward = model
+    if hook:
+        forward = torch.nn.parallel.DistributedDataParallel(model)
+        grace.torch.register_ddp_hook(forward, communicator=communicator)
+    else:
+        opt = grace.DistributedOptimizer(opt, model.named_parameters(), communicator=communicator)
+    for step in range(4):
+        x = torch.randn(8, 20, generator=torch.Generator().manual_seed(10 * step + grace.rank()))
+        opt.zero_grad()
+        forward(x).square().sum().backward()
+        opt.step()
+    return [p.detach().numpy() for p in model.parameters()]
+
+
+def test_training_keeps_ranks_equal_and_the_hook_agrees(ranks):
+    results = ranks.run(train, False) + ranks.run(train, True)
+    for weights in results[1:]:
+        for mine, theirs in zip(results[0], weights, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)

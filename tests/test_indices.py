@@ -1,0 +1,32 @@
+"""Index coding: the smallest form by the sizes alone, and one decoder."""
+
+import numpy as np
+import pytest
+import torch
+
+from grace.indices import decode, encode, index_bits
+from grace.kernels import kernels_of
+
+
+@pytest.mark.parametrize("n", [1, 8, 1000, 65536, 65537, 300_000])
+@pytest.mark.parametrize("ratio", [0.001, 0.02, 0.05, 0.1, 0.9, 1.0])
+@pytest.mark.parametrize("fixed", [True, False])
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_positions_survive_in_the_smallest_form(n, ratio, fixed, framework):
+    count = max(1, int(n * ratio))
+    indices = np.sort(np.random.default_rng(0).choice(n, count, replace=False)).astype(np.int32)
+    tensor = indices if framework == "numpy" else torch.from_numpy(indices)
+    k = kernels_of(tensor)
+    coded = encode(k, tensor, n, fixed)
+    np.testing.assert_array_equal(np.asarray(decode(k, coded, n)), indices)
+    sizes = [32 * count] + [16 * count] * (n <= 65536) + [8 * ((n + 7) // 8)] * fixed
+    assert 8 * coded.nbytes == min(sizes)
+    assert 8 * coded.nbytes == (index_bits(n, count) if fixed else index_bits(n) * count)
+
+
+def test_both_frameworks_send_the_same_bytes():
+    indices = np.arange(0, 60_000, 7, dtype=np.int32)
+    for n, fixed in ((60_000, True), (60_000, False), (200_000, False)):
+        a = encode(kernels_of(indices), indices, n, fixed)
+        t = torch.from_numpy(indices)
+        assert a.tobytes() == encode(kernels_of(t), t, n, fixed).numpy().tobytes()

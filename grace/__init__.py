@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import Any
 
@@ -53,6 +54,13 @@ __all__ = [
     "shutdown",
     "size",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """``grace.torch`` needs no import of its own."""
+    if name == "torch":
+        return importlib.import_module("grace.torch")
+    raise AttributeError(f"module 'grace' has no attribute {name!r}")
 
 
 def _framework(value: Any, what: str) -> Any:

@@ -66,15 +66,22 @@ def load(exchanger: Exchanger, saved: dict[str, Any] | None, memory: str = "stri
             )
         if saved["seed"] != context.seed:
             raise ConfigError(f"the checkpoint was saved with seed={saved['seed']}, this run has seed={context.seed}")
+    values = {kind: {} if memory == "reset" else _for_rank(exchanger, saved, kind) for kind in exchanger.components}
     for kind, component in exchanger.components.items():
-        values = {} if memory == "reset" else _for_rank(exchanger, saved, kind)
         component.state.clear()
-        component.state.update(values)
+        component.state.update(values[kind])
         component.state.commit()
     context.step, context.loss_scale = saved["step"], saved["loss_scale"]
 
 
 def _for_rank(exchanger: Exchanger, saved: dict[str, Any], kind: str) -> dict[str, Any]:
+    known = {variable.name for variable in exchanger.variables}
+    for name in saved["state"][kind]:
+        if name not in known:
+            raise ConfigError(
+                f"the checkpoint holds the {kind} of {name!r}, which this run does not exchange. Give the parameters "
+                "the names that they were saved with, or call load_state_dict(state, memory='reset')"
+            )
     context, rank, size = exchanger.context, saved["rank"], saved["size"]
     own = saved["state"][kind]
     if exchanger.components[kind].shared_state:

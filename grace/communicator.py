@@ -47,6 +47,7 @@ class Communicator(Component):
         traits = self.compressor.traits
         self.memory: Memory = make("memory", traits.memory if memory is None else memory)
         self.backend: Backend = LocalBackend()
+        self.bind(self.context)
         self._check()
 
     def communicate(self, wire: Tensor) -> Handle:

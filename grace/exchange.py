@@ -159,7 +159,7 @@ class Exchange:
         except GraceError:
             raise
         except Exception as error:
-            raise self._lost(error) from error
+            raise self.lost(error) from error
         self.traffic.sent_bytes += backend.sent_bytes - before
 
     def _count(self) -> None:
@@ -180,7 +180,7 @@ class Exchange:
         try:
             self.handle.wait()
         except Exception as error:
-            raise self._lost(error) from error
+            raise self.lost(error) from error
 
     def advance(self) -> bool:
         """Start the next dependent collective; False if there is none (left)."""
@@ -288,7 +288,8 @@ class Exchange:
             self.memory.update(self.inputs[i], name, self.compressor, payload, ctx)
         return outcomes
 
-    def _lost(self, error: Exception) -> ExchangeError:
+    def lost(self, error: Exception) -> ExchangeError:
+        """What to raise when the engine failed."""
         context = self.communicator.context
         return ExchangeError(
             f"rank {context.rank} of {context.size}: the exchange of {self.group.describe()} failed at step "

@@ -56,6 +56,15 @@ def known(kind: str) -> dict[str, type[Component]]:
     return dict(sorted({**_found(kind)[0], **_registered[kind]}.items()))
 
 
+def aliases(kind: str) -> dict[str, dict[str, Any]]:
+    """Short names of a kind, and the dict specs that they stand for.
+
+    >>> aliases("compressor")["bf16"]
+    {'name': 'cast', 'dtype': 'bf16'}
+    """
+    return dict(_found(kind)[1])
+
+
 def make(kind: str, spec: Component | str | dict[str, Any]) -> Any:
     """The component that a spec names; an object is returned as it is.
 

@@ -31,6 +31,12 @@ def two_ranks() -> Ranks:
     return ranks_of(2)
 
 
+@pytest.fixture
+def three_ranks() -> Ranks:
+    """3 real gloo ranks."""
+    return ranks_of(3)
+
+
 def pytest_sessionfinish(session, exitstatus):
     for pool in _pools.values():
         pool.stop()

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import signal
 import statistics
 import subprocess
@@ -106,8 +107,8 @@ def summarize(runs: list[dict[str, Any]], settings: Settings) -> list[dict[str, 
     return results
 
 
-def save(folder: Path, results: list[dict[str, Any]], settings: Settings, command: list[str]) -> None:
-    """Write ``results.json`` and, unless nothing was sent, ``accuracy.png``."""
+def save(folder: Path, results: list[dict[str, Any]], settings: Settings, command: str) -> list[Path]:
+    """Write ``results.json`` and, unless one rank sent nothing, ``accuracy.png``; returns what was written."""
     from grace.bench.picture import draw
 
     facts = {
@@ -117,9 +118,12 @@ def save(folder: Path, results: list[dict[str, Any]], settings: Settings, comman
         "machine": {"platform": platform.platform(), "cpus": os.cpu_count()},
         "results": results,
     }
-    (folder / "results.json").write_text(json.dumps(facts, indent=1))
+    files = [folder / "results.json"]
+    files[0].write_text(json.dumps(facts, indent=1))
     if settings.ranks > 1:
-        draw(folder / "accuracy.png", results, settings)
+        files.append(folder / "accuracy.png")
+        draw(files[1], results, settings)
+    return files
 
 
 def _versions() -> dict[str, str]:
@@ -154,6 +158,7 @@ def _environment(ranks: int) -> dict[str, str]:
     """Each rank gets its share of the cores; gloo talks over the loopback interface."""
     environment = dict(os.environ)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    environment.setdefault("PYTHONSAFEPATH", "1")  # `python -m` would import what lies in the current folder
     if sys.platform == "linux":
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return environment
@@ -186,7 +191,10 @@ def _end(launcher: subprocess.Popen) -> None:
 
 
 def _complaints(folder: Path) -> str:
-    """What the ranks wrote to stderr, or else what the launcher did."""
+    """What the ranks wrote to stderr, and which rank a signal ended; or else all that the launcher wrote."""
+    launcher = (folder / "launcher.log").read_text().strip()
     logs = {log.parent.name: log.read_text().strip() for log in sorted(folder.glob("ranks/**/stderr.log"))}
     said = [f"rank {rank}:\n{text}" for rank, text in logs.items() if text]
-    return "\n".join(said) if said else (folder / "launcher.log").read_text().strip()
+    for number, rank in re.findall(r"failed \(exitcode: -(\d+)\) local_rank: (\d+)", launcher):
+        said.append(f"rank {rank} was ended by {signal.Signals(int(number)).name}")
+    return "\n".join(said) or launcher

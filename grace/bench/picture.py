@@ -30,9 +30,10 @@ def draw(path: Path, results: list[dict[str, Any]], settings: Settings) -> None:
     axes.set_ylim(0, 102)
     axes.set_xlabel("bytes sent per rank, cumulative (log scale)")
     axes.set_ylabel("test accuracy (%)")
-    figure.suptitle("Digits: accuracy reached per byte sent", fontsize=13, fontweight="bold")
     seeds = f", mean of {len(settings.seeds)} seeds" if len(settings.seeds) > 1 else ""
-    axes.set_title(f"{settings.ranks} ranks, {settings.epochs} epochs{seeds}", fontsize=9, color="#555555")
+    about = f"scikit-learn's digits, {settings.ranks} ranks, {settings.epochs} epochs{seeds}"
+    axes.set_title("Test accuracy against bytes sent", loc="left", fontsize=13, fontweight="bold", pad=22)
+    axes.text(0, 1.02, about, transform=axes.transAxes, fontsize=9, color="#555555")
     axes.grid(True, which="major", color="#dddddd", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -41,4 +42,4 @@ def draw(path: Path, results: list[dict[str, Any]], settings: Settings) -> None:
 
 
 def _label(result: dict[str, Any]) -> str:
-    return f"{result['method']}: {result['accuracy']:.1%}, {human_bytes(result['curve'][-1][0])}"
+    return f"{result['method']}: {100 * result['accuracy']:.1f} %, {human_bytes(result['curve'][-1][0])}"

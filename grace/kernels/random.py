@@ -79,10 +79,11 @@ def philox(
 
 
 def feistel_bits(n: int) -> tuple[int, int]:
-    """Bits of the left and right half of the smallest Feistel domain (a power of two, at least 4) that holds n.
+    """Bits of the left and right half of the Feistel domain that holds n: the smallest power of two, but none
+    of 8 to 32, on which a few rounds do not mix (of n = 5, some indices would be drawn 5 % too often).
 
-    >>> feistel_bits(1000)
-    (5, 5)
+    >>> feistel_bits(1000), feistel_bits(10), feistel_bits(4)
+    ((5, 5), (3, 3), (1, 1))
     """
-    bits = max(2, (n - 1).bit_length())
+    bits = 2 if n <= 4 else max(6, (n - 1).bit_length())
     return bits // 2, bits - bits // 2

@@ -182,7 +182,7 @@ class NumpyKernels(ValueReference, SparseReference, Kernels):
 
 
 def _feistel(index: np.ndarray, n: int, stream: Stream) -> np.ndarray:
-    """An unbalanced Feistel network on the smallest power of two that holds n; Philox is its round function."""
+    """An unbalanced Feistel network on a power of two that holds n; Philox is its round function."""
     left_bits, right_bits = feistel_bits(n)
     key_low, key_high, step, draw = stream.permuting().words
     left, right = index >> np.uint32(right_bits), index & np.uint32((1 << right_bits) - 1)

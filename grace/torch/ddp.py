@@ -98,7 +98,11 @@ class DDPState:
             while exchange.advance():
                 pass
 
-        def finish(_: Any) -> torch.Tensor:
+        def finish(done: Any) -> torch.Tensor:
+            try:
+                done.value()  # raises if a collective failed: nothing that arrived may be decoded
+            except Exception as error:
+                raise exchanges[0].lost(error) from error
             for exchange in exchanges:
                 self._write(exchange, views)
             return future_buffer
@@ -107,9 +111,9 @@ class DDPState:
         if not works:  # a communicator of the user's own, or a single process
             for exchange in exchanges:
                 exchange.wait()
-            done: torch.futures.Future = torch.futures.Future()
-            done.set_result(finish(None))
-            return done
+            waited: torch.futures.Future = torch.futures.Future()
+            waited.set_result(None)
+            return waited.then(finish)
         return torch.futures.collect_all([work.get_future() for work in works]).then(finish)
 
     @torch.no_grad()

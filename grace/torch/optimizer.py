@@ -171,9 +171,11 @@ class Session:
         self.synchronized = False
 
     def _check_untouched(self) -> None:
+        states = getattr(self.grad_scaler, "_per_optimizer_states", {})  # torch counts no version for unscale_()
+        unscaled = getattr(states.get(id(self.optimizer), {}).get("stage"), "name", "") == "UNSCALED"
         for name, (gradient, version) in self.versions.items():
             p = self.parameters[name]
-            if p.grad is not gradient or gradient._version != version:
+            if unscaled or p.grad is not gradient or gradient._version != version:
                 raise ExchangeError(
                     f"the gradient of {name!r} was changed after its exchange began (by clipping, unscaling or "
                     "another backward pass). Call optimizer.synchronize() after backward and before you change "
@@ -224,6 +226,13 @@ class DistributedMixin:
         if not self._grace.synchronized:
             raise ExchangeError("call synchronize() before `with optimizer.skip_synchronize():`")
         yield
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """``GradScaler.step()`` asks this before it unscales gradients, which the exchange must be over by."""
+        if any(self._grace.counts.values()):
+            self.synchronize()
+        return self.__dict__.get("_step_supports_amp_scaling", False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients; an exchange under way is completed and its result dropped."""

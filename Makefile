@@ -1,0 +1,49 @@
+# Everything runs in .venv, made here; PYTHON=python3.12 chooses another interpreter.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
+SETUP := setup.cfg pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check clean
+
+help:
+	@echo "make demo    train a small network with five methods on two ranks; table and picture in out/demo"
+	@echo "make test    all tests"
+	@echo "make check   style, types and the fast tests"
+	@echo "make clean   remove .venv and everything else that was made here"
+	@echo "PYTHON=python3.12 chooses the interpreter (3.10 or newer)"
+
+demo: $(VENV)/demo.stamp
+	$(BIN)/grace demo --out out/demo
+
+test: $(VENV)/test.stamp
+	$(BIN)/python -m pytest --durations=10
+
+check: $(VENV)/test.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -m "not slow"
+
+clean:
+	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find grace tests examples -name __pycache__ -prune -exec rm -rf {} +
+
+$(VENV)/python.stamp:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || \
+		{ echo "Grace needs Python 3.10 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo not there)." \
+		"Choose another: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/demo.stamp: $(VENV)/python.stamp $(SETUP)
+	@echo "Installing what the demo needs into $(VENV); the first time takes minutes."
+	$(PIP) -e ".[torch,bench]"
+	@touch $@
+
+$(VENV)/test.stamp: $(VENV)/python.stamp $(SETUP)
+	@echo "Installing what the tests need into $(VENV); the first time takes minutes."
+	$(PIP) -e ".[torch,bench,dev]"
+	@touch $@ $(VENV)/demo.stamp

@@ -1,0 +1,380 @@
+"""The ``grace`` command."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import math
+import shlex
+import sys
+import textwrap
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
+
+from grace import specs
+from grace._version import __version__
+from grace.bench import demo as bench
+from grace.errors import ConfigError, GraceError
+from grace.registry import KINDS, aliases, known, legal_communicators, make
+
+DEFAULT_METHODS = ", ".join(bench.METHODS)
+LIST_SHAPE = (1000, 1000)
+DESCRIBE_SHAPES = ((1000, 1000), (512, 64), (64, 3, 7, 7), (10, 512), (512,))
+
+Row = tuple[list[str], str]
+"""Cells of a table, and the explanation below them."""
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """Run the command line; errors that Grace raises on purpose are one message and exit code 2."""
+    try:
+        app()
+    except GraceError as error:
+        print(f"grace: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"grace {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def grace(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Gradient compression for data-parallel training."""
+
+
+# -- list ----------------------------------------------------------------------------------------------
+
+
+@app.command("list")
+def list_components() -> None:
+    """List all compressors, memories and communicators.
+
+    Everything shown is read from the components' own traits, those of other installed packages included.
+    """
+    console = Console(highlight=False)
+    header = ("compressor", "category", "unbiased", "bits", "communicator", "memory")
+    _rows(console, header, [_compressor_row(name) for name in known("compressor")])
+    shape = " x ".join(map(str, LIST_SHAPE))
+    console.print(f"\nbits: on the wire, per element of a {shape} tensor (float32 has 32)", style="dim")
+    console.print("communicator, memory: the defaults", style="dim")
+    short = "; ".join(f"{alias} = {_text(spec)}" for alias, spec in aliases("compressor").items())
+    console.print(f"short names: {short}\n", style="dim")
+    memories: Any = known("memory")
+    _rows(console, ("memory",), [([_signature(cls)], _summary(cls)) for cls in memories.values()])
+    console.print()
+    communicators: Any = known("communicator")
+    rows = [([name, cls.cost or "?"], _summary(cls)) for name, cls in communicators.items()]
+    _rows(console, ("communicator", "cost per rank"), rows)
+    console.print("p: bytes of payload; W: number of ranks\n", style="dim")
+    console.print("More about one of them: grace describe NAME")
+
+
+def _compressor_row(name: str) -> Row:
+    cls = known("compressor")[name]
+    if dataclasses.MISSING in cls.parameters().values():
+        return [name, "?", "?", "?", "?", "?"], f"{_summary(cls)} To be used as {_signature(cls)}."
+    compressor = make("compressor", name)
+    traits = compressor.traits
+    row = [
+        name,
+        traits.category,
+        "yes" if traits.unbiased else "no",
+        _bits(compressor.wire_bits(LIST_SHAPE)),
+        traits.communicator,
+        traits.memory,
+    ]
+    others = ", ".join(_default_first(compressor)[1:])
+    return row, _summary(cls) + (f" Also with {others}." if others else "")
+
+
+def _rows(console: Console, header: Sequence[str], rows: list[Row]) -> None:
+    """A table whose rows each have a line of explanation below, so that it fits 80 columns."""
+    widths = [max(map(len, column)) for column in zip(header, *(cells for cells, _ in rows), strict=True)]
+    console.print("  ".join(map(str.ljust, header, widths)).rstrip(), style="bold underline")
+    for cells, note in rows:
+        line = Text("  ".join(map(str.ljust, cells, widths)).rstrip())
+        line.stylize("bold cyan", 0, len(cells[0]))
+        console.print(line, soft_wrap=True)
+        console.print(escape(textwrap.indent(textwrap.fill(note, console.width - 2), "  ")), style="dim")
+
+
+# -- describe ------------------------------------------------------------------------------------------
+
+
+@app.command()
+def describe(
+    spec: Annotated[
+        str, typer.Argument(help="A compressor, memory or communicator: 'topk', 'topk(ratio=0.05)', 'residual'.")
+    ],
+) -> None:
+    """Explain one component: formula, parameters, traits, wire bits, legal communicators."""
+    name, parameters = specs.parse(spec)
+    kinds = [kind for kind in KINDS if name in known(kind) or name in aliases(kind)]
+    if not kinds:
+        raise _unknown(name)
+    found, errors = [], []
+    for kind in kinds:  # a name such as "none" may be of several kinds, with different parameters
+        try:
+            found.append(make(kind, {"name": name, **parameters}))
+        except ConfigError as error:
+            errors.append(error)
+    if not found:
+        raise errors[0]
+    console = Console(highlight=False)
+    for component in found:
+        short = aliases(component.kind).get(name)
+        console.print(f"[bold cyan]{escape(component.spec)}[/], a {component.kind}", end="")
+        console.print(f" ({name} is short for {_text(short)})\n" if short else "\n")
+        _describe(console, component)
+
+
+def _unknown(name: str) -> ConfigError:
+    names = {kind: sorted([*known(kind), *aliases(kind)]) for kind in KINDS}
+    close = difflib.get_close_matches(name, [n for group in names.values() for n in group], n=1)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    lists = "; ".join(f"{folder}: {', '.join(names[kind])}" for kind, folder in KINDS.items())
+    return ConfigError(f"nothing is called {name!r}{hint}; {lists}")
+
+
+def _describe(console: Console, component: Any) -> None:
+    cls = type(component)
+    console.print(escape(_reflow(_doc(cls), console.width)) + "\n", soft_wrap=True)
+    if cls.parameters():
+        _section(console, "Parameters", [_parameter(component, key) for key in cls.parameters()])
+    if component.kind == "compressor":
+        _describe_compressor(console, component)
+    elif component.kind == "memory":
+        keeps = "keeps state per variable, saved with the optimizer" if cls.stateful else "keeps nothing"
+        users = [n for n in known("compressor") if _traits_memory(n) == component.name]
+        default = f"the default of {', '.join(users)}" if users else "no compressor's default"
+        _section(console, "Traits", [keeps, default])
+    else:
+        carries = [n for n in known("compressor") if not _needs_parameters(n) and _carries(cls, n)]
+        sums = "the engine adds payloads up, so they must be summable" if cls.sums else "each payload is decoded"
+        cost = f"costs each rank {cls.cost or '?'} (p: bytes of payload; W: number of ranks)"
+        _section(console, "Traits", [sums, cost, f"carries {', '.join(carries)}"])
+    console.print("Text form: [bold]" + escape(component.spec) + "[/]")
+    if component.kind != "communicator":
+        console.print(f"Dict form: [bold]{escape(repr(component.to_dict()))}[/]\n")
+
+
+def _describe_compressor(console: Console, compressor: Any) -> None:
+    _section(console, "Traits", _trait_words(compressor))
+    classes: Any = known("communicator")
+    default = compressor.traits.communicator
+    lines = [
+        f"{name}{' (default)' if name == default else ''}: {classes[name].cost or '?'}"
+        for name in _default_first(compressor)
+    ]
+    _section(console, "Communicators, and what they cost each rank (p: bytes of payload; W: ranks)", lines)
+    _section(console, "Default memory", [compressor.traits.memory])
+    _section(console, "Wire bits per element", [_bits_line(compressor, shape) for shape in DESCRIBE_SHAPES])
+
+
+def _bits_line(compressor: Any, shape: tuple[int, ...]) -> str:
+    label = " x ".join(map(str, shape)).ljust(14)
+    bits = compressor.wire_bits(shape)
+    if bits is None:
+        return f"{label} depends on the data"
+    if compressor.traits.exact or bits >= 32:
+        return f"{label} 32, uncompressed" + ("" if bits == 32 else f" (the method would need {_bits(bits)})")
+    payload = bits * math.prod(shape) / 8
+    return f"{label} {_bits(bits)}, {32 / bits:.3g}x smaller than float32 ({payload:,.0f} bytes)"
+
+
+def _trait_words(compressor: Any) -> list[str]:
+    """The traits as sentences.
+
+    >>> _trait_words(make("compressor", "topk"))[:2]
+    ['category: sparsification', 'biased: E[C(x)] differs from x']
+    """
+    t = compressor.traits
+    exact = "exact: C(x) = x, and the gradient keeps its dtype"
+    bias = "unbiased: E[C(x)] = x" if t.unbiased else "biased: E[C(x)] differs from x"
+    shrinks = "contraction: the error is smaller than x, so error feedback converges"
+    grows = "no contraction: the error can be larger than x, so error feedback on it may diverge"
+    words = [
+        f"category: {t.category}",
+        exact if t.exact else bias,
+        *([] if t.exact else [shrinks if t.contraction else grows]),
+        "payloads can be summed by the engine" if t.summable else "payloads cannot be summed by the engine",
+        "a NaN or Inf travels in the payload" if t.carries_nonfinite else "a NaN or Inf is flagged beside the payload",
+        "payloads have the same size on every rank" if t.fixed_size else "payload sizes differ by rank",
+    ]
+    if t.rounds > 1:
+        words.append(f"takes {t.rounds} dependent reductions per exchange")
+    if compressor.stateful:
+        words.append("keeps state per variable between steps, saved with the optimizer")
+    if t.needs_memory:
+        words.append("needs error feedback: without a memory it is refused")
+    return words
+
+
+# -- demo ----------------------------------------------------------------------------------------------
+
+
+@app.command()
+def demo(
+    methods: Annotated[
+        str,
+        typer.Option(help=f"Compressor specs, separated by commas. Default: {DEFAULT_METHODS}.", show_default=False),
+    ] = DEFAULT_METHODS,
+    ranks: Annotated[int, typer.Option("--ranks", "-n", help="Processes to train on.")] = 2,
+    epochs: Annotated[
+        int | None, typer.Option(help="Passes over the training images.", show_default="20, or 2 with --quick")
+    ] = None,
+    seeds: Annotated[
+        str, typer.Option("--seeds", "--seed", help="One run per seed, as in 0,1,2; the table shows means.")
+    ] = "0",
+    out: Annotated[Path, typer.Option(help="Folder for accuracy.png and results.json.")] = Path("out/demo"),
+    quick: Annotated[bool, typer.Option("--quick", help="Two epochs only, to see that everything works.")] = False,
+) -> None:
+    """Train a small network with several methods, and compare bytes, time and accuracy.
+
+    The network learns scikit-learn's handwritten digits on real ranks, which
+    torchrun starts on this machine. Every method starts from the same weights,
+    sees the same data in the same order, and uses the same learning rate.
+    """
+    from grace.bench.table import advice, results_table
+
+    began = time.monotonic()
+    if epochs is None:
+        epochs = bench.QUICK_EPOCHS if quick else bench.EPOCHS
+    settings = bench.Settings(split(methods), ranks, epochs, _integers(seeds))
+    console = Console(highlight=False)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {out}: {error}") from error
+    console.print(f"Starting {ranks} {'rank' if ranks == 1 else 'ranks'} ...\n")
+    try:
+        results = bench.run(settings)
+    except bench.WorkerError as error:
+        print(f"grace demo: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt:
+        print("grace demo: interrupted; the ranks are ended", file=sys.stderr)
+        raise typer.Exit(130) from None
+    console.print(results_table(results, settings))
+    console.print(advice(results, settings))
+    files = bench.save(out, results, settings, shlex.join(["grace", *sys.argv[1:]]))
+    console.print(f"\nWrote {' and '.join(map(str, files))} after {time.monotonic() - began:.0f} s.")
+
+
+def split(text: str) -> list[str]:
+    """Specs separated by commas; those inside parentheses belong to a spec.
+
+    >>> split("none, qsgd(levels=7, norm=max),topk")
+    ['none', 'qsgd(levels=7, norm=max)', 'topk']
+    """
+    parts, depth = [""], 0
+    for character in text:
+        depth += {"(": 1, ")": -1}.get(character, 0)
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts if part.strip()]
+
+
+def _integers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"seeds are whole numbers separated by commas, as in 0,1,2, not {text!r}") from None
+
+
+# -- text ----------------------------------------------------------------------------------------------
+
+
+def _section(console: Console, title: str, lines: Sequence[str]) -> None:
+    console.print(title, style="bold")
+    for line in lines:
+        console.print(textwrap.fill(line, console.width, initial_indent="  ", subsequent_indent="    "), markup=False)
+    console.print()
+
+
+def _summary(cls: type) -> str:
+    return _doc(cls).split("\n\n")[0].replace("\n", " ")
+
+
+def _doc(cls: type) -> str:
+    return (inspect.getdoc(cls) or "No documentation.").replace("``", "")
+
+
+def _reflow(text: str, width: int) -> str:
+    """Fill paragraphs to the width; indented lines (formulas, parameters) and examples stay as they are.
+
+    >>> print(_reflow("one\\ntwo\\n\\nArgs:\\n    x: y", width=40))
+    one two
+    <BLANKLINE>
+    Args:
+        x: y
+    """
+    paragraphs = text.split("\n\n")
+    fixed = [p.startswith(">>>") or any(line.startswith(" ") for line in p.split("\n")) for p in paragraphs]
+    return "\n\n".join(p if keep else textwrap.fill(p, width) for p, keep in zip(paragraphs, fixed, strict=True))
+
+
+def _default_first(compressor: Any) -> list[str]:
+    return sorted(legal_communicators(compressor), key=lambda name: name != compressor.traits.communicator)
+
+
+def _bits(bits: float | None) -> str:
+    return "varies" if bits is None else f"{bits:.4g}"
+
+
+def _parameter(component: Any, key: str) -> str:
+    default, value = component.parameters()[key], getattr(component, key)
+    if default is dataclasses.MISSING:
+        return f"{key} = {value!r} (no default)"
+    return f"{key} = {value!r}" + ("" if value == default else f" (default {default!r})")
+
+
+def _signature(cls: Any) -> str:
+    parameters = cls.parameters().items()
+    inside = ", ".join(k if default is dataclasses.MISSING else f"{k}={default!r}" for k, default in parameters)
+    return f"{cls.name}({inside})" if inside else cls.name
+
+
+def _text(spec: dict[str, Any]) -> str:
+    inside = ", ".join(f"{key}={value}" for key, value in spec.items() if key != "name")
+    return f"{spec['name']}({inside})" if inside else spec["name"]
+
+
+def _needs_parameters(name: str) -> bool:
+    return dataclasses.MISSING in known("compressor")[name].parameters().values()
+
+
+def _traits_memory(name: str) -> str | None:
+    return None if _needs_parameters(name) else make("compressor", name).traits.memory
+
+
+def _carries(communicator: Any, name: str) -> bool:
+    return communicator.accepts(make("compressor", name)) is None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Data and implementations that several test modules share."""
+
+from __future__ import annotations
+
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from grace.kernels import NumpyKernels
+from grace.kernels.fused import FusedKernels
+from grace.torch.kernels import FusedTorchKernels, TorchKernels
+
+FALSE_ALARM = 1e-6
+"""Chance that one statistical test fails although the property holds."""
+
+EPSILON = float(np.finfo(np.float32).eps)
+TINY = 1.5e-45  # the smallest float32, about
+HUGE = float(np.finfo(np.float32).max)
+REFERENCE = NumpyKernels()
+
+settings.register_profile("grace", deadline=None, derandomize=True, max_examples=40)
+settings.load_profile("grace")
+
+
+def z_limit(tests: int = 1) -> float:
+    """What the magnitude of a standard normal number exceeds with probability FALSE_ALARM in any of ``tests``."""
+    return NormalDist().inv_cdf(1 - FALSE_ALARM / 2 / tests)
+
+
+class Implementation:
+    """One set of kernels, with the way from NumPy arrays to its tensors and back."""
+
+    def __init__(self, kernels, device=None):
+        self.kernels, self.device = kernels, device
+
+    def to(self, array):
+        """A copy of a NumPy array as this implementation's tensor."""
+        copy = np.array(array)
+        return copy if self.device is None else torch.from_numpy(copy).to(self.device)
+
+    @staticmethod
+    def back(tensor):
+        """Any result as a NumPy array."""
+        return tensor.cpu().numpy() if isinstance(tensor, torch.Tensor) else np.asarray(tensor)
+
+    def run(self, method, *args):
+        """Call a kernel with NumPy arguments; NumPy results."""
+        args = [self.to(arg) if isinstance(arg, np.ndarray) else arg for arg in args]
+        result = getattr(self.kernels, method)(*args)
+        return tuple(map(self.back, result)) if isinstance(result, tuple) else self.back(result)
+
+
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+OTHERS = [
+    pytest.param(Implementation(FusedKernels()), id="fused"),
+    pytest.param(Implementation(TorchKernels(), "cpu"), id="torch"),
+    pytest.param(Implementation(FusedTorchKernels(), "cpu"), id="torch-fused"),
+    pytest.param(Implementation(TorchKernels(), "cuda"), id="cuda", marks=CUDA),
+]
+"""Every implementation that must equal the reference."""
+
+ALL = [pytest.param(Implementation(REFERENCE), id="numpy"), *OTHERS]
+
+KINDS = ("gaussian", "heavy", "tied", "zeros", "mostly-zero", "denormal", "huge", "mixed")
+
+
+def data(kind: str, shape, seed: int = 0) -> np.ndarray:
+    """float32 numbers of one kind."""
+    rng = np.random.default_rng(seed)
+    gaussian = rng.standard_normal(shape)
+    x = {
+        "gaussian": lambda: gaussian,
+        "heavy": lambda: rng.standard_t(2, shape),
+        "tied": lambda: rng.integers(-3, 4, shape) / 4,
+        "zeros": lambda: gaussian * 0,
+        "mostly-zero": lambda: gaussian * (rng.random(shape) < 0.02),
+        "denormal": lambda: rng.integers(-40, 41, shape) * 1.4012984643e-45,
+        "huge": lambda: rng.uniform(-HUGE, HUGE, shape),
+        "mixed": lambda: gaussian * 10.0 ** rng.uniform(-44, 37, shape),
+    }[kind]()
+    return np.asarray(x).astype(np.float32)
+
+
+EXTREMES = [0.0, -0.0, 1e-45, -1e-45, 1e-40, 1.1754944e-38, -1e-38, 1.0, -1.0, 0.5, HUGE, -HUGE]
+NUMBERS = st.one_of(
+    st.sampled_from(EXTREMES).map(lambda value: float(np.float32(value))),
+    st.floats(width=32, allow_nan=False, allow_infinity=False),
+)
+VECTORS = st.one_of(
+    arrays(np.float32, st.integers(0, 40), elements=NUMBERS),
+    st.builds(data, st.sampled_from(KINDS), st.integers(0, 3000), st.integers(0, 2**32 - 1)),
+)
+"""1-d float32: empty, odd, zero, denormal, huge, tied."""
+
+
+def same(a, b) -> None:
+    """Equal shape, element type and bits."""
+    a, b = np.asarray(a), np.asarray(b)
+    assert a.shape == b.shape
+    assert a.dtype == b.dtype
+    assert a.tobytes() == b.tobytes()

@@ -1,0 +1,71 @@
+"""More than 2**24 elements: where a float32 cannot count any more."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from helpers import FALSE_ALARM, OTHERS, REFERENCE, same
+from scipy.stats import chi2
+
+from grace.kernels import Stream
+
+N = 2**24 + 3
+STREAM = Stream(77, 5)
+LIKE = np.zeros(1, np.float32)
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def x():
+    return np.random.default_rng(0).standard_normal(N, np.float32)
+
+
+@pytest.mark.parametrize("it", OTHERS)
+def test_random_bits_equal_the_reference(it):
+    wanted = REFERENCE.random_bits(STREAM, N)
+    assert (it.run("random_bits", STREAM, N, LIKE) == wanted).all()
+
+
+@pytest.mark.parametrize("it", OTHERS)
+@pytest.mark.parametrize("norm", ["l2", "max"])
+def test_quantize_equals_the_reference(it, norm, x):
+    codes, scales = it.run("quantize", x, 127, 512, norm, STREAM)
+    wanted, wanted_scales = REFERENCE.quantize(x, 127, 512, norm, STREAM)
+    equal = np.repeat(scales == wanted_scales, 512)[:N]
+    assert equal.mean() > (0.999 if norm == "l2" else 0.999999)
+    assert (codes == wanted)[equal].all()
+
+
+@pytest.mark.parametrize("it", OTHERS)
+def test_topk_equals_the_reference_and_reaches_the_last_element(it, x):
+    x = x.copy()
+    x[-1], x[2**24 + 1] = -100, 99
+    indices = it.run("topk", x, N // 100)
+    same(indices, REFERENCE.topk(x, N // 100))
+    assert indices[-2:].tolist() == [2**24 + 1, 2**24 + 2]
+
+
+@pytest.mark.parametrize("it", OTHERS)
+def test_pack_signs_equals_the_reference(it, x):
+    same(it.run("pack_signs", x), REFERENCE.pack_signs(x))
+
+
+@pytest.mark.parametrize("it", OTHERS)
+def test_random_indices_reach_odd_indices_beyond_2_to_the_24(it):
+    n = 2**25 + 1
+    k = n // 100
+    indices = it.run("random_indices", STREAM, n, k, LIKE)
+    same(indices, REFERENCE.random_indices(STREAM, n, k))
+    assert np.unique(indices).size == k
+    upper, odd = indices >= 2**24, indices % 2 == 1
+    counts = np.array([(upper & odd).sum(), (upper & ~odd).sum(), (~upper & odd).sum(), (~upper & ~odd).sum()])
+    assert ((counts - k / 4) ** 2 / (k / 4)).sum() < chi2.isf(FALSE_ALARM, 3)
+
+
+@pytest.mark.parametrize("it", OTHERS)
+def test_scatter_add_writes_beyond_2_to_the_24(it):
+    indices = np.int32([1, 2**24 + 1, 2**24 + 2])
+    out = it.run("scatter_add", np.zeros(N, np.float32), indices, np.float32([1, 2, 3]), 2.0)
+    assert out.nonzero()[0].tolist() == indices.tolist()
+    assert out[indices].tolist() == [2, 4, 6]

@@ -1,0 +1,165 @@
+"""What travels is packed and counted: per variable, at the engine, and by the kernel's sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import socket
+import struct
+
+import pytest
+import torch
+import torch.distributed as dist
+from training import METHODS, PAIRS, Given, distributed, made_up, net, train
+
+import grace
+
+pytestmark = pytest.mark.ranks
+
+SHAPES = {"big": (50, 41), "odd": (1003,), "kernel": (8, 3, 3, 3), "one": (1,), "scalar": (), "none": (0,)}
+STEPS = 3
+
+
+def counted(compressor, communicator, group_bytes):
+    """Traffic of three steps, the bytes that the engine was handed, and the groups."""
+    backend = Recorder(grace.init())
+    model = Given(SHAPES)
+    optimizer = distributed(
+        model, compressor, communicator=communicator, group_bytes=group_bytes, backend=backend, broadcast=False
+    )
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model.backward(made_up(SHAPES, step, grace.rank()))
+        optimizer.step()
+    groups = [[v.name for v in group.variables] for group in optimizer._grace.exchanger.groups]
+    dense = [
+        v.name
+        for group in optimizer._grace.exchanger.groups
+        for v in group.variables
+        if group.communicator is optimizer._grace.exchanger.dense
+    ]
+    return optimizer.traffic, backend.handed, groups, dense
+
+
+class Recorder(grace.Backend):
+    """The real engine, noting the size of this rank's buffer in each collective."""
+
+    def __init__(self, engine):
+        self.engine, self.handed = engine, []
+        self.rank, self.size = engine.rank, engine.size
+
+    def allreduce(self, tensor):
+        self.handed.append(tensor.nbytes)
+        return self.engine.allreduce(tensor)
+
+    def allgather(self, tensor):
+        self.handed.append(tensor.nbytes)
+        return self.engine.allgather(tensor)
+
+    def broadcast(self, tensor, root):
+        if root == self.rank:
+            self.handed.append(tensor.nbytes)
+        return self.engine.broadcast(tensor, root)
+
+    def allgather_object(self, value):
+        return self.engine.allgather_object(value)
+
+
+@pytest.mark.parametrize("group_bytes", [25 << 20, 1000])
+@pytest.mark.parametrize(("compressor", "communicator"), PAIRS, ids=[f"{m}-{c}" for m, c in PAIRS])
+def test_bytes_at_the_engine_are_wire_bits_and_the_stated_header(two_ranks, compressor, communicator, group_bytes):
+    method = grace.make("compressor", compressor)
+    for traffic, handed, groups, dense in two_ranks.run(counted, compressor, communicator, group_bytes):
+        assert traffic.steps == STEPS
+        bits = {name: 32 if name in dense else method.wire_bits(shape) for name, shape in SHAPES.items()}
+        payload = {name: round(bits[name] * math.prod(shape) / 8) for name, shape in SHAPES.items()}
+        assert traffic.payload_bytes == {name: STEPS * payload[name] for name in SHAPES}
+        header = 0
+        for names in groups:
+            if names[0] in dense or communicator == "allreduce":
+                item = 2 if compressor in ("fp16", "bf16") and names[0] not in dense else 4
+                header += len(names) * item * (1 if names[0] in dense else method.traits.rounds)
+            else:
+                body = sum(payload[name] for name in names) + len(names)
+                header += len(names) + -body % 8
+        assert traffic.header_bytes == STEPS * header
+        assert sum(handed) == STEPS * (header + sum(payload.values()))
+        assert traffic.elements == STEPS * sum(math.prod(shape) for shape in SHAPES.values())
+
+
+def test_nothing_is_sent_larger_than_it_is(two_ranks):
+    for method in METHODS:
+        (traffic, *_), _ = two_ranks.run(counted, method, None, 25 << 20)
+        for name, shape in SHAPES.items():
+            assert traffic.payload_bytes[name] <= STEPS * 4 * math.prod(shape)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "bits"), [("signsgd", 1), ("qsgd", 8 + 1 / 16), ("qsgd(levels=7)", 4 + 1 / 16), ("fp16", 16)]
+)
+def test_the_wire_is_as_narrow_as_the_method_says(two_ranks, compressor, bits):
+    for sent, header in two_ranks.run(one_large_tensor, compressor):
+        assert sent == bits * (1 << 20) / 8
+        assert header <= 8
+
+
+def one_large_tensor(compressor):
+    model = Given({"w": (1 << 20,)})
+    optimizer = distributed(model, compressor)
+    model.w.grad = torch.randn(1 << 20)
+    optimizer.step()
+    return optimizer.traffic.payload_bytes["w"], optimizer.traffic.header_bytes
+
+
+def socket_bytes():
+    """Bytes that this process's TCP connections have carried to their peers, as the kernel counts them."""
+    total = 0
+    for fd in [fd for fd in os.listdir("/proc/self/fd") if _is_socket(fd)]:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(fd))) as connection:
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            (acknowledged,) = struct.unpack_from("Q", info, 120)  # tcpi_bytes_acked
+            total += acknowledged
+    return total
+
+
+def _is_socket(fd):
+    with contextlib.suppress(OSError):
+        return os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
+    return False
+
+
+def megabytes(compressor, communicator, steps):
+    """Bytes that left this rank in a few large exchanges: as Grace counts them, and as the kernel does."""
+    model = Given({"w": (1 << 20,)})
+    optimizer = distributed(model, compressor, communicator=communicator, broadcast=False)
+    dist.barrier()
+    before = socket_bytes()
+    for _ in range(steps):
+        model.w.grad = torch.randn(1 << 20)
+        optimizer.step()
+    dist.barrier()
+    return optimizer.traffic.sent_bytes, socket_bytes() - before
+
+
+@pytest.mark.parametrize(
+    ("compressor", "communicator"),
+    [("none", "allreduce"), ("none", "allgather"), ("none", "broadcast"), ("fp16", "allreduce"), ("qsgd", "allgather")],
+)
+def test_bytes_counted_as_sent_are_what_the_network_carries(ranks, compressor, communicator):
+    answers = ranks.run(megabytes, compressor, communicator, 8)
+    counted, seen = (sum(numbers) for numbers in zip(*answers, strict=True))
+    assert counted > 8e6
+    assert seen == pytest.approx(counted, rel=0.02)
+
+
+def bits_per_element():
+    model = net()
+    optimizer = distributed(model, "topk(ratio=0.1)")
+    train(model, optimizer, range(2))
+    return optimizer.traffic.bits_per_element
+
+
+def test_bits_per_element_counts_payload_and_header(two_ranks):
+    for bits in two_ranks.run(bits_per_element):
+        assert 0.1 * 64 < bits < 0.1 * 64 + 1.5

@@ -1,0 +1,177 @@
+"""The grace command: list, describe, help and errors, run as a user does."""
+
+import functools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import grace
+from grace.registry import KINDS, known, legal_communicators, make
+
+GRACE = str(Path(sys.executable).with_name("grace"))
+COMPONENTS = [
+    (kind, name) for kind in KINDS for name, cls in known(kind).items() if cls.__module__.startswith("grace.")
+]
+COMPRESSORS = [name for kind, name in COMPONENTS if kind == "compressor"]
+
+
+def run(*args, code=0, **environment):
+    """Run the command at 80 columns; returns (stdout, stderr)."""
+    env = {**os.environ, "COLUMNS": "80", **environment}
+    done = subprocess.run([GRACE, *args], capture_output=True, text=True, env=env, timeout=60)
+    assert done.returncode == code, done.stderr
+    return done.stdout, done.stderr
+
+
+@functools.cache
+def described(name):
+    """What `grace describe` prints."""
+    return run("describe", name)[0]
+
+
+@pytest.fixture(scope="module")
+def listing():
+    return run("list")[0]
+
+
+def test_version_is_the_packages():
+    assert run("--version")[0] == f"grace {grace.__version__}\n"
+
+
+def test_the_command_starts_without_the_heavy_packages():
+    code = "import sys, grace.cli; print({'torch', 'numba', 'matplotlib', 'sklearn', 'tensorflow'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_list_shows_a_compressors_traits(listing, name):
+    (row,) = re.findall(rf"^{name} .*$", listing.split("\nmemory")[0], re.MULTILINE)
+    compressor = make("compressor", name)
+    traits = compressor.traits
+    bits = f"{compressor.wire_bits((1000, 1000)):.4g}"
+    unbiased = "yes" if traits.unbiased else "no"
+    assert row.split() == [name, traits.category, unbiased, bits, traits.communicator, traits.memory]
+
+
+def test_list_names_all_legal_communicators(listing):
+    text = " ".join(listing.split())
+    (topk,) = re.findall(r"topk sparsification .*?Also with ([a-z, ]+)\.", text)
+    assert topk == "broadcast"
+    assert legal_communicators(make("compressor", "topk")) == ["allgather", "broadcast"]
+
+
+def test_list_shows_memories_communicators_and_short_names(listing):
+    assert "residual(beta=1.0, gamma=1.0)" in listing
+    assert re.search(r"^allreduce +~2p$", listing, re.MULTILINE)
+    assert "fp16 = cast(dtype=fp16)" in listing
+
+
+@pytest.mark.parametrize("args", [["list"], ["describe", "topk"], ["--help"], ["demo", "--help"]])
+def test_output_fits_80_columns(args):
+    assert max(map(len, run(*args)[0].splitlines())) <= 80
+
+
+@pytest.mark.parametrize(("kind", "name"), COMPONENTS)
+def test_describe_explains_a_component(kind, name):
+    text = described(name)
+    assert f"{name}, a {kind}\n" in text
+    component = make(kind, name)
+    first = type(component).__doc__.split("\n")[0].replace("``", "")
+    assert first in " ".join(text.split())
+    for parameter, default in component.parameters().items():
+        assert f"  {parameter} = {default!r}\n" in text
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_describe_names_legal_communicators_with_their_cost_and_no_other(name):
+    text = described(name).split("a memory\n")[0]
+    compressor = make("compressor", name)
+    section = text.split("Communicators,")[1].split("\n\n")[0]
+    lines = dict(re.findall(r"^  (\w+)(?: \(default\))?: (.*)$", section, re.MULTILINE))
+    assert lines == {n: known("communicator")[n].cost for n in legal_communicators(compressor)}
+    assert f"{compressor.traits.communicator} (default)" in section
+    assert f"Default memory\n  {compressor.traits.memory}\n" in text
+
+
+def test_describe_uses_the_specs_parameters():
+    text = run("describe", "topk(ratio=0.05)")[0]
+    assert "ratio = 0.05 (default 0.01)" in text
+    assert re.search(r"1000 x 1000 +3\.2, 10x smaller than float32 \(400,000 bytes\)", text)
+    assert "{'name': 'topk', 'ratio': 0.05}" in text
+
+
+def test_describe_says_which_shapes_travel_uncompressed():
+    assert re.search(r"^  512 +32, uncompressed", run("describe", "powersgd(rank=2)")[0], re.MULTILINE)
+
+
+def test_describe_shows_every_kind_that_has_the_name():
+    text = described("none")
+    assert "none, a compressor" in text
+    assert "none, a memory" in text
+
+
+def test_describe_says_what_a_short_name_stands_for():
+    assert "(bf16 is short for cast(dtype=bf16))" in run("describe", "bf16")[0]
+
+
+def test_components_of_other_packages_are_listed_and_described(tmp_path):
+    (tmp_path / "theirs.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from grace import Compressor, Traits\n"
+        "@dataclass\n"
+        "class Theirs(Compressor):\n"
+        '    """Keeps [some] of it."""\n'
+        "    part: float\n"
+        "    name = 'theirs'\n"
+        "    traits = Traits(category='hybrid')\n"
+    )
+    info = tmp_path / "theirs-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[grace.compressors]\ntheirs = theirs:Theirs\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    assert "Keeps [some] of it. To be used as theirs(part)." in run("list", PYTHONPATH=path)[0]
+    text = run("describe", "theirs(part=0.5)", PYTHONPATH=path)[0]
+    assert "part = 0.5 (no default)" in text
+    assert "depends on the data" in text
+    assert "carries cast, " in run("describe", "allgather", PYTHONPATH=path)[0]
+    assert "theirs needs part" in run("describe", "theirs", PYTHONPATH=path, code=2)[1]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["describe", "topq"], "did you mean 'topk'?"),
+        (["describe", "alreduce"], "did you mean 'allreduce'?"),
+        (["describe", "topk(0.1)"], "write parameters by name, as in topk(ratio=0.01)"),
+        (["describe", "topk(ration=1)"], "no parameter 'ration'; it has: ratio=0.01"),
+        (["describe", "topk(ratio=7)"], "ratio must be a number in (0, 1], not 7"),
+        (["describe", "topk("], "cannot read the spec 'topk('"),
+        (["demo", "--ranks", "0"], "ranks must be at least 1, not 0"),
+        (["demo", "--epochs", "0"], "epochs must be at least 1, not 0"),
+        (["demo", "--methods", "none,topq(ratio=1)"], "unknown compressor 'topq' (did you mean 'topk'?)"),
+        (["demo", "--methods", ","], "methods: at least one is needed"),
+        (["demo", "--seeds", "0,x"], "seeds are whole numbers separated by commas, as in 0,1,2, not '0,x'"),
+        (["demo", "--seeds", "-1"], "seeds must be in [0, 2**32)"),
+        (["demo", "--out", "/dev/null/here"], "cannot write to /dev/null/here"),
+    ],
+)
+def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(args, message):
+    out, err = run(*args, code=2)
+    assert message in err
+    assert err.startswith("grace: ")
+    assert err.count("\n") == 1
+    assert out == ""
+
+
+def test_help_lists_commands_and_options():
+    text = run("--help")[0]
+    for command in ("list", "describe", "demo"):
+        assert re.search(rf"│ {command} ", text)
+    text = run("demo", "--help")[0]
+    for option in ("--methods", "--ranks", "--epochs", "--seeds", "--out", "--quick"):
+        assert option in text

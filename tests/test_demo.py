@@ -1,0 +1,253 @@
+"""The demo, run as a user does: over real ranks, started by the grace command."""
+
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import grace
+from grace.bench import demo, digits, table
+
+pytestmark = pytest.mark.ranks
+
+GRACE = str(Path(sys.executable).with_name("grace"))
+linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and interface names of Linux")
+
+
+def run(*args, code=0, timeout=120, cwd=None, **environment):
+    """Run `grace demo` at 80 columns; returns (stdout, stderr)."""
+    env = {**os.environ, "COLUMNS": "80", **environment}
+    done = subprocess.run([GRACE, "demo", *args], capture_output=True, text=True, env=env, timeout=timeout, cwd=cwd)
+    assert done.returncode == code, done.stderr
+    return done.stdout, done.stderr
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    """One short run; (stdout, stderr, folder, results.json)."""
+    folder = tmp_path_factory.mktemp("demo") / "new" / "folder"
+    # topk with every element would need 64 bits, so its gradients travel as those of none
+    args = ["--quick", "--methods", "none,topk(ratio=1.0),topk", "--seeds", "0,1", "--out", str(folder)]
+    (decoy := tmp_path_factory.mktemp("cwd") / "grace").mkdir()
+    (decoy / "__init__.py").write_text("raise SystemExit('the wrong grace')")
+    out, err = run(*args, cwd=decoy.parent if sys.version_info >= (3, 11) else None)
+    return out, err, folder, json.loads((folder / "results.json").read_text())
+
+
+def test_the_demo_prints_one_row_per_method_and_nothing_on_stderr(quick):
+    out, err, _, _ = quick
+    assert err == ""
+    number = r"\d+\.\d\d"
+    rows = re.findall(rf"^ (\S+) +(\S+ \w?B) +({number}) +{number} +{number} +\d+\.\d ± \d+\.\d $", out, re.MULTILINE)
+    assert [row[0] for row in rows] == ["none", "topk(ratio=1.0)", "topk"]
+    assert [row[1] for row in rows] == ["1.20 MB", "1.20 MB", "24.1 kB"]
+    assert "How to read it" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_bytes_and_bits_are_those_of_the_payloads(quick):
+    *_, saved = quick
+    none, _, topk = saved["results"]
+    n = 301_066
+    assert 4 * n <= none["sent_bytes_per_step"] <= 4 * n + 64
+    assert none["bits_per_element"] == pytest.approx(32, abs=0.01)
+    kept = sum(max(1, round(0.01 * p.numel())) for p in digits.network(0).parameters())
+    assert 8 * kept <= topk["sent_bytes_per_step"] <= 8 * kept + 256
+    assert topk["bits_per_element"] == pytest.approx(8 * topk["sent_bytes_per_step"] / n)
+
+
+def test_every_method_starts_from_the_same_weights_and_sees_the_same_data(quick):
+    *_, saved = quick
+    none, dense, _ = saved["results"]
+    for mine, other in zip(none["runs"], dense["runs"], strict=True):
+        assert [a for _, a in mine["curve"]] == [a for _, a in other["curve"]]
+    first, second = (run["curve"] for run in none["runs"])
+    assert first != second  # seeds differ
+
+
+def test_times_are_those_of_the_steps(quick):
+    *_, saved = quick
+    for result in saved["results"]:
+        assert 0 < result["codec_ms"] < result["step_ms"] < 1000
+
+
+def test_results_record_how_they_were_made(quick):
+    *_, saved = quick
+    assert saved["command"].startswith("grace demo --quick --methods 'none,topk(ratio=1.0),topk' --seeds 0,1")
+    assert saved["versions"]["grace"] == grace.__version__
+    assert saved["versions"]["torch"] == torch.__version__
+    assert saved["settings"]["ranks"] == 2
+    run = saved["results"][2]["runs"][1]
+    assert (run["method"], run["seed"], run["steps"]) == ("topk", 1, 2 * (1437 // 64))
+    sent = [point[0] for point in run["curve"]]
+    assert sent == sorted(sent)
+    assert run["curve"][-1] == [run["sent_bytes_per_step"] * run["steps"], run["accuracy"]]
+
+
+def test_the_picture_is_a_png(quick):
+    from matplotlib.image import imread
+
+    *_, folder, _ = quick
+    pixels = imread(folder / "accuracy.png")
+    assert pixels.shape[0] > 400
+    assert pixels.shape[1] > 800
+    assert len({tuple(pixel) for pixel in pixels[::4, ::4].reshape(-1, pixels.shape[2])}) > 10  # not blank
+
+
+@pytest.mark.slow
+def test_one_rank_trains_sends_nothing_and_draws_nothing(tmp_path):
+    out, _ = run("--quick", "-n", "1", "--methods", "qsgd", "--out", str(tmp_path))
+    assert "One rank has nobody to send to" in out
+    assert re.search(r"qsgd +0 B ", out)
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+@linux
+@pytest.mark.slow
+def test_a_rank_that_fails_is_quoted_and_the_exit_code_is_1(tmp_path):
+    _, err = run("--quick", "--out", str(tmp_path), code=1, GLOO_SOCKET_IFNAME="nosuch0")
+    assert "rank 0:" in err
+    assert "Unable to find address for: nosuch0" in err
+    assert not list(tmp_path.iterdir())
+
+
+def _ranks(pid):
+    """The demo's rank processes below a process."""
+    children = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            children.setdefault(int(stat.read_text().rsplit(")", 1)[1].split()[1]), []).append(int(stat.parent.name))
+    found, todo = [], [pid]
+    while todo:
+        found += (below := children.get(todo.pop(), []))
+        todo += below
+    with contextlib.suppress(OSError):
+        commands = {p: Path(f"/proc/{p}/cmdline").read_text() for p in found}
+        return [p for p, text in commands.items() if "demo_worker" in text and "distributed.run" not in text]
+    return []
+
+
+@contextlib.contextmanager
+def _running(tmp_path, seconds):
+    """A long demo whose ranks have been up for a while: (process, pids of its ranks)."""
+    command = [GRACE, "demo", "--methods", "none", "--epochs", "5000", "--out", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60
+        while len(ranks := _ranks(process.pid)) < 2:
+            assert time.monotonic() < deadline, "the ranks did not start"
+            time.sleep(0.05)
+        time.sleep(seconds)
+        yield process, ranks
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+
+
+@linux
+@pytest.mark.parametrize(
+    ("number", "seconds"),
+    [pytest.param(signal.SIGTERM, 0, marks=pytest.mark.slow), (signal.SIGINT, 5)],
+    ids=["SIGTERM-starting", "SIGINT-training"],
+)
+def test_an_interrupted_demo_leaves_no_rank_behind(tmp_path, number, seconds):
+    with _running(tmp_path, seconds) as (process, ranks):
+        process.send_signal(number)
+        _, err = process.communicate(timeout=30)
+        assert process.returncode == 130
+        assert err == "grace demo: interrupted; the ranks are ended\n"
+        assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+
+
+@linux
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_demo_with_its_signal_named(tmp_path):
+    with _running(tmp_path, 5) as (process, ranks):
+        os.kill(ranks[1], signal.SIGKILL)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert "was ended by SIGKILL" in err
+        assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.mark.parametrize(("package", "extra"), [("torch", "torch"), ("sklearn", "bench"), ("matplotlib", "bench")])
+def test_a_missing_package_is_named_with_the_line_that_installs_it(monkeypatch, package, extra):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
+    with pytest.raises(grace.MissingExtraError, match=rf"pip install .*\[{extra}\]"):
+        demo.run(demo.Settings())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_ranks_shares_of_a_batch_make_up_the_same_batch(ranks):
+    whole = digits.batches(1437, 64, 1, 0, seed=3, epoch=2)
+    shares = [digits.batches(1437, 64, ranks, rank, seed=3, epoch=2) for rank in range(ranks)]
+    for i, batch in enumerate(whole):
+        assert sorted(int(x) for share in shares for x in share[i]) == sorted(batch.tolist())
+
+
+def test_the_network_depends_on_its_seed_and_leaves_the_global_generator_alone():
+    before = torch.get_rng_state()
+    one, same, other = (digits.network(seed)[0].weight for seed in (1, 1, 2))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_fifth_of_each_digits_images_is_held_out():
+    data = digits.load()
+    assert (len(data.train_x), len(data.test_x)) == (1437, 360)
+    assert torch.bincount(data.test_y).min() >= 34
+    assert torch.equal(data.test_x, digits.load().test_x)
+
+
+def test_results_are_means_over_seeds():
+    settings = demo.Settings(methods=["none"], seeds=[0, 1])
+    runs = [
+        {
+            "method": "none",
+            "accuracy": accuracy,
+            "sent_bytes_per_step": 10 * accuracy,
+            "bits_per_element": 32,
+            "codec_ms": 1,
+            "step_ms": 2,
+            "curve": [[8, accuracy], [16, accuracy]],
+        }
+        for accuracy in (0.5, 1.0)
+    ]
+    (result,) = demo.summarize(runs, settings)
+    assert (result["accuracy"], result["accuracy_spread"], result["sent_bytes_per_step"]) == (0.75, 0.25, 7.5)
+    assert result["curve"] == [[8, 0.75], [16, 0.75]]
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "words"),
+    [
+        ({"none": 0.97, "topk": 0.95, "qsgd": 0.96}, "lost against none is 2.0 points (topk)."),
+        ({"none": 0.97, "topk": 0.98}, "no method lost accuracy against none."),
+        ({"topk": 0.98}, "sending fewer pays."),
+    ],
+)
+def test_the_advice_tells_what_accuracy_was_lost(accuracies, words):
+    results = [{"method": method, "accuracy": accuracy} for method, accuracy in accuracies.items()]
+    assert table.advice(results, demo.Settings(methods=list(accuracies))).endswith(words)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_method_reaches_the_uncompressed_accuracy_minus_1_5_points_over_3_seeds(tmp_path):
+    run("--seeds", "0,1,2", "--out", str(tmp_path), timeout=500)
+    results = {r["method"]: r["accuracy"] for r in json.loads((tmp_path / "results.json").read_text())["results"]}
+    assert list(results) == list(demo.METHODS)
+    assert results["none"] > 0.95
+    for method, accuracy in results.items():
+        assert accuracy >= results["none"] - 0.015, (method, results)

@@ -1,0 +1,106 @@
+"""``import grace`` is light, and needs NumPy alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import grace
+
+BUDGET_SECONDS = 0.3
+ENVIRONMENT = {
+    **{key: value for key, value in os.environ.items() if not key.startswith("COV")},
+    "PYTHONPATH": str(Path(grace.__file__).parents[1]),
+}
+
+BLOCK = """
+    import sys
+
+    class Absent:
+        def find_spec(self, name, path=None, target=None):
+            if name.split(".")[0] in ABSENT:
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    sys.meta_path.insert(0, Absent())
+"""
+
+
+def run(script: str, absent: tuple[str, ...] = ()) -> str:
+    script = f"ABSENT = {absent!r}\n" + textwrap.dedent(BLOCK) + textwrap.dedent(script)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+HEAVY = ("torch", "tensorflow", "numba", "typer", "rich", "pydantic", "scipy", "matplotlib", "mpi4py", "horovod")
+
+
+@pytest.mark.parametrize("use", ["import grace", "import grace; grace.make('compressor', 'topk'); grace.init('local')"])
+def test_import_loads_no_optional_package(use):
+    assert run(f"{use}; print(sorted({set(HEAVY)!r} & set(sys.modules)))") == "[]"
+
+
+def test_import_takes_less_than_0_3_seconds_beyond_numpy():
+    script = """
+        import time, numpy
+        start = time.perf_counter()
+        import grace
+        print(time.perf_counter() - start)
+    """
+    assert min(float(run(script)) for _ in range(5)) < BUDGET_SECONDS
+
+
+def test_numpy_alone_is_enough_to_compress():
+    script = """
+        import numpy as np, grace
+        from grace.communicators import Allgather
+        grace.init()
+        print(Allgather("topk(ratio=0.5)").step(np.float32([4, 1]), "w").tolist(), grace.rank(), grace.size())
+    """
+    assert run(script, HEAVY) == "[4.0, 0.0] 0 1"
+
+
+@pytest.mark.parametrize("use", ["grace.init('torch')", "import grace.torch"])
+def test_without_torch_its_use_fails_with_the_line_that_installs_it(use):
+    script = f"""
+        import grace
+        try:
+            {use}
+        except grace.MissingExtraError as error:
+            print(type(error).__mro__[2].__name__, error)
+    """
+    assert run(script, ("torch",)) == (
+        'ImportError torch is not installed; install it with: pip install "grace-compress[torch]"'
+    )
+
+
+def test_without_numba_torch_tensors_use_the_plain_kernels():
+    script = """
+        import torch, grace
+        from grace.communicators import Allgather
+        print(grace.kernels_of(torch.zeros(1)).name)
+        print(Allgather("qsgd(norm=max, levels=1)").step(torch.tensor([2.0, 0.0, -2.0]), "w").tolist())
+    """
+    assert run(script, ("numba",)).splitlines() == ["torch", "[2.0, 0.0, -2.0]"]
+
+
+def test_a_torch_object_is_recognised_only_when_torch_is_there():
+    script = """
+        import grace
+        try:
+            grace.DistributedOptimizer(object())
+        except grace.ConfigError as error:
+            print(error)
+    """
+    assert run(script, ("torch",)) == "DistributedOptimizer takes a torch object; builtins.object is not one"
+
+
+def test_every_public_name_exists():
+    assert sorted(name for name in grace.__all__ if not hasattr(grace, name)) == []

@@ -1,0 +1,64 @@
+"""State changes only when a whole step succeeded."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grace.state import State
+
+NAMES = st.sampled_from("abc")
+ACTIONS = st.one_of(
+    st.tuples(st.just("set"), NAMES, st.integers()),
+    st.tuples(st.just("delete"), NAMES, st.none()),
+    st.tuples(st.just("commit"), st.none(), st.none()),
+    st.tuples(st.just("rollback"), st.one_of(st.none(), NAMES), st.none()),
+)
+
+
+@given(st.lists(ACTIONS, max_size=30))
+def test_state_is_a_dict_with_transactions(actions):
+    state, kept, seen = State(), {}, {}
+    for action, name, value in actions:
+        if action == "set":
+            state[name] = seen[name] = value
+        elif action == "delete":
+            if name in seen:
+                del state[name], seen[name]
+                kept.pop(name, None)
+            else:
+                with pytest.raises(KeyError):
+                    del state[name]
+        elif action == "commit":
+            state.commit()
+            kept = dict(seen)
+        elif name is None:
+            state.rollback()
+            seen = dict(kept)
+        else:
+            state.rollback(name)
+            seen = {k: v for k, v in {**seen, name: kept.get(name)}.items() if k != name or name in kept}
+        assert dict(state) == seen
+        assert len(state) == len(seen)
+        assert all(name in state for name in seen)
+
+
+def test_reads_see_staged_writes():
+    state = State()
+    state["w"] = 1.0
+    assert state["w"] == 1.0
+    assert "staged=['w']" in repr(state)
+
+
+def test_map_reaches_arrays_numbers_and_dicts_and_keeps_staged_writes():
+    state = State()
+    state["a"], state["b"] = np.float32([1, 2]), {"x": np.float32([3]), "y": 4.0}
+    state.commit()
+    state["c"] = 5.0
+    state.map(lambda value: value * 2)
+    state.rollback()
+    assert state["a"].tolist() == [2, 4]
+    assert {key: float(np.sum(value)) for key, value in state["b"].items()} == {"x": 6, "y": 8}
+    assert state["c"] == 10

@@ -1,0 +1,166 @@
+"""Models, data and training loops that the tests of several ranks share; they run in the rank processes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+import grace
+from grace.registry import legal_communicators, make
+
+METHODS = (
+    "none",
+    "fp16",
+    "bf16",
+    "qsgd",
+    "qsgd(levels=7)",
+    "topk(ratio=0.1)",
+    "randomk(ratio=0.1)",
+    "signsgd",
+    "efsignsgd",
+    "powersgd(rank=2)",
+)
+PAIRS = [(method, name) for method in METHODS for name in legal_communicators(make("compressor", method))]
+
+
+class Net(torch.nn.Module):
+    """A convolution, two linear layers and a 0-d scale: tensors that are compressed, and some too small to be."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = torch.nn.Conv2d(1, 4, 3)
+        self.hidden = torch.nn.Linear(4 * 6 * 6, 20)
+        self.head = torch.nn.Linear(20, 10)
+        self.scale = torch.nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x):
+        x = torch.relu(self.conv(x)).flatten(1)
+        return self.scale * self.head(torch.relu(self.hidden(x)))
+
+
+def net(seed: int = 0, make: Callable[[], torch.nn.Module] = Net) -> torch.nn.Module:
+    """A model whose start values depend on the seed alone."""
+    torch.manual_seed(seed)
+    return make()
+
+
+def batch(step: int, rank: int | None = None, size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's data of a step."""
+    generator = torch.Generator().manual_seed(1000 * step + (grace.rank() if rank is None else rank))
+    return torch.randn(size, 1, 8, 8, generator=generator), torch.randint(10, (size,), generator=generator)
+
+
+def loss_of(model: torch.nn.Module, step: int, rank: int | None = None) -> torch.Tensor:
+    """The loss on a rank's data of a step."""
+    images, labels = batch(step, rank)
+    return torch.nn.functional.cross_entropy(model(images), labels)
+
+
+def sgd(parameters: Any, lr: float = 0.05) -> torch.optim.Optimizer:
+    """SGD with momentum."""
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
+
+
+def adam(parameters: Any, lr: float = 0.01) -> torch.optim.Optimizer:
+    """Adam."""
+    return torch.optim.Adam(parameters, lr=lr)
+
+
+OPTIMIZERS = {"sgd": sgd, "adam": adam}
+
+
+def distributed(model: torch.nn.Module, compressor: Any = None, *, optimizer: Callable = sgd, **choices: Any) -> Any:
+    """The model's optimizer, made distributed."""
+    return grace.DistributedOptimizer(
+        optimizer(model.parameters()), model.named_parameters(), compressor=compressor, **choices
+    )
+
+
+def train(model: torch.nn.Module, optimizer: Any, steps: range) -> None:
+    """Plain steps on this rank's data."""
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+
+
+def ddp(model: torch.nn.Module, **options: Any) -> torch.nn.parallel.DistributedDataParallel:
+    """The model under DDP, on CPU."""
+    return torch.nn.parallel.DistributedDataParallel(model, **options)
+
+
+def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of all parameters."""
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """Copies of all gradients."""
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def state_of(optimizer: Any) -> dict[str, dict[str, Any]]:
+    """Copies of what the compressor and the memory remember."""
+    return {kind: copied(dict(c.state)) for kind, c in optimizer._grace.exchanger.components.items()}
+
+
+def copied(value: Any) -> Any:
+    """A deep copy of nested dicts of tensors and numbers."""
+    if isinstance(value, dict):
+        return {key: copied(item) for key, item in value.items()}
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def digest(value: Any) -> str:
+    """A hash of the exact bits of nested dicts, lists, tensors and numbers."""
+    hashed = hashlib.sha256()
+    _feed(hashed, value)
+    return hashed.hexdigest()
+
+
+def _feed(hashed: Any, value: Any) -> None:
+    if isinstance(value, dict):
+        for key in sorted(value, key=str):
+            hashed.update(f"{key}:".encode())
+            _feed(hashed, value[key])
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _feed(hashed, item)
+    elif isinstance(value, torch.Tensor):
+        hashed.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        if value.numel():
+            hashed.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    else:
+        hashed.update(repr(value).encode())
+
+
+def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    """Whether two dicts of tensors are equal bit for bit."""
+    return digest(first) == digest(second)
+
+
+class Given(torch.nn.Module):
+    """Parameters whose gradients are what a test says."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float32):
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, torch.nn.Parameter(torch.zeros(shape, dtype=dtype)))
+
+    def backward(self, given: dict[str, Any]) -> None:
+        """Set the gradients of the parameters that are named, through autograd."""
+        parameters = dict(self.named_parameters())
+        terms = [
+            (parameters[name] * torch.as_tensor(g, dtype=parameters[name].dtype)).sum() for name, g in given.items()
+        ]
+        sum(terms[1:], start=terms[0]).backward()
+
+
+def made_up(shapes: dict[str, tuple[int, ...]], step: int, rank: int) -> dict[str, np.ndarray]:
+    """Gradients that any process can make up for any rank."""
+    generator = np.random.default_rng((step, rank))
+    return {name: generator.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}

@@ -75,6 +75,9 @@ class Communicator(Component):
                 f"{self.name or type(self).__name__} cannot carry {self.compressor.spec}: {why}. "
                 f"Legal communicators for {self.compressor.name}: {legal}"
             )
+        unfit = self.memory.accepts(self.compressor)
+        if unfit:
+            raise ConfigError(f"memory {self.memory.spec} cannot serve {self.compressor.spec}: {unfit}")
         if traits.needs_memory and not self.memory.stateful:
             raise ConfigError(
                 f"{self.compressor.spec} needs error feedback: memory {self.memory.spec} would lose what it "

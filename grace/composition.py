@@ -87,7 +87,11 @@ class Composed(Compressor):
         return self.sparsifier.decompress(*self._decode(payload, ctx))
 
     def accumulate(self, payload, ctx, out, weight=1.0):
-        return self.sparsifier.accumulate(*self._decode(payload, ctx), out, weight)
+        decoded, first_ctx = self._decode(payload, ctx)
+        return self.sparsifier.accumulate(decoded, first_ctx, out, weight)
+
+    def sent_indices(self, payload, ctx):
+        return self.sparsifier.sent_indices(*self._decode(payload, ctx))
 
     def _decode(self, payload, ctx):
         first_ctx, values_ctx, count = ctx

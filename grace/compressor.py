@@ -114,6 +114,10 @@ class Compressor(Component):
             out = self.accumulate(payload, ctx, out, 1.0 / count)
         return out
 
+    def sent_indices(self, payload: Payload, ctx: Any) -> Tensor | None:
+        """Flat int32 positions that a sparsifier's payload holds; None if the method does not tell."""
+        return None
+
     def count(self, shape: tuple[int, ...]) -> int | None:
         """How many values a sparsifier sends of a tensor of this shape; None if that depends on the data."""
         return None

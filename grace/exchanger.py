@@ -196,12 +196,14 @@ def build_exchanger(
     context: Context,
     group_bytes: int,
     settings: Sequence[tuple[str, str]] = (),
+    check: Callable[[Communicator], None] = lambda communicator: None,
 ) -> Exchanger:
     """Check everything on this rank, then compare it with the others: either every rank goes on or none.
 
     Args:
         variables: lists the variables, or raises what is wrong with them.
         choices: compressor, memory and communicator as the user gave them.
+        check: raises if this communicator does not suit the run.
         settings: further (what, value) facts that all ranks must share.
 
     Raises:
@@ -211,6 +213,7 @@ def build_exchanger(
     exchanger: Exchanger | None = None
     try:
         communicator = build_communicator(*choices)
+        check(communicator)
         exchanger = Exchanger(variables(), communicator, backend, context, group_bytes)
     except Exception as error:
         agree(backend, [], error)

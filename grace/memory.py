@@ -30,6 +30,8 @@ class Memory(Component):
 
     kind = "memory"
     stateful: ClassVar[bool] = True
+    owns_momentum: ClassVar[bool] = False
+    """Whether the memory applies momentum itself, so that the optimizer's must be 0."""
     needs_lr: ClassVar[bool] = False
     """Whether the memory reads the learning rate, so that it needs the optimizer."""
 
@@ -43,6 +45,11 @@ class Memory(Component):
         It runs while the payload is in flight, and ``tensor`` may be overwritten.
         For methods of several rounds it runs after them, with the aggregated payload."""
         raise TypeError(f"{type(self).__name__} must define update(tensor, name, compressor, payload, ctx)")
+
+    @classmethod
+    def accepts(cls, compressor: Compressor) -> str | None:
+        """Why this memory cannot serve the compressor; None if it can."""
+        return None
 
     def rescale(self, factor: float) -> None:
         """The loss scale changed by ``factor``: bring what is remembered into the new units."""

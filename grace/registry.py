@@ -51,7 +51,7 @@ def known(kind: str) -> dict[str, type[Component]]:
     """All components of a kind ("compressor", "memory", "communicator"), by name.
 
     >>> sorted(known("memory"))
-    ['efsignsgd', 'none', 'residual']
+    ['dgc', 'efsignsgd', 'none', 'residual']
     """
     return dict(sorted({**_found(kind)[0], **_registered[kind]}.items()))
 

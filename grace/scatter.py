@@ -77,6 +77,7 @@ class ScatterExchange(Exchange):
             self._add(wire.payload_bytes)
         self.traffic.header_bytes += k.nbytes(buffer) - sum(sum(wire.payload_bytes) for wire in self.wires)
         self.traffic.codec_seconds += time.perf_counter() - began
+        self.means: list[tuple[Tensor, Payload, Any]] = []
         self.means_sent = False
         self._launch(self.communicator.backend.alltoall, buffer)
         began = time.perf_counter()
@@ -106,16 +107,17 @@ class ScatterExchange(Exchange):
         received = [wire.unpack(row) for row in rows]
         self.missing = [all(rank[i] == 0 for rank in statuses) for i in range(len(self.names))]
         payloads, marks = [], []
+        shard_memory: Any = self.communicator.components["shard_memory"]
         for i, name in enumerate(self.names):
             (a, b), ctx = self.encoded[i][1][0][context.rank], self.encoded[i][1][1][context.rank]
             mean = k.zeros((b - a,), "float32", rows[0])
             mean = self.compressor.aggregate([payload[i] for payload in received], ctx, mean, context.size)
-            mean = self.communicator.shard_memory.compensate(mean, name)
+            mean = shard_memory.compensate(mean, name)
             payload, mean_ctx = self.compressor.compress(mean, f"{name}/mean_{context.rank}")
             overflow = any(rank[i] >= OVERFLOW for rank in statuses)
             marks.append(OVERFLOW if overflow else mark(True, k.all_finite(mean), False))
             payloads.append(payload)
-            self.encoded[i] = (mean, payload, mean_ctx, self.encoded[i][1])
+            self.means.append((mean, payload, mean_ctx))
         buffer = self._padded(wire, payloads, marks)
         self._add(wire.payload_bytes)
         self.traffic.header_bytes += k.nbytes(buffer) - sum(wire.payload_bytes)
@@ -123,8 +125,8 @@ class ScatterExchange(Exchange):
         self.traffic.codec_seconds += time.perf_counter() - began
         self._launch(self.communicator.communicate, buffer)
         began = time.perf_counter()
-        for name, (mean, payload, ctx, _) in zip(self.names, self.encoded, strict=True):
-            self.communicator.shard_memory.update(mean, name, self.compressor, payload, ctx)
+        for name, (mean, payload, ctx) in zip(self.names, self.means, strict=True):
+            shard_memory.update(mean, name, self.compressor, payload, ctx)
         self.traffic.codec_seconds += time.perf_counter() - began
         return True
 
@@ -141,7 +143,7 @@ class ScatterExchange(Exchange):
             out = outs[i]
             out = k.zeros(variable.shape, "float32", rows[0]) if out is None else k.zero(out)
             overflow = any(rank[i] >= OVERFLOW for rank in statuses)
-            out = self.sharded.accumulate([payloads[i] for payloads in received], self.encoded[i][3], out)
+            out = self.sharded.accumulate([payloads[i] for payloads in received], self.encoded[i][1], out)
             value = k.add(out, out, float("nan")) if overflow else out
             outcomes.append(Outcome(variable, None if self.missing[i] else value, overflow))
         self.traffic.codec_seconds += time.perf_counter() - began

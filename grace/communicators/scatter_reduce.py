@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from grace.communicator import Communicator
 from grace.component import Component, Context
+from grace.memory import Memory
 from grace.registry import make
 
 
@@ -25,10 +26,12 @@ class ScatterReduce(Communicator):
 
     name = "scatter_reduce"
     cost = "~2p"
+    shard_memory: Memory | None = None
 
     def __init__(self, compressor: Any = "none", memory: Any = None):
         super().__init__(compressor, memory)
         self.shard_memory = make("memory", self.memory.to_dict())
+        self.shard_memory.bind(self.context)
 
     @classmethod
     def accepts(cls, compressor):
@@ -39,12 +42,13 @@ class ScatterReduce(Communicator):
     @property
     def components(self) -> dict[str, Component]:
         """Both parts, and the memory of the second compression."""
-        return {**super().components, "shard_memory": self.shard_memory}
+        return {**super().components, "shard_memory": cast(Component, self.shard_memory)}
 
     def bind(self, context: Context, backend=None) -> None:
         """Join a run, the second memory too."""
         super().bind(context, backend)
-        self.shard_memory.bind(context)
+        if self.shard_memory is not None:
+            self.shard_memory.bind(context)
 
     def begin(self, *args):
         from grace.scatter import ScatterExchange

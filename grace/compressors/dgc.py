@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from grace.compressor import Compressor, Traits
+from grace.compressor import Traits
 from grace.compressors.topk import kept
-from grace.indices import decode, encode
+from grace.indices import encode
 from grace.kernels import kernels_of
+from grace.sparsifier import Sparsifier
 
 WARMUP_RATIO = 0.25
 TOLERANCE = 0.3
@@ -16,7 +17,7 @@ MIN_SAMPLE = 256
 
 
 @dataclass
-class DGC(Compressor):
+class DGC(Sparsifier):
     """Sends the entries above a threshold that about ratio n of them exceed, with their indices.
 
         1. Take a sample, one element at random from each of its equal slices; all of a small tensor.
@@ -46,7 +47,6 @@ class DGC(Compressor):
     sample: float = 0.01
 
     name = "dgc"
-    sends_values = True
     traits = Traits(
         category="sparsification",
         contraction=True,
@@ -94,17 +94,3 @@ class DGC(Compressor):
             largest = k.topk(k.gather(flat, indices), min(most, kept(ratio, n)))
             indices = k.gather(indices, largest)
         return indices
-
-    def decompress(self, payload, ctx):
-        k = kernels_of(payload[0])
-        return self.accumulate(payload, ctx, k.zeros(ctx, "float32", payload[0]))
-
-    def accumulate(self, payload, ctx, out, weight=1.0):
-        k = kernels_of(out)
-        values, coded = payload
-        indices = decode(k, coded, math.prod(ctx))
-        return k.reshape(k.scatter_add(k.flat(out), indices, values, weight), ctx)
-
-    def sent_indices(self, payload, ctx):
-        """Flat indices of the entries that a payload carries."""
-        return decode(kernels_of(payload[1]), payload[1], math.prod(ctx))

@@ -72,6 +72,9 @@ class RandomK(Compressor):
     def _scale(self, n: int, count: int) -> float:
         return n / count if self.unbiased and count else 1.0
 
+    def sent_indices(self, payload, ctx):
+        return ctx[1]
+
     def count(self, shape):
         return kept(self.ratio, math.prod(shape))
 

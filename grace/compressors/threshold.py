@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from grace.compressor import Compressor, Traits
-from grace.indices import decode, encode
+from grace.compressor import Traits
+from grace.indices import encode
 from grace.kernels import kernels_of
+from grace.sparsifier import Sparsifier
 
 FLOAT32_MAX = 3.4028234663852886e38
 
 
 @dataclass
-class Threshold(Compressor):
+class Threshold(Sparsifier):
     """Sends the entries of magnitude above a fixed value, with their indices.
 
         C(x)_i = x_i where |x_i| > value, else 0
@@ -33,7 +34,6 @@ class Threshold(Compressor):
     value: float = 0.01
 
     name = "threshold"
-    sends_values = True
     traits = Traits(category="sparsification", fixed_size=False, memory="residual")
 
     def __post_init__(self):
@@ -45,17 +45,3 @@ class Threshold(Compressor):
         indices = k.above(flat, min(self.value * self.context.loss_scale, FLOAT32_MAX))
         coded = encode(k, indices, math.prod(tensor.shape), fixed=False)
         return [k.gather(flat, indices), coded], tuple(tensor.shape)
-
-    def decompress(self, payload, ctx):
-        k = kernels_of(payload[0])
-        return self.accumulate(payload, ctx, k.zeros(ctx, "float32", payload[0]))
-
-    def accumulate(self, payload, ctx, out, weight=1.0):
-        k = kernels_of(out)
-        values, coded = payload
-        indices = decode(k, coded, math.prod(ctx))
-        return k.reshape(k.scatter_add(k.flat(out), indices, values, weight), ctx)
-
-    def sent_indices(self, payload, ctx):
-        """Flat indices of the entries that a payload carries."""
-        return decode(kernels_of(payload[1]), payload[1], math.prod(ctx))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from grace.compressor import Compressor, Traits
-from grace.indices import decode, encode, index_bits
+from grace.compressor import Traits
+from grace.indices import encode, index_bits
 from grace.kernels import kernels_of
+from grace.sparsifier import Sparsifier
 
 
 def kept(ratio: float, n: int) -> int:
@@ -20,7 +21,7 @@ def kept(ratio: float, n: int) -> int:
 
 
 @dataclass
-class TopK(Compressor):
+class TopK(Sparsifier):
     """Sends the k = max(1, ratio n) entries of largest magnitude, with their indices, as
     :mod:`grace.indices` codes them.
 
@@ -40,7 +41,6 @@ class TopK(Compressor):
     ratio: float = 0.01
 
     name = "topk"
-    sends_values = True
     traits = Traits(category="sparsification", contraction=True, memory="residual")
 
     def __post_init__(self):
@@ -52,16 +52,6 @@ class TopK(Compressor):
         indices = k.topk(flat, kept(self.ratio, math.prod(tensor.shape)))
         coded = encode(k, indices, math.prod(tensor.shape), fixed=True)
         return [k.gather(flat, indices), coded], tuple(tensor.shape)
-
-    def decompress(self, payload, ctx):
-        k = kernels_of(payload[0])
-        return self.accumulate(payload, ctx, k.zeros(ctx, "float32", payload[0]))
-
-    def accumulate(self, payload, ctx, out, weight=1.0):
-        k = kernels_of(out)
-        values, coded = payload
-        indices = decode(k, coded, math.prod(ctx))
-        return k.reshape(k.scatter_add(k.flat(out), indices, values, weight), ctx)
 
     def count(self, shape):
         return kept(self.ratio, math.prod(shape))

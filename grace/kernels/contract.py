@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from typing import Any
 
 from grace.kernels.random import Stream
@@ -42,7 +43,7 @@ class Kernels(ValueKernels, SparseKernels):
         """Zeros on the device of ``like``."""
 
     @abc.abstractmethod
-    def full(self, values: list[float], dtype: str, like: Tensor) -> Tensor:
+    def full(self, values: Sequence[Any], dtype: str, like: Tensor) -> Tensor:
         """A 1-d tensor of these numbers (or 0-d tensors) on the device of ``like``."""
 
     @abc.abstractmethod

@@ -43,7 +43,6 @@ class DGCMemory(Memory):
 
     name = "dgc"
     owns_momentum = True
-    """Momentum is applied here: the optimizer's must be 0."""
 
     def __post_init__(self):
         self.check_number("momentum", 0, 1)
@@ -86,7 +85,8 @@ class DGCMemory(Memory):
 
 def _sent(compressor, payload, ctx):
     """Flat indices of what was sent; a compressor that does not say sent what decodes to non-zero."""
-    if hasattr(compressor, "sent_indices"):
-        return compressor.sent_indices(payload, ctx)
+    indices = compressor.sent_indices(payload, ctx)
+    if indices is not None:
+        return indices
     k = kernels_of(payload[0])
     return k.above(k.flat(compressor.decompress(payload, ctx)), 0.0)

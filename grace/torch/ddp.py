@@ -13,7 +13,7 @@ from grace.exchange import Exchange, Group, Outcome, Traffic
 from grace.exchanger import Exchanger, build_exchanger
 from grace.torch.backends.distributed import TorchBackend
 from grace.torch.optimizer import GROUP_BYTES, _on_devices
-from grace.torch.parameters import variables
+from grace.torch.parameters import check_memory, variables
 
 
 class DDPState:
@@ -93,7 +93,9 @@ class DDPState:
         exchanges: list[Exchange] = []
         for group in self.groups(names):
             gradients = [views[v.name] for v in group.variables]
-            exchanges.append(group.communicator.begin(group, gradients, [True] * len(gradients), guard, self.exchanger.traffic))
+            exchanges.append(
+                group.communicator.begin(group, gradients, [True] * len(gradients), guard, self.exchanger.traffic)
+            )
         for exchange in exchanges:
             while exchange.advance():
                 pass
@@ -172,12 +174,11 @@ def register_ddp_hook(
 
     backend = TorchBackend(model.process_group)
     choices = (compressor, memory, communicator)
-    exchanger = build_exchanger(list_variables, choices, backend, context, GROUP_BYTES)
-    if exchanger.communicator.memory.needs_lr and optimizer is None:
-        raise ConfigError(
-            f"the memory {exchanger.communicator.memory.spec} follows the learning rate: "
-            "register_ddp_hook(model, ..., optimizer=optimizer)"
-        )
+
+    def check(communicator):
+        check_memory(communicator.memory, optimizer)
+
+    exchanger = build_exchanger(list_variables, choices, backend, context, GROUP_BYTES, check=check)
     state = DDPState(model, exchanger, optimizer, grad_scaler)
     context.lr = state.lr
 

@@ -10,13 +10,14 @@ import torch
 
 from grace import checkpoint
 from grace.backend import Backend
+from grace.communicator import Communicator
 from grace.component import Context
 from grace.errors import ConfigError, ExchangeError
 from grace.exchange import Group, Traffic
 from grace.exchanger import build_exchanger
 from grace.runtime import current
 from grace.torch.backends.distributed import TorchBackend
-from grace.torch.parameters import broadcast_parameters, named, variables
+from grace.torch.parameters import broadcast_parameters, check_memory, named, variables
 
 GROUP_BYTES = 25 << 20
 
@@ -59,7 +60,9 @@ class Session:
             ("broadcast", str(broadcast)),
             ("grad_scaler", "none" if grad_scaler is None else "given"),
         ]
-        self.exchanger = build_exchanger(list_variables, choices, backend, self.context, group_bytes, settings)
+        self.exchanger = build_exchanger(
+            list_variables, choices, backend, self.context, group_bytes, settings, self._check
+        )
         self.group_of = {v.name: group for group in self.exchanger.groups for v in group.variables}
         self.param_group = {
             name: index
@@ -78,6 +81,9 @@ class Session:
         """Take the hooks off the parameters."""
         for hook in self.hooks:
             hook.remove()
+
+    def _check(self, communicator: Communicator) -> None:
+        check_memory(communicator.memory, self.optimizer)
 
     def _lr(self, name: str) -> float:
         return float(self.optimizer.param_groups[self.param_group[name]]["lr"])

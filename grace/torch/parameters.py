@@ -10,6 +10,7 @@ import torch
 
 from grace.backend import Backend
 from grace.errors import ConfigError
+from grace.memory import Memory
 from grace.runtime import current
 from grace.torch.kernels import NAMES
 from grace.variable import Variable
@@ -67,6 +68,29 @@ def variables(parameters: Mapping[str, torch.nn.Parameter]) -> list[Variable]:
             )
         found.append(Variable(name, tuple(p.shape), dtype, str(p.device)))
     return found
+
+
+def check_memory(memory: Memory, optimizer: torch.optim.Optimizer | None) -> None:
+    """Refuse a memory that does not go with the optimizer.
+
+    Raises:
+        ConfigError: the memory needs the optimizer and there is none, or both apply momentum.
+    """
+    if optimizer is None:
+        if memory.needs_lr or memory.owns_momentum:
+            what = "follows the learning rate" if memory.needs_lr else "replaces the optimizer's momentum"
+            raise ConfigError(f"the memory {memory.spec} {what}: register_ddp_hook(model, ..., optimizer=optimizer)")
+        return
+    if not memory.owns_momentum:
+        return
+    for index, group in enumerate(optimizer.param_groups):
+        momentum = group.get("momentum", group.get("betas", (0,))[0])
+        if momentum:
+            raise ConfigError(
+                f"the memory {memory.spec} applies momentum itself, and the optimizer's group {index} has momentum "
+                f"{momentum}: it would be applied twice. Give the optimizer momentum 0, and the memory yours: "
+                f"memory='{memory.name}(momentum={momentum})'"
+            )
 
 
 def broadcast_parameters(

@@ -18,7 +18,7 @@ from grace.registry import make
 from grace.variable import Variable
 
 FIRST_GROUP_BYTES = 1 << 20
-"""The group that is ready first is small, so that the engine starts early."""
+"""Where there are several groups, the one that is ready first is small, so that the engine starts early."""
 
 
 def build_communicator(compressor: Any, memory: Any, communicator: Any) -> Communicator:
@@ -54,7 +54,7 @@ class Exchanger:
     """Assigns variables to groups, and exchanges them step by step.
 
     Variables that the compressor would not shrink ride dense, together. Groups hold up to ``group_bytes`` of
-    gradient (the first 1 MiB), in reverse order of declaration, as backward produces them; those with the
+    gradient (the first of several 1 MiB), in reverse order of declaration, as backward produces them; those with the
     earliest complete gradients come first. All ranks start group 0, 1, 2, ... in that order whatever becomes
     ready first.
 
@@ -110,12 +110,14 @@ class Exchanger:
     def _plan(self, group_bytes: int) -> list[Group]:
         position = {variable.name: i for i, variable in enumerate(self.variables)}
         kinds: dict[Any, list[list[Variable]]] = {}
+        several = sum(variable.nbytes for variable in self.variables) > group_bytes
+        first = min(group_bytes, FIRST_GROUP_BYTES) if several else group_bytes
         for variable in reversed(self.variables):
             communicator = self.choose(variable)
             exact = communicator.compressor.traits.exact
             dtype = variable.dtype if exact and not communicator.memory.stateful else "float32"
             groups = kinds.setdefault((communicator is self.dense, dtype, variable.device), [])
-            limit = min(group_bytes, FIRST_GROUP_BYTES) if len(groups) == 1 else group_bytes
+            limit = first if len(groups) == 1 else group_bytes
             if not groups or sum(v.nbytes for v in groups[-1]) + variable.nbytes > limit:
                 groups.append([])
             groups[-1].append(variable)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing as mp
 import os
+import re
 import signal
 import time
 import traceback
@@ -127,5 +128,7 @@ def test_a_killed_rank_ends_the_others_under_the_ddp_hook(run, compressor):
     assert exit_codes[VICTIM] == -signal.SIGKILL
     assert None not in exit_codes
     for _, message, _ in endings:
-        assert " .. " in message
+        assert re.search(r"the exchange of group \d+ \((scale|conv|hidden|head)", message), (
+            message
+        )  # the first variable
         assert "another rank probably ended" in message

@@ -88,7 +88,14 @@ def _for_rank(exchanger: Exchanger, saved: dict[str, Any], kind: str) -> dict[st
         return own
     if "ranks" in saved:
         everyone = [state[kind] for state in saved["ranks"]]
-        return everyone[context.rank] if size == context.size else _mean(everyone)
+        if size == context.size:
+            return everyone[context.rank]
+        if kind == "shard_memory" and any(everyone):
+            raise ConfigError(
+                f"the checkpoint holds {size} shards' memories of the second compression of scatter_reduce, this run "
+                f"has {context.size} ranks. Resume on {size}, or call load_state_dict(state, memory='reset')"
+            )
+        return _mean(everyone)
     if own and (rank, size) != (context.rank, context.size):
         raise ConfigError(
             f"the checkpoint holds the {kind} of rank {rank} of {size}, this is rank {context.rank} of "

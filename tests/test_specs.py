@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import re
 import warnings
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 import grace
 from grace import ConfigError, specs
-from grace.communicators import Allgather, Allreduce, Broadcast
+from grace.communicators import Allgather, Allreduce, Broadcast, ScatterReduce
 from grace.exchanger import build_communicator
 from grace.registry import KINDS, legal_communicators
 
@@ -155,11 +156,17 @@ def test_an_object_is_taken_as_it_is_and_only_in_its_place():
 
 # -- traits ------------------------------------------------------------------------------------------------
 
-BUILTIN = ["none", "cast", "qsgd", "topk", "randomk", "randomk(unbiased=true)", "signsgd", "efsignsgd", "powersgd"]
+BUILTIN = [
+    *("none", "cast", "qsgd", "topk", "randomk", "randomk(unbiased=true)", "signsgd", "efsignsgd", "powersgd"),
+    *("natural", "terngrad", "onebit", "signum", "dynamic8", "sketch"),
+    *("threshold", "dgc", "adaptive", "inceptionn"),
+]
 
 
 def test_the_list_of_builtin_compressors_is_complete():
-    builtin = [name for name, cls in grace.known("compressor").items() if cls.__module__.startswith("grace.")]
+    builtin = [
+        name for name, cls in grace.known("compressor").items() if cls.__module__.startswith("grace.compressors.")
+    ]
     assert sorted(builtin) == sorted({spec.split("(")[0] for spec in BUILTIN})
 
 
@@ -174,24 +181,26 @@ def test_defaults_are_legal_and_silent(spec):
     assert traits.communicator in legal_communicators(communicator.compressor)
     assert dataclasses.replace(traits) == traits
     assert not (traits.unbiased and not traits.exact and traits.memory != "none")
-    assert communicator.compressor.stateful == (spec == "powersgd")
+    assert communicator.compressor.stateful == (spec in ("powersgd", "signum"))
 
 
 @pytest.mark.parametrize(
     ("compressor", "legal"),
     [
-        ("none", ["allgather", "allreduce", "broadcast"]),
-        ("fp16", ["allgather", "allreduce", "broadcast"]),
+        ("none", ["allgather", "allreduce", "broadcast", "scatter_reduce"]),
+        ("fp16", ["allgather", "allreduce", "broadcast", "scatter_reduce"]),
         ("randomk", ["allgather", "allreduce", "broadcast"]),
         ("topk", ["allgather", "broadcast"]),
-        ("qsgd", ["allgather", "broadcast"]),
+        ("qsgd", ["allgather", "broadcast", "scatter_reduce"]),
         ("signsgd", ["allgather", "broadcast"]),
-        ("efsignsgd", ["allgather", "broadcast"]),
+        ("dgc", ["allgather", "broadcast"]),
+        ("onebit", ["allgather", "broadcast", "scatter_reduce"]),
+        ("efsignsgd", ["allgather", "broadcast", "scatter_reduce"]),
         ("powersgd", ["allreduce"]),
     ],
 )
 def test_illegal_communicators_are_refused_with_the_legal_ones(compressor, legal):
-    for cls in (Allgather, Allreduce, Broadcast):
+    for cls in (Allgather, Allreduce, Broadcast, ScatterReduce):
         if cls.name in legal:
             assert cls(compressor).compressor.spec == grace.make("compressor", compressor).spec
         else:
@@ -224,4 +233,4 @@ def test_a_communicator_object_comes_with_its_own_parts():
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_builtin_component_has_a_documented_example(kind):
     for cls in grace.known(kind).values():
-        assert not cls.__module__.startswith("grace.") or ">>>" in cls.__doc__
+        assert not re.match(r"grace\.(compressors|memories|communicators)\.", cls.__module__) or ">>>" in cls.__doc__

@@ -25,6 +25,8 @@ METHODS = (
     "powersgd(rank=2)",
 )
 PAIRS = [(method, name) for method in METHODS for name in legal_communicators(make("compressor", method))]
+ONE_STAGE = [pair for pair in PAIRS if pair[1] != "scatter_reduce"]
+"""Pairs that compress once; the formula and the traffic of ScatterReduce stand in test_scatter_reduce.py."""
 
 
 class Net(torch.nn.Module):

@@ -22,8 +22,8 @@ def kept(ratio: float, n: int) -> int:
 
 @dataclass
 class TopK(Sparsifier):
-    """Sends the k = max(1, ratio n) entries of largest magnitude, with their indices, as
-    :mod:`grace.indices` codes them.
+    """Sends the k = max(1, ratio n) entries of largest magnitude, with their indices, coded as
+    their number makes smallest (int32, 16 bits or a bitmap).
 
     Exact; of equal magnitudes the lower index is kept. ||x - C(x)||^2 <= (1 - k/n) ||x||^2, and error
     feedback makes it converge. Sources: Aji and Heafield, EMNLP 2017, arXiv 1704.05021; Stich et al.,

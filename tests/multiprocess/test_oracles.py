@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from training import PAIRS, Given, batch, ddp, distributed, made_up, net
+from training import ONE_STAGE, Given, batch, ddp, distributed, made_up, net
 
 import grace
 from grace.compressors.powersgd import PowerSGD
@@ -169,7 +169,7 @@ def oracle_of(compressor, size, name):
     return (ORACLES[compressor] if compresses else Mean)(size, name)
 
 
-@pytest.mark.parametrize(("compressor", "communicator"), PAIRS, ids=[f"{m}-{c}" for m, c in PAIRS])
+@pytest.mark.parametrize(("compressor", "communicator"), ONE_STAGE, ids=[f"{m}-{c}" for m, c in ONE_STAGE])
 def test_the_aggregate_is_what_the_formula_says(ranks, compressor, communicator):
     answers = ranks.run(exchanged, compressor, communicator)
     oracles = {name: oracle_of(compressor, ranks.size, name) for name in SHAPES}

@@ -137,3 +137,35 @@ def test_training_with_it_keeps_ranks_equal(ranks):
     for weights in results[1:]:
         for mine, theirs in zip(results[0], weights, strict=True):
             assert mine.tobytes() == theirs.tobytes()
+
+
+def saved() -> dict:
+    model = torch.nn.Linear(6, 5)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    opt = grace.DistributedOptimizer(
+        opt, model.named_parameters(), "efsignsgd", memory="residual", communicator="scatter_reduce"
+    )
+    model(torch.ones(2, 6)).sum().backward()
+    opt.step()
+    state = opt.full_state_dict()
+    opt.load_state_dict(state)  # the same number of ranks
+    return state["grace"]
+
+
+def resized(state: dict) -> str:
+    model = torch.nn.Linear(6, 5)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    opt = grace.DistributedOptimizer(
+        opt, model.named_parameters(), "efsignsgd", memory="residual", communicator="scatter_reduce"
+    )
+    full = {**opt.state_dict(), "grace": state}
+    try:
+        opt.load_state_dict(full)
+    except grace.ConfigError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_the_second_memory_is_refused_on_another_number_of_ranks():
+    state = ranks_of(2).run(saved)[0]
+    assert all("Resume on 2" in message for message in ranks_of(3).run(resized, state))

@@ -6,12 +6,9 @@ import dataclasses
 import difflib
 import inspect
 import math
-import shlex
 import sys
 import textwrap
-import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -21,11 +18,11 @@ from rich.text import Text
 
 from grace import specs
 from grace._version import __version__
-from grace.bench import demo as bench
+from grace.bench import commands
+from grace.composition import Composed
 from grace.errors import ConfigError, GraceError
 from grace.registry import KINDS, aliases, known, legal_communicators, make
 
-DEFAULT_METHODS = ", ".join(bench.METHODS)
 LIST_SHAPE = (1000, 1000)
 DESCRIBE_SHAPES = ((1000, 1000), (512, 64), (64, 3, 7, 7), (10, 512), (512,))
 
@@ -38,6 +35,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
+
+
+app.command("demo")(commands.demo)
+app.add_typer(commands.app, name="bench")
 
 
 def main() -> None:
@@ -126,10 +127,15 @@ def _rows(console: Console, header: Sequence[str], rows: list[Row]) -> None:
 @app.command()
 def describe(
     spec: Annotated[
-        str, typer.Argument(help="A compressor, memory or communicator: 'topk', 'topk(ratio=0.05)', 'residual'.")
+        str,
+        typer.Argument(help="A compressor, memory or communicator: topk, 'topk(ratio=0.05)', 'topk | qsgd', residual."),
     ],
 ) -> None:
     """Explain one component: formula, parameters, traits, wire bits, legal communicators."""
+    console = Console(highlight=False)
+    if specs.split(spec):
+        _introduce(console, make("compressor", spec))
+        return
     name, parameters = specs.parse(spec)
     kinds = [kind for kind in KINDS if name in known(kind) or name in aliases(kind)]
     if not kinds:
@@ -142,12 +148,14 @@ def describe(
             errors.append(error)
     if not found:
         raise errors[0]
-    console = Console(highlight=False)
     for component in found:
         short = aliases(component.kind).get(name)
-        console.print(f"[bold cyan]{escape(component.spec)}[/], a {component.kind}", end="")
-        console.print(f" ({name} is short for {_text(short)})\n" if short else "\n")
-        _describe(console, component)
+        _introduce(console, component, f" ({name} is short for {_text(short)})" if short else "")
+
+
+def _introduce(console: Console, component: Any, note: str = "") -> None:
+    console.print(f"[bold cyan]{escape(component.spec)}[/], a {component.kind}{note}\n")
+    _describe(console, component)
 
 
 def _unknown(name: str) -> ConfigError:
@@ -161,7 +169,7 @@ def _unknown(name: str) -> ConfigError:
 def _describe(console: Console, component: Any) -> None:
     cls = type(component)
     console.print(escape(_reflow(_doc(cls), console.width)) + "\n", soft_wrap=True)
-    if cls.parameters():
+    if cls.parameters() and cls is not Composed:
         _section(console, "Parameters", [_parameter(component, key) for key in cls.parameters()])
     if component.kind == "compressor":
         _describe_compressor(console, component)
@@ -173,7 +181,7 @@ def _describe(console: Console, component: Any) -> None:
     else:
         carries = [n for n in known("compressor") if not _needs_parameters(n) and _carries(cls, n)]
         sums = "the engine adds payloads up, so they must be summable" if cls.sums else "each payload is decoded"
-        cost = f"costs each rank {cls.cost or '?'} (p: bytes of payload; W: number of ranks)"
+        cost = f"costs each rank {_cost(cls)} (p: bytes of payload; W: number of ranks)"
         _section(console, "Traits", [sums, cost, f"carries {', '.join(carries)}"])
     console.print("Text form: [bold]" + escape(component.spec) + "[/]")
     if component.kind != "communicator":
@@ -185,12 +193,25 @@ def _describe_compressor(console: Console, compressor: Any) -> None:
     classes: Any = known("communicator")
     default = compressor.traits.communicator
     lines = [
-        f"{name}{' (default)' if name == default else ''}: {classes[name].cost or '?'}"
+        f"{name}{' (default)' if name == default else ''}: {_cost(classes[name])}"
         for name in _default_first(compressor)
     ]
     _section(console, "Communicators, and what they cost each rank (p: bytes of payload; W: ranks)", lines)
     _section(console, "Default memory", [compressor.traits.memory])
     _section(console, "Wire bits per element", [_bits_line(compressor, shape) for shape in DESCRIBE_SHAPES])
+
+
+def _cost(communicator: Any) -> str:
+    """What an exchange costs a rank, and whether that grows with the number of ranks.
+
+    >>> classes = known("communicator")
+    >>> _cost(classes["allgather"]), _cost(classes["scatter_reduce"])
+    ('(W-1)p, which grows with the number of ranks', '~2p, whatever the number of ranks')
+    """
+    if not communicator.cost:
+        return "?"
+    grows = "which grows with" if "W" in communicator.cost else "whatever"
+    return f"{communicator.cost}, {grows} the number of ranks"
 
 
 def _bits_line(compressor: Any, shape: tuple[int, ...]) -> str:
@@ -230,80 +251,6 @@ def _trait_words(compressor: Any) -> list[str]:
     if t.needs_memory:
         words.append("needs error feedback: without a memory it is refused")
     return words
-
-
-# -- demo ----------------------------------------------------------------------------------------------
-
-
-@app.command()
-def demo(
-    methods: Annotated[
-        str,
-        typer.Option(help=f"Compressor specs, separated by commas. Default: {DEFAULT_METHODS}.", show_default=False),
-    ] = DEFAULT_METHODS,
-    ranks: Annotated[int, typer.Option("--ranks", "-n", help="Processes to train on.")] = 2,
-    epochs: Annotated[
-        int | None, typer.Option(help="Passes over the training images.", show_default="20, or 2 with --quick")
-    ] = None,
-    seeds: Annotated[
-        str, typer.Option("--seeds", "--seed", help="One run per seed, as in 0,1,2; the table shows means.")
-    ] = "0",
-    out: Annotated[Path, typer.Option(help="Folder for accuracy.png and results.json.")] = Path("out/demo"),
-    quick: Annotated[bool, typer.Option("--quick", help="Two epochs only, to see that everything works.")] = False,
-) -> None:
-    """Train a small network with several methods, and compare bytes, time and accuracy.
-
-    The network learns scikit-learn's handwritten digits on real ranks, which
-    torchrun starts on this machine. Every method starts from the same weights,
-    sees the same data in the same order, and uses the same learning rate.
-    """
-    from grace.bench.table import advice, results_table
-
-    began = time.monotonic()
-    if epochs is None:
-        epochs = bench.QUICK_EPOCHS if quick else bench.EPOCHS
-    settings = bench.Settings(split(methods), ranks, epochs, _integers(seeds))
-    console = Console(highlight=False)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot write to {out}: {error}") from error
-    console.print(f"Starting {ranks} {'rank' if ranks == 1 else 'ranks'} ...\n")
-    try:
-        results = bench.run(settings)
-    except bench.WorkerError as error:
-        print(f"grace demo: {error}", file=sys.stderr)
-        raise typer.Exit(1) from error
-    except KeyboardInterrupt:
-        print("grace demo: interrupted; the ranks are ended", file=sys.stderr)
-        raise typer.Exit(130) from None
-    console.print(results_table(results, settings))
-    console.print(advice(results, settings))
-    files = bench.save(out, results, settings, shlex.join(["grace", *sys.argv[1:]]))
-    console.print(f"\nWrote {' and '.join(map(str, files))} after {time.monotonic() - began:.0f} s.")
-
-
-def split(text: str) -> list[str]:
-    """Specs separated by commas; those inside parentheses belong to a spec.
-
-    >>> split("none, qsgd(levels=7, norm=max),topk")
-    ['none', 'qsgd(levels=7, norm=max)', 'topk']
-    """
-    parts, depth = [""], 0
-    for character in text:
-        depth += {"(": 1, ")": -1}.get(character, 0)
-        if character == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return [part.strip() for part in parts if part.strip()]
-
-
-def _integers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"seeds are whole numbers separated by commas, as in 0,1,2, not {text!r}") from None
 
 
 # -- text ----------------------------------------------------------------------------------------------

@@ -93,9 +93,25 @@ def test_describe_names_legal_communicators_with_their_cost_and_no_other(name):
     compressor = make("compressor", name)
     section = text.split("Communicators,")[1].split("\n\n")[0]
     lines = dict(re.findall(r"^  (\w+)(?: \(default\))?: (.*)$", section, re.MULTILINE))
-    assert lines == {n: known("communicator")[n].cost for n in legal_communicators(compressor)}
+    assert set(lines) == set(legal_communicators(compressor))
+    for legal, line in lines.items():
+        assert line.startswith(known("communicator")[legal].cost)
     assert f"{compressor.traits.communicator} (default)" in section
     assert f"Default memory\n  {compressor.traits.memory}\n" in text
+
+
+def test_describe_says_whose_traffic_grows_with_the_number_of_ranks():
+    assert re.search(r"allgather.*: \(W-1\)p, which grows with the number of ranks", described("qsgd"))
+    assert re.search(r"scatter_reduce: ~2p, whatever the number of ranks", described("qsgd"))
+
+
+def test_describe_explains_a_composition():
+    text = run("describe", "topk(ratio=0.02) | qsgd(levels=7)")[0]
+    assert text.startswith("topk(ratio=0.02) | qsgd(levels=7), a compressor\n")
+    assert "category: hybrid" in text
+    bits = make("compressor", "topk(ratio=0.02) | qsgd(levels=7)").wire_bits((1000, 1000))
+    assert f"1000 x 1000    {bits:.4g}, " in text
+    assert "'sparsifier': {'name': 'topk', 'ratio': 0.02}" in text
 
 
 def test_describe_uses_the_specs_parameters():
@@ -151,6 +167,12 @@ def test_components_of_other_packages_are_listed_and_described(tmp_path):
         (["describe", "topk(0.1)"], "write parameters by name, as in topk(ratio=0.01)"),
         (["describe", "topk(ration=1)"], "no parameter 'ration'; it has: ratio=0.01"),
         (["describe", "topk(ratio=7)"], "ratio must be a number in (0, 1], not 7"),
+        (["describe", "topk | signsgd"], "signsgd cannot compress values"),
+        (["describe", "topk |"], "a composition has two parts"),
+        (["bench", "train", "--task", "mnist"], "unknown task 'mnist'; known: charlm, digits"),
+        (["bench", "train", "--lr", "qsgd"], "METHOD=RATE, as in signsgd=0.001, not 'qsgd'"),
+        (["bench", "train", "--lr", "signum=0.1"], "for 'signum', which is not among the methods"),
+        (["bench", "train", "--lr", "qsgd=-1"], "the learning rate of qsgd must be positive, not -1"),
         (["describe", "topk("], "cannot read the spec 'topk('"),
         (["demo", "--ranks", "0"], "ranks must be at least 1, not 0"),
         (["demo", "--epochs", "0"], "epochs must be at least 1, not 0"),
@@ -171,8 +193,11 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(args, message):
 
 def test_help_lists_commands_and_options():
     text = run("--help")[0]
-    for command in ("list", "describe", "demo"):
+    for command in ("list", "describe", "demo", "bench"):
         assert re.search(rf"│ {command} ", text)
     text = run("demo", "--help")[0]
     for option in ("--methods", "--ranks", "--epochs", "--seeds", "--out", "--quick"):
+        assert option in text
+    text = run("bench", "train", "--help")[0]
+    for option in ("--task", "--methods", "--ranks", "--epochs", "--seeds", "--lr", "--out"):
         assert option in text

@@ -1,4 +1,4 @@
-"""The demo: train a small network with several methods over real ranks, and compare bytes, time and accuracy."""
+"""Train a small model with several methods over real ranks, and compare bytes, time and quality."""
 
 from __future__ import annotations
 
@@ -20,10 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from grace._version import __version__
+from grace.bench.task import TASKS, task_class
 from grace.errors import ConfigError, GraceError, missing_extra
+from grace.registry import aliases, known
 
 METHODS = ("none", "fp16", "qsgd", "topk(ratio=0.01)", "powersgd(rank=2)")
-EPOCHS, QUICK_EPOCHS = 20, 2
+QUICK_EPOCHS = 2
+COMPOSITIONS = ("topk(ratio=0.01) | efsignsgd", "topk(ratio=0.01) | qsgd(levels=7)")
+MEANS = ("quality", "sent_bytes_per_step", "bits_per_element", "codec_ms", "step_ms")
+"""What is averaged over seeds."""
 EXTRAS = {"torch": "torch", "numba": "torch", "sklearn": "bench", "matplotlib": "bench"}
 GRACE_PERIOD = 10
 """Seconds that the launcher gets to end its ranks."""
@@ -40,8 +45,10 @@ class Settings:
     Args:
         methods: compressor specs; memory and communicator are each method's defaults.
         ranks: processes on this machine.
-        epochs: passes over the training images.
+        epochs: passes over the training data; the task's own number if left out.
         seeds: one training run each, of initial weights and data order; the same for every method.
+        task: "digits" or "charlm".
+        rates: learning rates of methods that need another than the task's.
 
     Raises:
         ConfigError: a value cannot work.
@@ -53,8 +60,10 @@ class Settings:
 
     methods: list[str] = dataclasses.field(default_factory=lambda: list(METHODS))
     ranks: int = 2
-    epochs: int = EPOCHS
+    epochs: int | None = None
     seeds: list[int] = dataclasses.field(default_factory=lambda: [0])
+    task: str = "digits"
+    rates: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         from grace.exchanger import build_communicator
@@ -65,19 +74,42 @@ class Settings:
                 raise ConfigError(f"{key}: at least one is needed")
             setattr(self, key, value)
         for key in ("ranks", "epochs"):
-            if getattr(self, key) < 1:
+            if (getattr(self, key) or 1) < 1 or getattr(self, key) == 0:
                 raise ConfigError(f"{key} must be at least 1, not {getattr(self, key)}")
         if not all(0 <= seed < 2**32 for seed in self.seeds):
             raise ConfigError(f"seeds must be in [0, 2**32), not {self.seeds}")
+        if self.task not in TASKS:
+            raise ConfigError(f"unknown task {self.task!r}; known: {', '.join(sorted(TASKS))}")
         for method in self.methods:
             build_communicator(method, None, None)
+        for method, rate in self.rates.items():
+            if method not in self.methods:
+                raise ConfigError(f"a learning rate is given for {method!r}, which is not among the methods")
+            if not rate > 0:
+                raise ConfigError(f"the learning rate of {method} must be positive, not {rate}")
 
 
-def run(settings: Settings) -> list[dict[str, Any]]:
+def every_method() -> list[str]:
+    """All compressors that can be built without parameters, the casts by their short names, and two compositions.
+
+    >>> every_method()[:4], every_method()[-1]
+    (['none', 'adaptive', 'bf16', 'dgc'], 'topk(ratio=0.01) | qsgd(levels=7)')
+    """
+    names = [name for name, cls in known("compressor").items() if dataclasses.MISSING not in cls.parameters().values()]
+    short = [name for name, spec in aliases("compressor").items() if spec["name"] == "cast"]
+    rest = sorted({*names, *short} - {"cast", "none"})
+    return ["none", *rest, *COMPOSITIONS]
+
+
+def run(settings: Settings, runs_file: Path | None = None) -> list[dict[str, Any]]:
     """Train with every method and seed over ranks started by torchrun; one result per method.
 
-    Each result holds the means over seeds of ``accuracy``, ``sent_bytes_per_step``, ``bits_per_element``,
-    ``codec_ms`` and ``step_ms`` (medians over steps), ``curve`` (bytes sent, accuracy), and the ``runs``.
+    Each result holds the means over seeds of ``quality``, ``sent_bytes_per_step``, ``bits_per_element``,
+    ``codec_ms`` and ``step_ms`` (medians over steps), ``curve`` (bytes sent, quality), and the ``runs``.
+
+    Args:
+        settings: what to run.
+        runs_file: where each run is recorded, one JSON object a line, when it ends; so what is finished is kept.
 
     Raises:
         MissingExtraError: a package is not installed.
@@ -86,33 +118,42 @@ def run(settings: Settings) -> list[dict[str, Any]]:
     for package, extra in EXTRAS.items():
         if importlib.util.find_spec(package) is None:
             raise missing_extra({"sklearn": "scikit-learn"}.get(package, package), extra)
-    with tempfile.TemporaryDirectory(prefix="grace-demo-") as folder:
-        return summarize(_launch(settings, Path(folder)), settings)
+    with tempfile.TemporaryDirectory(prefix="grace-bench-") as folder:
+        runs_file = Path(folder, "runs.jsonl") if runs_file is None else runs_file
+        runs_file.write_text("")
+        _launch(settings, Path(folder), runs_file)
+        return summarize(load_runs(runs_file), settings)
+
+
+def load_runs(runs_file: Path) -> list[dict[str, Any]]:
+    """The runs that ended."""
+    return [json.loads(line) for line in runs_file.read_text().splitlines()]
 
 
 def summarize(runs: list[dict[str, Any]], settings: Settings) -> list[dict[str, Any]]:
-    """One result per method: means over its runs."""
+    """One result per method that has runs: means over its runs."""
     results = []
     for method in settings.methods:
         own = [run for run in runs if run["method"] == method]
-        accuracies = [run["accuracy"] for run in own]
-        means = {
-            key: statistics.fmean(run[key] for run in own)
-            for key in ("accuracy", "sent_bytes_per_step", "bits_per_element", "codec_ms", "step_ms")
-        }
+        if not own:
+            continue
+        means = {key: statistics.fmean(run[key] for run in own) for key in MEANS}
         points = zip(*(run["curve"] for run in own), strict=True)
         curve = [[statistics.fmean(values) for values in zip(*point, strict=True)] for point in points]
-        spread = (max(accuracies) - min(accuracies)) / 2
-        results.append({"method": method, **means, "accuracy_spread": spread, "curve": curve, "runs": own})
+        qualities = [run["quality"] for run in own]
+        spread = (max(qualities) - min(qualities)) / 2
+        results.append({"method": method, **means, "quality_spread": spread, "curve": curve, "runs": own})
     return results
 
 
 def save(folder: Path, results: list[dict[str, Any]], settings: Settings, command: str) -> list[Path]:
-    """Write ``results.json`` and, unless one rank sent nothing, ``accuracy.png``; returns what was written."""
+    """Write ``results.json`` and, unless one rank sent nothing, a picture; returns what was written."""
     from grace.bench.picture import draw
 
+    task = task_class(settings.task)
     facts = {
         "command": command,
+        "task": {"name": settings.task, "about": task.about, "metric": task.metric},
         "settings": dataclasses.asdict(settings),
         "versions": _versions(),
         "machine": {"platform": platform.platform(), "cpus": os.cpu_count()},
@@ -121,7 +162,7 @@ def save(folder: Path, results: list[dict[str, Any]], settings: Settings, comman
     files = [folder / "results.json"]
     files[0].write_text(json.dumps(facts, indent=1))
     if settings.ranks > 1:
-        files.append(folder / "accuracy.png")
+        files.append(folder / f"{task.metric}.png")
         draw(files[1], results, settings)
     return files
 
@@ -137,11 +178,11 @@ def _versions() -> dict[str, str]:
 # -- ranks ---------------------------------------------------------------------------------------------
 
 
-def _launch(settings: Settings, folder: Path) -> list[dict[str, Any]]:
+def _launch(settings: Settings, folder: Path, runs_file: Path) -> None:
     (folder / "settings.json").write_text(json.dumps(dataclasses.asdict(settings)))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     command += ["--nproc-per-node", str(settings.ranks), "--redirects", "2", "--log-dir", str(folder / "ranks")]
-    command += ["-m", "grace.bench.demo_worker", str(folder / "settings.json"), str(folder / "results.json")]
+    command += ["-m", "grace.bench.worker", str(folder / "settings.json"), str(runs_file)]
     with (folder / "launcher.log").open("w") as log, _signals_raise():
         # a session of its own, so that Ctrl-C reaches only us and the ranks end without tracebacks
         launcher = subprocess.Popen(command, env=_environment(settings.ranks), stderr=log, start_new_session=True)
@@ -151,7 +192,6 @@ def _launch(settings: Settings, folder: Path) -> list[dict[str, Any]]:
             _end(launcher)
     if code != 0:
         raise WorkerError(f"the ranks failed (exit code {code})\n{_complaints(folder)}")
-    return json.loads((folder / "results.json").read_text())
 
 
 def _environment(ranks: int) -> dict[str, str]:

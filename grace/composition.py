@@ -16,7 +16,12 @@ class Composed(Compressor):
         C(x) = scatter(V(x[S(x)]))
 
     The spec is that of both, joined: ``topk(ratio=0.01) | qsgd(levels=7)``. Error feedback, if the sparsifier
-    has it by default, covers both errors. Two published methods are compositions:
+    has it by default, covers both errors. It diverges on values whose variance exceeds them, so an unbiased V with
+    E||V(v) - v||^2 <= omega ||v||^2 (``variance``) is damped, as Basu et al. do:
+
+        C(x) = scatter(V(x[S(x)])) / (1 + omega)
+
+    which makes the composition a contraction; the residual keeps the rest. Two published methods are compositions:
 
     - sparse ternary compression (Sattler et al., arXiv 1903.02891): ``topk(ratio=0.01) | efsignsgd``;
     - Qsparse-local-SGD (Basu et al., NeurIPS 2019, arXiv 1906.02367): ``topk(ratio=0.01) | qsgd(levels=7)``,
@@ -55,7 +60,7 @@ class Composed(Compressor):
         return Traits(
             category="hybrid",
             unbiased=first.unbiased and second.unbiased,
-            contraction=first.contraction and second.contraction,
+            contraction=first.contraction and (second.contraction or self._damps),
             summable=summable,
             fixed_size=first.fixed_size and second.fixed_size,
             communicator="allreduce" if summable else "allgather",
@@ -78,6 +83,10 @@ class Composed(Compressor):
         self.sparsifier.bind(context)
         self.values.bind(context)
 
+    @property
+    def _damps(self) -> bool:
+        return self.sparsifier.traits.memory != "none" and self.values.variance(1) is not None
+
     def compress(self, tensor, name):
         (values, *where), ctx = self.sparsifier.compress(tensor, name)
         coded, values_ctx = self.values.compress(values, name)
@@ -99,7 +108,11 @@ class Composed(Compressor):
         if not self.sparsifier.traits.fixed_size:  # another rank sent another number of values
             values_ctx = tuple(where[0].shape)
         values = self.values.decompress(coded, values_ctx)
-        return [kernels_of(values).flat(values), *where], first_ctx
+        k = kernels_of(values)
+        variance = self.values.variance(math.prod(values.shape))
+        if self._damps and variance is not None:
+            values = k.divide(values, values, 1 + variance)
+        return [k.flat(values), *where], first_ctx
 
     def wire_bits(self, shape):
         n, count = max(1, math.prod(shape)), self.sparsifier.count(shape)

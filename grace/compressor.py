@@ -122,6 +122,11 @@ class Compressor(Component):
         """How many values a sparsifier sends of a tensor of this shape; None if that depends on the data."""
         return None
 
+    def variance(self, n: int) -> float | None:
+        """omega with E||decompress(compress(x)) - x||^2 <= omega ||x||^2 for every x of n elements, of an unbiased
+        method; None if there is no such number, or nobody worked it out."""
+        return None
+
     def wire_bits(self, shape: tuple[int, ...]) -> float | None:
         """Bits on the wire per element of a tensor of this shape; None if it is not known."""
         return None

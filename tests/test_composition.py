@@ -73,3 +73,35 @@ def test_error_feedback_covers_both_errors():
         after = exchange.memory.state["w"]
         np.testing.assert_allclose(sent + after, g + residual, rtol=1e-5, atol=1e-5)
         residual = after.copy()
+
+
+@pytest.mark.parametrize("values", ["qsgd(levels=7)", "qsgd(levels=1, bucket_size=64, norm=max)", "natural"])
+def test_error_feedback_on_unbiased_values_stays_bounded(values):
+    """Undamped, QSGD's variance over a bucket exceeds the values themselves, and the residual grows without bound."""
+    from grace.communicators import Allgather
+
+    exchange, rng = Allgather(f"topk(ratio=0.2) | {values}"), np.random.default_rng(1)
+    norms = []
+    for _ in range(200):
+        g = rng.standard_normal(2000).astype(np.float32)
+        exchange.step(g, "w")
+        norms.append(np.linalg.norm(exchange.memory.state["w"]) / np.linalg.norm(g))
+    assert max(norms[150:]) < 1.3 * max(norms[50:100])
+
+
+def test_unbiased_compositions_and_those_of_contractions_are_not_damped():
+    g = x(512)
+    made = grace.make("compressor", "randomk(ratio=1.0, unbiased=true) | qsgd(levels=7)")
+    mean = sum(made.decompress(*made.compress(g, str(i))) for i in range(2000)) / 2000
+    assert abs(float(mean @ g) / float(g @ g) - 1) < 0.03
+    sent = grace.make("compressor", "topk(ratio=1.0) | efsignsgd")
+    np.testing.assert_allclose(np.abs(sent.decompress(*sent.compress(g, "w"))), np.abs(g).mean(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("spec", ["qsgd", "qsgd(levels=7)", "qsgd(levels=7, norm=max)", "qsgd(levels=1)", "natural"])
+def test_the_variance_is_within_the_bound(spec):
+    made, rng = grace.make("compressor", spec), np.random.default_rng(3)
+    for g in (rng.standard_normal(512), rng.standard_cauchy(512), np.ones(512), np.eye(1, 512)[0]):
+        g = g.astype(np.float32)
+        errors = [np.sum((made.decompress(*made.compress(g, str(i))) - g) ** 2) for i in range(200)]
+        assert np.mean(errors) <= 1.05 * made.variance(512) * np.sum(g**2)

@@ -42,5 +42,8 @@ class Natural(Compressor):
         k = kernels_of(out)
         return k.reshape(k.add_powers(k.flat(out), payload[0], weight), ctx)
 
+    def variance(self, n):
+        return 1 / 8
+
     def wire_bits(self, shape):
         return 8.0 if math.prod(shape) else 0.0

@@ -18,7 +18,9 @@ class QSGD(Compressor):
         code = sign(x) floor(levels |x| / s + u),    Q(x) = s code / levels,    E[Q(x)] = x
 
     Codes are packed to ceil(log2(2 levels + 1)) bits: 8 for 127 levels, 4 for 7, 2 for 1 (which is
-    TernGrad's alphabet). Source: Alistarh et al., "QSGD", NeurIPS 2017, arXiv 1610.02132.
+    TernGrad's alphabet). With B = bucket_size the variance is at most min(B / levels^2, sqrt(B) / levels) ||x||^2
+    for the l2 norm, and B / (4 levels^2) ||x||^2 for the max norm. Source: Alistarh et al., "QSGD", NeurIPS 2017,
+    arXiv 1610.02132.
 
     Args:
         levels: number of positive levels, 1 to 127.
@@ -64,6 +66,12 @@ class QSGD(Compressor):
         codes = k.unpack(packed, self.bits, math.prod(ctx))
         out_flat = k.dequantize(k.flat(out), codes, scales, self.levels, self.bucket_size, weight)
         return k.reshape(out_flat, ctx)
+
+    def variance(self, n):
+        bucket = min(n, self.bucket_size)
+        if self.norm == "max":
+            return bucket / (4 * self.levels**2)
+        return min(bucket / self.levels**2, math.sqrt(bucket) / self.levels)
 
     def wire_bits(self, shape):
         n = max(1, math.prod(shape))

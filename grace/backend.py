@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 Tensor = Any
 
@@ -49,7 +49,8 @@ class Handle:
 class Backend(abc.ABC):
     """Asynchronous collectives over the ranks of one run, and a count of what they sent.
 
-    Every rank must start the same collectives in the same order. ``sent_bytes`` counts the bytes that
+    Every rank must start the same collectives in the same order, unless the engine pairs them by name
+    (``pairs_by_name``): then ``label`` names what is started next. ``sent_bytes`` counts the bytes that
     left this rank: each collective adds what its algorithm sends from here, given the buffer that it
     was really handed (ring all-reduce: 2 (W-1)/W times the buffer; all-to-all: (W-1)/W times;
     all-gather: W-1 times; broadcast: W-1 times at the root).
@@ -59,6 +60,15 @@ class Backend(abc.ABC):
     rank: int = 0
     size: int = 1
     sent_bytes: int = 0
+    pairs_by_name: ClassVar[bool] = False
+    """Whether collectives of the same label find each other, in whatever order ranks start them."""
+    label: str = ""
+    """The exchange that the next collectives belong to, the same on every rank; empty for all others, which every
+    rank starts in the same order."""
+    exchangers: int = 0
+    """How many exchangers were planned over this backend; part of their labels."""
+    concatenates: ClassVar[bool] = False
+    """Whether the engine gathers tensors of unequal lengths itself."""
 
     def describe(self) -> str:
         """The engine, for people."""
@@ -75,6 +85,11 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def allgather(self, tensor: Tensor) -> Handle:
         """Gather equally sized 1-d tensors; the result is a list with one tensor per rank."""
+
+    def concatenate(self, tensor: Tensor) -> Handle:
+        """Gather 1-d tensors of any lengths into one, in the order of ranks; the result is a list that holds it
+        once the collective is done. For engines that ``concatenates``."""
+        raise NotImplementedError(f"{self.name} gathers tensors of equal lengths only")
 
     @abc.abstractmethod
     def alltoall(self, tensor: Tensor) -> Handle:

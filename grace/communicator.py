@@ -37,6 +37,8 @@ class Communicator(Component):
 
     kind = "communicator"
     sums: ClassVar[bool] = False
+    gathers: ClassVar[bool] = False
+    """Whether ``communicate`` is the engine's all-gather, which may take payloads of unequal sizes."""
     cost: ClassVar[str] = ""
     """What one exchange costs a rank, for a payload of p bytes and W ranks; for people."""
 

@@ -28,6 +28,8 @@ class Group:
     """The layout of the payloads, kept from step to step where it cannot change."""
     buffer: Any = None
     """The wire's buffer, likewise."""
+    label: str = "grace"
+    """What the engine calls its collectives, the same on every rank."""
 
     def describe(self) -> str:
         """For messages: the group's number, first and last variable, and its communicator."""
@@ -101,7 +103,8 @@ class Exchange:
         self.names = [variable.name for variable in group.variables]
         self.kernels = kernels_of(gradients[0])
         self.handle: Any = None
-        self.round, self.sizing = 1, False
+        self.round, self.sizing, self.concatenated = 1, False, False
+        self.collectives = 0
         self.layouts: list[Wire] = []
         self._start(gradients)
 
@@ -145,21 +148,30 @@ class Exchange:
         self.traffic.codec_seconds += time.perf_counter() - began
         if self.traits.fixed_size or sums:
             self._launch(self.communicator.communicate, buffer)
+            return
+        sizes = self.kernels.full(self.wire.sizes(), "int64", buffer)
+        self.traffic.header_bytes += self.kernels.nbytes(sizes)
+        backend = self.communicator.backend
+        if backend.concatenates and self.communicator.gathers:  # the engine takes care of the lengths
+            self.concatenated = True
+            self._launch(backend.concatenate, self.kernels.join([self.kernels.to_bytes(sizes), buffer]))
         else:  # first the sizes of all ranks' payload tensors; advance() goes on with the payloads
-            sizes = self.kernels.full(self.wire.sizes(), "int64", buffer)
-            self.traffic.header_bytes += self.kernels.nbytes(sizes)
             self.sizing = True
-            self._launch(self.communicator.backend.allgather, sizes)
+            self._launch(backend.allgather, sizes)
 
     def _launch(self, collective: Callable[[Tensor], Handle], tensor: Tensor) -> None:
         backend = self.communicator.backend
         before = backend.sent_bytes
+        self.collectives += 1
+        backend.label = f"{self.group.label}.{self.collectives}"
         try:
             self.handle = collective(tensor)
         except GraceError:
             raise
         except Exception as error:
             raise self.lost(error) from error
+        finally:
+            backend.label = ""
         self.traffic.sent_bytes += backend.sent_bytes - before
 
     def _count(self) -> None:
@@ -206,6 +218,18 @@ class Exchange:
         self.sizing = False
         self._launch(self.communicator.communicate, buffer)
 
+    def _cut(self) -> list[Tensor]:
+        """Each rank's wire out of the concatenation; in front of each are the sizes of its payload tensors."""
+        (whole,) = self.handle.result()
+        header, start, wires = 8 * len(self.wire.shapes), 0, []
+        for _ in range(self.communicator.context.size):
+            sizes = self.kernels.from_bytes(whole[start : start + header], "int64", (len(self.wire.shapes),))
+            self.layouts.append(self.wire.resized(self.kernels.to_list(sizes)))
+            start += header
+            wires.append(whole[start : start + self.layouts[-1].length])
+            start += self.layouts[-1].length
+        return wires
+
     def _mean(self) -> list[Any]:
         """The reduced payloads, divided by the number of ranks."""
         (buffer,) = self.handle.result()
@@ -224,7 +248,7 @@ class Exchange:
         if wait:
             self.wait()
         began = time.perf_counter()
-        wires = self.handle.result()
+        wires = self._cut() if self.concatenated else self.handle.result()
         if self.layouts:
             wires = [buffer[: layout.length] for layout, buffer in zip(self.layouts, wires, strict=True)]
         else:

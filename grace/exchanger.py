@@ -64,6 +64,7 @@ class Exchanger:
         backend: the engine.
         context: shared by all components.
         group_bytes: bytes of gradient per group.
+        parts: names of variables that may share a group; all may, if left out.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Exchanger:
         backend: Backend,
         context: Context,
         group_bytes: int,
+        parts: Sequence[Sequence[str]] | None = None,
     ):
         self.variables, self.communicator, self.backend, self.context = (
             list(variables),
@@ -85,7 +87,10 @@ class Exchanger:
         for part in (communicator, self.dense):
             part.bind(context, backend)
         self.traffic = Traffic()
-        self.groups = self._plan(group_bytes)
+        self.groups = self._plan(group_bytes, parts)
+        backend.exchangers += 1
+        for group in self.groups:
+            group.label = f"grace.{backend.exchangers}.{group.index}"
         self.numel = sum(variable.numel for variable in self.variables)
         self._begun: list[Exchange] = []
         self._overflow = False
@@ -107,8 +112,9 @@ class Exchanger:
             return self.dense
         return self.communicator
 
-    def _plan(self, group_bytes: int) -> list[Group]:
+    def _plan(self, group_bytes: int, parts: Sequence[Sequence[str]] | None) -> list[Group]:
         position = {variable.name: i for i, variable in enumerate(self.variables)}
+        part_of = {name: i for i, names in enumerate(parts or []) for name in names}
         kinds: dict[Any, list[list[Variable]]] = {}
         several = sum(variable.nbytes for variable in self.variables) > group_bytes
         first = min(group_bytes, FIRST_GROUP_BYTES) if several else group_bytes
@@ -116,13 +122,14 @@ class Exchanger:
             communicator = self.choose(variable)
             exact = communicator.compressor.traits.exact
             dtype = variable.dtype if exact and not communicator.memory.stateful else "float32"
-            groups = kinds.setdefault((communicator is self.dense, dtype, variable.device), [])
+            key = (communicator is self.dense, dtype, variable.device, part_of.get(variable.name))
+            groups = kinds.setdefault(key, [])
             limit = first if len(groups) == 1 else group_bytes
             if not groups or sum(v.nbytes for v in groups[-1]) + variable.nbytes > limit:
                 groups.append([])
             groups[-1].append(variable)
         ordered = sorted(
-            ((dense, members[::-1]) for (dense, _, _), groups in kinds.items() for members in groups),
+            ((dense, members[::-1]) for (dense, *_), groups in kinds.items() for members in groups),
             key=lambda item: -position[item[1][0].name],
         )
         return [
@@ -199,6 +206,7 @@ def build_exchanger(
     group_bytes: int,
     settings: Sequence[tuple[str, str]] = (),
     check: Callable[[Communicator], None] = lambda communicator: None,
+    parts: Callable[[], Sequence[Sequence[str]] | None] = lambda: None,
 ) -> Exchanger:
     """Check everything on this rank, then compare it with the others: either every rank goes on or none.
 
@@ -206,6 +214,7 @@ def build_exchanger(
         variables: lists the variables, or raises what is wrong with them.
         choices: compressor, memory and communicator as the user gave them.
         check: raises if this communicator does not suit the run.
+        parts: names of variables that may share a group, asked for after ``variables``.
         settings: further (what, value) facts that all ranks must share.
 
     Raises:
@@ -216,7 +225,7 @@ def build_exchanger(
     try:
         communicator = build_communicator(*choices)
         check(communicator)
-        exchanger = Exchanger(variables(), communicator, backend, context, group_bytes)
+        exchanger = Exchanger(variables(), communicator, backend, context, group_bytes, parts())
     except Exception as error:
         agree(backend, [], error)
         raise

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import atexit
+import importlib.util
 import os
+import signal
 import sys
+import threading
 from typing import Any
 
 from grace.backend import Backend
-from grace.errors import ConfigError, missing_extra
+from grace.errors import ConfigError, MissingExtraError, RankError, missing_extra
 from grace.local import LocalBackend
 
-BACKENDS = ("auto", "torch", "local")
-
-# Launchers whose engine Grace does not speak: without this check their ranks would train alone, unnoticed.
-OTHER_LAUNCHERS = {
-    "HOROVOD_SIZE": "horovodrun",
-    "OMPI_COMM_WORLD_SIZE": "mpirun",
-    "PMI_SIZE": "mpirun",
-    "SLURM_NTASKS": "srun",
-}
+BACKENDS = ("auto", "torch", "horovod", "mpi", "local")
 
 _current: Backend | None = None
 
@@ -28,8 +23,10 @@ def init(backend: str | Backend = "auto") -> Backend:
     """Join the run. Call it once, before anything else of Grace's.
 
     Args:
-        backend: "auto" (torch.distributed under torchrun or once its process group exists, else local),
-            "torch", "local", or a :class:`~grace.Backend` of your own.
+        backend: "torch", "horovod", "mpi", "local", or a :class:`~grace.Backend` of your own. "auto" is what
+            the environment variable GRACE_BACKEND says; or else an engine that the program has initialized
+            already; or else the launcher's: Horovod under horovodrun, MPI under mpirun and srun,
+            torch.distributed under torchrun; and "local" without a launcher.
 
     Returns:
         The backend.
@@ -50,7 +47,9 @@ def init(backend: str | Backend = "auto") -> Backend:
         raise ConfigError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
     name = _detect() if backend == "auto" else backend
     if _current is None or _current.name != name:
-        _current = _torch() if name == "torch" else LocalBackend()
+        _current = JOIN[name]()
+        if name in ("horovod", "mpi"):
+            _heed_the_launcher(_current)
     return _current
 
 
@@ -91,26 +90,74 @@ atexit.register(shutdown)
 
 
 def _detect() -> str:
+    chosen = os.environ.get("GRACE_BACKEND", "auto")
+    if chosen not in BACKENDS:
+        raise ConfigError(f"GRACE_BACKEND={chosen}: unknown backend; known: {', '.join(BACKENDS)}")
+    if chosen != "auto":
+        return chosen
+    horovod: Any = sys.modules.get("horovod.torch")
+    if horovod is not None and horovod.is_initialized():
+        return "horovod"
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
         return "torch"
+    if "HOROVOD_RANK" in os.environ or "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ or _horovodrun_over_mpi():
+        return "horovod"
     if all(key in os.environ for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
         return "torch"
-    for key, launcher in OTHER_LAUNCHERS.items():
-        if os.environ.get(key, "1") not in ("", "1"):
-            raise ConfigError(
-                f"this process was started by {launcher} ({key}={os.environ[key]}), which this version cannot "
-                "join. Start it with torchrun, initialize torch.distributed yourself before grace.init(), or "
-                "train each process alone with grace.init('local')"
-            )
+    if any(os.environ.get(key, "1") not in ("", "1") for key in MPI_SIZES):
+        return "mpi"
     return "local"
 
 
+MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
+"""How many ranks mpirun or srun has started."""
+
+
+def _horovodrun_over_mpi() -> bool:
+    """horovodrun --mpi leaves mpirun's variables only, and its own settings."""
+    return "OMPI_COMM_WORLD_SIZE" in os.environ and "HOROVOD_CONTROLLER" in os.environ
+
+
 def _torch() -> Backend:
-    try:
-        import torch.distributed  # noqa: F401
-    except ImportError as error:
-        raise missing_extra("torch", "torch") from error
+    if importlib.util.find_spec("torch") is None:
+        raise missing_extra("torch", "torch")
     from grace.torch.backends.distributed import TorchBackend
 
     return TorchBackend.join()
+
+
+def _horovod() -> Backend:
+    if importlib.util.find_spec("torch") is None:
+        raise missing_extra("torch", "torch")
+    if importlib.util.find_spec("horovod") is None:
+        raise MissingExtraError(
+            "this needs Horovod, whose released source does not build against today's frameworks as it is; "
+            "`make horovod` in a checkout of Grace builds and installs it"
+        )
+    from grace.torch.backends.horovod import HorovodBackend
+
+    return HorovodBackend.join()
+
+
+def _mpi() -> Backend:
+    if importlib.util.find_spec("mpi4py") is None:
+        raise missing_extra("mpi4py", "mpi")
+    from grace.mpi import MPIBackend
+
+    return MPIBackend()
+
+
+JOIN = {"torch": _torch, "horovod": _horovod, "mpi": _mpi, "local": LocalBackend}
+
+
+def _heed_the_launcher(backend: Backend) -> None:
+    """A launcher that lost a rank ends the others by SIGTERM: let that be an error which says what was under way."""
+
+    def ended(number: int, frame: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise RankError(f"the launcher ended rank {backend.rank} of {backend.size} (SIGTERM)")
+
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread and backend.size > 1 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, ended)

@@ -9,9 +9,23 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # so that rank processes can import test modules by name
 
+from engines import ENGINES, Launched, available
 from pool import Ranks
 
 _pools: dict[int, Ranks] = {}
+_launched: dict[tuple[str, int], Launched] = {}
+
+
+def launched(engine: str, size: int) -> Ranks:
+    """The pool of an engine's ranks; "gloo" is torch.distributed's. One engine's at a time are up."""
+    if engine == "gloo":
+        return ranks_of(size)
+    if not available(engine):
+        pytest.skip(f"{engine}: its packages are not installed (make horovod)")
+    for key, pool in _launched.items():
+        if key != (engine, size):
+            pool.stop()
+    return _launched.setdefault((engine, size), Launched(engine, size))
 
 
 def ranks_of(size: int) -> Ranks:
@@ -37,6 +51,18 @@ def three_ranks() -> Ranks:
     return ranks_of(3)
 
 
+@pytest.fixture(params=ENGINES, scope="module")
+def engine(request) -> str:
+    """Every launcher and engine but torch.distributed's."""
+    return request.param
+
+
+@pytest.fixture(params=[name for name in ENGINES if "mpirun-mpi" not in name], scope="module")
+def horovod_engine(request) -> str:
+    """Every launcher of Horovod."""
+    return request.param
+
+
 def pytest_sessionfinish(session, exitstatus):
-    for pool in _pools.values():
+    for pool in [*_pools.values(), *_launched.values()]:
         pool.stop()

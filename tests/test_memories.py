@@ -14,7 +14,6 @@ import grace
 from grace.communicator import Communicator
 from grace.communicators import Allgather, Allreduce
 from grace.component import Context
-from grace.memories.efsignsgd import EFSignSGDMemory
 from grace.memories.residual import Residual
 
 SHAPE = (20, 30)
@@ -121,13 +120,6 @@ def test_efsignsgd_follows_algorithm_1_of_the_paper(make_tensor, schedule):
         np.testing.assert_allclose(update[clear], delta[clear], rtol=1e-4)
         error = lr * remembered(communicator)  # keep rounding from growing through undecided signs
         np.testing.assert_allclose(error[clear], (p - delta)[clear], atol=1e-4 * np.abs(p).max())
-
-
-def test_efsignsgd_sends_the_plain_gradient_first_whatever_the_rate():
-    for lr in (1e-4, 0.1, 10):
-        memory = EFSignSGDMemory()
-        memory.context.lr = lambda name, lr=lr: lr
-        same(memory.compensate(np.float32([1, -3]), "w"), np.float32([1, -3]))
 
 
 @pytest.mark.parametrize("lr", [1, 0.5, torch.tensor(0.5)], ids=["int", "float", "tensor"])

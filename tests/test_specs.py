@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import grace
 from grace import ConfigError, specs
-from grace.communicators import Allgather, Allreduce, Broadcast, ScatterReduce
+from grace.communicators import Allgather
 from grace.exchanger import build_communicator
 from grace.registry import KINDS, legal_communicators
 
@@ -182,43 +182,6 @@ def test_defaults_are_legal_and_silent(spec):
     assert dataclasses.replace(traits) == traits
     assert not (traits.unbiased and not traits.exact and traits.memory != "none")
     assert communicator.compressor.stateful == (spec in ("powersgd", "signum"))
-
-
-@pytest.mark.parametrize(
-    ("compressor", "legal"),
-    [
-        ("none", ["allgather", "allreduce", "broadcast", "scatter_reduce"]),
-        ("fp16", ["allgather", "allreduce", "broadcast", "scatter_reduce"]),
-        ("randomk", ["allgather", "allreduce", "broadcast"]),
-        ("topk", ["allgather", "broadcast"]),
-        ("qsgd", ["allgather", "broadcast", "scatter_reduce"]),
-        ("signsgd", ["allgather", "broadcast"]),
-        ("dgc", ["allgather", "broadcast"]),
-        ("onebit", ["allgather", "broadcast", "scatter_reduce"]),
-        ("efsignsgd", ["allgather", "broadcast", "scatter_reduce"]),
-        ("powersgd", ["allreduce"]),
-    ],
-)
-def test_illegal_communicators_are_refused_with_the_legal_ones(compressor, legal):
-    for cls in (Allgather, Allreduce, Broadcast, ScatterReduce):
-        if cls.name in legal:
-            assert cls(compressor).compressor.spec == grace.make("compressor", compressor).spec
-        else:
-            name = grace.make("compressor", compressor).name
-            with pytest.raises(ConfigError, match=f"Legal communicators for {name}: {', '.join(legal)}$"):
-                cls(compressor)
-
-
-def test_powersgd_without_error_feedback_is_refused():
-    with pytest.raises(ConfigError, match=r"powersgd needs error feedback.*Use memory='residual'"):
-        Allreduce("powersgd", "none")
-
-
-@pytest.mark.parametrize("compressor", ["qsgd", "randomk(unbiased=true)"])
-@pytest.mark.parametrize("memory", ["residual", "efsignsgd"])
-def test_error_feedback_on_an_unbiased_quantizer_warns(compressor, memory):
-    with pytest.warns(UserWarning, match=r"unbiased but not a contraction.*can diverge.*Use memory='none'"):
-        Allgather(compressor, memory)
 
 
 def test_a_communicator_object_comes_with_its_own_parts():

@@ -13,6 +13,7 @@ class Allgather(Communicator):
     """
 
     name = "allgather"
+    gathers = True
     cost = "(W-1)p"
 
     def communicate(self, wire):

@@ -12,8 +12,9 @@ from grace.errors import ConfigError
 from grace.exchange import Exchange, Group, Outcome, Traffic
 from grace.exchanger import Exchanger, build_exchanger
 from grace.torch.backends.distributed import TorchBackend
-from grace.torch.optimizer import GROUP_BYTES, _on_devices
+from grace.torch.optimizer import GROUP_BYTES
 from grace.torch.parameters import check_memory, variables
+from grace.torch.saving import on_devices
 
 
 class DDPState:
@@ -52,7 +53,7 @@ class DDPState:
         """Restore; see :mod:`grace.checkpoint` for the rules."""
         self.close_step()
         parameters = {name: p for p, name in self.names.items()}
-        checkpoint.load(self.exchanger, _on_devices(state, parameters), memory)
+        checkpoint.load(self.exchanger, on_devices(state, parameters), memory)
 
     def close_step(self) -> None:
         """Commit the last step, whose futures DDP has awaited at the end of backward."""

@@ -3,78 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from grace import checkpoint
 from grace.backend import Backend
-from grace.communicator import Communicator
-from grace.component import Context
 from grace.errors import ConfigError, ExchangeError
-from grace.exchange import Group, Traffic
-from grace.exchanger import build_exchanger
 from grace.runtime import current
 from grace.torch.backends.distributed import TorchBackend
-from grace.torch.parameters import broadcast_parameters, check_memory, named, variables
+from grace.torch.saving import StateMixin
+from grace.torch.session import Reduction, Session
 
 GROUP_BYTES = 25 << 20
 
 
-class Session:
-    """What a distributed optimizer adds to the user's: hooks on its parameters and the state of this step.
+class HookedSession(Session):
+    """A session whose exchanges start from hooks on the parameters.
 
     A parameter's hook counts backward passes; when every parameter of the next group has had them all, the
-    group's exchange starts. ``synchronize`` starts what is left (with zeros where this rank has no gradient),
-    awaits everything, and writes the means back.
+    group's exchange starts. ``synchronize`` starts what is left, awaits everything, and writes the means back.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parameters: Any,
-        choices: tuple[Any, Any, Any],
-        backend: Backend,
-        *,
-        passes: int,
-        group_bytes: int,
-        seed: int,
-        grad_scaler: Any,
-        sparse_as_dense: bool,
-        broadcast: bool,
-    ):
-        self.optimizer, self.passes, self.grad_scaler = optimizer, passes, grad_scaler
-        self.sparse_as_dense = sparse_as_dense
-        self.parameters: dict[str, torch.nn.Parameter] = {}
-
-        def list_variables():
-            _check_settings(passes, group_bytes)
-            self.parameters = named(optimizer, parameters)
-            return variables(self.parameters)
-
-        self.context = Context(seed=seed, lr=self._lr)
-        settings = [
-            ("backward_passes_per_step", str(passes)),
-            ("group_bytes", str(group_bytes)),
-            ("broadcast", str(broadcast)),
-            ("grad_scaler", "none" if grad_scaler is None else "given"),
-        ]
-        self.exchanger = build_exchanger(
-            list_variables, choices, backend, self.context, group_bytes, settings, self._check
-        )
-        self.group_of = {v.name: group for group in self.exchanger.groups for v in group.variables}
-        self.param_group = {
-            name: index
-            for index, group in enumerate(optimizer.param_groups)
-            for name, p in self.parameters.items()
-            if any(p is other for other in group["params"])
-        }
+    def __init__(self, *args: Any, passes: int, **options: Any):
+        super().__init__(*args, passes=passes, **options)
+        self.passes = passes
         self.paused = False
         self.synchronized = False
         self._reset()
-        if broadcast:
-            broadcast_parameters(self.parameters, 0, backend)
         self.hooks = [p.register_post_accumulate_grad_hook(self._hook(n)) for n, p in self.parameters.items()]
 
     def close(self) -> None:
@@ -82,19 +38,11 @@ class Session:
         for hook in self.hooks:
             hook.remove()
 
-    def _check(self, communicator: Communicator) -> None:
-        check_memory(communicator.memory, self.optimizer)
-
-    def _lr(self, name: str) -> float:
-        return float(self.optimizer.param_groups[self.param_group[name]]["lr"])
-
     def _reset(self) -> None:
         self.counts = dict.fromkeys(self.parameters, 0)
         self.waiting = [len(group.variables) for group in self.exchanger.groups]
         self.next_group = 0
-        self.versions: dict[str, tuple[torch.Tensor, int]] = {}
-
-    # -- during backward -------------------------------------------------------------------------------
+        self.versions = {}
 
     def _hook(self, name: str):
         def hook(parameter: torch.nn.Parameter) -> None:
@@ -115,48 +63,16 @@ class Session:
 
         return hook
 
-    @torch.no_grad()
     def _start_next(self) -> None:
-        group = self.exchanger.groups[self.next_group]
-        if self.next_group == 0 and self.grad_scaler is not None and self.grad_scaler.is_enabled():
-            self.exchanger.rescale(self.grad_scaler.get_scale())
-        gradients, present = [], []
-        for variable in group.variables:
-            p = self.parameters[variable.name]
-            present.append(p.grad is not None)
-            gradients.append(torch.zeros_like(p) if p.grad is None else self._dense(variable.name, p))
-            if p.grad is not None:
-                self.versions[variable.name] = (p.grad, p.grad._version)
+        self.start(self.exchanger.groups[self.next_group])
         self.next_group += 1
-        self.exchanger.start(group, gradients, present)
 
-    def _dense(self, name: str, p: torch.nn.Parameter) -> torch.Tensor:
-        assert p.grad is not None
-        if p.grad.layout is not torch.strided:
-            if not self.sparse_as_dense:
-                raise ConfigError(
-                    f"the gradient of {name!r} is sparse ({p.grad.layout}); pass sparse_as_dense=True to exchange "
-                    "it as a dense one, or make the layer dense (Embedding(sparse=False))"
-                )
-            p.grad = p.grad.to_dense()
-        return p.grad.contiguous()
-
-    # -- at the end of a step --------------------------------------------------------------------------
-
-    @torch.no_grad()
     def synchronize(self) -> None:
         """Exchange what is not exchanged yet and write the means into ``p.grad``."""
         self._check_untouched()
         while self.next_group < len(self.exchanger.groups):
             self._start_next()
-        outcomes = self.exchanger.finish(self._outs)
-        for outcome in outcomes:
-            p = self.parameters[outcome.variable.name]
-            if outcome.value is None or outcome.value is p.grad:
-                continue
-            if p.grad is None:
-                p.grad = torch.empty_like(p)
-            p.grad.copy_(outcome.value)
+        self.finish()
         self._reset()
         self.synchronized = True
 
@@ -176,39 +92,11 @@ class Session:
         self._reset()
         self.synchronized = False
 
-    def _check_untouched(self) -> None:
-        states = getattr(self.grad_scaler, "_per_optimizer_states", {})  # torch counts no version for unscale_()
-        unscaled = getattr(states.get(id(self.optimizer), {}).get("stage"), "name", "") == "UNSCALED"
-        for name, (gradient, version) in self.versions.items():
-            p = self.parameters[name]
-            if unscaled or p.grad is not gradient or gradient._version != version:
-                raise ExchangeError(
-                    f"the gradient of {name!r} was changed after its exchange began (by clipping, unscaling or "
-                    "another backward pass). Call optimizer.synchronize() after backward and before you change "
-                    "gradients; step() then uses them as they are"
-                )
 
-    def _outs(self, group: Group) -> list[torch.Tensor | None]:
-        """Where aggregates may be written directly: float32 or exact gradients, contiguous, of this rank."""
-        traits = group.communicator.compressor.traits
-        outs: list[torch.Tensor | None] = []
-        for variable in group.variables:
-            grad = self.parameters[variable.name].grad
-            usable = grad is not None and grad.is_contiguous() and (traits.exact or grad.dtype == torch.float32)
-            outs.append(grad if usable else None)
-        return outs
-
-
-def _check_settings(passes: Any, group_bytes: Any) -> None:
-    for name, value in (("backward_passes_per_step", passes), ("group_bytes", group_bytes)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
-
-
-class DistributedMixin:
+class DistributedMixin(StateMixin):
     """The methods that a distributed optimizer has beside, or instead of, the user's optimizer's."""
 
-    _grace: Session
+    _grace: HookedSession
 
     def synchronize(self) -> None:
         """Await the exchange, so that ``p.grad`` holds the means: before clipping or unscaling."""
@@ -245,63 +133,6 @@ class DistributedMixin:
         self._grace.before_zero_grad()
         super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: the groups of the exchange are fixed when the optimizer is made distributed."""
-        raise ConfigError(
-            "add the parameter group to the optimizer before grace.DistributedOptimizer, which fixes what is "
-            "exchanged together"
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """The user's optimizer's state, and under "grace" what this rank remembers."""
-        state = super().state_dict()  # type: ignore[misc]
-        state["grace"] = checkpoint.save(self._grace.exchanger)
-        return state
-
-    def full_state_dict(self) -> dict[str, Any]:
-        """Like ``state_dict()``, with every rank's memories, for one file that loads on any number of ranks.
-
-        Every rank must call it; save it on one."""
-        state = super().state_dict()  # type: ignore[misc]
-        state["grace"] = checkpoint.gather(self._grace.exchanger)
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any], memory: str = "strict") -> None:
-        """Restore. A run that is stopped and resumed continues bit for bit.
-
-        Args:
-            state_dict: from ``state_dict()`` of the same rank, or from ``full_state_dict()``.
-            memory: "strict", or "reset" to start with empty memories.
-
-        Raises:
-            ConfigError: the memories belong to another rank, number of ranks or method.
-        """
-        plain = {key: value for key, value in state_dict.items() if key != "grace"}
-        saved = state_dict.get("grace")
-        session = self._grace
-        saved = saved and _on_devices(saved, session.parameters)
-        checkpoint.load(session.exchanger, saved, memory)
-        super().load_state_dict(plain)  # type: ignore[misc]
-
-    @property
-    def traffic(self) -> Traffic:
-        """What was exchanged so far, counted."""
-        return self._grace.exchanger.traffic
-
-
-def _on_devices(saved: Any, parameters: dict[str, torch.nn.Parameter], device: Any = "cpu") -> Any:
-    """The saved state with each variable's tensors on its parameter's device."""
-    if isinstance(saved, torch.Tensor):
-        return saved.to(device, copy=True)
-    if isinstance(saved, dict):
-        return {
-            key: _on_devices(value, parameters, parameters[key].device if key in parameters else device)
-            for key, value in saved.items()
-        }
-    if isinstance(saved, list):
-        return [_on_devices(value, parameters, device) for value in saved]
-    return saved
-
 
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
@@ -311,7 +142,12 @@ def DistributedOptimizer(
     communicator: Any = None,
     *,
     backward_passes_per_step: int = 1,
+    op: Any = "average",
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
     process_group: Any = None,
+    process_set: Any = None,
     backend: Backend | None = None,
     grad_scaler: Any = None,
     sparse_as_dense: bool = False,
@@ -323,7 +159,8 @@ def DistributedOptimizer(
 
     The optimizer is changed in place and returned: it still is of its class, and ``step()`` first replaces
     each ``p.grad`` by the mean over ranks (or what the method defines). Exchanges start during backward.
-    All ranks must make the same call.
+    All ranks must make the same call. Under Horovod the optimizer is Horovod's own DistributedOptimizer, with
+    Grace's exchange in it.
 
     Args:
         optimizer: any torch optimizer.
@@ -332,7 +169,13 @@ def DistributedOptimizer(
         memory: the same; the compressor's default if left out.
         communicator: the same, or a Communicator object that holds all three; the compressor's default.
         backward_passes_per_step: exchange after this many backward passes, whose gradients add up.
+        op: "average" or "sum" over ranks (or Horovod's constants; Adasum is refused).
+        gradient_predivide_factor: divide gradients by it before the exchange, and multiply the average with it.
+        num_groups, groups: parameters that may share a collective: how many sets, or lists of parameters.
+            By default all that are ready together, up to ``group_bytes``; under Horovod each for itself, and
+            Horovod joins small messages.
         process_group: a torch.distributed group; all ranks if left out.
+        process_set: a Horovod process set; likewise.
         backend: a Backend object, instead of that of ``grace.init()``.
         grad_scaler: the ``torch.amp.GradScaler`` in use, so that memories follow the loss scale.
         sparse_as_dense: exchange sparse gradients as dense ones (they are refused otherwise).
@@ -357,30 +200,44 @@ def DistributedOptimizer(
     10
     >>> grace.shutdown()
     """
-    if isinstance(optimizer, DistributedMixin):
+    if isinstance(optimizer, StateMixin):
         raise ConfigError("this optimizer is distributed already")
     if backend is None:
-        backend = TorchBackend(process_group) if process_group is not None else current()
-    session = Session(
-        optimizer,
-        named_parameters,
-        (compressor, memory, communicator),
-        backend,
-        passes=backward_passes_per_step,
-        group_bytes=group_bytes,
-        seed=seed,
-        grad_scaler=grad_scaler,
-        sparse_as_dense=sparse_as_dense,
-        broadcast=broadcast,
-    )
+        backend = _backend(process_group, process_set)
+    options = {
+        "passes": backward_passes_per_step,
+        "reduction": Reduction(op, gradient_predivide_factor),
+        "groups": num_groups if groups is None else groups,
+        "group_bytes": group_bytes,
+        "seed": seed,
+        "grad_scaler": grad_scaler,
+        "sparse_as_dense": sparse_as_dense,
+        "broadcast": broadcast,
+    }
+    choices = (compressor, memory, communicator)
+    if backend.name == "horovod":
+        from grace.torch.horovod import distribute
+
+        return distribute(optimizer, named_parameters, choices, backend, options, before_step)
+    session = HookedSession(optimizer, named_parameters, choices, backend, **options)
     cls = type(optimizer)
     optimizer.__class__ = type(cls.__name__, (DistributedMixin, cls), {"__module__": cls.__module__})
     optimizer._grace = session  # type: ignore[attr-defined]
-    optimizer.register_step_pre_hook(_before_step)
+    optimizer.register_step_pre_hook(before_step)
     return optimizer
 
 
-def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _backend(process_group: Any, process_set: Any) -> Backend:
+    if process_group is not None and process_set is not None:
+        raise ConfigError("give a process_group (torch.distributed) or a process_set (Horovod), not both")
+    if process_set is not None:
+        from grace.torch.backends.horovod import HorovodBackend
+
+        return HorovodBackend(process_set)
+    return current() if process_group is None else TorchBackend(process_group)
+
+
+def before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Synchronize before the user's step; with a closure, after the closure's backward instead."""
     session = optimizer._grace
     given = args[1:]  # torch hands the hook step()'s arguments with the optimizer first

@@ -74,15 +74,6 @@ def test_sample_indices_takes_one_of_each_slice(n, k, key):
     assert ((indices >= starts) & (indices < stops)).all()
 
 
-def test_trap_odd_indices_beyond_2_to_the_24_are_drawn():
-    n, k = 1 << 26, 4096
-    for kernels in [NUMPY, *OTHERS]:
-        indices = back(kernels.sample_indices(Stream(1), n, k, to(kernels, np.zeros(1, np.float32))))
-        late = indices[indices > 1 << 24]
-        assert 0.45 < (late % 2).mean() < 0.55
-        assert len(np.unique(indices)) == k
-
-
 def test_sample_indices_are_uniform():
     hits = np.zeros(1000)
     for step in range(400):

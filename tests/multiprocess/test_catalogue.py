@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-import numpy as np
 import pytest
 import torch
 from training import Given, digest, made_up, sgd, state_of
@@ -60,66 +59,6 @@ def test_every_rank_ends_with_the_same_finite_bits(ranks, compressor, communicat
     answers = ranks.run(five_steps, compressor, communicator, dtype)
     assert len({bits for bits, _, _ in answers}) == 1
     assert all(finite and dtypes == [dtype] for _, finite, dtypes in answers)
-
-
-def first_aggregate(compressor: str, communicator: str) -> dict[str, np.ndarray]:
-    model = Given(SHAPES)
-    optimizer = optimizer_of(model, compressor, communicator)
-    model.backward(given(0, grace.rank(), torch.float32))
-    optimizer.step()
-    return {name: p.grad.numpy().copy() for name, p in model.named_parameters()}
-
-
-def sent_by_threshold(x: np.ndarray) -> np.ndarray:
-    return np.where(np.abs(x) > 0.5, x, 0)
-
-
-def sent_by_onebit(x: np.ndarray) -> np.ndarray:
-    low, high = x[x < 0], x[x >= 0]
-    return np.where(x >= 0, high.mean() if high.size else 0, low.mean() if low.size else 0)
-
-
-def sent_by_adaptive(x: np.ndarray) -> np.ndarray:
-    out = np.zeros_like(x)
-    for side in (1, -1):
-        members = np.flatnonzero(side * x > 0)
-        if members.size:
-            count = max(1, round(0.1 * members.size))
-            top = members[np.argsort(-np.abs(x[members]), kind="stable")[:count]]
-            out[top] = x[top].mean()
-    return out
-
-
-def sent_by_signum(x: np.ndarray) -> np.ndarray:
-    return np.where(x >= 0, 1.0, -1.0)
-
-
-FORMULAS = {
-    "threshold(value=0.5)": sent_by_threshold,
-    "onebit": sent_by_onebit,
-    "adaptive(ratio=0.1)": sent_by_adaptive,
-    "signum": sent_by_signum,
-}
-
-
-@pytest.mark.parametrize("communicator", ["allgather", "broadcast"])
-@pytest.mark.parametrize("compressor", FORMULAS)
-def test_the_first_aggregate_is_that_of_the_formula(ranks, compressor, communicator):
-    inputs = [given(0, rank, torch.float32) for rank in range(ranks.size)]
-    method = make("compressor", compressor)
-    for answer in ranks.run(first_aggregate, compressor, communicator):
-        for name, value in answer.items():
-            flat = [rank[name].numpy().reshape(-1).astype(np.float64) for rank in inputs]
-            bits = method.wire_bits(SHAPES[name])
-            if value.size == 0:
-                continue
-            if bits is not None and bits >= 32:  # rides dense
-                expected = np.mean(flat, axis=0)
-            elif method.votes:
-                expected = np.where(np.sum([FORMULAS[compressor](x) for x in flat], axis=0) >= 0, 1.0, -1.0)
-            else:
-                expected = np.mean([FORMULAS[compressor](x) for x in flat], axis=0)
-            np.testing.assert_allclose(value.reshape(-1), expected, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 def resumed(compressor: str) -> bool:

@@ -196,8 +196,3 @@ def message_of(misuse):
 )
 def test_misuse_is_refused_with_what_would_be_right(two_ranks, misuse, words):
     assert all(words in message for message in two_ranks.run(message_of, misuse))
-
-
-def test_an_unbiased_compressor_under_error_feedback_warns():
-    with pytest.warns(UserWarning, match="can diverge"):
-        grace.torch.Allgather("qsgd", "residual")

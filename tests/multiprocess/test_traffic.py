@@ -8,6 +8,7 @@ import os
 import socket
 import struct
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +18,15 @@ import grace
 
 pytestmark = pytest.mark.ranks
 
+MORE = (
+    *("natural", "terngrad", "onebit", "signum", "dynamic8", "sketch(quantiles=16)"),
+    *("topk(ratio=0.1) | qsgd(levels=7)", "topk(ratio=0.1) | efsignsgd", "randomk(ratio=0.1) | fp16"),
+)
+GATHERED = [
+    *ONE_STAGE,
+    *((method, name) for method in MORE for name in ("allgather", "broadcast")),
+    ("randomk(ratio=0.1) | fp16", "allreduce"),
+]
 SHAPES = {"big": (50, 41), "odd": (1003,), "kernel": (8, 3, 3, 3), "one": (1,), "scalar": (), "none": (0,)}
 STEPS = 3
 
@@ -71,7 +81,7 @@ class Recorder(grace.Backend):
 
 
 @pytest.mark.parametrize("group_bytes", [25 << 20, 1000])
-@pytest.mark.parametrize(("compressor", "communicator"), ONE_STAGE, ids=[f"{m}-{c}" for m, c in ONE_STAGE])
+@pytest.mark.parametrize(("compressor", "communicator"), GATHERED, ids=[f"{m}-{c}" for m, c in GATHERED])
 def test_bytes_at_the_engine_are_wire_bits_and_the_stated_header(two_ranks, compressor, communicator, group_bytes):
     method = grace.make("compressor", compressor)
     for traffic, handed, groups, dense in two_ranks.run(counted, compressor, communicator, group_bytes):
@@ -82,7 +92,7 @@ def test_bytes_at_the_engine_are_wire_bits_and_the_stated_header(two_ranks, comp
         header = 0
         for names in groups:
             if names[0] in dense or communicator == "allreduce":
-                item = 2 if compressor in ("fp16", "bf16") and names[0] not in dense else 4
+                item = 2 if compressor.endswith(("fp16", "bf16")) and names[0] not in dense else 4
                 header += len(names) * item * (1 if names[0] in dense else method.traits.rounds)
             else:
                 body = sum(payload[name] for name in names) + len(names)
@@ -92,15 +102,131 @@ def test_bytes_at_the_engine_are_wire_bits_and_the_stated_header(two_ranks, comp
         assert traffic.elements == STEPS * sum(math.prod(shape) for shape in SHAPES.values())
 
 
+def eighths(nbytes: int) -> int:
+    """Padded to a multiple of 8 bytes."""
+    return nbytes + -nbytes % 8
+
+
+@pytest.mark.parametrize(
+    "compressor", ["none", "fp16", "qsgd", "natural", "terngrad", "onebit", "efsignsgd", "dynamic8"]
+)
+def test_both_halves_of_scatter_reduce_are_the_wire_bits_of_shards(two_ranks, compressor):
+    method = grace.make("compressor", compressor)
+    answers = two_ranks.run(counted, compressor, "scatter_reduce", 25 << 20)
+    for rank, (traffic, handed, groups, dense) in enumerate(answers):
+        payload, total = {}, 0
+        for names in groups:
+            if names[0] in dense:
+                payload |= {name: 4 * math.prod(SHAPES[name]) for name in names}
+                total += sum(payload[name] + 4 for name in names)
+                continue
+            shards = {
+                name: [round(method.wire_bits((n,)) * n / 8) for n in halves(math.prod(SHAPES[name]))] for name in names
+            }
+            payload |= {name: sum(nbytes) + nbytes[rank] for name, nbytes in shards.items()}
+            longest = max(eighths(sum(shards[name][j] + 1 for name in names)) for j in range(2))
+            total += 3 * longest  # a shard for each rank, and this rank's mean
+        assert traffic.payload_bytes == {name: STEPS * payload[name] for name in SHAPES}
+        assert sum(handed) == STEPS * total
+        assert traffic.header_bytes == STEPS * (total - sum(payload.values()))
+
+
+def halves(n: int) -> tuple[int, int]:
+    return (n + 1) // 2, n // 2
+
+
+SPIKES = [0.1, -0.9, 3.0, -2.0]
+
+
+def spiky(rank: int) -> dict[str, np.ndarray]:
+    """3 or 7 entries of the large variables, all of the small ones; the rest is zero."""
+    gradients = {}
+    for name, shape in SHAPES.items():
+        flat = np.zeros(math.prod(shape), np.float32)
+        count = entries(flat.size, rank)
+        flat[:: max(1, flat.size // max(1, count))][:count] = np.resize(SPIKES, count)
+        gradients[name] = flat.reshape(shape)
+    return gradients
+
+
+def entries(n: int, rank: int) -> int:
+    return min(n, 3 + 4 * rank)
+
+
+def counted_spikes(compressor, memory, communicator):
+    """Traffic of three steps, and the bytes that the engine was handed."""
+    backend = Recorder(grace.init())
+    model = Given(SHAPES)
+    optimizer = grace.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compressor, memory, communicator,
+        backend=backend, broadcast=False,
+    )  # fmt: skip
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model.backward(spiky(grace.rank()))
+        optimizer.step()
+    return optimizer.traffic, backend.handed
+
+
+def of_sides(n: int, m: int) -> int:
+    """Half of the positive and half of the negative entries, by 16-bit index, and two means."""
+    return 8 + 2 * sum(max(1, round(side / 2)) for side in ((m + 1) // 2, m // 2) if side)
+
+
+def of_formats(n: int, m: int) -> int:
+    """2-bit tags of all, and 1, 2, 4 and 4 bytes for the spikes."""
+    return math.ceil(n / 4) + sum([1, 2, 4, 4][i % 4] for i in range(m))
+
+
+@pytest.mark.parametrize("communicator", ["allgather", "broadcast"])
+@pytest.mark.parametrize(
+    ("compressor", "memory", "tensors", "nbytes"),
+    [
+        ("threshold(value=0.05)", None, 2, lambda n, m: (4 + 2) * m),
+        ("dgc(ratio=0.05)", None, 2, lambda n, m: (4 + 2) * m),
+        ("adaptive(ratio=0.5)", "none", 3, of_sides),
+        ("inceptionn(error_bound=0.001)", None, 4, of_formats),
+        ("threshold(value=0.05) | natural", "none", 2, lambda n, m: (1 + 2) * m),
+        ("dgc(ratio=0.05) | efsignsgd", None, 3, lambda n, m: math.ceil(m / 8) + 4 + 2 * m),
+    ],
+)
+def test_bytes_that_depend_on_the_data_are_those_of_the_entries_sent(
+    two_ranks, compressor, memory, tensors, nbytes, communicator
+):
+    sizes = {name: math.prod(shape) for name, shape in SHAPES.items()}
+    payloads = [{name: nbytes(n, entries(n, rank)) if n else 0 for name, n in sizes.items()} for rank in range(2)]
+    compressed = len(SHAPES) - 1  # the empty variable is not: its status takes 4 bytes
+    longest = max(eighths(sum(payload.values()) + compressed) for payload in payloads)
+    total = 8 * tensors * compressed + longest + 4  # the sizes of all tensors, the wire, the empty variable
+    answers = two_ranks.run(counted_spikes, compressor, memory, communicator)
+    for (traffic, handed), payload in zip(answers, payloads, strict=True):
+        assert traffic.payload_bytes == {name: STEPS * payload[name] for name in SHAPES}
+        assert sum(handed) == STEPS * total
+        assert traffic.header_bytes == STEPS * (total - sum(payload.values()))
+
+
 def test_nothing_is_sent_larger_than_it_is(two_ranks):
-    for method in METHODS:
+    for method in (*METHODS, *MORE):
         (traffic, *_), _ = two_ranks.run(counted, method, None, 25 << 20)
         for name, shape in SHAPES.items():
             assert traffic.payload_bytes[name] <= STEPS * 4 * math.prod(shape)
 
 
 @pytest.mark.parametrize(
-    ("compressor", "bits"), [("signsgd", 1), ("qsgd", 8 + 1 / 16), ("qsgd(levels=7)", 4 + 1 / 16), ("fp16", 16)]
+    ("compressor", "bits"),
+    [
+        ("signsgd", 1),
+        ("qsgd", 8 + 1 / 16),
+        ("qsgd(levels=7)", 4 + 1 / 16),
+        ("fp16", 16),
+        ("natural", 8),
+        ("terngrad", 2 + 32 / 2**20),
+        ("onebit", 1 + 64 / 2**20),
+        ("signum", 1),
+        ("dynamic8", 8 + 32 / 2**20),
+        ("sketch", 6 + 64 * 32 / 2**20),
+        ("topk(ratio=0.015625) | natural", (32 + 8) / 64),
+    ],
 )
 def test_the_wire_is_as_narrow_as_the_method_says(two_ranks, compressor, bits):
     for sent, header in two_ranks.run(one_large_tensor, compressor):
@@ -148,7 +274,10 @@ def megabytes(compressor, communicator, steps):
 
 @pytest.mark.parametrize(
     ("compressor", "communicator"),
-    [("none", "allreduce"), ("none", "allgather"), ("none", "broadcast"), ("fp16", "allreduce"), ("qsgd", "allgather")],
+    [
+        *(("none", "allreduce"), ("none", "allgather"), ("none", "broadcast"), ("fp16", "allreduce")),
+        *(("qsgd", "allgather"), ("natural", "broadcast"), ("dynamic8", "scatter_reduce"), ("inceptionn", "allgather")),
+    ],
 )
 def test_bytes_counted_as_sent_are_what_the_network_carries(ranks, compressor, communicator):
     answers = ranks.run(megabytes, compressor, communicator, 8)

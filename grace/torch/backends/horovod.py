@@ -1,0 +1,145 @@
+"""The Horovod backend: named operations, which find each other in whatever order ranks start them."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections import Counter
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+from grace.backend import Backend, Handle
+from grace.errors import ConfigError
+
+POLL_SECONDS = 50e-6
+"""Between two looks at an operation; Horovod itself looks every millisecond."""
+
+
+class HorovodBackend(Backend):
+    """Collectives of one Horovod process set.
+
+    Args:
+        process_set: the process set; all ranks if left out.
+        owns: shut Horovod down with the backend.
+    """
+
+    name = "horovod"
+    pairs_by_name = True
+    concatenates = True
+
+    def __init__(self, process_set: Any = None, owns: bool = False):
+        if not hvd.is_initialized():
+            raise ConfigError("Horovod is not initialized; call grace.init('horovod') or hvd.init() first")
+        self.process_set = hvd.global_process_set if process_set is None else process_set
+        self.owns = owns
+        self.included = self.process_set.included()
+        self.rank, self.size = (self.process_set.rank(), self.process_set.size()) if self.included else (-1, 1)
+        self._used: Counter[str] = Counter()
+
+    @classmethod
+    def join(cls) -> HorovodBackend:
+        """All ranks; Horovod is initialized if nobody has done it yet."""
+        owns = not hvd.is_initialized()
+        if owns:
+            hvd.init()
+        return cls(owns=owns)
+
+    def describe(self) -> str:
+        engine = "MPI" if hvd.mpi_enabled() else "Gloo"
+        return f"Horovod ({engine}), rank {self.rank} of {self.size}"
+
+    def _name(self) -> str:
+        """A name that every rank gives the same operation: the exchange's, or a number in the order of calls."""
+        label = self.label or "grace"
+        if not self.label:
+            self._used[label] += 1
+            return f"{label}.call{self._used[label]}"
+        if label != self._last_label:
+            self._last_label, self._in_label = label, 0
+        self._in_label += 1
+        return f"{label}.{self._in_label}"
+
+    _last_label, _in_label = "", 0
+
+    def allreduce(self, tensor: torch.Tensor) -> Handle:
+        self.count(2 * (self.size - 1) / self.size * tensor.nbytes)
+        if tensor.dtype == torch.bfloat16:
+            return self._sum_bfloats(tensor)
+        work = hvd.allreduce_async_(tensor, name=self._name(), op=hvd.Sum, process_set=self.process_set)
+        return Handle(Operation(work, lambda output: None), tensor)
+
+    def _sum_bfloats(self, tensor: torch.Tensor) -> Handle:
+        """Horovod does not know bfloat16: each rank sums a part of the tensor in float32, and gathers the others'."""
+        name, length = self._name(), -(-tensor.numel() // self.size)
+        padded = tensor.new_zeros(self.size * length)
+        padded[: tensor.numel()] = tensor.view(-1)
+        work = hvd.alltoall_async(padded.view(torch.uint8), name=name, process_set=self.process_set)
+
+        def gather(output: Any) -> None:
+            parts = _received(output).view(torch.bfloat16).view(self.size, length)
+            total = parts.sum(0, dtype=torch.float32).to(torch.bfloat16).view(torch.uint8)
+            whole = hvd.allgather(total, name=f"{name}.totals", process_set=self.process_set)
+            tensor.view(-1).copy_(whole.view(torch.bfloat16)[: tensor.numel()])
+
+        return Handle(Operation(work, gather), tensor)
+
+    def allgather(self, tensor: torch.Tensor) -> Handle:
+        self.count((self.size - 1) * tensor.nbytes)
+        work = hvd.allgather_async(tensor, name=self._name(), process_set=self.process_set)
+        gathered: list[torch.Tensor] = []
+        return Handle(Operation(work, lambda output: gathered.extend(output.view(self.size, -1).unbind())), gathered)
+
+    def concatenate(self, tensor: torch.Tensor) -> Handle:
+        self.count((self.size - 1) * tensor.nbytes)
+        work = hvd.allgather_async(tensor, name=self._name(), process_set=self.process_set)
+        gathered: list[torch.Tensor] = []
+        return Handle(Operation(work, gathered.append), gathered)
+
+    def alltoall(self, tensor: torch.Tensor) -> Handle:
+        self.count((self.size - 1) / self.size * tensor.nbytes)
+        work = hvd.alltoall_async(tensor, name=self._name(), process_set=self.process_set)
+        received: list[torch.Tensor] = []
+
+        return Handle(
+            Operation(work, lambda output: received.extend(_received(output).view(self.size, -1).unbind())), received
+        )
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
+        if root == self.rank:
+            self.count((self.size - 1) * tensor.nbytes)
+        source = self.process_set.ranks[root] if self.process_set.ranks else root
+        work = hvd.broadcast_async_(tensor, source, name=self._name(), process_set=self.process_set)
+        return Handle(Operation(work, lambda output: None), tensor)
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        raw = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = [int(part) for part in self.allgather(torch.tensor([len(raw)])).wait()]
+        (whole,) = self.concatenate(raw).wait()
+        return [pickle.loads(part.numpy().tobytes()) for part in whole.split(sizes)]
+
+    def shutdown(self) -> None:
+        if self.owns and hvd.is_initialized():
+            hvd.shutdown()
+
+
+def _received(output: Any) -> torch.Tensor:
+    """What an all-to-all brought; beside it come the sizes of the parts."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+class Operation:
+    """Waits for a Horovod operation, once, and hands its output on."""
+
+    def __init__(self, work: int, done: Any):
+        self.work, self.done = work, done
+
+    def __call__(self) -> None:
+        if self.done is None:
+            return
+        while not hvd.poll(self.work):
+            time.sleep(POLL_SECONDS)
+        output = hvd.synchronize(self.work)
+        done, self.done = self.done, None
+        done(output)

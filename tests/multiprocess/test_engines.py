@@ -1,0 +1,71 @@
+"""The whole catalogue over every engine, started by its launcher: the same results as over torch.distributed."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from conftest import launched
+from training import METHODS, Given, made_up
+
+import grace
+from grace.registry import legal_communicators, make
+
+pytestmark = pytest.mark.ranks
+
+SHAPES = {"odd": (13, 7), "kernel": (3, 2, 3, 3), "one": (1,), "scalar": (), "empty": (0, 3), "zeros": (31,)}
+NEW = (
+    *("natural", "terngrad", "onebit", "signum", "dynamic8", "sketch(quantiles=16)"),
+    *("threshold(value=0.5)", "dgc(ratio=0.1)", "adaptive(ratio=0.1)", "inceptionn"),
+    *("topk(ratio=0.2) | qsgd(levels=7)", "randomk(ratio=0.2) | fp16", "dgc(ratio=0.1) | efsignsgd"),
+)
+PAIRS = [(method, name) for method in METHODS + NEW for name in legal_communicators(make("compressor", method))]
+
+
+def train(compressor: str, communicator: str, steps: int = 4) -> dict[str, tuple[bool, np.ndarray]]:
+    """Per variable: whether the engine summed it, and its weights after a few steps."""
+    model = Given(SHAPES)
+    optimizer = grace.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.05), model.named_parameters(), compressor, communicator=communicator
+    )
+    for step in range(steps):
+        gradients = made_up(SHAPES, step, grace.rank())
+        gradients["zeros"][:] = 0
+        optimizer.zero_grad()
+        model.backward(gradients)
+        optimizer.step()
+    sums = {v.name: g.communicator.sums for g in optimizer._grace.exchanger.groups for v in g.variables}
+    return {name: (sums[name], p.detach().numpy().copy()) for name, p in model.named_parameters()}
+
+
+def everything() -> dict[tuple[str, str], dict[str, tuple[bool, np.ndarray]]]:
+    return {pair: train(*pair) for pair in PAIRS}
+
+
+@functools.cache
+def expected(size: int) -> dict[tuple[str, str], dict[str, tuple[bool, np.ndarray]]]:
+    """What torch.distributed gives."""
+    return launched("gloo", size).run(everything)[0]
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["2ranks", "3ranks"])
+def results(engine, request):
+    """What an engine gives on each rank, and torch.distributed on as many ranks."""
+    return launched(engine, request.param).run(everything), expected(request.param)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=[f"{m}-{c}" for m, c in PAIRS])
+def test_every_method_gives_what_it_gives_over_torch_distributed(results, pair):
+    ranks, wanted = results
+    for other in ranks[1:]:
+        for name, (_, weights) in other[pair].items():
+            assert weights.tobytes() == ranks[0][pair][name][1].tobytes(), name
+    for name, (sums, weights) in wanted[pair].items():
+        got = ranks[0][pair][name][1]
+        if not sums or len(ranks) == 2:  # one addition, whatever the order
+            assert got.tobytes() == weights.tobytes(), name
+        else:
+            tolerance = {"fp16": 1e-3, "bf16": 1e-2}.get(pair[0].split("| ")[-1], 1e-6)
+            np.testing.assert_allclose(got, weights, rtol=tolerance, atol=tolerance, err_msg=name)

@@ -25,8 +25,8 @@ def init(backend: str | Backend = "auto") -> Backend:
     Args:
         backend: "torch", "horovod", "mpi", "local", or a :class:`~grace.Backend` of your own. "auto" is what
             the environment variable GRACE_BACKEND says; or else an engine that the program has initialized
-            already; or else the launcher's: Horovod under horovodrun, MPI under mpirun and srun,
-            torch.distributed under torchrun; and "local" without a launcher.
+            already; or else the launcher's: Horovod under horovodrun, torch.distributed under torchrun, and
+            under mpirun and srun Horovod where it is installed, else MPI; and "local" without a launcher.
 
     Returns:
         The backend.
@@ -101,22 +101,17 @@ def _detect() -> str:
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
         return "torch"
-    if "HOROVOD_RANK" in os.environ or "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ or _horovodrun_over_mpi():
+    if "HOROVOD_RANK" in os.environ:  # horovodrun over Gloo; over MPI it leaves mpirun's variables only
         return "horovod"
     if all(key in os.environ for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
         return "torch"
     if any(os.environ.get(key, "1") not in ("", "1") for key in MPI_SIZES):
-        return "mpi"
+        return "horovod" if importlib.util.find_spec("horovod") else "mpi"
     return "local"
 
 
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 """How many ranks mpirun or srun has started."""
-
-
-def _horovodrun_over_mpi() -> bool:
-    """horovodrun --mpi leaves mpirun's variables only, and its own settings."""
-    return "OMPI_COMM_WORLD_SIZE" in os.environ and "HOROVOD_CONTROLLER" in os.environ
 
 
 def _torch() -> Backend:
@@ -133,7 +128,7 @@ def _horovod() -> Backend:
     if importlib.util.find_spec("horovod") is None:
         raise MissingExtraError(
             "this needs Horovod, whose released source does not build against today's frameworks as it is; "
-            "`make horovod` in a checkout of Grace builds and installs it"
+            "`make horovod` in a checkout of Grace builds and installs it (or use grace.init('mpi') under mpirun)"
         )
     from grace.torch.backends.horovod import HorovodBackend
 

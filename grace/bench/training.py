@@ -26,7 +26,7 @@ from grace.registry import aliases, known
 
 METHODS = ("none", "fp16", "qsgd", "topk(ratio=0.01)", "powersgd(rank=2)")
 QUICK_EPOCHS = 2
-COMPOSITIONS = ("topk(ratio=0.01) | efsignsgd", "topk(ratio=0.01) | qsgd(levels=7)")
+COMPOSITIONS = ("topk | efsignsgd", "topk | qsgd(levels=7, bucket_size=64, norm=max)")
 MEANS = ("quality", "sent_bytes_per_step", "bits_per_element", "codec_ms", "step_ms")
 """What is averaged over seeds."""
 EXTRAS = {"torch": "torch", "numba": "torch", "sklearn": "bench", "matplotlib": "bench"}
@@ -93,7 +93,7 @@ def every_method() -> list[str]:
     """All compressors that can be built without parameters, the casts by their short names, and two compositions.
 
     >>> every_method()[:4], every_method()[-1]
-    (['none', 'adaptive', 'bf16', 'dgc'], 'topk(ratio=0.01) | qsgd(levels=7)')
+    (['none', 'adaptive', 'bf16', 'dgc'], 'topk | qsgd(levels=7, bucket_size=64, norm=max)')
     """
     names = [name for name, cls in known("compressor").items() if dataclasses.MISSING not in cls.parameters().values()]
     short = [name for name, spec in aliases("compressor").items() if spec["name"] == "cast"]

@@ -43,6 +43,7 @@ __all__ = [
     "Traits",
     "Variable",
     "__version__",
+    "broadcast_optimizer_state",
     "broadcast_parameters",
     "from_params",
     "init",
@@ -86,3 +87,8 @@ def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
 def broadcast_parameters(parameters: Any, root: int = 0) -> None:
     """Give every rank the root's values of a module, in place; see :func:`grace.torch.broadcast_parameters`."""
     _framework(parameters, "broadcast_parameters").broadcast_parameters(parameters, root)
+
+
+def broadcast_optimizer_state(optimizer: Any, root: int = 0) -> None:
+    """Give every rank the root's momenta and counters; see :func:`grace.torch.broadcast_optimizer_state`."""
+    _framework(optimizer, "broadcast_optimizer_state").broadcast_optimizer_state(optimizer, root)

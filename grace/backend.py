@@ -6,6 +6,8 @@ import abc
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from grace.errors import ExchangeError
+
 Tensor = Any
 
 
@@ -65,6 +67,10 @@ class Backend(abc.ABC):
     label: str = ""
     """The exchange that the next collectives belong to, the same on every rank; empty for all others, which every
     rank starts in the same order."""
+    elastic: bool = False
+    """Whether ranks come and go: a new one must not start a collective before all ranks synchronize."""
+    failure: ClassVar[type[ExchangeError]] = ExchangeError
+    """What is raised when the engine fails."""
     exchangers: int = 0
     """How many exchangers were planned over this backend; part of their labels."""
     concatenates: ClassVar[bool] = False

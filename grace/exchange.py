@@ -315,7 +315,7 @@ class Exchange:
     def lost(self, error: Exception) -> ExchangeError:
         """What to raise when the engine failed."""
         context = self.communicator.context
-        return ExchangeError(
+        return self.communicator.backend.failure(
             f"rank {context.rank} of {context.size}: the exchange of {self.group.describe()} failed at step "
             f"{context.step}; another rank probably ended. The engine says: {error}"
         )

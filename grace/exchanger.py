@@ -87,6 +87,7 @@ class Exchanger:
         for part in (communicator, self.dense):
             part.bind(context, backend)
         self.traffic = Traffic()
+        self.settings: list[tuple[str, str]] = []
         self.groups = self._plan(group_bytes, parts)
         backend.exchangers += 1
         for group in self.groups:
@@ -136,6 +137,14 @@ class Exchanger:
             Group(index, self.dense if dense else self.communicator, members)
             for index, (dense, members) in enumerate(ordered)
         ]
+
+    def agree(self) -> None:
+        """Compare with the other ranks what this one is about to do.
+
+        Raises:
+            RankError: they differ; the message names the first difference.
+        """
+        agree(self.backend, [*self.settings, *self.facts()])
 
     def facts(self) -> list[tuple[str, str]]:
         """What all ranks must agree on."""
@@ -189,6 +198,12 @@ class Exchanger:
         self._begun = []
         self.end_step([], keep=False)
 
+    def abandon(self) -> None:
+        """Forget the exchanges begun, which the engine has given up, and what they changed."""
+        self._begun = []
+        for component in self.components.values():
+            component.state.rollback()
+
     def rescale(self, loss_scale: float) -> None:
         """The loss scale is now this: memories follow."""
         if loss_scale != self.context.loss_scale:
@@ -207,6 +222,7 @@ def build_exchanger(
     settings: Sequence[tuple[str, str]] = (),
     check: Callable[[Communicator], None] = lambda communicator: None,
     parts: Callable[[], Sequence[Sequence[str]] | None] = lambda: None,
+    later: bool = False,
 ) -> Exchanger:
     """Check everything on this rank, then compare it with the others: either every rank goes on or none.
 
@@ -215,6 +231,7 @@ def build_exchanger(
         choices: compressor, memory and communicator as the user gave them.
         check: raises if this communicator does not suit the run.
         parts: names of variables that may share a group, asked for after ``variables``.
+        later: no collective now; the ranks compare when somebody calls the exchanger's ``agree()``.
         settings: further (what, value) facts that all ranks must share.
 
     Raises:
@@ -226,8 +243,11 @@ def build_exchanger(
         communicator = build_communicator(*choices)
         check(communicator)
         exchanger = Exchanger(variables(), communicator, backend, context, group_bytes, parts())
+        exchanger.settings = list(settings)
     except Exception as error:
-        agree(backend, [], error)
+        if not later:
+            agree(backend, [], error)
         raise
-    agree(backend, [*settings, *exchanger.facts()])
+    if not later:
+        exchanger.agree()
     return exchanger

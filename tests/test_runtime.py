@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -9,9 +10,9 @@ import sys
 import pytest
 
 import grace
-from grace.runtime import OTHER_LAUNCHERS
+from grace.runtime import MPI_SIZES
 
-LAUNCHER_KEYS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *OTHER_LAUNCHERS)
+LAUNCHER_KEYS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "HOROVOD_RANK", "GRACE_BACKEND", *MPI_SIZES)
 
 
 @pytest.fixture(autouse=True)
@@ -135,22 +136,48 @@ open(f"{__file__}.{grace.rank()}of{grace.size()}", "w").write(repr(model.weight.
     assert first.read_text() == second.read_text()
 
 
-@pytest.mark.parametrize(("key", "launcher"), OTHER_LAUNCHERS.items())
-def test_a_launcher_that_cannot_be_joined_is_refused_with_what_to_do(monkeypatch, key, launcher):
+def without(monkeypatch, *packages):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in packages else find(name))
+
+
+@pytest.mark.parametrize("key", MPI_SIZES)
+def test_mpirun_without_horovod_and_mpi4py_names_the_line_that_installs_mpi(monkeypatch, key):
+    without(monkeypatch, "horovod", "mpi4py")
     monkeypatch.setenv(key, "4")
-    with pytest.raises(grace.ConfigError) as caught:
+    with pytest.raises(
+        grace.MissingExtraError, match=r"mpi4py is not installed; install it with: pip install .*\[mpi\]"
+    ):
         grace.init()
-    message = str(caught.value)
-    assert f"started by {launcher} ({key}=4)" in message
-    assert "Start it with torchrun" in message
-    assert "grace.init('local')" in message
-    assert grace.init("local").size == 1
 
 
-@pytest.mark.parametrize("key", OTHER_LAUNCHERS)
-def test_one_process_of_another_launcher_is_local(monkeypatch, key):
+def test_horovodrun_without_horovod_names_what_builds_it(monkeypatch):
+    without(monkeypatch, "horovod")
+    monkeypatch.setenv("HOROVOD_RANK", "0")
+    with pytest.raises(grace.MissingExtraError, match="`make horovod` .* builds and installs it"):
+        grace.init()
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_under_mpirun_horovod_comes_before_mpi(monkeypatch, installed):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: installed or None)
+    assert grace.runtime._detect() == ("horovod" if installed else "mpi")
+
+
+@pytest.mark.parametrize("key", MPI_SIZES)
+def test_one_process_of_mpirun_is_local(monkeypatch, key):
     monkeypatch.setenv(key, "1")
     assert grace.init().name == "local"
+
+
+def test_the_environment_may_name_the_backend(monkeypatch):
+    monkeypatch.setenv("HOROVOD_RANK", "0")
+    monkeypatch.setenv("GRACE_BACKEND", "local")
+    assert grace.init().name == "local"
+    monkeypatch.setenv("GRACE_BACKEND", "nccl")
+    with pytest.raises(grace.ConfigError, match="GRACE_BACKEND=nccl: unknown backend"):
+        grace.init()
 
 
 def test_torchruns_environment_counts_more_than_another_launchers():

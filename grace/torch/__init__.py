@@ -13,7 +13,7 @@ from grace.compressor import Compressor, Traits
 from grace.memory import Memory
 from grace.torch.ddp import DDPState, register_ddp_hook
 from grace.torch.optimizer import DistributedOptimizer
-from grace.torch.parameters import broadcast_parameters
+from grace.torch.parameters import broadcast_optimizer_state, broadcast_parameters
 
 __all__ = [
     "Allgather",
@@ -26,6 +26,7 @@ __all__ = [
     "Memory",
     "ScatterReduce",
     "Traits",
+    "broadcast_optimizer_state",
     "broadcast_parameters",
     "register_ddp_hook",
 ]

@@ -45,6 +45,25 @@ class HorovodSession(Session):
             if p.grad is None:  # as Horovod: what nobody had a gradient for is zero
                 p.grad = torch.zeros_like(p)
 
+    def rejoin(self) -> None:
+        """The ranks are others now: forget what was under way, and what only made sense among the former ones."""
+        optimizer: Any = self.optimizer
+        backend: Any = self.exchanger.backend
+        former = self.context.size
+        self.exchanger.abandon()
+        self.begun.clear()
+        self.versions = {}
+        optimizer._handles.clear()
+        optimizer._synchronized = False
+        optimizer._allreduce_delay = dict.fromkeys(optimizer._allreduce_delay, optimizer.backward_passes_per_step)
+        backend.rejoin()
+        self.context.rank, self.context.size = backend.rank, backend.size
+        self.before, self.after = self.reduction.factors(backend.size)
+        shards = self.exchanger.components.get("shard_memory")
+        if shards is not None and backend.size != former:
+            shards.state.clear()
+            shards.state.commit()
+
     def before_step(self) -> None:
         """``step()`` is about to run: synchronize as Horovod's ``step()`` does."""
         optimizer: Any = self.optimizer

@@ -124,3 +124,53 @@ def broadcast_parameters(
         for tensor, sent in zip(tensors, dense, strict=True):
             if sent is not tensor:
                 tensor.copy_(sent)
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0, backend: Backend | None = None) -> None:
+    """Give every rank's optimizer the root's momenta, counters and settings; memories stay each rank's own.
+
+    Args:
+        optimizer: distributed or not; the same parameters on every rank.
+        root: the rank whose state counts.
+        backend: the engine; that of ``grace.init()`` if left out.
+
+    >>> import grace
+    >>> backend = grace.init("local")
+    >>> broadcast_optimizer_state(torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1))
+    >>> grace.shutdown()
+    """
+    backend = current() if backend is None else backend
+    mine, tensors = _without_tensors(torch.optim.Optimizer.state_dict(optimizer))
+    facts = [(tuple(t.shape), t.dtype, str(t.device)) for t in tensors]
+    skeleton, facts = backend.allgather_object((mine, facts) if backend.rank == root else None)[root]
+    if backend.rank != root:
+        tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in facts]
+    tensors = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
+    broadcast_parameters([(str(i), tensor) for i, tensor in enumerate(tensors)], root, backend)
+    torch.optim.Optimizer.load_state_dict(optimizer, _with_tensors(skeleton, tensors))
+
+
+class _Place(int):
+    """Where in the list of tensors one was."""
+
+
+def _without_tensors(value: Any) -> tuple[Any, list[torch.Tensor]]:
+    tensors: list[torch.Tensor] = []
+
+    def strip(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            tensors.append(item)
+            return _Place(len(tensors) - 1)
+        if isinstance(item, dict):
+            return {key: strip(part) for key, part in item.items()}
+        return type(item)(strip(part) for part in item) if isinstance(item, (list, tuple)) else item
+
+    return strip(value), tensors
+
+
+def _with_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(value, _Place):
+        return tensors[value]
+    if isinstance(value, dict):
+        return {key: _with_tensors(part, tensors) for key, part in value.items()}
+    return type(value)(_with_tensors(part, tensors) for part in value) if isinstance(value, (list, tuple)) else value

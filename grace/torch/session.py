@@ -158,7 +158,9 @@ class Session:
             facts,
             self._check,
             lambda: parts(self.parameters, groups, each=backend.pairs_by_name),
+            later=backend.elastic,
         )
+        self.reduction = reduction
         self.before, self.after = reduction.factors(backend.size)
         self.group_of = {v.name: group for group in self.exchanger.groups for v in group.variables}
         self.param_group = {
@@ -168,7 +170,7 @@ class Session:
             if any(p is other for other in group["params"])
         }
         self.versions: dict[str, tuple[torch.Tensor, int]] = {}
-        if broadcast:
+        if broadcast and not backend.elastic:
             broadcast_parameters(self.parameters, 0, backend)
 
     def _check(self, communicator: Communicator) -> None:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import time
-from collections import Counter
 from typing import Any
 
 import horovod.torch as hvd
 import torch
+from horovod.common.exceptions import HorovodInternalError
 
 from grace.backend import Backend, Handle
-from grace.errors import ConfigError
+from grace.errors import ConfigError, ExchangeError
 
 POLL_SECONDS = 50e-6
 """Between two looks at an operation; Horovod itself looks every millisecond."""
+
+
+class HorovodExchangeError(ExchangeError, HorovodInternalError):
+    """A collective failed; Horovod's elastic mode recovers from it."""
 
 
 class HorovodBackend(Backend):
@@ -28,15 +33,21 @@ class HorovodBackend(Backend):
     name = "horovod"
     pairs_by_name = True
     concatenates = True
+    failure = HorovodExchangeError
 
     def __init__(self, process_set: Any = None, owns: bool = False):
         if not hvd.is_initialized():
             raise ConfigError("Horovod is not initialized; call grace.init('horovod') or hvd.init() first")
         self.process_set = hvd.global_process_set if process_set is None else process_set
         self.owns = owns
+        self.elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
+        self.rejoin()
+
+    def rejoin(self) -> None:
+        """Horovod was initialized (again): which rank is this, of how many?"""
         self.included = self.process_set.included()
         self.rank, self.size = (self.process_set.rank(), self.process_set.size()) if self.included else (-1, 1)
-        self._used: Counter[str] = Counter()
+        self._calls = 0
 
     @classmethod
     def join(cls) -> HorovodBackend:
@@ -50,18 +61,25 @@ class HorovodBackend(Backend):
         engine = "MPI" if hvd.mpi_enabled() else "Gloo"
         return f"Horovod ({engine}), rank {self.rank} of {self.size}"
 
+    @property
+    def label(self) -> str:  # type: ignore[override]
+        """What the next operations belong to; their numbers start again with every assignment, because ranks may
+        start exchanges in any order."""
+        return self._label
+
+    @label.setter
+    def label(self, label: str) -> None:
+        self._label, self._in_label = label, 0
+
+    _label, _in_label = "", 0
+
     def _name(self) -> str:
         """A name that every rank gives the same operation: the exchange's, or a number in the order of calls."""
-        label = self.label or "grace"
-        if not self.label:
-            self._used[label] += 1
-            return f"{label}.call{self._used[label]}"
-        if label != self._last_label:
-            self._last_label, self._in_label = label, 0
-        self._in_label += 1
-        return f"{label}.{self._in_label}"
-
-    _last_label, _in_label = "", 0
+        if self.label:
+            self._in_label += 1
+            return f"{self.label}.{self._in_label}"
+        self._calls += 1
+        return f"grace.call{self._calls}"
 
     def allreduce(self, tensor: torch.Tensor) -> Handle:
         self.count(2 * (self.size - 1) / self.size * tensor.nbytes)

@@ -1,0 +1,101 @@
+"""Horovod elastic: training that goes on when ranks come and go.
+
+What becomes of what Grace remembers when the number of ranks changes:
+
+- residuals and other memories of a rank stay with it as long as it lives; those of a rank that ended are lost,
+  and a new rank starts with none. A warning says so.
+- what all ranks share (PowerSGD's factors, the step counter, the loss scale) a new rank gets from rank 0.
+- ScatterReduce's memory of the second compression belongs to shards, which change: it starts anew.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import horovod.torch as hvd
+from horovod.torch.elastic.state import StateHandler, get_handler_registry, set_handler_registry
+
+from grace.runtime import current
+from grace.torch.parameters import broadcast_optimizer_state
+from grace.torch.saving import StateMixin
+
+
+class OptimizerState(StateHandler):
+    """Commits, restores and synchronizes one distributed optimizer, memories and counters included."""
+
+    def __init__(self, optimizer: Any):
+        super().__init__(optimizer)
+        self.size = optimizer._grace.context.size
+        self.save()
+
+    def save(self) -> None:
+        """Commit."""
+        self.saved = copy.deepcopy(self.value.state_dict())
+
+    def restore(self) -> None:
+        """Back to the last commit."""
+        self.value._grace.exchanger.abandon()
+        self.value.load_state_dict(self.saved)
+
+    def rejoin(self) -> None:
+        """The ranks are others now."""
+        self.value._grace.rejoin()
+
+    def sync(self) -> None:
+        """Bring every rank to rank 0's state, by the rules above."""
+        session = self.value._grace
+        session.exchanger.agree()
+        broadcast_optimizer_state(self.value, 0, session.exchanger.backend)
+        shared = {kind: part for kind, part in session.exchanger.components.items() if part.shared_state}
+        mine = (session.context.step, session.context.loss_scale, {k: dict(part.state) for k, part in shared.items()})
+        answers = session.exchanger.backend.allgather_object((self.size, mine))
+        session.context.step, session.context.loss_scale, states = answers[0][1]
+        for kind, part in shared.items():
+            part.state.clear()
+            part.state.update(states[kind])
+            part.state.commit()
+        self._say(answers[0][0], [size for size, _ in answers])
+        self.size = session.context.size
+        self.save()
+
+    def _say(self, former: int, sizes: list[int]) -> None:
+        now, session = len(sizes), self.value._grace
+        if former != now and session.context.rank == 0 and session.exchanger.communicator.memory.stateful:
+            what = session.exchanger.communicator.memory.spec
+            warnings.warn(
+                f"the number of ranks changed from {former} to {now}: ranks that went on keep their memories ({what}); "
+                "those of ranks that ended are lost, and new ranks start with none",
+                stacklevel=2,
+            )
+
+
+# Horovod looks here for how to keep a value in step
+set_handler_registry([(StateMixin, OptimizerState), *get_handler_registry()])
+
+
+class TorchState(hvd.elastic.TorchState):
+    """Horovod's ``TorchState``, for optimizers made by :func:`grace.DistributedOptimizer`.
+
+    ``commit()`` keeps a copy of every optimizer's memories and step counter on this rank, ``restore()`` goes back
+    to it, and when the ranks change the rules at the top of this module hold::
+
+        state = grace.torch.elastic.TorchState(model=model, optimizer=optimizer, epoch=0)
+
+        @hvd.elastic.run
+        def train(state): ...
+
+    Args:
+        model, optimizer: what to keep in step; more of both by keyword.
+        kwargs: further values, as Horovod's ``TorchState`` takes them.
+    """
+
+    def on_reset(self) -> None:
+        """The ranks are others now."""
+        backend: Any = current()
+        backend.rejoin()
+        for handler in self._handlers.values():
+            if isinstance(handler, OptimizerState):
+                handler.rejoin()
+        super().on_reset()

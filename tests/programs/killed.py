@@ -1,0 +1,23 @@
+"""Trains until rank 1 kills itself in the middle of a step; the others say how they ended. Started by a launcher."""
+
+import os
+import signal
+import sys
+import time
+
+import torch
+
+import grace
+
+torch.set_num_threads(1)
+grace.init()
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 10))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+optimizer = grace.DistributedOptimizer(optimizer, model.named_parameters(), compressor=sys.argv[1])
+for step in range(10_000):
+    optimizer.zero_grad()
+    model(torch.randn(8, 64)).square().mean().backward()
+    if step == 5 and grace.rank() == 1:
+        print(f"killed at {time.time()}", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    optimizer.step()

@@ -1,4 +1,4 @@
-"""The example runs as its first lines say, under torchrun and alone."""
+"""The example runs as its first lines say, alone and under every launcher."""
 
 import os
 import re
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from engines import ENGINES, available, command, environment
 
 pytestmark = pytest.mark.ranks
 
@@ -36,6 +37,22 @@ def test_the_example_trains_and_prints_once_which_engine_it_is_on(launcher, meth
     accuracy, sent = re.fullmatch(r"test accuracy ([\d.]+)%, ([\d,]+) bytes sent by this rank", second).groups()
     assert float(accuracy) > 93
     assert (sent != "0") == sends
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENGINES)
+def test_the_example_runs_unchanged_under_every_launcher(name):
+    if not available(name):
+        pytest.skip(f"{name}: its packages are not installed (make horovod)")
+    env = environment()
+    if name == "mpirun-mpi":  # where Horovod is installed, mpirun means Horovod
+        env["GRACE_BACKEND"] = "mpi"
+    program = command(name, 2, str(EXAMPLE), "--compressor", "topk(ratio=0.05)", "--epochs", "5")
+    done = subprocess.run(program, capture_output=True, text=True, env=env, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
+    engine = {"horovodrun-gloo": "Horovod (Gloo)", "mpirun-mpi": "MPI (Open MPI)"}.get(name, "Horovod (MPI)")
+    assert done.stdout.count(f"topk(ratio=0.05) on {engine}, rank 0 of 2") == 1, done.stdout
+    assert float(re.search(r"test accuracy ([\d.]+)%", done.stdout).group(1)) > 80
 
 
 def test_the_difference_to_an_ordinary_script_is_six_lines():

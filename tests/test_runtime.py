@@ -61,7 +61,7 @@ def test_after_shutdown_a_new_run_can_begin():
 
 
 def test_an_unknown_backend_is_refused_with_those_that_are_known():
-    with pytest.raises(grace.ConfigError, match="unknown backend 'nccl'; known: auto, torch, local"):
+    with pytest.raises(grace.ConfigError, match="unknown backend 'nccl'; known: auto, torch, horovod, mpi, local"):
         grace.init("nccl")
 
 
@@ -154,7 +154,7 @@ def test_mpirun_without_horovod_and_mpi4py_names_the_line_that_installs_mpi(monk
 def test_horovodrun_without_horovod_names_what_builds_it(monkeypatch):
     without(monkeypatch, "horovod")
     monkeypatch.setenv("HOROVOD_RANK", "0")
-    with pytest.raises(grace.MissingExtraError, match="`make horovod` .* builds and installs it"):
+    with pytest.raises(grace.MissingExtraError, match=r"`make horovod` .* builds and installs it"):
         grace.init()
 
 

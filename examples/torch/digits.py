@@ -1,6 +1,8 @@
 """Train a small network on scikit-learn's digits, with compressed gradients. Six lines are Grace's: `# +`.
 
 torchrun --nproc-per-node 2 examples/torch/digits.py --compressor "topk(ratio=0.01)"
+horovodrun -np 2 python examples/torch/digits.py       # with Horovod (make horovod); --gloo or --mpi
+mpirun -np 2 python examples/torch/digits.py           # with Horovod or mpi4py
 python examples/torch/digits.py
 """
 

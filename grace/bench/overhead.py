@@ -1,8 +1,9 @@
-"""What the exchange costs beside DistributedDataParallel: step times side by side, in one run.
+"""What the exchange costs beside DistributedDataParallel, or plain Horovod: step times side by side, in one run.
 
     torchrun --standalone --nproc-per-node 2 -m grace.bench.overhead
+    horovodrun -np 2 python -m grace.bench.overhead
 
-Both sides train the same model on the same data over the same process group. Blocks of steps alternate, so that
+Both sides train the same model on the same data over the same engine. Blocks of steps alternate, so that
 what the machine does meanwhile hits both alike; the ratio is that of the medians.
 """
 
@@ -44,6 +45,11 @@ def stepper(kind: str, build, compressor: str):
     elif kind == "hook":
         model = nn.parallel.DistributedDataParallel(model)
         grace.torch.register_ddp_hook(model, compressor)
+    elif kind == "horovod":
+        import horovod.torch as hvd
+
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     else:
         optimizer = grace.DistributedOptimizer(optimizer, model.named_parameters(), compressor)
 
@@ -56,14 +62,14 @@ def stepper(kind: str, build, compressor: str):
 
 
 def main() -> None:
-    """Print one line per model: median milliseconds of each side, and their ratio to DDP's."""
+    """Print one line per model: median milliseconds of each side, and their ratio to the first's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compressor", default="none")
     parser.add_argument("--rounds", type=int, default=10, help="blocks of steps per side")
     options = parser.parse_args()
-    grace.init("torch")
+    engine = grace.init()
+    kinds = ("horovod", "grace") if engine.name == "horovod" else ("ddp", "grace", "hook")
     for name, build, steps in (("demo MLP", mlp, 100), ("17 M transformer", transformer, 3)):
-        kinds = ("ddp", "grace", "hook")
         run = {kind: stepper(kind, build, options.compressor) for kind in kinds}
         times: dict[str, list[float]] = {kind: [] for kind in kinds}
         for number in range(options.rounds + 1):
@@ -75,7 +81,7 @@ def main() -> None:
                         times[kind].append(time.perf_counter() - began)
         medians = {kind: statistics.median(values) * 1e3 for kind, values in times.items()}
         if grace.rank() == 0:
-            cells = ", ".join(f"{kind} {ms:.2f} ms ({ms / medians['ddp']:.2f}x)" for kind, ms in medians.items())
+            cells = ", ".join(f"{kind} {ms:.2f} ms ({ms / medians[kinds[0]]:.2f}x)" for kind, ms in medians.items())
             print(f"{name}, {grace.size()} ranks, {options.compressor}: {cells}", flush=True)
     grace.shutdown()
 

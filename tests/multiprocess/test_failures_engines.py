@@ -18,13 +18,13 @@ SECONDS = 40
 """From the kill to the launcher's end: the engine's timeout, and what a launcher takes to clean up."""
 
 
-@pytest.mark.parametrize("name", ENGINES)
-def test_a_killed_rank_ends_the_others_with_the_variables_that_were_under_way(name):
+def run(name: str, how: str) -> tuple[str, float]:
+    """What was printed, and the seconds from the end of rank 1 to that of the launcher."""
     if not available(name):
         pytest.skip(f"{name}: its packages are not installed (make horovod)")
     env = {**environment(), "GRACE_BACKEND": ENGINES[name][1], "HOROVOD_GLOO_TIMEOUT_SECONDS": str(TIMEOUT)}
     done = subprocess.run(
-        command(name, 3, PROGRAM, "topk(ratio=0.05)"),
+        command(name, 3, PROGRAM, "topk(ratio=0.05)", how),
         env={**env, "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -34,9 +34,21 @@ def test_a_killed_rank_ends_the_others_with_the_variables_that_were_under_way(na
     ended = time.time()
     assert done.returncode != 0
     killed = float(re.search(r"killed at ([\d.]+)", done.stdout).group(1))
-    assert ended - killed < SECONDS, done.stdout
+    assert subprocess.run(["pgrep", "-f", PROGRAM], capture_output=True, text=True).stdout == ""  # nobody is left
+    return done.stdout, ended - killed
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_killed_rank_ends_the_others_with_the_variables_that_were_under_way(name):
+    printed, seconds = run(name, "kill")
+    assert seconds < SECONDS, printed
     for rank in (0, 2):
         message = rf"rank {rank} of 3: the exchange of group \d+ \(.*topk.*\) failed at step \d+"
-        assert re.search(message, done.stdout), done.stdout
-    left = subprocess.run(["pgrep", "-f", PROGRAM], capture_output=True, text=True)
-    assert left.stdout == ""
+        assert re.search(message, printed), printed
+
+
+@pytest.mark.parametrize("name", ["horovodrun-gloo", "mpirun-mpi"])
+def test_an_error_on_one_rank_ends_the_others(name):
+    printed, seconds = run(name, "raise")
+    assert "ValueError: a mistake on rank 1" in printed
+    assert seconds < SECONDS, printed

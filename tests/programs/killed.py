@@ -1,4 +1,7 @@
-"""Trains until rank 1 kills itself in the middle of a step; the others say how they ended. Started by a launcher."""
+"""Trains until rank 1 ends in the middle of a step; the others say how they ended. Started by a launcher.
+
+Usage: killed.py METHOD kill|raise
+"""
 
 import os
 import signal
@@ -19,5 +22,7 @@ for step in range(10_000):
     model(torch.randn(8, 64)).square().mean().backward()
     if step == 5 and grace.rank() == 1:
         print(f"killed at {time.time()}", flush=True)
+        if sys.argv[2] == "raise":
+            raise ValueError("a mistake on rank 1")
         os.kill(os.getpid(), signal.SIGKILL)
     optimizer.step()

@@ -67,7 +67,7 @@ class Communicator(Component):
         return None
 
     def _check(self) -> None:
-        from grace.registry import legal_communicators
+        from grace.registry import legal_communicators, legal_memories
 
         traits = self.compressor.traits
         why = self.accepts(self.compressor)
@@ -77,18 +77,19 @@ class Communicator(Component):
                 f"{self.name or type(self).__name__} cannot carry {self.compressor.spec}: {why}. "
                 f"Legal communicators for {self.compressor.name}: {legal}"
             )
+        memories = f"Legal memories for {self.compressor.name}: {', '.join(legal_memories(self.compressor))}"
         unfit = self.memory.accepts(self.compressor)
         if unfit:
-            raise ConfigError(f"memory {self.memory.spec} cannot serve {self.compressor.spec}: {unfit}")
+            raise ConfigError(f"memory {self.memory.spec} cannot serve {self.compressor.spec}: {unfit}. {memories}")
         if traits.needs_memory and not self.memory.stateful:
             raise ConfigError(
                 f"{self.compressor.spec} needs error feedback: memory {self.memory.spec} would lose what it "
-                f"leaves out. Use memory={traits.memory!r}"
+                f"leaves out. Use memory={traits.memory!r}. {memories}"
             )
-        if traits.unbiased and not traits.exact and self.memory.stateful:
+        if self.compressor.noisy and self.memory.stateful:
             warnings.warn(
-                f"{self.compressor.spec} is unbiased but not a contraction: error feedback "
-                f"({self.memory.spec}) on it can diverge. Use memory='none'",
+                f"{self.compressor.spec} is not a contraction: its error can exceed the gradient, and error feedback "
+                f"({self.memory.spec}) on it can diverge. Use {self.compressor.noise_advice}",
                 stacklevel=3,
             )
 

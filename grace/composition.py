@@ -88,6 +88,13 @@ class Composed(Compressor):
     def _damps(self) -> bool:
         return self.sparsifier.traits.memory != "none" and self.values.variance(1) is not None
 
+    noise_advice = "values of bounded variance, as qsgd or natural have"
+
+    @property
+    def noisy(self) -> bool:
+        """Whether the values' noise is neither bounded nor damped."""
+        return self.values.traits.unbiased and not self.values.traits.exact and not self._damps
+
     def compress(self, tensor, name):
         (values, *where), ctx = self.sparsifier.compress(tensor, name)
         coded, values_ctx = self.values.compress(values, name)

@@ -81,6 +81,14 @@ class Compressor(Component):
     """Whether the first payload tensor holds float32 values picked from the tensor, so that a second
     method may compress them: ``topk | qsgd``."""
 
+    noise_advice: ClassVar[str] = "memory='none'"
+    """What to use instead of error feedback on a noisy method."""
+
+    @property
+    def noisy(self) -> bool:
+        """Whether the error can exceed the gradient, so that error feedback may diverge."""
+        return (self.traits.unbiased and not self.traits.exact) or self.votes
+
     def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
         """Encode; a method of several rounds runs them here as if this were the only rank."""
         rounds = self.exchange(tensor, name)

@@ -341,4 +341,4 @@ def exchange_one(communicator: Communicator, tensor: Tensor, name: str) -> Tenso
     for part in communicator.components.values():
         part.state.rollback() if outcome.overflow else part.state.commit()
     communicator.context.step += 1
-    return outcome.value
+    return k.cast(outcome.value, k.dtype(tensor))

@@ -103,6 +103,17 @@ def legal_communicators(compressor: Any) -> list[str]:
     return [name for name, cls in classes if cls.accepts(compressor) is None]
 
 
+def legal_memories(compressor: Any) -> list[str]:
+    """Names of the memories that can serve a compressor.
+
+    >>> legal_memories(make("compressor", "onebit"))
+    ['efsignsgd', 'residual']
+    """
+    classes: Any = known("memory").items()
+    needed = compressor.traits.needs_memory
+    return [name for name, cls in classes if cls.accepts(compressor) is None and (cls.stateful or not needed)]
+
+
 def _class(kind: str, name: str) -> type[Component]:
     components = known(kind)
     if name not in components:

@@ -141,7 +141,8 @@ def test_qsgd_codes_never_wrap(it):
 def test_a_zero_bucket_is_not_nan(it, norm):
     x = data("gaussian", 96)
     x[32:64] = 0
-    codes, scales = it.run("quantize", x, 127, 32, norm, Stream(3))
+    with np.errstate(all="raise"):  # 0/0 may become any code
+        codes, scales = it.run("quantize", x, 127, 32, norm, Stream(3))
     assert scales[1] == 0
     assert (codes[32:64] == 127).all()
     same(it.run("dequantize", np.zeros_like(x), codes, scales, 127, 32, 1.0)[32:64], np.zeros(32, np.float32))
@@ -353,7 +354,7 @@ def test_backward_hooks_do_not_wait_for_a_device_or_a_collective(spec, monkeypat
 @pytest.mark.parametrize("spec", ["qsgd", "natural", "terngrad", "randomk(unbiased=true)"])
 @pytest.mark.parametrize("memory", ["residual", "efsignsgd"])
 def test_error_feedback_under_an_unbiased_quantizer_is_not_accepted_without_a_word(spec, memory):
-    with pytest.warns(UserWarning, match=r"unbiased but not a contraction.*can diverge.*Use memory='none'"):
+    with pytest.warns(UserWarning, match=r"is not a contraction.*can diverge.*Use memory='none'"):
         Allgather(spec, memory)
 
 

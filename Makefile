@@ -6,19 +6,20 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c const
 SETUP := setup.cfg pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check clean
+.PHONY: help demo test check horovod clean
 
 help:
 	@echo "make demo    train a small network with five methods on two ranks; table and picture in out/demo"
 	@echo "make test    all tests"
 	@echo "make check   style, types and the fast tests"
+	@echo "make horovod builds Horovod for torch and TensorFlow, and tries it; MPI=system takes your MPI, JOBS=n compilers"
 	@echo "make clean   remove .venv and everything else that was made here"
 	@echo "PYTHON=python3.12 chooses the interpreter (3.10 or newer)"
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/grace demo --out out/demo
 
-test: $(VENV)/test.stamp
+test: $(VENV)/test.stamp $(VENV)/horovod.stamp
 	$(BIN)/python -m pytest --durations=10
 
 check: $(VENV)/test.stamp
@@ -26,6 +27,11 @@ check: $(VENV)/test.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -m "not slow and not ranks"
+
+# Its wheel is kept in the user's cache (the top of the script says where), so that the second time takes seconds.
+horovod:
+	@rm -f $(VENV)/horovod.stamp
+	@$(MAKE) --no-print-directory $(VENV)/horovod.stamp
 
 clean:
 	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
@@ -47,3 +53,13 @@ $(VENV)/test.stamp: $(VENV)/python.stamp $(SETUP)
 	@echo "Installing what the tests need into $(VENV); the first time takes minutes."
 	$(PIP) -e ".[torch,bench,dev]"
 	@touch $@ $(VENV)/demo.stamp
+
+# Both frameworks first: one wheel holds Horovod for all that it finds.
+$(VENV)/frameworks.stamp: $(VENV)/python.stamp $(SETUP)
+	@echo "Installing torch and TensorFlow into $(VENV); the first time takes minutes."
+	$(PIP) -e ".[torch,mpi]" tensorflow-cpu
+	@touch $@
+
+$(VENV)/horovod.stamp: $(VENV)/frameworks.stamp tools/build_horovod.py
+	$(BIN)/python tools/build_horovod.py $(if $(MPI),--mpi=$(MPI)) $(if $(JOBS),--jobs=$(JOBS))
+	@touch $@

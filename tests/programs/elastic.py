@@ -9,60 +9,63 @@ import sys
 import time
 from pathlib import Path
 
-import horovod.torch as hvd
 import torch
 from training import digest
 
 import grace
-from grace.torch.elastic import TorchState
 
-folder = Path(sys.argv[1])
-torch.set_num_threads(1)
-grace.init()
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(40, 20), torch.nn.Linear(20, 10))
-first, second = (
-    grace.DistributedOptimizer(
-        torch.optim.SGD(layer.parameters(), lr=0.05, momentum=0.9),
-        [(f"{name}.{key}", p) for key, p in layer.named_parameters()],
-        compressor=method,
+
+def main(folder: Path) -> None:
+    import horovod.torch as hvd
+
+    from grace.torch.elastic import TorchState
+
+    def say(*words) -> None:
+        with (folder / "log").open("a") as log:
+            log.write(" ".join(map(str, words)) + "\n")
+
+    def residual() -> str:
+        return digest(dict(first._grace.exchanger.communicator.memory.state))
+
+    torch.set_num_threads(1)
+    grace.init()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(40, 20), torch.nn.Linear(20, 10))
+    first, second = (
+        grace.DistributedOptimizer(
+            torch.optim.SGD(layer.parameters(), lr=0.05, momentum=0.9),
+            [(f"{name}.{key}", p) for key, p in layer.named_parameters()],
+            compressor=method,
+        )
+        for name, layer, method in (("one", model[0], "topk(ratio=0.1)"), ("two", model[1], "powersgd"))
     )
-    for name, layer, method in (("one", model[0], "topk(ratio=0.1)"), ("two", model[1], "powersgd"))
-)
+
+    @hvd.elastic.run
+    def train(state) -> None:
+        say("start", os.getpid(), grace.size(), state.step, residual(), state.residual)
+        while state.step < 50:
+            x = torch.randn(8, 40, generator=torch.Generator().manual_seed(100 * state.step + grace.rank()))
+            first.zero_grad()
+            second.zero_grad()
+            (model(x) - x[:, :10]).square().mean().backward()
+            first.step()
+            second.step()
+            state.step += 1
+            if state.step == 12 and os.environ["HOROVOD_HOSTNAME"] == "127.0.0.1":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if state.step == 30 and grace.rank() == 0:
+                (folder / "hosts").write_text("localhost:2\n")
+            if state.step % 5 == 0:
+                state.residual = residual()
+                state.commit()
+            time.sleep(0.1)  # the launcher looks for new hosts every second
+        factors = digest(dict(second._grace.exchanger.communicator.compressor.state))
+        weights = digest({name: p.detach() for name, p in model.named_parameters()})
+        steps = [optimizer._grace.context.step for optimizer in (first, second)]
+        say("end", os.getpid(), grace.size(), *steps, weights, factors)
+
+    train(TorchState(model=model, optimizer=first, second=second, step=0, residual="none"))
 
 
-def say(*words) -> None:
-    with (folder / "log").open("a") as log:
-        log.write(" ".join(map(str, words)) + "\n")
-
-
-def residual(optimizer) -> str:
-    return digest(dict(optimizer._grace.exchanger.communicator.memory.state))
-
-
-@hvd.elastic.run
-def train(state) -> None:
-    say("start", os.getpid(), grace.size(), state.step, residual(first), state.residual)
-    while state.step < 50:
-        x = torch.randn(8, 40, generator=torch.Generator().manual_seed(100 * state.step + grace.rank()))
-        first.zero_grad()
-        second.zero_grad()
-        (model(x) - x[:, :10]).square().mean().backward()
-        first.step()
-        second.step()
-        state.step += 1
-        if state.step == 12 and os.environ["HOROVOD_HOSTNAME"] == "127.0.0.1":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if state.step == 30 and grace.rank() == 0:
-            (folder / "hosts").write_text("localhost:2\n")
-        if state.step % 5 == 0:
-            state.residual = residual(first)
-            state.commit()
-        time.sleep(0.1)  # the launcher looks for new hosts every second
-    factors = digest(dict(second._grace.exchanger.communicator.compressor.state))
-    weights = digest({name: p.detach() for name, p in model.named_parameters()})
-    steps = [optimizer._grace.context.step for optimizer in (first, second)]
-    say("end", os.getpid(), grace.size(), *steps, weights, factors)
-
-
-train(TorchState(model=model, optimizer=first, second=second, step=0, residual="none"))
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

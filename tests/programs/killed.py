@@ -12,17 +12,23 @@ import torch
 
 import grace
 
-torch.set_num_threads(1)
-grace.init()
-model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 10))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-optimizer = grace.DistributedOptimizer(optimizer, model.named_parameters(), compressor=sys.argv[1])
-for step in range(10_000):
-    optimizer.zero_grad()
-    model(torch.randn(8, 64)).square().mean().backward()
-    if step == 5 and grace.rank() == 1:
-        print(f"killed at {time.time()}", flush=True)
-        if sys.argv[2] == "raise":
-            raise ValueError("a mistake on rank 1")
-        os.kill(os.getpid(), signal.SIGKILL)
-    optimizer.step()
+
+def main(method: str, how: str) -> None:
+    torch.set_num_threads(1)
+    grace.init()
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = grace.DistributedOptimizer(optimizer, model.named_parameters(), compressor=method)
+    for step in range(10_000):
+        optimizer.zero_grad()
+        model(torch.randn(8, 64)).square().mean().backward()
+        if step == 5 and grace.rank() == 1:
+            print(f"killed at {time.time()}", flush=True)
+            if how == "raise":
+                raise ValueError("a mistake on rank 1")
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.step()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

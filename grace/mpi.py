@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+if Path(sys.prefix, "lib", "libmpi.so.40").exists():  # an Open MPI from a wheel that mpirun did not start is lost
+    os.environ.setdefault("OPAL_PREFIX", sys.prefix)
+
 from mpi4py import MPI
 
 from grace.backend import Backend, Handle, Tensor
@@ -67,12 +73,12 @@ class MPIBackend(Backend):
         return f"MPI ({MPI.get_vendor()[0]}), rank {self.rank} of {self.size}"
 
     def allreduce(self, tensor: Tensor) -> Handle:
-        self.count(2 * (self.size - 1) / self.size * kernels_of(tensor).nbytes(tensor))
         dtype = kernels_of(tensor).dtype(tensor)
-        staged = _Staged(tensor)
-        datatype, op = NUMBERS.get(dtype, MPI.UINT16_T), self.sums.get(dtype, MPI.SUM)
         if dtype not in NUMBERS and dtype not in self.sums:
             raise TypeError(f"MPI does not sum {dtype}; it sums {', '.join([*NUMBERS, *self.sums])}")
+        self.count(2 * (self.size - 1) / self.size * kernels_of(tensor).nbytes(tensor))
+        staged = _Staged(tensor)
+        datatype, op = NUMBERS.get(dtype, MPI.UINT16_T), self.sums.get(dtype, MPI.SUM)
         buffer = [staged.memory, staged.memory.nbytes // datatype.Get_size(), datatype]
         return self._handle(self.comm.Iallreduce(MPI.IN_PLACE, buffer, op), tensor, staged.give_back)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 
 import pytest
+from engines import available
 
 import grace
 from grace.runtime import MPI_SIZES
@@ -195,3 +197,9 @@ import torch
 print(grace.torch.DistributedOptimizer.__name__)
 """
     assert python(script).splitlines() == ["[]", "DistributedOptimizer"]
+
+
+@pytest.mark.skipif(not available("mpirun-mpi"), reason="mpi4py is not installed (make horovod)")
+def test_one_process_joins_mpi_without_a_launcher():
+    described = python("import grace; print(grace.init('mpi').describe())")
+    assert re.fullmatch(r"MPI \(.*\), rank 0 of 1", described)

@@ -3,7 +3,7 @@
 Horovod's newest release does not compile against today's torch and TensorFlow as it is; EDITS makes it. Only the
 standard library and pip are needed to start. Environment variables that count:
     XDG_CACHE_HOME         wheels are kept in grace/horovod there (else in ~/.cache); may be deleted at any time
-    TMPDIR                 the build happens there, and takes about 300 MB
+    TMPDIR                 the build happens there, and takes about 100 MB
     PATH, CC, CXX, CFLAGS, CXXFLAGS, CPPFLAGS, LDFLAGS      the compilers and their flags; with MPI=system, that MPI
     HOROVOD_GPU*, HOROVOD_CUDA*, HOROVOD_NCCL*, HOROVOD_BUILD*, CUDA_HOME, CUDA_PATH    Horovod's switches for GPUs
     PIP_*                  pip's settings
@@ -262,7 +262,9 @@ def build(work: Path, found: dict[str, str], system_mpi: bool, jobs: int) -> Pat
         env[f"HOROVOD_WITH{'OUT' * (found[package] == 'none')}_{framework}"] = "1"
     if not system_mpi:
         env.update(MPI_HOME=sys.prefix, PATH=PATH)
-    run(pip("wheel", "-v", "--no-deps", "--no-build-isolation", "-w", str(work / "out"), str(source)), "compiling", env)
+    # pip would fail over a cache of its own that cannot be written, and has no use for one here.
+    options = ["-v", "--no-deps", "--no-build-isolation", "--no-cache-dir", "-w", str(work / "out")]
+    run(pip("wheel", *options, str(source)), "compiling", env)
     return next((work / "out").glob("horovod-*.whl"))
 
 

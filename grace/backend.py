@@ -71,8 +71,6 @@ class Backend(abc.ABC):
     """Whether ranks come and go: a new one must not start a collective before all ranks synchronize."""
     failure: ClassVar[type[ExchangeError]] = ExchangeError
     """What is raised when the engine fails."""
-    exchangers: int = 0
-    """How many exchangers were planned over this backend; part of their labels."""
     concatenates: ClassVar[bool] = False
     """Whether the engine gathers tensors of unequal lengths itself."""
 

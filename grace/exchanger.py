@@ -89,9 +89,6 @@ class Exchanger:
         self.traffic = Traffic()
         self.settings: list[tuple[str, str]] = []
         self.groups = self._plan(group_bytes, parts)
-        backend.exchangers += 1
-        for group in self.groups:
-            group.label = f"grace.{backend.exchangers}.{group.index}"
         self.numel = sum(variable.numel for variable in self.variables)
         self._begun: list[Exchange] = []
         self._overflow = False
@@ -203,6 +200,17 @@ class Exchanger:
         self._begun = []
         for component in self.components.values():
             component.state.rollback()
+
+    def share(self, root: int) -> None:
+        """Give every rank the root's step counter, loss scale, and state of the parts whose state all ranks share."""
+        shared = {kind: part for kind, part in self.components.items() if part.shared_state}
+        mine = (self.context.step, self.context.loss_scale, {kind: dict(part.state) for kind, part in shared.items()})
+        answers = self.backend.allgather_object(mine if self.backend.rank == root else None)
+        self.context.step, self.context.loss_scale, states = answers[root]
+        for kind, part in shared.items():
+            part.state.clear()
+            part.state.update(states[kind])
+            part.state.commit()
 
     def rescale(self, loss_scale: float) -> None:
         """The loss scale is now this: memories follow."""

@@ -48,20 +48,14 @@ class OptimizerState(StateHandler):
         session = self.value._grace
         session.exchanger.agree()
         broadcast_optimizer_state(self.value, 0, session.exchanger.backend)
-        shared = {kind: part for kind, part in session.exchanger.components.items() if part.shared_state}
-        mine = (session.context.step, session.context.loss_scale, {k: dict(part.state) for k, part in shared.items()})
-        answers = session.exchanger.backend.allgather_object((self.size, mine))
-        session.context.step, session.context.loss_scale, states = answers[0][1]
-        for kind, part in shared.items():
-            part.state.clear()
-            part.state.update(states[kind])
-            part.state.commit()
-        self._say(answers[0][0], [size for size, _ in answers])
+        session.exchanger.share(0)
+        sizes = session.exchanger.backend.allgather_object(self.size)
+        self._say(sizes[0], len(sizes))
         self.size = session.context.size
         self.save()
 
-    def _say(self, former: int, sizes: list[int]) -> None:
-        now, session = len(sizes), self.value._grace
+    def _say(self, former: int, now: int) -> None:
+        session = self.value._grace
         if former != now and session.context.rank == 0 and session.exchanger.communicator.memory.stateful:
             what = session.exchanger.communicator.memory.spec
             warnings.warn(

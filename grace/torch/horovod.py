@@ -10,40 +10,61 @@ import horovod.torch as hvd
 import torch
 from horovod.torch.optimizer import _DistributedOptimizer
 
+from grace.errors import ConfigError
+from grace.exchange import Group
 from grace.torch.saving import StateMixin
 from grace.torch.session import Session
 
 
 class HorovodSession(Session):
-    """A session whose exchanges start when Horovod's optimizer asks for them."""
-
-    paused = False
+    """A session whose exchanges start when Horovod's optimizer has all gradients of a group."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
+        backend: Any = self.exchanger.backend
+        number = backend.count_optimizer()  # now that the ranks agree: one that was refused counts on no rank
+        for group in self.exchanger.groups:
+            group.label = f"grace.{number}.{group.index}"
         self.name_of = {p: name for name, p in self.parameters.items()}
-        self.begun: set[int] = set()
+        gathered = [group.communicator for group in self.exchanger.groups if not group.communicator.sums]
+        self.unsummed = gathered[0].describe() if gathered else ""
+        """What is exchanged by other means than Horovod's all-reduce."""
+        self._reset()
 
-    def begin(self, p: torch.nn.Parameter) -> None:
-        """Start the exchange of the parameter's group, unless it is under way."""
-        group = self.group_of[self.name_of[p]]
-        if group.index not in self.begun:
+    def _reset(self) -> None:
+        self.waiting = [len(group.variables) for group in self.exchanger.groups]
+        self.versions = {}
+
+    def group(self, p: torch.nn.Parameter) -> Group:
+        """The group that a parameter travels in."""
+        return self.group_of[self.name_of[p]]
+
+    def offer(self, p: torch.nn.Parameter) -> None:
+        """A gradient is complete: start the exchange of its group if it is the last one."""
+        group = self.group(p)
+        self.waiting[group.index] -= 1
+        if self.waiting[group.index] == 0:
             self.start(group)
-            self.begun.add(group.index)
 
     def count_sparse(self, gradient: torch.Tensor) -> None:
         """Count what an exchange of a sparse gradient sends: its indices and values, to every other rank."""
+        self.unsummed = "an all-gather of sparse gradients"
         backend, before = self.exchanger.backend, self.exchanger.backend.sent_bytes
         backend.count((backend.size - 1) * (gradient._indices().nbytes + gradient._values().nbytes))
         self.exchanger.traffic.sent_bytes += backend.sent_bytes - before
 
     def end(self) -> None:
         """Await what was begun, and write the means back."""
-        self.begun.clear()
+        # ranks begin in any order, but must end in one: an end may have a collective of its own to wait for
+        self.exchanger._begun.sort(key=lambda exchange: exchange.group.index)
+        for exchange in self.exchanger._begun:
+            if exchange.communicator.sums and exchange.group.buffer.dtype == torch.bfloat16:
+                self.unsummed = f"{exchange.communicator.describe()}, in bfloat16, which Horovod does not sum itself"
         for outcome in self.finish():
             p = self.parameters[outcome.variable.name]
             if p.grad is None:  # as Horovod: what nobody had a gradient for is zero
                 p.grad = torch.zeros_like(p)
+        self._reset()
 
     def rejoin(self) -> None:
         """The ranks are others now: forget what was under way, and what only made sense among the former ones."""
@@ -51,8 +72,7 @@ class HorovodSession(Session):
         backend: Any = self.exchanger.backend
         former = self.context.size
         self.exchanger.abandon()
-        self.begun.clear()
-        self.versions = {}
+        self._reset()
         optimizer._handles.clear()
         optimizer._synchronized = False
         optimizer._allreduce_delay = dict.fromkeys(optimizer._allreduce_delay, optimizer.backward_passes_per_step)
@@ -74,24 +94,18 @@ class HorovodSession(Session):
 
 def _allreduce_grad_async(self: Any, p: torch.nn.Parameter) -> tuple[Any, None]:
     """Exchange one gradient. A sparse one that is not to be made dense goes Horovod's way, uncompressed."""
-    if p.grad is not None and p.grad.is_sparse and not self.sparse_as_dense:
-        self._grace.count_sparse(p.grad)
+    session = self._grace
+    if p.grad is not None and p.grad.is_sparse and not self.sparse_as_dense and len(session.group(p).variables) == 1:
+        session.count_sparse(p.grad)
         return self._sparse_allreduce_grad_async(p, self._parameter_names[p])
-    self._grace.begin(p)
-    return True, None
-
-
-def _grouped_allreduce_grad_async(self: Any, ps: tuple[torch.nn.Parameter, ...]) -> tuple[Any, Any]:
-    """Exchange a group's gradients."""
-    for p in ps:
-        self._grace.begin(p)
+    session.offer(p)
     return True, None
 
 
 def _make_hook(self: Any, p: torch.nn.Parameter) -> Callable:
     """Horovod's hook, which ``no_sync()`` holds back."""
     hook = _DistributedOptimizer._make_hook(self, p)
-    return lambda *ignore: None if self._grace.paused else hook(*ignore)
+    return lambda *ignore: None if self._paused else hook(*ignore)
 
 
 def synchronize(self: Any) -> None:
@@ -99,35 +113,58 @@ def synchronize(self: Any) -> None:
     if self._grace is None or (self._synchronized and not self._handles):
         self._synchronized = True
         return
-    started = {p for key in self._handles for p in (key if isinstance(key, tuple) else (key,))}
-    for p in sorted(self._requires_update - started, key=self._parameter_names.__getitem__):
-        self._handles[p] = self._allreduce_grad_async(p)
-    for key, (handle, ctx) in list(self._handles.items()):
-        if handle is None:  # fewer backward passes than were announced
-            handle, ctx = self._handles[key] = self._allreduce_grad_async(key)
+    for p in sorted(self._requires_update, key=self._parameter_names.__getitem__):
+        handle, _ = self._handles.get(p, (None, None))
+        if handle is None:  # no backward pass, or fewer than were announced
+            self._handles[p] = self._allreduce_grad_async(p)
+    for p, (handle, _) in self._handles.items():
         if callable(handle):  # sparse
-            key.grad = hvd.Compression.none.decompress(handle(), ctx)
+            p.grad = handle()
     self._grace.end()
     self._handles.clear()
     self._allreduce_delay = dict.fromkeys(self._allreduce_delay, self.backward_passes_per_step)
-    self._group_counts = dict.fromkeys(self._group_counts, 0)
     self._synchronized = True
+
+
+def join(self: Any) -> int:
+    """Horovod's ``join()``: this rank has no more batches and takes part in the other ranks' sums with zeros.
+
+    Afterwards every rank has the counters and the shared state (PowerSGD's factors) of the rank that was last, so
+    that training can go on. It is a method because both need the optimizer.
+
+    Returns:
+        the rank that was last; ``grace.broadcast_parameters(model, last)`` gives its weights to all.
+
+    Raises:
+        ConfigError: something is not exchanged by an all-reduce, which Horovod would crash or hang on.
+    """
+    session = self._grace
+    if session.unsummed and session.context.size > 1:
+        raise ConfigError(
+            "the other ranks can go on after join() only if everything is summed, and this optimizer exchanges "
+            f"by {session.unsummed}. Choose communicator='allreduce' and a method that it takes ('none', "
+            "'fp16', 'randomk', 'powersgd'), or give every rank as many batches and leave out join()"
+        )
+    last = hvd.join()
+    session.exchanger.share(last)
+    return last
 
 
 @contextlib.contextmanager
 def no_sync(self: Any) -> Iterator[None]:
     """Backward passes in this context only accumulate; the next one outside starts the exchange."""
-    before, self._grace.paused = self._grace.paused, True
+    before, self._paused = self._paused, True
     try:
         yield
     finally:
-        self._grace.paused = before
+        self._paused = before
 
 
 def zero_grad(self: Any, set_to_none: bool = True) -> None:
     """Clear gradients; refused, as Horovod does, while their exchange is under way."""
     if self._handles:
         _DistributedOptimizer.zero_grad(self)  # raises
+    self._synchronized = False  # also where no step() came after synchronize(), as after an overflow
     super(self.__class__, self).zero_grad(set_to_none=set_to_none)
 
 
@@ -138,7 +175,7 @@ def _amp(self: Any) -> bool:
     return self.__dict__.get("_step_supports_amp_scaling", False)
 
 
-class _Initialized(StateMixin):
+class _Initialized:
     """Stands between Horovod's methods and the user's optimizer, which is initialized already."""
 
     def __init__(self, params: Any):
@@ -147,9 +184,9 @@ class _Initialized(StateMixin):
 
 REPLACED = {
     "_allreduce_grad_async": _allreduce_grad_async,
-    "_grouped_allreduce_grad_async": _grouped_allreduce_grad_async,
     "_make_hook": _make_hook,
     "synchronize": synchronize,
+    "join": join,
     "no_sync": no_sync,
     "zero_grad": zero_grad,
     "_step_supports_amp_scaling": property(_amp),
@@ -183,12 +220,11 @@ def distribute(
     body = {**_DistributedOptimizer.__dict__, **REPLACED, "__module__": cls.__module__}
     for left_out in ("step", "__dict__", "__weakref__"):
         body.pop(left_out, None)
-    optimizer.__class__ = type(cls.__name__, (_Initialized, cls), body)
+    # a rank outside the process set remembers nothing
+    bases = (_Initialized, cls) if session is None else (_Initialized, StateMixin, cls)
+    optimizer.__class__ = type(cls.__name__, bases, body)
     made: Any = optimizer
-    made._grace = session
-    groups = None
-    if session is not None and any(len(group.variables) > 1 for group in session.exchanger.groups):
-        groups = [[session.parameters[v.name] for v in group.variables] for group in session.exchanger.groups]
+    made._grace, made._paused = session, False
     _DistributedOptimizer.__init__(
         made,
         made.param_groups,
@@ -197,7 +233,7 @@ def distribute(
         options["passes"],
         hvd.Sum if options["reduction"].op == "sum" else hvd.Average,
         options["reduction"].predivide,
-        groups,
+        None,  # the session has the groups
         options["sparse_as_dense"],
         backend.process_set,
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import time
-from typing import Any
+import weakref
+from typing import Any, ClassVar
 
 import horovod.torch as hvd
 import torch
@@ -72,6 +73,12 @@ class HorovodBackend(Backend):
         self._label, self._in_label = label, 0
 
     _label, _in_label = "", 0
+    _optimizers: ClassVar[weakref.WeakKeyDictionary[Any, int]] = weakref.WeakKeyDictionary()
+
+    def count_optimizer(self) -> int:
+        """The number of one more optimizer over this process set, whose operations must not have another's names."""
+        self._optimizers[self.process_set] = number = self._optimizers.get(self.process_set, 0) + 1
+        return number
 
     def _name(self) -> str:
         """A name that every rank gives the same operation: the exchange's, or a number in the order of calls."""

@@ -106,7 +106,7 @@ def _detect() -> str:
     if all(key in os.environ for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
         return "torch"
     if any(os.environ.get(key, "1") not in ("", "1") for key in MPI_SIZES):
-        return "horovod" if importlib.util.find_spec("horovod") else "mpi"
+        return "horovod" if _installed("horovod") else "mpi"
     return "local"
 
 
@@ -114,8 +114,15 @@ MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 """How many ranks mpirun or srun has started."""
 
 
+def _installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # something on the way to it hides it
+        return False
+
+
 def _torch() -> Backend:
-    if importlib.util.find_spec("torch") is None:
+    if not _installed("torch"):
         raise missing_extra("torch", "torch")
     from grace.torch.backends.distributed import TorchBackend
 
@@ -123,9 +130,9 @@ def _torch() -> Backend:
 
 
 def _horovod() -> Backend:
-    if importlib.util.find_spec("torch") is None:
+    if not _installed("torch"):
         raise missing_extra("torch", "torch")
-    if importlib.util.find_spec("horovod") is None:
+    if not _installed("horovod"):
         raise MissingExtraError(
             "this needs Horovod, whose released source does not build against today's frameworks as it is; "
             "`make horovod` in a checkout of Grace builds and installs it (or use grace.init('mpi') under mpirun)"
@@ -136,7 +143,7 @@ def _horovod() -> Backend:
 
 
 def _mpi() -> Backend:
-    if importlib.util.find_spec("mpi4py") is None:
+    if not _installed("mpi4py"):
         raise missing_extra("mpi4py", "mpi")
     from grace.mpi import MPIBackend
 

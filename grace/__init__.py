@@ -58,9 +58,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """``grace.torch`` needs no import of its own."""
-    if name == "torch":
-        return importlib.import_module("grace.torch")
+    """``grace.torch`` and ``grace.tensorflow`` need no import of their own."""
+    if name in ("torch", "tensorflow"):
+        return importlib.import_module(f"grace.{name}")
     raise AttributeError(f"module 'grace' has no attribute {name!r}")
 
 

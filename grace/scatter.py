@@ -47,10 +47,13 @@ class Sharded(Compressor):
         return self.accumulate(payload, ctx, k.zeros((cuts[-1][1],), "float32", payload[0][0]))
 
     def accumulate(self, payload, ctx, out, weight=1.0):
-        flat = kernels_of(out).flat(out)
-        for (a, b), shard, inner_ctx in zip(ctx[0], payload, ctx[1], strict=True):
+        k = kernels_of(out)
+        flat = k.flat(out)
+        shards = [
             self.inner.accumulate(shard, inner_ctx, flat[a:b], weight)
-        return out
+            for (a, b), shard, inner_ctx in zip(ctx[0], payload, ctx[1], strict=True)
+        ]
+        return out if k.mutable else k.reshape(k.join(shards), tuple(out.shape))
 
 
 class ScatterExchange(Exchange):

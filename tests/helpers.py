@@ -1,25 +1,22 @@
-"""Data and implementations that several test modules share."""
+"""Data and checks that several test modules share."""
 
 from __future__ import annotations
 
 from statistics import NormalDist
 
 import numpy as np
-import pytest
-import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from grace.kernels import NumpyKernels
-from grace.kernels.fused import FusedKernels
-from grace.torch.kernels import FusedTorchKernels, TorchKernels
 
 FALSE_ALARM = 1e-6
 """Chance that one statistical test fails although the property holds."""
 
 EPSILON = float(np.finfo(np.float32).eps)
 TINY = 1.5e-45  # the smallest float32, about
+SMALLEST = float(np.finfo(np.float32).tiny)  # the smallest normal float32
 HUGE = float(np.finfo(np.float32).max)
 REFERENCE = NumpyKernels()
 
@@ -31,40 +28,6 @@ def z_limit(tests: int = 1) -> float:
     """What the magnitude of a standard normal number exceeds with probability FALSE_ALARM in any of ``tests``."""
     return NormalDist().inv_cdf(1 - FALSE_ALARM / 2 / tests)
 
-
-class Implementation:
-    """One set of kernels, with the way from NumPy arrays to its tensors and back."""
-
-    def __init__(self, kernels, device=None):
-        self.kernels, self.device = kernels, device
-
-    def to(self, array):
-        """A copy of a NumPy array as this implementation's tensor."""
-        copy = np.array(array)
-        return copy if self.device is None else torch.from_numpy(copy).to(self.device)
-
-    @staticmethod
-    def back(tensor):
-        """Any result as a NumPy array."""
-        return tensor.cpu().numpy() if isinstance(tensor, torch.Tensor) else np.asarray(tensor)
-
-    def run(self, method, *args):
-        """Call a kernel with NumPy arguments; NumPy results."""
-        args = [self.to(arg) if isinstance(arg, np.ndarray) else arg for arg in args]
-        result = getattr(self.kernels, method)(*args)
-        return tuple(map(self.back, result)) if isinstance(result, tuple) else self.back(result)
-
-
-OTHERS = [
-    pytest.param(Implementation(FusedKernels()), id="fused"),
-    pytest.param(Implementation(TorchKernels(), "cpu"), id="torch"),
-    pytest.param(Implementation(FusedTorchKernels(), "cpu"), id="torch-fused"),
-]
-"""Every implementation that must equal the reference."""
-if torch.cuda.is_available():
-    OTHERS.append(pytest.param(Implementation(TorchKernels(), "cuda"), id="cuda"))
-
-ALL = [pytest.param(Implementation(REFERENCE), id="numpy"), *OTHERS]
 
 KINDS = ("gaussian", "heavy", "tied", "zeros", "mostly-zero", "denormal", "huge", "mixed")
 

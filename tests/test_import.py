@@ -81,6 +81,29 @@ def test_without_torch_its_use_fails_with_the_line_that_installs_it(use):
     )
 
 
+def test_without_tensorflow_its_use_fails_with_the_line_that_installs_it():
+    script = """
+        import grace
+        for use in (lambda: __import__("grace.tensorflow"), lambda: grace.tensorflow):
+            try:
+                use()
+            except grace.MissingExtraError as error:
+                print(error)
+    """
+    line = 'tensorflow is not installed; install it with: pip install "grace-compress[tensorflow]"'
+    assert run(script, ("tensorflow",)).splitlines() == [line, line]
+
+
+def test_torch_tensors_do_not_load_tensorflow():
+    script = """
+        import sys, torch, grace, grace.torch
+        from grace.communicators import Allgather
+        Allgather("topk(ratio=0.5)").step(torch.tensor([4.0, 1.0]), "w")
+        print("tensorflow" in sys.modules)
+    """
+    assert run(script) == "False"
+
+
 def test_without_numba_torch_tensors_use_the_plain_kernels():
     script = """
         import torch, grace

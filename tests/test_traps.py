@@ -11,7 +11,8 @@ import random
 import numpy as np
 import pytest
 import torch
-from helpers import ALL, REFERENCE, data, same
+from helpers import REFERENCE, data, same
+from implementations import ALL
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import Given
 

@@ -7,9 +7,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers import ALL, same
+from helpers import same
 from hypothesis import given
 from hypothesis import strategies as st
+from implementations import ALL
 
 import grace
 from grace.wire import ITEM_SIZE, MISSING, OVERFLOW, PRESENT, Wire, mark

@@ -58,7 +58,7 @@ class PowerSGD(Compressor):
 
     def exchange(self, tensor, name):
         k = kernels_of(tensor)
-        rows, columns, rank = self._sizes(tensor.shape)
+        rows, columns, rank = self._sizes(tuple(tensor.shape))
         matrix = k.reshape(tensor, (rows, columns))
         q = self._start(name, columns, rank, tensor, k)
         (p,) = yield [k.matmul(matrix, q)]

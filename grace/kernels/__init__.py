@@ -23,7 +23,17 @@ def _torch_kernels() -> Callable[[Any], Kernels]:
     return kernels_of_tensor
 
 
-_FRAMEWORKS: dict[str, tuple[str, Callable[[], Callable[[Any], Kernels]]]] = {"torch": ("Tensor", _torch_kernels)}
+def _tensorflow_kernels() -> Callable[[Any], Kernels]:
+    from grace.tensorflow.fused import kernels_of_tensor
+
+    return kernels_of_tensor
+
+
+_FRAMEWORKS: dict[str, tuple[tuple[str, ...], Callable[[], Callable[[Any], Kernels]]]] = {
+    "torch": (("Tensor",), _torch_kernels),
+    "tensorflow": (("Tensor", "Variable"), _tensorflow_kernels),
+}
+"""Per module: the names of its types, and what chooses among its kernels."""
 _CHOICES: dict[type, Callable[[Any], Kernels]] = {}
 """What was found for a type, so that the search is made once."""
 
@@ -42,11 +52,12 @@ def kernels_of(tensor: Any) -> Kernels:
         return choose(tensor)
     if isinstance(tensor, np.ndarray):
         return _REFERENCE
-    for module, (type_name, load) in _FRAMEWORKS.items():
+    for module, (names, load) in _FRAMEWORKS.items():
         framework = sys.modules.get(module)
-        if framework is not None and isinstance(tensor, getattr(framework, type_name)):
+        if framework is not None and isinstance(tensor, tuple(getattr(framework, n) for n in names)):
             _CHOICES[type(tensor)] = load()
             return _CHOICES[type(tensor)](tensor)
     raise TypeError(
-        f"no kernels for {type(tensor).__module__}.{type(tensor).__qualname__}; known: numpy.ndarray, torch.Tensor"
+        f"no kernels for {type(tensor).__module__}.{type(tensor).__qualname__}; known: numpy.ndarray, torch.Tensor, "
+        "tensorflow.Tensor"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from grace.kernels.random import Stream
 from grace.kernels.sparse_contract import SparseKernels
@@ -23,6 +23,8 @@ class Kernels(ValueKernels, SparseKernels):
     """
 
     name: str
+    mutable: ClassVar[bool] = True
+    """Whether methods with ``out`` change it in place, so that a view of a tensor changes the tensor."""
 
     # -- plumbing --------------------------------------------------------------------------------------
 

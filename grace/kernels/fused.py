@@ -7,6 +7,8 @@ order, except that float64 sums are reassociated.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import njit
 
@@ -250,6 +252,8 @@ class FusedKernels(ValueFused, SparseFused, NumpyKernels):
     """
 
     name = "fused"
+    empty: Any = staticmethod(np.empty)
+    """Makes the arrays that are returned: a 1-d one of so many elements; for frameworks that ask more of memory."""
 
     def all_finite(self, x):
         if x.dtype != np.float32:
@@ -260,17 +264,17 @@ class FusedKernels(ValueFused, SparseFused, NumpyKernels):
         return np.array([_sum_abs(x) / x.size if x.size else 0.0], np.float32)
 
     def random_bits(self, stream, n, like=None):
-        out = np.empty((n + 3) // 4 * 4, np.uint32)
+        out = self.empty((n + 3) // 4 * 4, np.uint32)
         _random_blocks(out, 0, *_words(stream))
         return out[:n]
 
     def random_indices(self, stream, n, k, like=None):
-        out = np.empty(k, np.int32)
+        out = self.empty(k, np.int32)
         _random_indices(out, n, *feistel_bits(n), *_words(stream.permuting()))
         return out
 
     def quantize(self, x, levels, bucket_size, norm, stream):
-        codes, scales = np.empty(x.size, np.uint8), np.empty(-(-x.size // bucket_size), np.float32)
+        codes, scales = self.empty(x.size, np.uint8), self.empty(-(-x.size // bucket_size), np.float32)
         _quantize(x, codes, scales, levels, bucket_size, norm == "l2", *_words(stream))
         return codes, scales
 
@@ -281,19 +285,19 @@ class FusedKernels(ValueFused, SparseFused, NumpyKernels):
     def pack(self, codes, bits):
         if bits == 8:
             return codes
-        out = np.empty((codes.size * bits + 7) // 8, np.uint8)
+        out = self.empty((codes.size * bits + 7) // 8, np.uint8)
         _pack(codes, bits, out)
         return out
 
     def unpack(self, packed, bits, n):
         if bits == 8:
             return packed
-        out = np.empty(n, np.uint8)
+        out = self.empty(n, np.uint8)
         _unpack(packed, bits, out)
         return out
 
     def pack_signs(self, x):
-        out = np.empty((x.size + 7) // 8, np.uint8)
+        out = self.empty((x.size + 7) // 8, np.uint8)
         _pack_signs(x, out)
         return out
 
@@ -306,7 +310,7 @@ class FusedKernels(ValueFused, SparseFused, NumpyKernels):
         return _topk(x.view(np.uint32), k) if k else np.empty(0, np.int32)
 
     def gather(self, x, indices):
-        out = np.empty(indices.size, x.dtype)
+        out = self.empty(indices.size, x.dtype)
         _gather(x, indices, out)
         return out
 

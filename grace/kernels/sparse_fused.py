@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import njit
 
@@ -92,12 +94,14 @@ def _where_code(codes, code, out):
 class SparseFused(SparseReference):
     """A part of :class:`~grace.kernels.fused.FusedKernels`."""
 
+    empty: Any
+
     def above(self, x, threshold):
         out = np.empty(x.size, np.int32)  # memory that is not written to costs nothing
         return out[: _above(x.view(np.uint32), np.float32(threshold).view(np.uint32), out)].copy()
 
     def sample_indices(self, stream, n, k, like=None):
-        out = np.empty(k, np.int32)
+        out = self.empty(k, np.int32)
         _sample_indices(self.random_bits(stream, k), n, out)
         return out
 
@@ -114,11 +118,11 @@ class SparseFused(SparseReference):
         return x * np.float32(limit / norm if norm > limit else 1.0)
 
     def one_side(self, x, sign):
-        out = np.empty(x.size, np.float32)
+        out = self.empty(x.size, np.float32)
         return out, int(_one_side(x, np.float32(sign), out))
 
     def fixed_tags(self, x, bound, top, step8, step16):
-        out = np.empty(x.size, np.uint8)
+        out = self.empty(x.size, np.uint8)
         per8, per16 = np.float32(1 / step8), np.float32(1 / step16)
         _fixed_tags(x, rounded_down(bound), np.float32(top), per8, per16, out)
         return out

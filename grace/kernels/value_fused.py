@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import njit
 
@@ -142,23 +144,25 @@ def _assign(x, edges, shift, first, codes, sums, counts):
 class ValueFused:
     """A part of :class:`~grace.kernels.fused.FusedKernels`."""
 
+    empty: Any
+
     def max_abs(self, x):
         return np.array([min(_max_bits(x.view(np.uint32)), MAX_BITS)], np.uint32).view(np.float32)
 
     def side_means(self, x):
-        means = np.empty(2, np.float32)
+        means = self.empty(2, np.float32)
         _side_means(x, means)
         return means
 
     def clip_deviation(self, x, factor):
         mean = _sum(x) / max(1, x.size)
         limit = deviation_limit(mean, np.sqrt(_sum_squared_deviations(x, mean) / max(1, x.size)), factor)
-        out = np.empty_like(x)
+        out = self.empty(x.size, np.float32)
         _clip(x, limit, out)
         return out
 
     def round_powers(self, x, stream):
-        codes = np.empty(x.size, np.uint8)
+        codes = self.empty(x.size, np.uint8)
         _round_powers(x.view(np.uint32), codes, *_words(stream))
         return codes
 
@@ -166,7 +170,7 @@ class ValueFused:
         return self.add_table(out, codes, 8, POWERS, None, weight)
 
     def bucketize(self, x, scale, edges):
-        codes = np.empty(x.size, np.uint8)
+        codes = self.empty(x.size, np.uint8)
         ended, shift = _searchable(edges, x.size)
         _bucketize(x, scale[0] if scale[0] > 0 else f32(1), ended, shift, codes)
         return codes
@@ -184,7 +188,7 @@ class ValueFused:
         edges = ordered[starts]
         # 2. in index order, give every element its bucket
         first = starts - np.searchsorted(ordered, edges, side="left")
-        codes, sums, counts = np.empty(x.size, np.uint8), np.zeros(256), np.zeros(256, np.int64)
+        codes, sums, counts = self.empty(x.size, np.uint8), np.zeros(256), np.zeros(256, np.int64)
         ended, shift = _searchable(edges, x.size)
         _assign(x, ended, shift, first, codes, sums, counts)
         return codes, (sums / np.maximum(1, counts))[:buckets].astype(np.float32)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers import FALSE_ALARM, OTHERS, REFERENCE, same
+from helpers import FALSE_ALARM, REFERENCE, same
+from implementations import OTHERS
 from scipy.stats import chi2
 
 from grace.kernels import Stream

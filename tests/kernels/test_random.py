@@ -7,9 +7,10 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from helpers import ALL, FALSE_ALARM
+from helpers import FALSE_ALARM
 from hypothesis import given
 from hypothesis import strategies as st
+from implementations import ALL
 from scipy.stats import chi2
 
 from grace.component import Context

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers import ALL, HUGE, REFERENCE, TINY, VECTORS, same
+from helpers import HUGE, REFERENCE, TINY, VECTORS, same
 from hypothesis import given
 from hypothesis import strategies as st
+from implementations import ALL
 
 from grace.kernels import Stream
 
@@ -52,7 +53,9 @@ def test_quantize_rounds_each_scaled_magnitude_up_or_down(norm, x, levels, bucke
 @pytest.mark.parametrize("levels", [1, 7, 127])
 def test_a_value_equal_to_the_scale_never_exceeds_the_top_level(it, norm, levels):
     for value in (1.0, -1.0, 0.1, -HUGE, HUGE, 1e-45, -3e-39):
-        x = np.full(4000, value, np.float32)
+        x = it.suited("quantize", np.full(4000, value, np.float32))
+        if not x.any():
+            continue
         codes, scales = it.run("quantize", x, levels, 1, norm, Stream(3))
         assert (codes == (2 * levels if value > 0 else 0)).all()
         got = it.run("dequantize", np.zeros_like(x), codes, scales, levels, 1, 1.0)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers import EPSILON, OTHERS, REFERENCE, same
+from helpers import EPSILON, REFERENCE, same
+from implementations import OTHERS
 
 from grace.kernels.fused import FusedKernels
 

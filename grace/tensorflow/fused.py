@@ -1,0 +1,223 @@
+"""The fused loops on TensorFlow's CPU tensors, without copies, and the choice between them and plain operations."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from grace.kernels.contract import Kernels
+from grace.kernels.random import Stream
+from grace.tensorflow.graphs import length
+from grace.tensorflow.kernels import TensorFlowKernels, words
+
+ALIGNMENT = 64
+"""TensorFlow ends the process when it meets memory that does not start at a multiple of this."""
+
+Shapes = list[tuple[type, Any]]
+GRAPH: dict[str, Callable[..., Shapes]] = {
+    "mean_abs": lambda x: [(np.float32, 1)],
+    "random_indices": lambda stream, n, k, like: [(np.int32, k)],
+    "quantize": lambda x, levels, size, *_: [(np.uint8, length(x)), (np.float32, (length(x) + size - 1) // size)],
+    "dequantize": lambda out, *_: [(np.float32, length(out))],
+    "pack": lambda codes, bits: [(np.uint8, (length(codes) * bits + 7) // 8)],
+    "unpack": lambda packed, bits, n: [(np.uint8, n)],
+    "pack_signs": lambda x: [(np.uint8, (length(x) + 7) // 8)],
+    "add_signs": lambda out, *_: [(np.float32, length(out))],
+    "topk": lambda x, k: [(np.int32, k)],
+    "side_means": lambda x: [(np.float32, 2)],
+    "clip_deviation": lambda x, factor: [(np.float32, length(x))],
+    "round_powers": lambda x, stream: [(np.uint8, length(x))],
+    "add_powers": lambda out, *_: [(np.float32, length(out))],
+    "bucketize": lambda x, *_: [(np.uint8, length(x))],
+    "add_table": lambda out, *_: [(np.float32, length(out))],
+    "quantile_buckets": lambda x, buckets: [(np.uint8, length(x)), (np.float32, buckets)],
+    "above": lambda x, threshold: [(np.int32, None)],
+    "fixed_tags": lambda x, *_: [(np.uint8, length(x))],
+    "where_code": lambda codes, code: [(np.int32, None)],
+}
+"""The kernels that graphs reach too, and what they return."""
+GRAPH_MINIMUM = 1 << 14
+"""Elements from which on leaving the graph for Python costs less than it saves."""
+
+
+class FusedTensorFlowKernels(TensorFlowKernels):
+    """CPU tensors: the fused kernels, on zero-copy NumPy views.
+
+    Each method named in ``FUSED`` runs compiled when its tensors are of the dtypes that the fused loops take, and in
+    plain TensorFlow otherwise. In a graph, those in :data:`GRAPH` do so by ``tf.numpy_function``.
+    """
+
+    name = "tensorflow-fused"
+    FUSED = (
+        "all_finite", "mean_abs", "random_bits", "uniform", "random_indices", "quantize", "dequantize", "pack",
+        "unpack", "pack_signs", "add_signs", "topk", "gather", "scatter_add", "max_abs", "side_means",
+        "clip_deviation", "round_powers", "add_powers", "bucketize", "add_table", "quantile_buckets",
+        "above", "kth_magnitude", "sample_indices", "zero_at", "add_at", "clip_norm", "one_side", "fixed_tags",
+        "where_code",
+    )  # fmt: skip
+    WRITES = ("dequantize", "add_signs", "scatter_add", "add_powers", "add_table", "zero_at", "add_at")
+    """Those that change their first argument, which is a copy therefore."""
+    DTYPES = frozenset({tf.float32, tf.uint8, tf.int32})
+    VIEWED = DTYPES | {tf.float16, tf.float64, tf.int8, tf.int16, tf.int64}
+    """What NumPy knows; views of these cost less than TensorFlow's operations do."""
+
+    def flat(self, x):
+        return self.reshape(x, (-1,)) if x.shape.rank != 1 and x.dtype in self.VIEWED else super().flat(x)
+
+    def reshape(self, x, shape):
+        if x.dtype not in self.VIEWED or not tf.executing_eagerly():
+            return super().reshape(x, shape)
+        return _tensor(_array(x).reshape(shape))
+
+    def to_bytes(self, x):
+        if x.dtype not in self.VIEWED or not tf.executing_eagerly():
+            return super().to_bytes(x)
+        return _tensor(_array(x).reshape(-1).view(np.uint8))
+
+    def from_bytes(self, raw, dtype, shape):
+        if tf.as_dtype(dtype) not in self.VIEWED or not tf.executing_eagerly():
+            return super().from_bytes(raw, dtype, shape)
+        return _tensor(_array(raw).view(dtype).reshape(shape))
+
+
+def _fused(method: str):
+    plain, writes = getattr(TensorFlowKernels, method), method in FusedTensorFlowKernels.WRITES
+
+    def compute(args):
+        return getattr(_fused_kernels(), method)(aligned_copy(args[0]) if writes else args[0], *args[1:])
+
+    def call(self, *args):
+        tensors = [arg for arg in args if isinstance(arg, (tf.Tensor, tf.Variable))]
+        if not all(tensor.dtype in self.DTYPES for tensor in tensors):
+            return plain(self, *args)
+        if not tf.executing_eagerly():
+            return _in_graph(method, compute, args) if _pays(method, args) else plain(self, *args)
+        arrays = [_array(arg) for arg in args]
+        result = compute(arrays)
+        if result is arrays[0]:
+            return args[0]
+        return tuple(map(_tensor, result)) if isinstance(result, tuple) else _tensor(result)
+
+    call.__name__, call.__doc__ = method, f"Compiled; see Kernels.{method}."
+    return call
+
+
+for _method in FusedTensorFlowKernels.FUSED:
+    setattr(FusedTensorFlowKernels, _method, _fused(_method))
+
+
+def _pays(method: str, args: tuple[Any, ...]) -> bool:
+    if method not in GRAPH or (method in ("pack", "unpack") and args[1] == 8):
+        return False
+    n = args[2] if method == "random_indices" else length(args[0])
+    return not isinstance(n, int) or n >= GRAPH_MINIMUM
+
+
+def _in_graph(method: str, compute: Callable[[list[Any]], Any], args: tuple[Any, ...]) -> Any:
+    """The same call when the graph runs; tensors, and a step that is one, reach it as its inputs."""
+    args = tuple(_settled(arg) for arg in args)
+    places = [i for i, arg in enumerate(args) if isinstance(arg, (tf.Tensor, tf.Variable))]
+    streams = [i for i, arg in enumerate(args) if isinstance(arg, Stream)]
+    inputs = [args[i] for i in places] + [words(args[i])[2] for i in streams]
+
+    def run(*arrays):
+        given = list(args)
+        for i, array in zip(places, arrays, strict=False):
+            given[i] = array if array.ndim else array[()]
+        for i, step in zip(streams, arrays[len(places) :], strict=True):
+            given[i] = replace(args[i], step=int(step))
+        return compute(given)
+
+    outputs = GRAPH[method](*args)
+    results = tf.numpy_function(run, inputs, [dtype for dtype, _ in outputs], stateful=False)
+    for result, (_, n) in zip(results, outputs, strict=True):
+        result.set_shape([n if isinstance(n, int) else None])
+    return tuple(results) if len(results) > 1 else results[0]
+
+
+def _settled(arg: Any) -> Any:
+    return tf.convert_to_tensor(arg) if isinstance(arg, tf.Variable) else arg
+
+
+class _Memory:
+    """A tensor's memory as NumPy may have it; Numba would compile everything again for arrays that are read-only."""
+
+    def __init__(self, tensor: Any):
+        self.owner = np.asarray(tensor)
+        interface = self.owner.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+
+
+def _array(arg: Any) -> Any:
+    """What the fused kernels take instead of an argument: a view of a tensor, a step that is a number."""
+    if isinstance(arg, (tf.Tensor, tf.Variable)):
+        return np.asarray(_Memory(arg))
+    if isinstance(arg, Stream) and isinstance(arg.step, (tf.Tensor, tf.Variable)):
+        return replace(arg, step=int(arg.step))
+    return arg
+
+
+def _tensor(value: Any) -> Any:
+    """An array as a tensor, without a copy; it must not be changed any more."""
+    if isinstance(value, (bool, int, float)):
+        return value
+    if value.__array_interface__["data"][0] % ALIGNMENT:
+        value = aligned_copy(value)
+    return tf.experimental.dlpack.from_dlpack(value.__dlpack__())
+
+
+def aligned_empty(n: int, dtype: Any) -> np.ndarray:
+    """A 1-d array that TensorFlow can take as it is."""
+    nbytes = n * np.dtype(dtype).itemsize
+    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -raw.__array_interface__["data"][0] % ALIGNMENT
+    return raw[start : start + nbytes].view(dtype)
+
+
+def aligned_copy(array: np.ndarray) -> np.ndarray:
+    """A copy that TensorFlow can take as it is."""
+    copy = aligned_empty(array.size, array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+@functools.cache
+def _fused_kernels() -> Kernels:
+    from grace.kernels.fused import FusedKernels
+
+    class Aligned(FusedKernels):
+        empty = staticmethod(aligned_empty)
+
+    return Aligned()
+
+
+def _fused_available() -> bool:
+    if os.environ.get("GRACE_FUSED", "1") == "0":
+        return False
+    try:
+        import numba  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+_PLAIN, _FUSED = TensorFlowKernels(), FusedTensorFlowKernels()
+_USE_FUSED = _fused_available()
+
+
+def kernels_of_tensor(tensor: tf.Tensor) -> Kernels:
+    """Fused kernels for CPU tensors when Numba is installed (and GRACE_FUSED is not 0), else plain ones."""
+    return _FUSED if _USE_FUSED and _on_cpu(tensor) else _PLAIN
+
+
+def _on_cpu(tensor: tf.Tensor) -> bool:
+    """A tensor in a graph may have no device yet: it is on the GPU if there is one."""
+    if tf.is_symbolic_tensor(tensor):
+        return "CPU" in tensor.device or not tf.config.list_logical_devices("GPU")
+    return "CPU" in tensor.device

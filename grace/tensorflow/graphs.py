@@ -1,0 +1,38 @@
+"""What the plain kernels need so that graphs compute what eager operations do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+LOW31 = 0x7FFFFFFF
+INF_BITS = 0x7F800000
+
+
+def length(x: tf.Tensor) -> Any:
+    """The number of elements: an int, or a scalar tensor (int64) where a graph does not know it."""
+    n = x.shape.num_elements()
+    return tf.size(x, tf.int64) if n is None else n
+
+
+def number(value: Any, dtype: tf.DType) -> Any:
+    """A number to multiply with or divide by.
+
+    A graph's optimizer divides by constants by multiplying with their reciprocals, and joins factors, which rounds
+    otherwise; so it must not know that this is one.
+    """
+    if isinstance(value, tf.Tensor):
+        return tf.cast(value, dtype)
+    if tf.executing_eagerly():
+        return float(value)
+    return tf.raw_ops.PlaceholderWithDefault(input=tf.constant(float(value), dtype), shape=[])
+
+
+def is_upper(x: tf.Tensor) -> tf.Tensor:
+    """Whether x >= 0, of the smallest negative numbers too."""
+    if x.dtype != tf.float32:
+        return x >= 0
+    bits = tf.bitcast(x, tf.int32)
+    return ((bits >= 0) & (bits <= INF_BITS)) | (bits == np.iinfo(np.int32).min)

@@ -1,0 +1,274 @@
+"""Kernels for TensorFlow tensors: plain operations on any device, eager or in a graph.
+
+Tensors are immutable, so whatever writes into ``out`` returns a new tensor. TensorFlow's operations take numbers below
+1.2e-38 for zeros; what can be decided from a number's bits is decided from them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from grace.kernels.contract import Kernels
+from grace.kernels.random import FEISTEL_ROUNDS, MULTIPLIERS, ROUNDS, WEYL, Stream, feistel_bits
+from grace.tensorflow.graphs import LOW31, is_upper, length, number
+from grace.tensorflow.sparse_kernels import SparseTensorFlow
+from grace.tensorflow.value_kernels import ValueTensorFlow
+
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+LOW32 = 0xFFFFFFFF
+
+
+class TensorFlowKernels(ValueTensorFlow, SparseTensorFlow, Kernels):
+    """The contract in plain TensorFlow operations.
+
+    In a graph, numbers that the host would know eagerly are scalar tensors, and ``to_list`` is refused.
+
+    >>> k = TensorFlowKernels()
+    >>> k.topk(tf.constant([1.0, -5.0, 3.0, 5.0]), 2).numpy()
+    array([1, 3], dtype=int32)
+    """
+
+    name = "tensorflow"
+    mutable = False
+
+    def flat(self, x):
+        return tf.convert_to_tensor(x) if x.shape.rank == 1 else tf.reshape(x, [-1])
+
+    def reshape(self, x, shape):
+        return tf.reshape(x, [-1 if n is None else n for n in shape])
+
+    def cast(self, x, dtype):
+        return tf.cast(x, dtype)
+
+    def zeros(self, shape, dtype, like):
+        with _beside(like):
+            return tf.zeros(shape, dtype)
+
+    def full(self, values, dtype, like):
+        with _beside(like):
+            if any(isinstance(value, tf.Tensor) for value in values):
+                return tf.cast(tf.stack([tf.cast(value, tf.float32) for value in values]), dtype)
+            return tf.constant(np.array(values, tf.as_dtype(dtype).as_numpy_dtype))
+
+    def to_list(self, x):
+        if tf.is_symbolic_tensor(x):
+            raise TypeError("a graph has no values while it is traced; read them eagerly, in tf.py_function")
+        return np.asarray(x).astype(np.float64).tolist()
+
+    def zero(self, out):
+        return tf.zeros_like(out)
+
+    def join(self, tensors, out=None):
+        return tf.concat(tensors, 0)
+
+    def to_bytes(self, x):
+        return self.flat(tf.bitcast(x, tf.uint8))
+
+    def from_bytes(self, raw, dtype, shape):
+        size = tf.as_dtype(dtype).size
+        return self.reshape(tf.bitcast(raw if size == 1 else tf.reshape(raw, [-1, size]), dtype), shape)
+
+    def nbytes(self, x):
+        n = x.shape.num_elements()
+        return (tf.size(x) if n is None else n) * x.dtype.size
+
+    def dtype(self, x):
+        return x.dtype.name
+
+    def all_finite(self, x) -> Any:
+        finite = True if x.dtype.is_integer else tf.reduce_all(tf.math.is_finite(x))
+        if isinstance(finite, bool):
+            return finite
+        readable = not tf.is_symbolic_tensor(finite) and "CPU" in finite.device
+        return bool(finite) if readable else tf.cast(finite, tf.float32)
+
+    def combine(self, a, x, b, y):
+        return _times(tf.cast(x, tf.float32), a) + _times(tf.cast(y, tf.float32), b)
+
+    def add(self, out, x, weight=1.0):
+        return out + _times(tf.cast(x, out.dtype), weight)
+
+    def divide(self, out, x, by):
+        wide = max(out.dtype, x.dtype, key=lambda dtype: dtype.size)
+        if out.dtype != x.dtype and wide.size == 2:
+            wide = tf.float32
+        x = self.reshape(x, out.shape) if out.shape.is_fully_defined() else tf.reshape(x, tf.shape(out))
+        return tf.cast(tf.cast(x, wide) / number(by, wide), out.dtype)
+
+    def mean_abs(self, x):
+        total = tf.reduce_sum(tf.cast(tf.abs(x), tf.float64), keepdims=True)
+        return tf.cast(total / tf.cast(tf.maximum(length(x), 1), tf.float64), tf.float32)
+
+    def signs(self, x):
+        return tf.where(is_upper(x), tf.ones([], x.dtype), -tf.ones([], x.dtype))
+
+    def matmul(self, a, b, transpose=False):
+        return tf.matmul(a, b, transpose_a=transpose)
+
+    def matmul_add(self, out, a, b, weight):
+        return out + _times(tf.reshape(tf.matmul(a, b, transpose_b=True), tf.shape(out)), weight)
+
+    def orthonormalize(self, x):
+        # in float64, where squares of large numbers do not overflow
+        return tf.cast(tf.linalg.qr(tf.cast(x, tf.float64))[0], tf.float32)
+
+    def fill_zero_columns(self, x, other):
+        return tf.where(tf.reduce_all(x == 0, axis=0), other, x)
+
+    def random_bits(self, stream: Stream, n, like):
+        key_low, key_high, step, draw = words(stream)
+        with _beside(like):
+            block = tf.range((tf.cast(n, tf.int64) + 3) // 4)
+            low, high = block & LOW32, tf.bitwise.right_shift(block, tf.constant(32, tf.int64))
+            columns = _philox((low, high, step, tf.constant(draw, tf.int64)), (key_low, key_high))
+            return tf.reshape(tf.stack(columns, axis=1), [-1])[:n]
+
+    def uniform(self, stream, n, like):
+        bits = tf.bitwise.right_shift(self.random_bits(stream, n, like), tf.constant(8, tf.int64))
+        return tf.cast(bits, tf.float32) * 2.0**-24
+
+    def random_indices(self, stream, n, k, like):
+        def outside(index):
+            return tf.where(index >= n)
+
+        def walk(index, places):
+            index = tf.tensor_scatter_nd_update(index, places, _feistel(tf.gather_nd(index, places), n, stream))
+            return index, outside(index)
+
+        with _beside(like):
+            index = _feistel(tf.range(k, dtype=tf.int64), n, stream)
+            shapes = (index.shape, tf.TensorShape([None, 1]))
+            index, _ = tf.while_loop(
+                lambda _, places: tf.size(places) > 0, walk, (index, outside(index)), shape_invariants=shapes
+            )
+            return tf.cast(index, tf.int32)
+
+    def quantize(self, x, levels, bucket_size, norm, stream):
+        n, top = length(x), number(levels, tf.float32)
+        buckets = (n + bucket_size - 1) // bucket_size
+        magnitude = tf.reshape(tf.pad(tf.abs(x), [[0, buckets * bucket_size - n]]), [-1, bucket_size])
+        if norm == "l2":
+            scales = tf.sqrt(tf.reduce_sum(tf.square(tf.cast(magnitude, tf.float64)), axis=1))
+        else:
+            scales = tf.reduce_max(magnitude, axis=1)
+        scales = tf.cast(tf.minimum(scales, FLOAT32_MAX), tf.float32)
+        divisor = tf.where(scales > 0, scales, 1.0)[:, None]
+        exact = tf.reshape(magnitude / divisor * top, [-1])[:n]
+        code = tf.cast(tf.minimum(tf.floor(exact + self.uniform(stream, n, x)), top), tf.int32)
+        return tf.cast(levels + tf.where(x >= 0, code, -code), tf.uint8), scales
+
+    def dequantize(self, out, codes, scales, levels, bucket_size, weight):
+        n, middle = length(codes), number(levels, tf.float32)
+        part = (tf.cast(codes, tf.float32) - middle) / middle
+        part = tf.pad(part, [[0, (n + bucket_size - 1) // bucket_size * bucket_size - n]])
+        factor = _times(scales, weight)
+        return out + tf.reshape(factor[:, None] * tf.reshape(part, [-1, bucket_size]), [-1])[:n]
+
+    def pack(self, codes, bits):
+        if bits == 8:
+            return codes
+        # the 8 codes of a group make one 64-bit word, of which the first `bits` bytes are used
+        n = length(codes)
+        groups = tf.reshape(tf.pad(tf.cast(codes, tf.int64), [[0, (n + 7) // 8 * 8 - n]]), [-1, 8])
+        words = tf.reduce_sum(tf.bitwise.left_shift(groups, _places(bits)), axis=1)
+        return tf.reshape(tf.bitcast(words, tf.uint8)[:, :bits], [-1])[: (n * bits + 7) // 8]
+
+    def unpack(self, packed, bits, n):
+        if bits == 8:
+            return packed
+        groups = (n + 7) // 8
+        rows = tf.reshape(tf.pad(packed, [[0, groups * bits - length(packed)]]), [-1, bits])
+        words = tf.bitcast(tf.pad(rows, [[0, 0], [0, 8 - bits]]), tf.int64)
+        codes = tf.bitwise.right_shift(words[:, None], _places(bits)) & (1 << bits) - 1
+        return tf.reshape(tf.cast(codes, tf.uint8), [-1])[:n]
+
+    def pack_signs(self, x):
+        return self.pack(tf.cast(is_upper(x), tf.uint8), 1)
+
+    def add_signs(self, out, packed, scale, weight):
+        signs = tf.cast(self.unpack(packed, 1, length(out)), out.dtype) * 2 - 1
+        return out + signs * (number(weight, out.dtype) if scale is None else _times(scale, weight))
+
+    def topk(self, x, k):
+        # of equal numbers TensorFlow takes the lower index, too
+        return tf.sort(tf.math.top_k(tf.bitcast(x, tf.int32) & LOW31, k, sorted=False).indices)
+
+    def bitmap(self, indices, n):
+        codes = tf.scatter_nd(indices[:, None], tf.ones_like(indices), [n])
+        return self.pack(tf.cast(codes, tf.uint8), 1)
+
+    def positions(self, bitmap, n):
+        return tf.cast(tf.where(self.unpack(bitmap, 1, n) > 0)[:, 0], tf.int32)
+
+    def narrow(self, indices):
+        return tf.bitcast(tf.cast(indices, tf.uint16), tf.int16)
+
+    def widen(self, narrow):
+        return tf.cast(tf.bitcast(narrow, tf.uint16), tf.int32)
+
+    def gather(self, x, indices):
+        return tf.gather(x, indices)
+
+    def scatter_add(self, out, indices, values, weight):
+        return tf.tensor_scatter_nd_add(out, indices[:, None], _times(values, weight))
+
+
+def words(stream: Stream) -> tuple[int, int, Any, int]:
+    """The words of a stream, whose step may be a scalar tensor; it becomes one."""
+    step = stream.step if isinstance(stream.step, (tf.Tensor, tf.Variable)) else stream.step & LOW32
+    key_low, key_high, _, draw = Stream(stream.key, 0, stream.draw).words
+    return key_low, key_high, tf.cast(step, tf.int64) & LOW32, draw
+
+
+def _times(x: tf.Tensor, weight: float) -> tf.Tensor:
+    return x if isinstance(weight, (int, float)) and weight == 1 else x * number(weight, x.dtype)
+
+
+def _places(bits: int) -> tf.Tensor:
+    return tf.constant([bits * i for i in range(8)], tf.int64)
+
+
+def _beside(like: tf.Tensor) -> Any:
+    """Where to make a tensor: on the device of another, if there is a choice."""
+    if len(tf.config.list_logical_devices()) > 1 and like.device:
+        return tf.device(like.device)
+    return contextlib.nullcontext()
+
+
+def _philox(counter, key):
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    half = tf.constant(32, tf.int64)
+    for _ in range(ROUNDS):
+        # int64 products wrap, but their bits are those of the unsigned ones
+        p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        upper0, upper1 = (tf.bitwise.right_shift(p, half) & LOW32 for p in (p0, p1))
+        c0, c1, c2, c3 = upper1 ^ c1 ^ k0, p1 & LOW32, upper0 ^ c3 ^ k1, p0 & LOW32
+        k0, k1 = k0 + WEYL[0] & LOW32, k1 + WEYL[1] & LOW32
+    return c0, c1, c2, c3
+
+
+def _feistel(index, n, stream):
+    key_low, key_high, step, draw = words(stream.permuting())
+    left_bits, right_bits = (tf.constant(bits, tf.int64) for bits in feistel_bits(n))
+    one, draw = tf.constant(1, tf.int64), tf.constant(draw, tf.int64)
+
+    def mix(number, left, right, left_bits, right_bits):
+        mixed = _philox((right, number, step, draw), (key_low, key_high))[0]
+        mixed &= tf.bitwise.left_shift(one, left_bits) - 1
+        return number + 1, right, left ^ mixed, right_bits, left_bits
+
+    start = (
+        tf.constant(0, tf.int64),
+        tf.bitwise.right_shift(index, right_bits),
+        index & tf.bitwise.left_shift(one, right_bits) - 1,
+        left_bits,
+        right_bits,
+    )
+    # a loop, so that a graph holds one round
+    _, left, right, _, right_bits = tf.while_loop(lambda number, *_: number < FEISTEL_ROUNDS, mix, start)
+    return tf.bitwise.left_shift(left, right_bits) | right

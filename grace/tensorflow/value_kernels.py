@@ -1,0 +1,74 @@
+"""The value quantizers' kernels in plain TensorFlow operations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from grace.kernels.value_contract import POWER_OFFSET
+from grace.kernels.value_reference import CONSTANT
+from grace.tensorflow.graphs import LOW31, is_upper, length, number
+
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+class ValueTensorFlow:
+    """A part of :class:`~grace.tensorflow.kernels.TensorFlowKernels`. Nothing is read back from the device."""
+
+    random_bits: Any
+    unpack: Any
+
+    def max_abs(self, x):
+        return tf.clip_by_value(tf.reduce_max(tf.abs(x), keepdims=True), 0.0, FLOAT32_MAX)
+
+    def side_means(self, x):
+        sides = tf.stack([~is_upper(x), is_upper(x)])
+        sums = tf.reduce_sum(tf.where(sides, tf.cast(x, tf.float64), 0.0), axis=1)
+        counts = tf.reduce_sum(tf.cast(sides, tf.float64), axis=1)
+        return tf.cast(sums / tf.maximum(counts, 1.0), tf.float32)
+
+    def clip_deviation(self, x, factor):
+        wide, n = tf.cast(x, tf.float64), tf.cast(tf.maximum(length(x), 1), tf.float64)
+        mean = tf.reduce_sum(wide) / n
+        deviation = tf.sqrt(tf.reduce_sum(tf.square(wide - mean)) / n)
+        limit = tf.where(deviation > CONSTANT * tf.abs(mean), factor * deviation, FLOAT32_MAX)
+        limit = tf.cast(tf.minimum(limit, FLOAT32_MAX), tf.float32)
+        return tf.minimum(tf.maximum(x, -limit), limit)
+
+    def round_powers(self, x, stream):
+        bits = tf.bitcast(x, tf.int32)
+        magnitude = tf.cast(bits & LOW31, tf.int64)
+        random = tf.cast(self.random_bits(stream, length(x), x), tf.int64)
+        carried = magnitude + tf.bitwise.right_shift(random, tf.constant(9, tf.int64))
+        exponent = tf.bitwise.right_shift(carried, tf.constant(23, tf.int64)) - POWER_OFFSET
+        code = tf.clip_by_value(exponent, 1, 127) + tf.where(bits < 0, tf.constant(128, tf.int64), 0)
+        return tf.cast(tf.where(magnitude > 0, code, 0), tf.uint8)
+
+    def add_powers(self, out, codes, weight):
+        power = tf.cast(codes, tf.int32) & 0x7F
+        values = tf.bitcast(tf.bitwise.left_shift(power + POWER_OFFSET, 23), tf.float32)
+        values = tf.where(power > 0, tf.where(codes >= 128, -values, values), 0.0)
+        return out + values * number(weight, tf.float32)
+
+    def bucketize(self, x, scale, edges):
+        scaled = x / tf.where(scale > 0, scale, 1.0)
+        edges = tf.concat([tf.convert_to_tensor(edges), [np.inf]], 0)  # TensorFlow wants one
+        return tf.cast(tf.searchsorted(edges, scaled, side="left"), tf.uint8)
+
+    def add_table(self, out, packed, bits, table, scale, weight):
+        codes = self.unpack(packed, bits, length(out))
+        factor = number(weight, tf.float32)
+        amounts = tf.convert_to_tensor(table) * (factor if scale is None else scale * factor)
+        return out + tf.gather(amounts, tf.cast(codes, tf.int32))
+
+    def quantile_buckets(self, x, buckets):
+        # one stable sort: the ranks are the places that elements have in it
+        n = length(x)
+        order = tf.argsort(x, stable=True)
+        in_order = tf.cast(tf.range(tf.cast(n, tf.int64)) * buckets // tf.cast(tf.maximum(n, 1), tf.int64), tf.int32)
+        codes = tf.scatter_nd(order[:, None], in_order, tf.shape(x))
+        sums = tf.math.unsorted_segment_sum(tf.gather(tf.cast(x, tf.float64), order), in_order, buckets)
+        counts = tf.math.unsorted_segment_sum(tf.ones_like(x, tf.float64), in_order, buckets)
+        return tf.cast(codes, tf.uint8), tf.cast(sums / tf.maximum(counts, 1.0), tf.float32)

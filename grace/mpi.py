@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 import sys
 import time
@@ -77,7 +79,7 @@ class MPIBackend(Backend):
         if dtype not in NUMBERS and dtype not in self.sums:
             raise TypeError(f"MPI does not sum {dtype}; it sums {', '.join([*NUMBERS, *self.sums])}")
         self.count(2 * (self.size - 1) / self.size * kernels_of(tensor).nbytes(tensor))
-        staged = _Staged(tensor)
+        staged = _Staged(tensor, ours=dtype in self.sums)
         datatype, op = NUMBERS.get(dtype, MPI.UINT16_T), self.sums.get(dtype, MPI.SUM)
         buffer = [staged.memory, staged.memory.nbytes // datatype.Get_size(), datatype]
         return self._handle(self.comm.Iallreduce(MPI.IN_PLACE, buffer, op), tensor, staged.give_back)
@@ -143,15 +145,35 @@ class MPIBackend(Backend):
             self.comm.Abort(1)
 
 
+@functools.cache
+def _cuda_aware() -> bool:
+    """Whether this MPI reads and writes a GPU's memory, as Open MPI tells of itself."""
+    for library in (None, "libmpi.so.40"):
+        try:
+            return bool(ctypes.CDLL(library).MPIX_Query_cuda_support())
+        except (OSError, AttributeError):
+            continue
+    return False
+
+
 class _Staged:
-    """A tensor's memory as MPI takes it: bytes, without a copy, or a copy in host memory that goes back."""
+    """A tensor's memory as MPI takes it: bytes, without a copy, or a copy in host memory that goes back.
+
+    A GPU's memory goes to MPI itself where MPI is CUDA-aware, but for sums that are operations of ours.
+    """
 
     _said = False
 
-    def __init__(self, tensor: Tensor):
+    def __init__(self, tensor: Tensor, ours: bool = False):
         k = kernels_of(tensor)
         self.tensor, self.copy = k.to_bytes(tensor), None
         device = getattr(getattr(tensor, "device", None), "type", "cpu")
+        if device == "cuda" and _cuda_aware() and not ours:
+            import torch
+
+            torch.cuda.current_stream(self.tensor.device).synchronize()  # MPI knows nothing of streams
+            self.memory: Any = self.tensor
+            return
         if device != "cpu":
             if not _Staged._said:
                 _Staged._said = True

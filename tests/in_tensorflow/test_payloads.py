@@ -24,6 +24,8 @@ from grace.scatter import Sharded
 from grace.tensorflow import fused
 from grace.torch import kernels as torch_kernels
 
+pytestmark = pytest.mark.slow
+
 SPECS = [
     *sorted(known("compressor")), "bf16", "qsgd(levels=7, bucket_size=64)", "qsgd(levels=1, norm=max)",
     "topk(ratio=0.3)", "randomk(unbiased=true)", "threshold(value=1.5)", "dgc(ratio=0.05, sample=0.1)",

@@ -68,18 +68,22 @@ def _framework(value: Any, what: str) -> Any:
     """The framework module for the user's object, by its type; only imported frameworks are considered."""
     torch: Any = sys.modules.get("torch")
     if torch is not None and isinstance(value, (torch.optim.Optimizer, torch.nn.Module)):
-        import grace.torch
-
-        return grace.torch
-    raise ConfigError(f"{what} takes a torch object; {type(value).__module__}.{type(value).__qualname__} is not one")
+        return importlib.import_module("grace.torch")
+    keras: Any = sys.modules.get("keras")
+    if keras is not None and isinstance(value, keras.optimizers.Optimizer):
+        return importlib.import_module("grace.tensorflow")
+    raise ConfigError(
+        f"{what} takes a torch or Keras object; {type(value).__module__}.{type(value).__qualname__} is not one"
+    )
 
 
 def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Make an optimizer exchange its gradients compressed; see :func:`grace.torch.DistributedOptimizer`.
+    """Make an optimizer exchange its gradients compressed; see :func:`grace.torch.DistributedOptimizer` and
+    :func:`grace.tensorflow.DistributedOptimizer`.
 
     >>> DistributedOptimizer("adam")
     Traceback (most recent call last):
-    grace.errors.ConfigError: DistributedOptimizer takes a torch object; builtins.str is not one
+    grace.errors.ConfigError: DistributedOptimizer takes a torch or Keras object; builtins.str is not one
     """
     return _framework(optimizer, "DistributedOptimizer").DistributedOptimizer(optimizer, *args, **kwargs)
 

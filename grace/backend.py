@@ -14,27 +14,38 @@ Tensor = Any
 class Handle:
     """A collective in flight. ``wait()`` blocks and returns what arrived.
 
+    Args:
+        wait: blocks until the collective is done.
+        result: what arrives, if it is there to be filled; None with ``later``.
+        works: the engine's own work objects, for those who need futures.
+        later: gives the result once the collective is done, where nothing can be filled.
+
     >>> Handle(lambda: None, ["what arrived"]).wait()
     ['what arrived']
     """
 
-    def __init__(self, wait: Callable[[], Any], result: Any, works: tuple[Any, ...] = ()):
-        self._wait, self._result = wait, result
-        self.works = works
-        """The engine's own work objects, for those who need futures."""
+    def __init__(
+        self,
+        wait: Callable[[], Any],
+        result: Any = None,
+        works: tuple[Any, ...] = (),
+        later: Callable[[], Any] | None = None,
+    ):
+        self._wait, self.works = wait, works
+        self._result = later or (lambda: result)
 
     def wait(self) -> Any:
         """Block until the collective is done; return its result."""
         self._wait()
-        return self._result
+        return self._result()
 
     def result(self) -> Any:
         """The result of a collective that is known to be done."""
-        return self._result
+        return self._result()
 
     def map(self, function: Callable[[Any], Any]) -> Handle:
-        """A handle with another form of the same result, which must not depend on the data."""
-        return Handle(self._wait, function(self._result), self.works)
+        """A handle with another form of the same result."""
+        return Handle(self._wait, works=self.works, later=lambda: function(self._result()))
 
     @staticmethod
     def all(handles: list[Handle]) -> Handle:
@@ -45,7 +56,7 @@ class Handle:
                 handle.wait()
 
         works = tuple(work for handle in handles for work in handle.works)
-        return Handle(wait, [handle.result() for handle in handles], works)
+        return Handle(wait, works=works, later=lambda: [handle.result() for handle in handles])
 
 
 class Backend(abc.ABC):
@@ -71,6 +82,8 @@ class Backend(abc.ABC):
     """Whether ranks come and go: a new one must not start a collective before all ranks synchronize."""
     failure: ClassVar[type[ExchangeError]] = ExchangeError
     """What is raised when the engine fails."""
+    framework: ClassVar[str] = ""
+    """The only framework whose tensors it moves; empty if it moves any."""
     concatenates: ClassVar[bool] = False
     """Whether the engine gathers tensors of unequal lengths itself."""
 
@@ -84,7 +97,8 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def allreduce(self, tensor: Tensor) -> Handle:
-        """Sum ``tensor`` over ranks in its own dtype, in place; the result is ``tensor``."""
+        """Sum ``tensor`` over ranks in its own dtype; the result is ``tensor``, overwritten, or a new one where
+        tensors cannot change."""
 
     @abc.abstractmethod
     def allgather(self, tensor: Tensor) -> Handle:
@@ -102,7 +116,8 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def broadcast(self, tensor: Tensor, root: int) -> Handle:
-        """Overwrite ``tensor`` with the root's; the result is ``tensor``."""
+        """Send the root's ``tensor`` to all; the result is ``tensor``, overwritten, or a new one where tensors
+        cannot change."""
 
     @abc.abstractmethod
     def allgather_object(self, value: Any) -> list[Any]:

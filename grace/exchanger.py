@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from grace.errors import ConfigError
 from grace.exchange import Exchange, Group, Outcome, Traffic
 from grace.memory import Memory
 from grace.registry import make
+from grace.rows import RowAllgather
 from grace.variable import Variable
 
 FIRST_GROUP_BYTES = 1 << 20
@@ -86,6 +88,10 @@ class Exchanger:
         context.rank, context.size = backend.rank, backend.size
         for part in (communicator, self.dense):
             part.bind(context, backend)
+        shapes = {variable.name: variable.shape for variable in self.variables if variable.sparse}
+        if shapes:
+            self.sparse = RowAllgather(communicator.compressor, communicator.memory, shapes)
+            self.sparse.bind(context, backend)
         self.traffic = Traffic()
         self.settings: list[tuple[str, str]] = []
         self.groups = self._plan(group_bytes, parts)
@@ -102,6 +108,8 @@ class Exchanger:
 
     def choose(self, variable: Variable) -> Communicator:
         """The communicator for one variable: the user's if it shrinks the gradient, else dense."""
+        if variable.sparse:
+            return self.sparse
         traits = self.communicator.compressor.traits
         if traits.exact:
             return self.communicator
@@ -113,27 +121,26 @@ class Exchanger:
     def _plan(self, group_bytes: int, parts: Sequence[Sequence[str]] | None) -> list[Group]:
         position = {variable.name: i for i, variable in enumerate(self.variables)}
         part_of = {name: i for i, names in enumerate(parts or []) for name in names}
-        kinds: dict[Any, list[list[Variable]]] = {}
+        kinds: dict[Any, tuple[Communicator, list[list[Variable]]]] = {}
         several = sum(variable.nbytes for variable in self.variables) > group_bytes
         first = min(group_bytes, FIRST_GROUP_BYTES) if several else group_bytes
         for variable in reversed(self.variables):
             communicator = self.choose(variable)
             exact = communicator.compressor.traits.exact
             dtype = variable.dtype if exact and not communicator.memory.stateful else "float32"
-            key = (communicator is self.dense, dtype, variable.device, part_of.get(variable.name))
-            groups = kinds.setdefault(key, [])
-            limit = first if len(groups) == 1 else group_bytes
+            key = (id(communicator), dtype, variable.device, part_of.get(variable.name))
+            _, groups = kinds.setdefault(key, (communicator, []))
+            limit: float = first if len(groups) == 1 else group_bytes
+            if variable.sparse:  # its rows are few, whatever the variable's size
+                limit = math.inf
             if not groups or sum(v.nbytes for v in groups[-1]) + variable.nbytes > limit:
                 groups.append([])
             groups[-1].append(variable)
         ordered = sorted(
-            ((dense, members[::-1]) for (dense, *_), groups in kinds.items() for members in groups),
+            ((communicator, members[::-1]) for communicator, groups in kinds.values() for members in groups),
             key=lambda item: -position[item[1][0].name],
         )
-        return [
-            Group(index, self.dense if dense else self.communicator, members)
-            for index, (dense, members) in enumerate(ordered)
-        ]
+        return [Group(index, communicator, members) for index, (communicator, members) in enumerate(ordered)]
 
     def agree(self) -> None:
         """Compare with the other ranks what this one is about to do.
@@ -165,9 +172,17 @@ class Exchanger:
         outcomes = []
         for exchange in self._begun:
             outcomes += exchange.finish(outs(exchange.group))
+        self.settle(outcomes)
+        return outcomes
+
+    def under_way(self, group: Group) -> bool:
+        """Whether the group's exchange was begun and not finished."""
+        return any(exchange.group is group for exchange in self._begun)
+
+    def settle(self, outcomes: Sequence[Outcome]) -> None:
+        """All exchanges begun are finished, and brought this: end the step."""
         self._begun = []
         self.end_step(outcomes)
-        return outcomes
 
     def end_step(self, outcomes: Sequence[Outcome], keep: bool = True) -> None:
         """Commit the state that this step changed; roll it back if any variable overflowed on any rank.

@@ -79,55 +79,46 @@ class MPIBackend(Backend):
         if dtype not in NUMBERS and dtype not in self.sums:
             raise TypeError(f"MPI does not sum {dtype}; it sums {', '.join([*NUMBERS, *self.sums])}")
         self.count(2 * (self.size - 1) / self.size * kernels_of(tensor).nbytes(tensor))
-        staged = _Staged(tensor, ours=dtype in self.sums)
+        staged = _Staged(tensor, written=True, ours=dtype in self.sums)
         datatype, op = NUMBERS.get(dtype, MPI.UINT16_T), self.sums.get(dtype, MPI.SUM)
         buffer = [staged.memory, staged.memory.nbytes // datatype.Get_size(), datatype]
-        return self._handle(self.comm.Iallreduce(MPI.IN_PLACE, buffer, op), tensor, staged.give_back)
+        return self._handle(self.comm.Iallreduce(MPI.IN_PLACE, buffer, op), staged)
 
     def allgather(self, tensor: Tensor) -> Handle:
         k = kernels_of(tensor)
         self.count((self.size - 1) * k.nbytes(tensor))
-        length = tensor.shape[0]
-        sent = _Staged(tensor)
-        gathered = k.zeros((self.size * length,), k.dtype(tensor), tensor)
-        received = _Staged(gathered)
+        sent, received = _Staged(tensor), _Staged(tensor, rows=self.size)
         request = self.comm.Iallgather([sent.memory, MPI.BYTE], [received.memory, sent.memory.nbytes, MPI.BYTE])
-        rows = [gathered[i * length : (i + 1) * length] for i in range(self.size)]
-        return self._handle(request, rows, received.give_back, sent)
+        return self._handle(request, received, sent).map(lambda whole: _rows(whole, self.size))
 
     def alltoall(self, tensor: Tensor) -> Handle:
-        k = kernels_of(tensor)
-        self.count((self.size - 1) / self.size * k.nbytes(tensor))
-        length = tensor.shape[0] // self.size
-        sent = _Staged(tensor)
-        gathered = k.zeros(tuple(tensor.shape), k.dtype(tensor), tensor)
-        received = _Staged(gathered)
+        self.count((self.size - 1) / self.size * kernels_of(tensor).nbytes(tensor))
+        sent, received = _Staged(tensor), _Staged(tensor, rows=1)
         part = sent.memory.nbytes // self.size
         request = self.comm.Ialltoall([sent.memory, part, MPI.BYTE], [received.memory, part, MPI.BYTE])
-        rows = [gathered[i * length : (i + 1) * length] for i in range(self.size)]
-        return self._handle(request, rows, received.give_back, sent)
+        return self._handle(request, received, sent).map(lambda whole: _rows(whole, self.size))
 
     def broadcast(self, tensor: Tensor, root: int) -> Handle:
         if root == self.rank:
             self.count((self.size - 1) * kernels_of(tensor).nbytes(tensor))
-        staged = _Staged(tensor)
-        return self._handle(self.comm.Ibcast([staged.memory, MPI.BYTE], root), tensor, staged.give_back)
+        staged = _Staged(tensor, written=self.rank != root)
+        return self._handle(self.comm.Ibcast([staged.memory, MPI.BYTE], root), staged)
 
     def allgather_object(self, value: Any) -> list[Any]:
         return self.comm.allgather(value)
 
-    def _handle(self, request: Any, result: Any, done: Any, *alive: Any) -> Handle:
-        """``alive``: what MPI reads or writes until the request is complete."""
+    def _handle(self, request: Any, received: _Staged, *alive: Any) -> Handle:
+        """The result is the tensor in ``received``; ``alive``: what else MPI reads until the request is complete."""
         self.pending = [other for other in self.pending if not other.Test()]  # which also moves them on
         self.pending.append(request)
 
         def wait() -> None:
             nonlocal alive
             self._complete(request)
-            done()
+            received.give_back()
             alive = ()
 
-        return Handle(wait, result)
+        return Handle(wait, later=lambda: received.result)
 
     def _complete(self, request: Any) -> None:
         """Look at the request until it is complete: a signal or the timeout must be able to end this."""
@@ -156,23 +147,45 @@ def _cuda_aware() -> bool:
     return False
 
 
-class _Staged:
-    """A tensor's memory as MPI takes it: bytes, without a copy, or a copy in host memory that goes back.
+def _rows(whole: Tensor, count: int) -> list[Tensor]:
+    length = whole.shape[0] // count
+    return [whole[i * length : (i + 1) * length] for i in range(count)]
 
-    A GPU's memory goes to MPI itself where MPI is CUDA-aware, but for sums that are operations of ours.
+
+class _Staged:
+    """A tensor's memory as MPI takes it: bytes, without a copy, or a copy in host memory.
+
+    A GPU's memory goes to MPI itself where MPI is CUDA-aware, but for sums that are operations of ours. Where
+    tensors cannot change, what MPI writes becomes a new one.
+
+    Args:
+        tensor: what to send, or what the received ones are like.
+        written: MPI changes it.
+        rows: for as many tensors like it, which MPI writes.
+        ours: MPI calls an operation of ours on it.
     """
 
     _said = False
 
-    def __init__(self, tensor: Tensor, ours: bool = False):
+    def __init__(self, tensor: Tensor, written: bool = False, rows: int = 0, ours: bool = False):
         k = kernels_of(tensor)
-        self.tensor, self.copy = k.to_bytes(tensor), None
+        self.like, self.dtype = tensor, k.dtype(tensor)
+        self.shape = (rows * tensor.shape[0], *tensor.shape[1:]) if rows else tuple(tensor.shape)
+        self.copy = None
+        self.adopted = not k.mutable and bool(written or rows)
+        if self.adopted:
+            self.memory: Any = k.host_buffer(k.nbytes(tensor) * (rows or 1))
+            if not rows:
+                self.memory[...] = np.asarray(k.to_bytes(tensor))
+            return
+        self.result = k.zeros(self.shape, self.dtype, tensor) if rows else tensor
+        self.tensor = k.to_bytes(self.result)
         device = getattr(getattr(tensor, "device", None), "type", "cpu")
         if device == "cuda" and _cuda_aware() and not ours:
             import torch
 
             torch.cuda.current_stream(self.tensor.device).synchronize()  # MPI knows nothing of streams
-            self.memory: Any = self.tensor
+            self.memory = self.tensor
             return
         if device != "cpu":
             if not _Staged._said:
@@ -184,8 +197,10 @@ class _Staged:
         self.memory = np.asarray(self.tensor if self.copy is None else self.copy)
 
     def give_back(self) -> None:
-        """What MPI wrote, where the tensor is."""
-        if self.copy is not None:
+        """What MPI wrote, as a tensor."""
+        if self.adopted:
+            self.result = kernels_of(self.like).adopt(self.memory, self.dtype, self.shape, self.like)
+        elif self.copy is not None:
             self.tensor.copy_(self.copy)
 
 

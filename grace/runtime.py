@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import importlib
 import importlib.util
 import os
 import signal
@@ -14,12 +15,13 @@ from grace.backend import Backend
 from grace.errors import ConfigError, MissingExtraError, RankError, missing_extra
 from grace.local import LocalBackend
 
+FRAMEWORKS = ("torch", "tensorflow")
 BACKENDS = ("auto", "torch", "horovod", "mpi", "local")
 
 _current: Backend | None = None
 
 
-def init(backend: str | Backend = "auto") -> Backend:
+def init(backend: str | Backend = "auto", framework: str | None = None) -> Backend:
     """Join the run. Call it once, before anything else of Grace's.
 
     Args:
@@ -27,6 +29,8 @@ def init(backend: str | Backend = "auto") -> Backend:
             the environment variable GRACE_BACKEND says; or else an engine that the program has initialized
             already; or else the launcher's: Horovod under horovodrun, torch.distributed under torchrun, and
             under mpirun and srun Horovod where it is installed, else MPI; and "local" without a launcher.
+        framework: "torch" or "tensorflow": whose tensors Horovod moves, for programs that import both. By default
+            the one for which Horovod is initialized, or else the one that is imported.
 
     Returns:
         The backend.
@@ -45,9 +49,11 @@ def init(backend: str | Backend = "auto") -> Backend:
         return backend
     if backend not in BACKENDS:
         raise ConfigError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
+    if framework not in (None, *FRAMEWORKS):
+        raise ConfigError(f"unknown framework {framework!r}; known: {', '.join(FRAMEWORKS)}")
     name = _detect() if backend == "auto" else backend
-    if _current is None or _current.name != name:
-        _current = JOIN[name]()
+    if _current is None or _current.name != name or framework not in (None, _current.framework or framework):
+        _current = _horovod(framework) if name == "horovod" else JOIN[name]()
         if name in ("horovod", "mpi"):
             _heed_the_launcher(_current)
     return _current
@@ -95,8 +101,7 @@ def _detect() -> str:
         raise ConfigError(f"GRACE_BACKEND={chosen}: unknown backend; known: {', '.join(BACKENDS)}")
     if chosen != "auto":
         return chosen
-    horovod: Any = sys.modules.get("horovod.torch")
-    if horovod is not None and horovod.is_initialized():
+    if _initialized_horovod():
         return "horovod"
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -129,17 +134,28 @@ def _torch() -> Backend:
     return TorchBackend.join()
 
 
-def _horovod() -> Backend:
-    if not _installed("torch"):
-        raise missing_extra("torch", "torch")
+def _initialized_horovod() -> str:
+    """The framework for which the program has initialized Horovod."""
+    for framework in FRAMEWORKS:
+        horovod: Any = sys.modules.get(f"horovod.{framework}")
+        if horovod is not None and horovod.is_initialized():
+            return framework
+    return ""
+
+
+def _horovod(framework: str | None) -> Backend:
+    imported = [name for name in FRAMEWORKS if name in sys.modules]
+    installed = [name for name in FRAMEWORKS if _installed(name)]
+    chosen = framework or _initialized_horovod() or next(iter([*imported, *installed, "torch"]))
+    if not _installed(chosen):
+        raise missing_extra(chosen, chosen)
     if not _installed("horovod"):
         raise MissingExtraError(
             "this needs Horovod, whose released source does not build against today's frameworks as it is; "
             "`make horovod` in a checkout of Grace builds and installs it (or use grace.init('mpi') under mpirun)"
         )
-    from grace.torch.backends.horovod import HorovodBackend
-
-    return HorovodBackend.join()
+    backends: Any = importlib.import_module(f"grace.{chosen}.backends.horovod")
+    return backends.HorovodBackend.join()
 
 
 def _mpi() -> Backend:
@@ -150,7 +166,7 @@ def _mpi() -> Backend:
     return MPIBackend()
 
 
-JOIN = {"torch": _torch, "horovod": _horovod, "mpi": _mpi, "local": LocalBackend}
+JOIN = {"torch": _torch, "mpi": _mpi, "local": LocalBackend}
 
 
 def _heed_the_launcher(backend: Backend) -> None:

@@ -18,6 +18,8 @@ class Variable:
     shape: tuple[int, ...]
     dtype: str = "float32"
     device: str = "cpu"
+    sparse: bool = False
+    """Whether its gradients come as rows."""
 
     @property
     def numel(self) -> int:
@@ -36,4 +38,4 @@ class Variable:
 
     def describe(self) -> str:
         """Type and shape, for messages."""
-        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+        return f"{'sparse ' if self.sparse else ''}{self.dtype}[{', '.join(map(str, self.shape))}]"

@@ -6,6 +6,8 @@ import abc
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import numpy as np
+
 from grace.kernels.random import Stream
 from grace.kernels.sparse_contract import SparseKernels
 from grace.kernels.value_contract import ValueKernels
@@ -67,6 +69,31 @@ class Kernels(ValueKernels, SparseKernels):
     @abc.abstractmethod
     def from_bytes(self, raw: Tensor, dtype: str, shape: tuple[int, ...]) -> Tensor:
         """The inverse of :meth:`to_bytes`; ``raw`` starts at a multiple of the item size."""
+
+    @abc.abstractmethod
+    def host_buffer(self, n: int) -> np.ndarray:
+        """``n`` bytes of host memory (uint8), not initialized, that :meth:`adopt` can take as they are."""
+
+    @abc.abstractmethod
+    def adopt(self, array: np.ndarray, dtype: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Bytes in host memory (uint8) as a tensor on the device of ``like``, without a copy where possible;
+        nobody may change the array any more."""
+
+    @abc.abstractmethod
+    def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        """``x[rows]`` along the first dimension of a tensor of any shape; ``rows`` of any integer dtype."""
+
+    @abc.abstractmethod
+    def put_rows(self, out: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+        """``out[rows] = values`` along the first dimension, for distinct rows."""
+
+    @abc.abstractmethod
+    def add_rows(self, out: Tensor, rows: Tensor, values: Tensor, weight: float) -> Tensor:
+        """``out[rows] += weight values`` along the first dimension; a row that comes twice adds twice."""
+
+    @abc.abstractmethod
+    def distinct(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The distinct numbers in ``rows``, ascending, and the place in them of every element of ``rows``."""
 
     @abc.abstractmethod
     def nbytes(self, x: Tensor) -> int:

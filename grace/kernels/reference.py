@@ -58,6 +58,26 @@ class NumpyKernels(ValueReference, SparseReference, Kernels):
     def from_bytes(self, raw, dtype, shape):
         return raw.view(dtype).reshape(shape)
 
+    def host_buffer(self, n):
+        return np.empty(n, np.uint8)
+
+    def adopt(self, array, dtype, shape, like):
+        return array.view(dtype).reshape(shape)
+
+    def take_rows(self, x, rows):
+        return x[rows]
+
+    def put_rows(self, out, rows, values):
+        out[rows] = values
+        return out
+
+    def add_rows(self, out, rows, values, weight):
+        np.add.at(out, rows, np.asarray(weight, out.dtype) * values)
+        return out
+
+    def distinct(self, rows):
+        return np.unique(rows, return_inverse=True)
+
     def nbytes(self, x):
         return x.nbytes
 

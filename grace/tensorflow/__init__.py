@@ -1,4 +1,4 @@
-"""Grace for TensorFlow."""
+"""Grace for TensorFlow and Keras 3."""
 
 from grace.errors import missing_extra
 
@@ -11,5 +11,27 @@ from grace.communicator import Communicator
 from grace.communicators import Allgather, Allreduce, Broadcast, ScatterReduce
 from grace.compressor import Compressor, Traits
 from grace.memory import Memory
+from grace.tensorflow.callbacks import BroadcastCallback, MetricAverageCallback
+from grace.tensorflow.optimizer import DistributedOptimizer
+from grace.tensorflow.saving import load_model, save_model
+from grace.tensorflow.tape import DistributedGradientTape, GradientExchange
+from grace.tensorflow.variables import broadcast_variables
 
-__all__ = ["Allgather", "Allreduce", "Broadcast", "Communicator", "Compressor", "Memory", "ScatterReduce", "Traits"]
+__all__ = [
+    "Allgather",
+    "Allreduce",
+    "Broadcast",
+    "BroadcastCallback",
+    "Communicator",
+    "Compressor",
+    "DistributedGradientTape",
+    "DistributedOptimizer",
+    "GradientExchange",
+    "Memory",
+    "MetricAverageCallback",
+    "ScatterReduce",
+    "Traits",
+    "broadcast_variables",
+    "load_model",
+    "save_model",
+]

@@ -15,9 +15,7 @@ from grace.kernels.contract import Kernels
 from grace.kernels.random import Stream
 from grace.tensorflow.graphs import length
 from grace.tensorflow.kernels import TensorFlowKernels, words
-
-ALIGNMENT = 64
-"""TensorFlow ends the process when it meets memory that does not start at a multiple of this."""
+from grace.tensorflow.memory import aligned_copy, aligned_empty, as_array, as_tensor
 
 Shapes = list[tuple[type, Any]]
 GRAPH: dict[str, Callable[..., Shapes]] = {
@@ -73,17 +71,17 @@ class FusedTensorFlowKernels(TensorFlowKernels):
     def reshape(self, x, shape):
         if x.dtype not in self.VIEWED or not tf.executing_eagerly():
             return super().reshape(x, shape)
-        return _tensor(_array(x).reshape(shape))
+        return as_tensor(as_array(x).reshape(shape))
 
     def to_bytes(self, x):
         if x.dtype not in self.VIEWED or not tf.executing_eagerly():
             return super().to_bytes(x)
-        return _tensor(_array(x).reshape(-1).view(np.uint8))
+        return as_tensor(as_array(x).reshape(-1).view(np.uint8))
 
     def from_bytes(self, raw, dtype, shape):
         if tf.as_dtype(dtype) not in self.VIEWED or not tf.executing_eagerly():
             return super().from_bytes(raw, dtype, shape)
-        return _tensor(_array(raw).view(dtype).reshape(shape))
+        return as_tensor(as_array(raw).view(dtype).reshape(shape))
 
 
 def _fused(method: str):
@@ -102,7 +100,7 @@ def _fused(method: str):
         result = compute(arrays)
         if result is arrays[0]:
             return args[0]
-        return tuple(map(_tensor, result)) if isinstance(result, tuple) else _tensor(result)
+        return tuple(map(as_tensor, result)) if isinstance(result, tuple) else as_tensor(result)
 
     call.__name__, call.__doc__ = method, f"Compiled; see Kernels.{method}."
     return call
@@ -145,46 +143,13 @@ def _settled(arg: Any) -> Any:
     return tf.convert_to_tensor(arg) if isinstance(arg, tf.Variable) else arg
 
 
-class _Memory:
-    """A tensor's memory as NumPy may have it; Numba would compile everything again for arrays that are read-only."""
-
-    def __init__(self, tensor: Any):
-        self.owner = np.asarray(tensor)
-        interface = self.owner.__array_interface__
-        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
-
-
 def _array(arg: Any) -> Any:
     """What the fused kernels take instead of an argument: a view of a tensor, a step that is a number."""
     if isinstance(arg, (tf.Tensor, tf.Variable)):
-        return np.asarray(_Memory(arg))
+        return as_array(arg)
     if isinstance(arg, Stream) and isinstance(arg.step, (tf.Tensor, tf.Variable)):
         return replace(arg, step=int(arg.step))
     return arg
-
-
-def _tensor(value: Any) -> Any:
-    """An array as a tensor, without a copy; it must not be changed any more."""
-    if isinstance(value, (bool, int, float)):
-        return value
-    if value.__array_interface__["data"][0] % ALIGNMENT:
-        value = aligned_copy(value)
-    return tf.experimental.dlpack.from_dlpack(value.__dlpack__())
-
-
-def aligned_empty(n: int, dtype: Any) -> np.ndarray:
-    """A 1-d array that TensorFlow can take as it is."""
-    nbytes = n * np.dtype(dtype).itemsize
-    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
-    start = -raw.__array_interface__["data"][0] % ALIGNMENT
-    return raw[start : start + nbytes].view(dtype)
-
-
-def aligned_copy(array: np.ndarray) -> np.ndarray:
-    """A copy that TensorFlow can take as it is."""
-    copy = aligned_empty(array.size, array.dtype).reshape(array.shape)
-    copy[...] = array
-    return copy
 
 
 @functools.cache

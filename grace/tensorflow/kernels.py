@@ -15,6 +15,7 @@ import tensorflow as tf
 from grace.kernels.contract import Kernels
 from grace.kernels.random import FEISTEL_ROUNDS, MULTIPLIERS, ROUNDS, WEYL, Stream, feistel_bits
 from grace.tensorflow.graphs import LOW31, is_upper, length, number
+from grace.tensorflow.memory import aligned_empty, as_tensor
 from grace.tensorflow.sparse_kernels import SparseTensorFlow
 from grace.tensorflow.value_kernels import ValueTensorFlow
 
@@ -71,6 +72,26 @@ class TensorFlowKernels(ValueTensorFlow, SparseTensorFlow, Kernels):
     def from_bytes(self, raw, dtype, shape):
         size = tf.as_dtype(dtype).size
         return self.reshape(tf.bitcast(raw if size == 1 else tf.reshape(raw, [-1, size]), dtype), shape)
+
+    def host_buffer(self, n):
+        return aligned_empty(n, np.uint8)
+
+    def adopt(self, array, dtype, shape, like):
+        with _beside(like):
+            return self.from_bytes(as_tensor(array), dtype, shape)
+
+    def take_rows(self, x, rows):
+        return tf.gather(x, rows)
+
+    def put_rows(self, out, rows, values):
+        return tf.tensor_scatter_nd_update(out, rows[:, None], values)
+
+    def add_rows(self, out, rows, values, weight):
+        return tf.tensor_scatter_nd_add(out, rows[:, None], values * number(weight, values.dtype))
+
+    def distinct(self, rows):
+        ordered = tf.unique(tf.sort(rows)).y
+        return ordered, tf.searchsorted(ordered, rows)
 
     def nbytes(self, x):
         n = x.shape.num_elements()

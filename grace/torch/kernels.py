@@ -6,6 +6,7 @@ import functools
 import os
 from typing import Any
 
+import numpy as np
 import torch
 
 from grace.kernels.contract import Kernels
@@ -67,6 +68,24 @@ class TorchKernels(ValueTorch, SparseTorch, Kernels):
 
     def from_bytes(self, raw, dtype, shape):
         return raw.view(DTYPES[dtype]).reshape(shape)
+
+    def host_buffer(self, n):
+        return np.empty(n, np.uint8)
+
+    def adopt(self, array, dtype, shape, like):
+        return torch.from_numpy(array).view(DTYPES[dtype]).reshape(shape).to(like.device)
+
+    def take_rows(self, x, rows):
+        return x.index_select(0, rows)
+
+    def put_rows(self, out, rows, values):
+        return out.index_copy_(0, rows.long(), values)
+
+    def add_rows(self, out, rows, values, weight):
+        return out.index_add_(0, rows, values, alpha=weight)
+
+    def distinct(self, rows):
+        return torch.unique(rows, sorted=True, return_inverse=True)
 
     def nbytes(self, x):
         return x.nbytes

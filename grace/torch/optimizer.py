@@ -10,10 +10,11 @@ import torch
 
 from grace.backend import Backend
 from grace.errors import ConfigError, ExchangeError
+from grace.reduction import Reduction
 from grace.runtime import current
 from grace.torch.backends.distributed import TorchBackend
 from grace.torch.saving import StateMixin
-from grace.torch.session import Reduction, Session
+from grace.torch.session import Session
 
 GROUP_BYTES = 25 << 20
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -17,47 +15,8 @@ from grace.component import Context
 from grace.errors import ConfigError, ExchangeError
 from grace.exchange import Group, Outcome
 from grace.exchanger import build_exchanger
+from grace.reduction import Reduction, check_integer
 from grace.torch.parameters import broadcast_parameters, check_memory, named, variables
-
-
-@dataclass
-class Reduction:
-    """What the exchange makes of the ranks' gradients.
-
-    Args:
-        op: "average" or "sum", or Horovod's constants of these names.
-        predivide: gradients are divided by this before they are compressed, and the average is multiplied with
-            it: keeps a sum of 16-bit numbers in their range.
-    """
-
-    op: Any = "average"
-    predivide: float = 1.0
-
-    def __post_init__(self) -> None:
-        horovod: Any = sys.modules.get("horovod.torch")
-        constants = (
-            {} if horovod is None else {horovod.Average: "average", horovod.Sum: "sum", horovod.Adasum: "adasum"}
-        )
-        self.op = self.op.lower() if isinstance(self.op, str) else constants.get(self.op, self.op)
-
-    def check(self) -> None:
-        """Raise ConfigError if it makes no sense."""
-        if self.op == "adasum":
-            raise ConfigError("op=Adasum combines whole gradients, not compressed ones; use op='average' or 'sum'")
-        if self.op not in ("average", "sum"):
-            raise ConfigError(f"op must be 'average' or 'sum', not {self.op!r}")
-        if not isinstance(self.predivide, (int, float)) or not 0 < self.predivide < float("inf"):
-            raise ConfigError(f"gradient_predivide_factor must be a positive number, not {self.predivide!r}")
-        if self.predivide != 1 and self.op != "average":
-            raise ConfigError("gradient_predivide_factor goes with op='average' only")
-
-    def factors(self, size: int) -> tuple[float, float]:
-        """What gradients are multiplied with before the exchange, and means after it.
-
-        >>> Reduction("average", 4.0).factors(2), Reduction("sum").factors(2)
-        ((0.25, 4.0), (1.0, 2.0))
-        """
-        return 1.0 / self.predivide, float(size) if self.op == "sum" else float(self.predivide)
 
 
 def parts(
@@ -248,14 +207,3 @@ class Session:
             usable = grad is not None and grad.is_contiguous() and (traits.exact or grad.dtype == torch.float32)
             outs.append(grad if usable else None)
         return outs
-
-
-def check_integer(name: str, value: Any) -> None:
-    """Refuse what is not a whole number of at least 1.
-
-    >>> check_integer("group_bytes", 0)
-    Traceback (most recent call last):
-    grace.errors.ConfigError: group_bytes must be a whole number of at least 1, not 0
-    """
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")

@@ -23,6 +23,7 @@ class TorchBackend(Backend):
     """
 
     name = "torch"
+    framework = "torch"
 
     def __init__(self, group: Any = None, owns: bool = False):
         if not dist.is_initialized():

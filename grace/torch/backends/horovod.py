@@ -32,6 +32,7 @@ class HorovodBackend(Backend):
     """
 
     name = "horovod"
+    framework = "torch"
     pairs_by_name = True
     concatenates = True
     failure = HorovodExchangeError

@@ -1,0 +1,184 @@
+"""Sparse gradients: rows of a variable, exchanged by an all-gather with their values compressed.
+
+    1. rows that come twice are added up
+    2. the memory adds what it kept of these rows; the values are compressed, the row numbers travel as they are
+    3. every rank decodes all payloads and adds them up row by row; the mean is over all ranks, whichever had the row
+
+Row numbers and values of all sparse variables travel in one collective. A payload of other ranks has other numbers
+of rows, so what the decoder needs is taken from a compression of as many zeros.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from grace.communicators.allgather import Allgather
+from grace.compressor import Compressor, Tensor, Traits
+from grace.errors import ConfigError
+from grace.exchange import Exchange, Outcome
+from grace.kernels import kernels_of
+from grace.memories.none import NoMemory
+from grace.memories.residual import Residual
+from grace.memory import Memory
+
+NOTHING = -1
+"""The row number of a rank that has no rows."""
+
+
+class Slices(NamedTuple):
+    """Rows of a variable: ``values`` of shape (n, ...), and their n numbers (int32 or int64)."""
+
+    values: Tensor
+    rows: Tensor
+
+
+def summed(slices: Slices) -> Slices:
+    """The same with distinct rows, ascending, in float32; one zero row of number -1 if there are none.
+
+    >>> import numpy as np
+    >>> summed(Slices(np.float32([[1], [2], [4]]), np.array([3, 0, 3])))
+    Slices(values=array([[2.],
+           [5.]], dtype=float32), rows=array([0, 3], dtype=int32))
+    """
+    k = kernels_of(slices.values)
+    shape = tuple(slices.values.shape)
+    if shape[0] == 0:
+        return Slices(k.zeros((1, *shape[1:]), "float32", slices.values), k.full([NOTHING], "int32", slices.values))
+    rows, places = k.distinct(slices.rows)
+    out = k.zeros((rows.shape[0], *shape[1:]), "float32", slices.values)
+    return Slices(k.add_rows(out, places, k.cast(slices.values, "float32"), 1.0), k.cast(rows, "int32"))
+
+
+class RowCompressor(Compressor):
+    """The user's compressor on the values of rows; the numbers of the rows go last in the payload."""
+
+    def __init__(self, inner: Compressor):
+        self.inner = inner
+        self.rows: dict[str, Tensor] = {}
+        self.received: dict[str, Tensor] = {}
+
+    @property
+    def traits(self) -> Traits:  # type: ignore[override]
+        """The inner compressor's, but for what depends on the number of rows."""
+        return dataclasses.replace(self.inner.traits, fixed_size=False, summable=False, exact=False)
+
+    def compress(self, tensor, name):
+        payload, ctx = self.inner.compress(tensor, name)
+        return [*payload, self.rows[name]], (ctx, tuple(tensor.shape), name)
+
+    def accumulate(self, payload, ctx, out, weight=1.0):
+        return self.inner.accumulate(payload[:-1], ctx[0], out, weight)
+
+    def aggregate(self, payloads, ctx, out, count):
+        """The mean of all ranks' rows, as the values of the distinct ones; their numbers go to ``received``."""
+        own, (_, *shape), name = ctx
+        k = kernels_of(payloads[0][-1])
+        payloads = [payload for payload in payloads if k.to_list(payload[-1][:1]) != [NOTHING]]
+        like = self.rows[name]
+        if not payloads:
+            self.received[name] = k.zeros((0,), "int32", like)
+            return k.zeros((0, *shape), "float32", like)
+        rows, places = k.distinct(k.join([payload[-1] for payload in payloads]))
+        total, start = k.zeros((rows.shape[0], *shape), "float32", like), 0
+        for payload in payloads:
+            n = payload[-1].shape[0]
+            zeros = k.zeros((n, *shape), "float32", like)
+            inner = own if n == self.rows[name].shape[0] else self.inner.compress(zeros, name)[1]
+            values = self.inner.accumulate(payload[:-1], inner, zeros)
+            total = k.add_rows(total, places[start : start + n], values, 1.0)
+            start += n
+        self.received[name] = rows
+        return k.divide(total, total, count)
+
+
+class RowMemory(Memory):
+    """A residual that is kept for the whole variable, and read and written at the rows that come."""
+
+    def __init__(self, inner: Residual, compressor: RowCompressor, shapes: dict[str, tuple[int, ...]]):
+        self.inner, self.compressor, self.shapes = inner, compressor, shapes
+
+    @property
+    def state(self):
+        """The inner memory's: it is saved with it."""
+        return self.inner.state
+
+    def compensate(self, tensor, name):
+        k, beta, gamma = kernels_of(tensor), self.inner.beta, self.inner.gamma
+        if name not in self.state or k.to_list(self.compressor.rows[name][:1]) == [NOTHING]:
+            return k.combine(gamma, tensor, 0.0, tensor)
+        return k.combine(beta, k.take_rows(self.state[name], self.compressor.rows[name]), gamma, tensor)
+
+    def update(self, tensor, name, compressor, payload, ctx):
+        k = kernels_of(tensor)
+        if k.to_list(payload[-1][:1]) == [NOTHING]:
+            return
+        left = compressor.accumulate(payload, ctx, tensor, -1.0)
+        kept = self.state.get(name)
+        if kept is None:
+            kept = k.zeros(self.shapes[name], "float32", tensor)
+        elif k.mutable:  # what is committed must not change before this is
+            kept = k.combine(1.0, kept, 0.0, kept)
+        self.state[name] = k.put_rows(kept, payload[-1], left)
+
+
+class RowExchange(Exchange):
+    """An exchange whose gradients and outcomes are :class:`Slices`."""
+
+    def __init__(self, group, gradients: Sequence[Slices], *args: Any):
+        slices = [summed(gradient) for gradient in gradients]
+        compressor: Any = group.communicator.compressor
+        compressor.rows = {v.name: s.rows for v, s in zip(group.variables, slices, strict=True)}
+        super().__init__(group, [s.values for s in slices], *args)
+
+    def finish(self, outs, wait=True):
+        """The mean's distinct rows, per variable."""
+        outcomes = super().finish(outs, wait)
+        compressor: Any = self.compressor
+        for outcome in outcomes:
+            if outcome.value is not None:
+                outcome.value = Slices(outcome.value, compressor.received[outcome.variable.name])
+        return outcomes
+
+    def _aggregate(self, i, payloads, out, count):
+        variable = self.group.variables[i]
+        return Outcome(variable, self.compressor.aggregate(payloads, self.encoded[i][1], out, count), False)
+
+
+class RowAllgather(Allgather):
+    """The all-gather of sparse gradients, with the user's compressor and memory.
+
+    Raises:
+        ConfigError: they cannot serve sparse gradients; the message says why, and what can.
+    """
+
+    def __init__(self, compressor: Compressor, memory: Memory, shapes: dict[str, tuple[int, ...]]):
+        why = unfit(compressor, memory)
+        if why:
+            raise ConfigError(
+                f"the gradient of {next(iter(shapes))!r} is sparse, and {why}. Pass sparse_as_dense=True to exchange "
+                "it as a dense one, or choose another method"
+            )
+        rows = RowCompressor(compressor)
+        kept = RowMemory(memory, rows, shapes) if isinstance(memory, Residual) else memory
+        super().__init__(rows, kept)
+
+    def _check(self) -> None:
+        """Done by :func:`unfit`."""
+
+    def begin(self, *args):
+        return RowExchange(*args)
+
+
+def unfit(compressor: Compressor, memory: Memory) -> str:
+    """Why these cannot serve sparse gradients; empty if they can."""
+    if compressor.traits.rounds > 1:
+        return f"{compressor.spec} exchanges a variable in several rounds"
+    if compressor.votes:
+        return f"{compressor.spec} votes element by element, over ranks that have other rows"
+    if compressor.stateful:
+        return f"{compressor.spec} keeps something of the whole variable"
+    if not isinstance(memory, (Residual, NoMemory)):
+        return f"the memory {memory.spec} is one of whole variables (residual and none know rows)"
+    return ""

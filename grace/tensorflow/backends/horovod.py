@@ -1,0 +1,183 @@
+"""The Horovod backend: Horovod's TensorFlow operations, in graphs and eagerly."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+from grace.backend import Backend, Handle
+from grace.errors import ConfigError
+
+
+@dataclass
+class Operation:
+    """One collective of an exchange: what is sent, and what came.
+
+    Attributes:
+        kind: the engine's operation: "allreduce", "allgather", "alltoall" or "broadcast".
+        tensor: what this rank sends.
+        root: whose tensor is broadcast.
+        rows: how many equal parts the result is cut into; 0 if it stays whole.
+        received: what came, once it did.
+    """
+
+    kind: str
+    tensor: Any
+    root: int = 0
+    rows: int = 0
+    received: Any = None
+
+    def result(self) -> Any:
+        """What the backend's caller gets."""
+        if not self.rows:
+            return self.received
+        length = self.received.shape[0] // self.rows
+        return [self.received[i * length : (i + 1) * length] for i in range(self.rows)]
+
+
+class HorovodBackend(Backend):
+    """Collectives of one Horovod process set.
+
+    Eagerly an operation is run at once, and its handle is complete. In a step that a graph runs, the parts of an
+    exchange are Python functions and its collectives are the graph's own operations: there a collective that is
+    started is only written down (:meth:`recording`), and :meth:`run` makes the operation.
+
+    Args:
+        process_set: the process set; all ranks if left out.
+        owns: shut Horovod down with the backend.
+    """
+
+    name = "horovod"
+    framework = "tensorflow"
+    pairs_by_name = True
+    concatenates = True
+
+    def __init__(self, process_set: Any = None, owns: bool = False):
+        if not hvd.is_initialized():
+            raise ConfigError(
+                "Horovod is not initialized for TensorFlow; call grace.init('horovod', framework='tensorflow') or "
+                "horovod.tensorflow.init() first"
+            )
+        self.process_set = hvd.global_process_set if process_set is None else process_set
+        if not self.process_set.included():
+            raise ConfigError("this rank is not in the process set; make no distributed optimizer on it")
+        self.owns = owns
+        self.elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
+        self.rank, self.size = self.process_set.rank(), self.process_set.size()
+        self._calls = itertools.count()
+        self._recorded: list[Operation] | None = None
+
+    @classmethod
+    def join(cls) -> HorovodBackend:
+        """All ranks; Horovod is initialized if nobody has done it yet."""
+        owns = not hvd.is_initialized()
+        if owns:
+            hvd.init()
+        return cls(owns=owns)
+
+    def describe(self) -> str:
+        engine = "MPI" if hvd.mpi_enabled() else "Gloo"
+        return f"Horovod ({engine}), rank {self.rank} of {self.size}"
+
+    # -- collectives -----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[list[Operation]]:
+        """Collectives started in this context are written down, in the list that it gives, and not run."""
+        self._recorded, operations = [], self._recorded
+        try:
+            yield self._recorded
+        finally:
+            self._recorded = operations
+
+    def _start(self, operation: Operation) -> Handle:
+        if self._recorded is not None:
+            self._recorded.append(operation)
+        else:
+            operation.received = self.run(operation, operation.tensor, f"grace.call{next(self._calls)}")
+        return Handle(lambda: None, later=operation.result)
+
+    def allreduce(self, tensor: tf.Tensor) -> Handle:
+        self.count(2 * (self.size - 1) / self.size * _nbytes(tensor))
+        return self._start(Operation("allreduce", tensor))
+
+    def allgather(self, tensor: tf.Tensor) -> Handle:
+        self.count((self.size - 1) * _nbytes(tensor))
+        return self._start(Operation("allgather", tensor, rows=self.size))
+
+    def concatenate(self, tensor: tf.Tensor) -> Handle:
+        self.count((self.size - 1) * _nbytes(tensor))
+        return self._start(Operation("allgather", tensor)).map(lambda whole: [whole])
+
+    def alltoall(self, tensor: tf.Tensor) -> Handle:
+        self.count((self.size - 1) / self.size * _nbytes(tensor))
+        return self._start(Operation("alltoall", tensor, rows=self.size))
+
+    def broadcast(self, tensor: tf.Tensor, root: int) -> Handle:
+        if root == self.rank:
+            self.count((self.size - 1) * _nbytes(tensor))
+        return self._start(Operation("broadcast", tensor, root))
+
+    def run(self, operation: Operation, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        """Horovod's operation on ``tensor``, eagerly or in a graph, under a name that all ranks give it."""
+        options = {"name": name, "ignore_name_scope": True, "process_set": self.process_set}
+        if operation.kind == "allgather":
+            return hvd.allgather(tensor, **options)
+        if operation.kind == "alltoall":
+            return _received(hvd.alltoall(tensor, **options))
+        if operation.kind == "broadcast":
+            ranks = self.process_set.ranks
+            return hvd.broadcast(tensor, ranks[operation.root] if ranks else operation.root, **options)
+        if tensor.dtype == tf.bfloat16:
+            return self._sum_bfloats(tensor, options)
+        return hvd.allreduce(tensor, op=hvd.Sum, **options)
+
+    def sum_of(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        """The sum over ranks, eagerly or in a graph."""
+        return self.run(Operation("allreduce", tensor), tensor, name)
+
+    def _sum_bfloats(self, tensor: tf.Tensor, options: dict[str, Any]) -> tf.Tensor:
+        """Horovod does not know bfloat16: each rank sums a part of the tensor in float32, and gathers the others'."""
+        n = tf.size(tensor)
+        length = -(-n // self.size)
+        padded = tf.pad(tf.reshape(tensor, [-1]), [[0, self.size * length - n]])
+        received = _received(hvd.alltoall(tf.bitcast(padded, tf.int16), **options))
+        parts = tf.reshape(tf.bitcast(received, tf.bfloat16), [self.size, length])
+        total = tf.cast(tf.reduce_sum(tf.cast(parts, tf.float32), 0), tf.bfloat16)
+        gathered = hvd.allgather(tf.bitcast(total, tf.int16), **{**options, "name": f"{options['name']}.totals"})
+        return tf.reshape(tf.bitcast(gathered, tf.bfloat16)[:n], tf.shape(tensor))
+
+    def rehearse(self, operation: Operation) -> tf.Tensor:
+        """What a run of it would bring if all ranks sent the same; nothing is sent."""
+        copies = self.size if operation.kind == "allgather" else 1
+        return tf.concat([operation.tensor] * copies, 0) if copies > 1 else operation.tensor
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        raw = np.frombuffer(pickle.dumps(value), np.uint8)
+        with tf.init_scope():  # at once, also while a graph is traced
+            sizes = [int(part[0]) for part in self.allgather(tf.constant([raw.size])).wait()]
+            (whole,) = self.concatenate(tf.constant(raw)).wait()
+        ends = np.cumsum(sizes)
+        return [pickle.loads(part.tobytes()) for part in np.split(whole.numpy(), ends[:-1])]
+
+    def shutdown(self) -> None:
+        if self.owns and hvd.is_initialized():
+            hvd.shutdown()
+
+
+def _nbytes(tensor: tf.Tensor) -> int:
+    return tensor.shape.num_elements() * tensor.dtype.size
+
+
+def _received(output: Any) -> tf.Tensor:
+    """What an all-to-all brought; beside it come the sizes of the parts."""
+    return output[0] if isinstance(output, (tuple, list)) else output

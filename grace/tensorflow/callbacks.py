@@ -1,0 +1,70 @@
+"""Keras callbacks for training on several ranks."""
+
+from __future__ import annotations
+
+from numbers import Real
+from typing import Any
+
+import keras
+
+from grace.backend import Backend
+from grace.errors import ConfigError
+from grace.runtime import current
+from grace.tensorflow.saving import distributed
+from grace.tensorflow.variables import broadcast_variables
+
+
+class BroadcastCallback(keras.callbacks.Callback):
+    """Starts every rank from the root's weights, all of them (batch statistics too), and optimizer variables.
+
+    What compressors and memories remember stays each rank's own.
+
+    Args:
+        root: the rank whose values count.
+        backend: the engine; that of ``grace.init()`` if left out.
+    """
+
+    def __init__(self, root: int = 0, backend: Backend | None = None):
+        super().__init__()
+        self.root, self.backend = root, backend
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Broadcast, before the first batch.
+
+        Raises:
+            ConfigError: the model is to be compiled by XLA, which cannot compile an exchange.
+        """
+        if self.model.jit_compile and distributed(self.model.optimizer) is not None:
+            raise ConfigError("XLA cannot compile an exchange of gradients: use model.compile(..., jit_compile=False)")
+        broadcast_variables(self.model.variables, self.root, self.backend)
+        broadcast_variables(self.model.optimizer.variables, self.root, self.backend)
+
+
+class MetricAverageCallback(keras.callbacks.Callback):
+    """Replaces the loss and metrics of an epoch, and of an evaluation, by their means over ranks.
+
+    Put it before callbacks that use them (early stopping, checkpoints), so that all ranks decide alike.
+
+    Args:
+        backend: the engine; that of ``grace.init()`` if left out.
+    """
+
+    def __init__(self, backend: Backend | None = None):
+        super().__init__()
+        self.backend = backend
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Average the epoch's metrics."""
+        self._average(logs)
+
+    def on_test_end(self, logs: Any = None) -> None:
+        """Average an evaluation's metrics."""
+        self._average(logs)
+
+    def _average(self, logs: dict[str, Any] | None) -> None:
+        backend = current() if self.backend is None else self.backend
+        numbers = {name: float(value) for name, value in (logs or {}).items() if isinstance(value, Real)}
+        everyone = backend.allgather_object(numbers)
+        for name in numbers:
+            values = [other[name] for other in everyone if name in other]
+            (logs or {})[name] = sum(values) / len(values)

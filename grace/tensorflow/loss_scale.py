@@ -1,0 +1,27 @@
+"""Loss scaling: whether a gradient overflowed is for all ranks to say together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+
+def finite_everywhere() -> None:
+    """Make ``LossScaleOptimizer`` ask all ranks, where the optimizer in it is a distributed one.
+
+    It decides before the exchange whether a step is made, on the rank's own gradients; a rank that skipped alone
+    would leave the others waiting. The class is changed, because ``compile`` makes such optimizers by itself.
+    """
+    cls = keras.optimizers.LossScaleOptimizer
+    plain = cls.check_finite
+    if getattr(plain, "everywhere", False):
+        return
+
+    def check_finite(self: Any, grads: Any) -> Any:
+        finite = plain(self, grads)
+        session = getattr(self.inner_optimizer, "_grace", None)
+        return finite if session is None else session.all_true(finite)
+
+    check_finite.everywhere = True  # type: ignore[attr-defined]
+    cls.check_finite = check_finite

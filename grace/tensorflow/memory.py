@@ -1,0 +1,49 @@
+"""TensorFlow's tensors as NumPy arrays and back, without copies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+ALIGNMENT = 64
+"""TensorFlow ends the process when it meets memory that does not start at a multiple of this."""
+
+
+class _Memory:
+    """A tensor's memory as NumPy may have it; Numba would compile everything again for arrays that are read-only."""
+
+    def __init__(self, tensor: Any):
+        self.owner = np.asarray(tensor)
+        interface = self.owner.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+
+
+def as_array(tensor: Any) -> np.ndarray:
+    """A view of an eager tensor of a dtype that NumPy knows, in host memory; it must not be changed."""
+    return np.asarray(_Memory(tensor))
+
+
+def as_tensor(value: Any) -> Any:
+    """An array as a tensor, without a copy if it is aligned; it must not be changed any more."""
+    if isinstance(value, (bool, int, float)):
+        return value
+    if value.__array_interface__["data"][0] % ALIGNMENT:
+        value = aligned_copy(value)
+    return tf.experimental.dlpack.from_dlpack(value.__dlpack__())
+
+
+def aligned_empty(n: int, dtype: Any) -> np.ndarray:
+    """A 1-d array that TensorFlow can take as it is."""
+    nbytes = n * np.dtype(dtype).itemsize
+    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -raw.__array_interface__["data"][0] % ALIGNMENT
+    return raw[start : start + nbytes].view(dtype)
+
+
+def aligned_copy(array: np.ndarray) -> np.ndarray:
+    """A copy that TensorFlow can take as it is."""
+    copy = aligned_empty(array.size, array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy

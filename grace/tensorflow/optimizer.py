@@ -1,0 +1,240 @@
+"""The distributed optimizer for Keras 3: the user's own, whose gradients are exchanged compressed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from grace.backend import Backend
+from grace.communicator import Communicator
+from grace.errors import ConfigError
+from grace.exchange import Traffic
+from grace.reduction import Reduction
+from grace.runtime import current
+from grace.tensorflow.loss_scale import finite_everywhere
+from grace.tensorflow.saving import Remembered
+from grace.tensorflow.session import GROUP_BYTES, Mean, Session
+from grace.tensorflow.variables import value_of
+
+
+@dataclass
+class _Step:
+    """The step that is being made: what its gradients belong to, by the ids of variables.
+
+    Attributes:
+        absent: those that have no gradient on this rank.
+        variables: those that Keras applies gradients to.
+        found: for the absent ones, whether another rank had one (a bool, or a scalar tensor).
+    """
+
+    absent: Set[int] = frozenset()
+    variables: list[Any] = field(default_factory=list)
+    found: dict[int, Any] = field(default_factory=dict)
+
+
+def _key(variable: Any) -> int:
+    return id(value_of(variable))
+
+
+class DistributedMixin:
+    """What a distributed optimizer does instead of, or beside, the user's.
+
+    Keras calls ``_clip_gradients`` when it is about to use gradients: after the last of
+    ``gradient_accumulation_steps``, and before clipping. That is where they are exchanged.
+    """
+
+    _grace: Session
+    _step: _Step
+    built: bool
+    learning_rate: Any
+    _trainable_variables: list[Any]
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Exchange the gradients, and update the variables with their means."""
+        grads = list(grads)
+        if trainable_variables is not None:
+            trainable_variables = list(trainable_variables)
+            if not self.built and grads:
+                with keras.name_scope(self.name):  # type: ignore[attr-defined]
+                    self.build(trainable_variables)  # type: ignore[attr-defined]
+        variables = list(self._trainable_variables)
+        given = variables if trainable_variables is None else trainable_variables
+        known = {_key(variable) for variable in variables}
+        usable = len(given) == len(grads) and all(_key(variable) in known for variable in given)
+        if not usable or all(gradient is None for gradient in grads):
+            super().apply(grads, trainable_variables)  # type: ignore[misc]  # which says what is wrong
+            return
+        gradient_of = {_key(v): g for v, g in zip(given, grads, strict=True) if g is not None}
+        step = _Step(absent=known - gradient_of.keys())
+        object.__setattr__(self, "_step", step)
+        filled = [gradient_of.get(_key(v), tf.zeros(v.shape, v.dtype)) for v in variables]
+        try:
+            super().apply(filled, variables)  # type: ignore[misc]
+        finally:
+            object.__setattr__(self, "_step", _Step())
+
+    def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
+        self._step.variables = list(trainable_variables)
+        super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
+
+    def _clip_gradients(self, grads: list[Any]) -> list[Any]:
+        step, variables = self._step, self._trainable_variables
+        gradient_of = {_key(v): g for v, g in zip(step.variables, grads, strict=True)}
+        gradients = [None if _key(v) in step.absent else gradient_of.get(_key(v)) for v in variables]
+        means = dict(zip(map(_key, variables), self._grace(gradients, variables, self.learning_rate), strict=True))
+        step.found = {key: means[key].found for key in step.absent}
+        return super()._clip_gradients([_usable(means[_key(v)], v) for v in step.variables])  # type: ignore[misc]
+
+    def _where_found(self, variable: Any, update: Any) -> None:
+        """Update a variable, unless no rank had a gradient for it."""
+        found = self._step.found.get(_key(variable), True)
+        if tf.is_tensor(found):
+            tf.cond(found, lambda: (update(), 0)[1], lambda: 0)
+        elif found:
+            update()
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """The user's optimizer's, for variables that some rank had a gradient for."""
+        parent: Any = super()
+        self._where_found(variable, lambda: parent.update_step(gradient, variable, learning_rate))
+
+    def _apply_weight_decay(self, variables: Sequence[Any]) -> None:
+        parent: Any = super()
+        certain = [v for v in variables if _key(v) not in self._step.found]
+        parent._apply_weight_decay(certain)
+        for variable in variables:
+            if _key(variable) in self._step.found:
+                self._where_found(variable, lambda variable=variable: parent._apply_weight_decay([variable]))
+
+    @property
+    def traffic(self) -> Traffic:
+        """What was exchanged so far, counted."""
+        return self._grace.traffic
+
+    def state(self) -> dict[str, Any] | None:
+        """What this rank's compressor and memory remember: plain numbers, text and tensors; None before the
+        first exchange. ``model.save`` and ``tf.train.Checkpoint`` save it by themselves."""
+        return self._grace.state()
+
+    def full_state(self) -> dict[str, Any] | None:
+        """Like ``state()``, of all ranks, which loads on any number of them. Every rank must call it."""
+        return self._grace.state(everyone=True)
+
+    def load_state(self, state: dict[str, Any] | None, memory: str = "strict") -> None:
+        """Go on from ``state()`` of the same rank, or from ``full_state()``.
+
+        Args:
+            state: what was saved.
+            memory: "strict", or "reset" to start with empty memories.
+
+        Raises:
+            ConfigError: it belongs to another rank, number of ranks or method; at the first exchange if there was
+                none yet.
+        """
+        self._grace.restore(state, memory)
+
+
+def _usable(mean: Mean, variable: Any) -> Any:
+    return tf.zeros(variable.shape, variable.dtype) if mean.value is None else mean.value
+
+
+def DistributedOptimizer(
+    optimizer: keras.optimizers.Optimizer,
+    compressor: Any = None,
+    memory: Any = None,
+    communicator: Any = None,
+    *,
+    op: Any = "average",
+    gradient_predivide_factor: float = 1.0,
+    process_set: Any = None,
+    backend: Backend | None = None,
+    sparse_as_dense: bool = False,
+    broadcast: bool = True,
+    seed: int = 0,
+    group_bytes: int = GROUP_BYTES,
+) -> Any:
+    """Make a Keras 3 optimizer exchange its gradients, compressed, before it applies them.
+
+    The optimizer is changed in place and returned: it still is of its class. It goes into ``model.compile``, or
+    into your own loop with ``apply_gradients``, eagerly or in a ``tf.function``. Gradients are accumulated over
+    ``gradient_accumulation_steps`` and then exchanged, and the means are clipped. A ``LossScaleOptimizer`` may be
+    inside or around it; whether a gradient overflowed is then decided by all ranks together. On a GPU use
+    ``compile(jit_compile=False)``: XLA cannot compile an exchange.
+
+    Args:
+        optimizer: any Keras optimizer (TensorFlow backend).
+        compressor: spec ("topk(ratio=0.01)"), dict or object; "none" if left out.
+        memory: the same; the compressor's default if left out.
+        communicator: the same, or a Communicator object that holds all three; the compressor's default.
+        op: "average" or "sum" over ranks (or Horovod's constants; Adasum is refused).
+        gradient_predivide_factor: divide gradients by it before the exchange, and multiply the average with it.
+        process_set: a Horovod process set; all ranks if left out.
+        backend: a Backend object, instead of that of ``grace.init()``.
+        sparse_as_dense: exchange tf.IndexedSlices as dense gradients, instead of by rows.
+        broadcast: start every rank from rank 0's trainable variables, at the first exchange.
+        seed: of the random numbers of stochastic methods; the same on all ranks.
+        group_bytes: bytes of gradient that are exchanged in one collective.
+
+    Raises:
+        ConfigError: what was given cannot work; nothing was exchanged.
+        RankError: (at the first exchange) the ranks gave different things, or another rank's cannot work.
+
+    >>> import grace
+    >>> engine = grace.init("local")
+    >>> w = tf.Variable([1.0, 2.0])
+    >>> opt = DistributedOptimizer(keras.optimizers.SGD(0.5), compressor="topk(ratio=0.5)")
+    >>> isinstance(opt, keras.optimizers.SGD)
+    True
+    >>> opt.apply_gradients([(tf.constant([1.0, 4.0]), w)])
+    >>> w.numpy()
+    array([1., 0.], dtype=float32)
+    >>> grace.shutdown()
+    """
+    if keras.backend.backend() != "tensorflow":
+        raise ConfigError(f"Keras runs on {keras.backend.backend()} here; Grace takes Keras on TensorFlow")
+    inner: Any = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
+    if isinstance(inner, DistributedMixin):
+        raise ConfigError("this optimizer is distributed already")
+    if process_set is not None:
+        if backend is not None:
+            raise ConfigError("give a process_set or a backend, not both")
+        from grace.tensorflow.backends.horovod import HorovodBackend
+
+        backend = HorovodBackend(process_set)
+    session = Session(
+        (compressor, memory, communicator),
+        current() if backend is None else backend,
+        reduction=Reduction(op, gradient_predivide_factor),
+        group_bytes=group_bytes,
+        seed=seed,
+        sparse_as_dense=sparse_as_dense,
+        broadcast=broadcast,
+        check=lambda chosen: check_memory(chosen, inner),
+    )
+    cls = type(inner)
+    inner.__class__ = type(cls.__name__, (DistributedMixin, cls), {"__module__": cls.__module__})
+    for name, value in (("_grace", session), ("_step", _Step())):
+        object.__setattr__(inner, name, value)  # not Keras's, which would track and copy what is in them
+    inner.grace_state = Remembered(session)
+    finite_everywhere()
+    return optimizer
+
+
+def check_memory(communicator: Communicator, optimizer: Any) -> None:
+    """Refuse a memory that applies momentum, for an optimizer that does so too.
+
+    Raises:
+        ConfigError: it would be applied twice.
+    """
+    memory = communicator.memory
+    momentum = getattr(optimizer, "momentum", getattr(optimizer, "beta_1", 0.0))
+    if memory.owns_momentum and momentum:
+        raise ConfigError(
+            f"the memory {memory.spec} applies momentum itself, and the optimizer has momentum {momentum}: it would be "
+            f"applied twice. Give the optimizer momentum 0, and the memory yours: "
+            f"memory='{memory.name}(momentum={momentum})'"
+        )

@@ -1,0 +1,179 @@
+"""What models and checkpoints save of a distributed optimizer, and how it comes back."""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import h5py
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.saving.keras_saveable import KerasSaveable
+
+from grace.errors import ConfigError
+
+ENTRY = "grace_state"
+
+
+def encode(state: Any) -> bytes:
+    """Nested dicts and lists of numbers, text and tensors as bytes (JSON, and the tensors as .npy, in a zip).
+
+    >>> decode(encode({"step": 3, "state": {"w": tf.constant([1.0])}}))["state"]["w"].numpy()
+    array([1.], dtype=float32)
+    """
+    arrays: list[np.ndarray] = []
+
+    def plain(value: Any) -> Any:
+        if tf.is_tensor(value) or isinstance(value, np.ndarray):
+            arrays.append(np.asarray(value))
+            return {"tensor": len(arrays) - 1}
+        if isinstance(value, dict):
+            return {"dict": {key: plain(item) for key, item in value.items()}}
+        return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+    text = json.dumps(plain(state))
+    file = io.BytesIO()
+    named: dict[str, Any] = {f"tensor{i}": array for i, array in enumerate(arrays)}
+    np.savez(file, text=np.array(text), **named)
+    return file.getvalue()
+
+
+def decode(raw: bytes) -> Any:
+    """The inverse of :func:`encode`."""
+    with np.load(io.BytesIO(raw), allow_pickle=False) as file:
+
+        def full(value: Any) -> Any:
+            if isinstance(value, dict):
+                if "tensor" in value:
+                    return tf.constant(file[f"tensor{value['tensor']}"])
+                return {key: full(item) for key, item in value["dict"].items()}
+            return [full(item) for item in value] if isinstance(value, list) else value
+
+        return full(json.loads(str(file["text"])))
+
+
+class Remembered(tf.train.experimental.PythonState, KerasSaveable):
+    """A session's state, as ``model.save`` and ``tf.train.Checkpoint`` find it at the optimizer.
+
+    It lies beside the optimizer's own variables, so a program without Grace loads the same file.
+
+    Args:
+        session: whose state.
+        everyone: the state of all ranks, gathered by :func:`save_model`.
+    """
+
+    def __init__(self, session: Any):
+        super().__init__()
+        self.session = session
+        self.everyone: Any = None
+
+    def _obj_type(self) -> str:
+        return "GraceState"
+
+    def _contents(self) -> bytes:
+        session = self.session
+        state = session.state() if self.everyone is None else self.everyone
+        return encode({"options": session.options(), "state": state})
+
+    def _restore(self, raw: bytes) -> None:
+        state = decode(raw)["state"]
+        if state is not None:
+            self.session.restore(state)
+
+    def serialize(self) -> bytes:
+        """For ``tf.train.Checkpoint``."""
+        return self._contents()
+
+    def deserialize(self, string_value: bytes) -> None:
+        """For ``tf.train.Checkpoint``."""
+        self._restore(string_value)
+
+    def save_own_variables(self, store: Any) -> None:
+        """For Keras."""
+        store["contents"] = np.frombuffer(self._contents(), np.uint8)
+
+    def load_own_variables(self, store: Any) -> None:
+        """For Keras."""
+        if "contents" in store.keys():  # noqa: SIM118 - a store is no dict
+            self._restore(np.asarray(store["contents"]).tobytes())
+
+
+def distributed(optimizer: Any) -> Any:
+    """The distributed optimizer that this is, or that is inside this LossScaleOptimizer; None if there is none."""
+    for candidate in (optimizer, getattr(optimizer, "inner_optimizer", None)):
+        if isinstance(getattr(candidate, ENTRY, None), Remembered):
+            return candidate
+    return None
+
+
+def save_model(model: keras.Model, path: str | Path) -> None:
+    """Save the whole model in one ``.keras`` file, with the memories of all ranks; every rank must call it.
+
+    Rank 0 writes it. ``model.save`` on a single rank saves that rank's memories only.
+
+    Args:
+        model: compiled with a distributed optimizer.
+        path: ends in ``.keras``.
+
+    Raises:
+        ConfigError: its optimizer is not a distributed one.
+    """
+    optimizer = distributed(model.optimizer)
+    if optimizer is None:
+        raise ConfigError("the model's optimizer is not a distributed one; save it with model.save(path)")
+    remembered, session = optimizer.grace_state, optimizer._grace
+    remembered.everyone = session.state(everyone=True)
+    try:
+        if session.backend.rank == 0:
+            model.save(path)
+    finally:
+        remembered.everyone = None
+    session.backend.allgather_object("saved")  # nobody goes on to load what is not there yet
+
+
+def load_model(
+    path: str | Path, *choices: Any, memory_state: str = "strict", custom_objects: Any = None, **options: Any
+):
+    """Load a model that was saved with a distributed optimizer; its optimizer is distributed again, and goes on.
+
+    Args:
+        path: what ``model.save`` wrote on this rank, or :func:`save_model` on rank 0.
+        choices: compressor, memory and communicator; as they were, if left out.
+        memory_state: "strict", or "reset" to start with empty memories.
+        custom_objects: for ``keras.saving.load_model``.
+        options: further ones of :func:`~grace.tensorflow.DistributedOptimizer`.
+
+    Raises:
+        ConfigError: the file holds no compiled model, or memories that do not go with this run.
+    """
+    from grace.tensorflow.optimizer import DistributedOptimizer
+
+    model = keras.saving.load_model(path, custom_objects=custom_objects)
+    if model.optimizer is None:
+        raise ConfigError(f"{path} holds a model that was not compiled; load it with keras.saving.load_model")
+    saved = _saved_in(Path(path))
+    if saved is None and memory_state == "strict":
+        raise ConfigError(
+            f"{path} was saved with a plain optimizer. Load it with keras.saving.load_model and make its optimizer "
+            "distributed, or pass memory_state='reset'"
+        )
+    if not choices and not options.keys() & {"compressor", "memory", "communicator"} and saved is not None:
+        options = {**saved["options"], **options}
+    DistributedOptimizer(model.optimizer, *choices, **options)
+    if saved is not None and saved["state"] is not None:
+        distributed(model.optimizer)._grace.restore(saved["state"], memory_state)
+    return model
+
+
+def _saved_in(path: Path) -> dict[str, Any] | None:
+    with zipfile.ZipFile(path) as archive, archive.open("model.weights.h5") as file:
+        weights = h5py.File(io.BytesIO(file.read()))
+        for where in ("optimizer", "optimizer/inner_optimizer"):
+            contents = weights.get(f"{where}/{ENTRY}/vars/contents")
+            if contents is not None:
+                return decode(contents[()].tobytes())
+    return None

@@ -1,0 +1,265 @@
+"""The variables of one model, their exchanger, and the way of gradients through it, eagerly and in graphs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from grace import checkpoint
+from grace.agreement import agree
+from grace.backend import Backend
+from grace.communicator import Communicator
+from grace.component import Context
+from grace.errors import ConfigError
+from grace.exchange import Group, Traffic
+from grace.exchanger import Exchanger, build_communicator, build_exchanger
+from grace.reduction import Reduction, check_integer
+from grace.rows import Slices
+from grace.tensorflow.staging import GraphRun, HostRun
+from grace.tensorflow.variables import broadcast_variables, names_of, value_of
+from grace.variable import Variable
+
+GROUP_BYTES = 25 << 20
+
+_sessions: Counter[int] = Counter()
+"""How many began over each backend: the operations of one must not have another's names."""
+
+
+class Mean(NamedTuple):
+    """What the exchange made of one variable's gradients.
+
+    ``found`` tells whether any rank had one: a bool, or a scalar tensor where a graph has none to give; ``value``
+    (a tensor or tf.IndexedSlices) is zeros if not, or None where that is known.
+    """
+
+    value: Any
+    found: Any
+
+
+class Session:
+    """Exchanges the gradients of a list of variables, step by step.
+
+    Nothing happens before the first gradients are there: they tell which variables are sparse. Then the ranks
+    compare their variables and settings, and start from rank 0's values.
+
+    Args:
+        choices: compressor, memory and communicator as the user gave them.
+        backend: the engine.
+        reduction: mean or sum.
+        group_bytes: bytes of gradient that are exchanged in one collective.
+        seed: of the stochastic methods.
+        sparse_as_dense: exchange tf.IndexedSlices as dense gradients.
+        broadcast: start from rank 0's values.
+        check: raises if a communicator does not suit the optimizer.
+    """
+
+    def __init__(
+        self,
+        choices: tuple[Any, Any, Any],
+        backend: Backend,
+        *,
+        reduction: Reduction,
+        group_bytes: int = GROUP_BYTES,
+        seed: int = 0,
+        sparse_as_dense: bool = False,
+        broadcast: bool = True,
+        check: Callable[[Communicator], None] = lambda communicator: None,
+    ):
+        if backend.framework not in ("", "tensorflow"):
+            raise ConfigError(
+                f"this run was joined for {backend.framework} ({backend.describe()}), and this is TensorFlow. Call "
+                "grace.init(framework='tensorflow') under horovodrun or mpirun"
+            )
+        self.choices, self.backend, self.reduction = choices, backend, reduction
+        self.group_bytes, self.sparse_as_dense, self.broadcast = group_bytes, sparse_as_dense, broadcast
+        self.check = check
+        self.lr = 1.0
+        self.context = Context(seed=seed, lr=lambda name: self.lr)
+        self.before, self.after = reduction.factors(backend.size)
+        self.variables: list[Any] = []
+        self.names: list[str] = []
+        self.exchanger: Exchanger | None = None
+        self.saved: tuple[Any, str] | None = None
+        self._function: Any = None
+        self.needs_lr = False
+        _sessions[id(backend)] += 1
+        self.label = f"grace.{_sessions[id(backend)]}"
+
+    # -- start -----------------------------------------------------------------------------------------
+
+    def _prepare(self, variables: Sequence[Any], gradients: Sequence[Any]) -> Exchanger:
+        if self.exchanger is None:
+            with tf.init_scope():  # once, also while a graph is traced
+                self.exchanger = self._build(variables, gradients)
+        return self.exchanger
+
+    def _build(self, variables: Sequence[Any], gradients: Sequence[Any]) -> Exchanger:
+        names = names_of(variables)
+        mine = {n for n, g in zip(names, gradients, strict=True) if isinstance(g, tf.IndexedSlices)}
+        sparse = set() if self.sparse_as_dense else set().union(*self.backend.allgather_object(mine))
+
+        def described() -> list[Variable]:
+            check_integer("group_bytes", self.group_bytes)
+            self.reduction.check()
+            return [_described(n, v, n in sparse) for n, v in zip(names, variables, strict=True)]
+
+        facts = [
+            ("the reduction", str(self.reduction)),
+            ("group_bytes", str(self.group_bytes)),
+            ("broadcast", str(self.broadcast)),
+            ("sparse_as_dense", str(self.sparse_as_dense)),
+        ]
+        exchanger = build_exchanger(
+            described, self.choices, self.backend, self.context, self.group_bytes, facts, self.check
+        )
+        self.variables, self.names = list(variables), names
+        self.needs_lr = exchanger.communicator.memory.needs_lr
+        error: Exception | None = None
+        try:
+            if self.saved is not None:
+                checkpoint.load(exchanger, *self.saved)
+        except Exception as raised:
+            error = raised
+        agree(self.backend, [("a checkpoint", "none" if self.saved is None else "loaded")], error)
+        if self.broadcast:
+            broadcast_variables(variables, 0, self.backend)
+        for group in exchanger.groups:
+            group.label = f"{self.label}.{group.index}"
+        return exchanger
+
+    # -- a step ----------------------------------------------------------------------------------------
+
+    def __call__(self, gradients: Sequence[Any], variables: Sequence[Any], lr: Any = None) -> list[Mean]:
+        """Exchange the gradients of all ranks; the same variables at every call.
+
+        Args:
+            gradients: tensors, tf.IndexedSlices or None.
+            variables: whose they are.
+            lr: the learning rate, for memories that follow it.
+        """
+        exchanger = self._prepare(variables, gradients)
+        place = {id(value_of(v)): i for i, v in enumerate(self.variables)}
+        if [place.get(id(value_of(v))) for v in variables] != list(range(len(self.variables))):
+            raise ConfigError(
+                f"the exchange was begun with {len(self.variables)} variables ({', '.join(self.names[:3])}, ...); give "
+                "it the same ones in the same order at every step, with None where there is no gradient"
+            )
+        present = tuple(gradient is not None for gradient in gradients)
+        given = [self._entering(i, gradient) for i, gradient in enumerate(gradients)]
+        rate = tf.cast(1.0 if lr is None or not self.needs_lr else lr, tf.float32)
+        if tf.executing_eagerly() and not self.backend.pairs_by_name:
+            return self._leaving(HostRun(self, exchanger, present).run(given, rate))
+        if not tf.executing_eagerly():
+            return self._in_graph(given, present, rate)
+        # the engine's operations block when they are run one by one; in a graph they are under way together
+        if self._function is None:
+            self._function = tf.function(self._in_graph, autograph=False, reduce_retracing=True)
+        means = self._function(given, present, rate)
+        return [Mean(m.value if bool(m.found) else None, bool(m.found)) for m in means]
+
+    def _in_graph(self, given: list[Any], present: tuple[bool, ...], rate: tf.Tensor) -> list[Mean]:
+        assert self.exchanger is not None
+        run = GraphRun if self.backend.pairs_by_name else HostRun
+        means = run(self, self.exchanger, present).in_graph(given, rate)
+        return [Mean(*self._typed(i, value, found)) for i, (value, found) in enumerate(means)]
+
+    def _entering(self, i: int, gradient: Any) -> Any:
+        """A gradient as the exchange takes it: a tensor, or :class:`Slices`."""
+        assert self.exchanger is not None
+        variable = self.exchanger.variables[i]
+        if variable.sparse:
+            if gradient is None:
+                return Slices(tf.zeros([0, *variable.shape[1:]], variable.dtype), tf.zeros([0], tf.int64))
+            if not isinstance(gradient, tf.IndexedSlices):
+                return Slices(self._scaled(gradient), tf.range(variable.shape[0], dtype=tf.int64))
+            return Slices(self._scaled(gradient.values), tf.cast(gradient.indices, tf.int64))
+        if gradient is None:
+            return tf.zeros(variable.shape, variable.dtype)
+        return tf.cast(self._scaled(tf.convert_to_tensor(gradient)), variable.dtype)
+
+    def _scaled(self, tensor: tf.Tensor) -> tf.Tensor:
+        return tensor if self.before == 1.0 else tensor * tf.cast(self.before, tensor.dtype)
+
+    def _leaving(self, outcomes: list[tuple[Any, Any]]) -> list[Mean]:
+        return [Mean(None, False) if v is None else Mean(*self._typed(i, v, f)) for i, (v, f) in enumerate(outcomes)]
+
+    def _typed(self, i: int, value: Any, found: Any) -> tuple[Any, Any]:
+        assert self.exchanger is not None
+        variable = self.exchanger.variables[i]
+
+        def final(tensor: tf.Tensor) -> tf.Tensor:
+            tensor = tensor if self.after == 1.0 else tensor * tf.cast(self.after, tensor.dtype)
+            return tf.cast(tensor, variable.dtype)
+
+        if isinstance(value, Slices):
+            return tf.IndexedSlices(final(value.values), value.rows, tf.constant(variable.shape, tf.int32)), found
+        return final(value), found
+
+    def all_true(self, flag: tf.Tensor) -> tf.Tensor:
+        """Whether the flag (a scalar) is true on all ranks, on all ranks."""
+        tensor = tf.reshape(tf.cast(flag, tf.float32), [1])
+        backend: Any = self.backend
+        if backend.pairs_by_name:
+            total = backend.sum_of(tensor, f"{self.label}.true")
+        elif tf.executing_eagerly():
+            total = backend.allreduce(tensor).wait()
+        else:
+            total = tf.py_function(lambda tensor: backend.allreduce(tensor).wait(), [tensor], tf.float32)
+        return tf.reshape(total, []) >= self.backend.size
+
+    # -- Python's side of a step -------------------------------------------------------------------------
+
+    def start(self, group: Group, gradients: Sequence[Any], present: Sequence[bool], rate: Any) -> Any:
+        """Begin the exchange of one group, with eager tensors."""
+        assert self.exchanger is not None
+        if self.needs_lr:
+            self.lr = float(rate)
+        return self.exchanger.start(group, gradients, present)
+
+    @property
+    def traffic(self) -> Traffic:
+        """What was exchanged so far, counted."""
+        return Traffic() if self.exchanger is None else self.exchanger.traffic
+
+    # -- checkpoints -----------------------------------------------------------------------------------
+
+    def options(self) -> dict[str, Any]:
+        """The user's choices, as :func:`~grace.tensorflow.DistributedOptimizer` takes them."""
+        chosen = build_communicator(*self.choices) if self.exchanger is None else self.exchanger.communicator
+        parts = {"compressor": chosen.compressor, "memory": chosen.memory, "communicator": chosen}
+        return {
+            **{kind: part.to_dict() for kind, part in parts.items()},
+            "op": self.reduction.op,
+            "gradient_predivide_factor": self.reduction.predivide,
+            "sparse_as_dense": self.sparse_as_dense,
+            "broadcast": self.broadcast,
+            "seed": self.context.seed,
+            "group_bytes": self.group_bytes,
+        }
+
+    def state(self, everyone: bool = False) -> dict[str, Any] | None:
+        """What this rank (or, by a collective, everyone) remembers; None before anything was exchanged."""
+        if self.exchanger is None:
+            return None if self.saved is None else self.saved[0]
+        return checkpoint.gather(self.exchanger) if everyone else checkpoint.save(self.exchanger)
+
+    def restore(self, saved: dict[str, Any] | None, memory: str = "strict") -> None:
+        """Go on from a state; at the first exchange, if there was none yet."""
+        if memory not in ("strict", "reset"):
+            raise ConfigError(f"memory must be 'strict' or 'reset', not {memory!r}")
+        if self.exchanger is not None:
+            checkpoint.load(self.exchanger, saved, memory)
+        else:
+            self.saved = (saved, memory)
+
+
+def _described(name: str, variable: Any, sparse: bool) -> Variable:
+    dtype = tf.as_dtype(variable.dtype).name
+    if not dtype.startswith(("float", "bfloat")):
+        raise ConfigError(f"variable {name!r} is {dtype}; Grace exchanges float16, bfloat16, float32 and float64")
+    if None in tuple(variable.shape):
+        raise ConfigError(f"variable {name!r} has no fixed shape ({tuple(variable.shape)}), which an exchange needs")
+    return Variable(name, tuple(int(n) for n in variable.shape), dtype, "tensorflow", sparse)

@@ -1,0 +1,266 @@
+"""An exchange inside a graph: Python functions of eager tensors, and the engine's collectives between them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from grace.errors import ExchangeError
+from grace.exchange import Group, Outcome, Traffic
+from grace.exchanger import Exchanger
+from grace.rows import Slices
+
+Pair = tuple[Any, Any]
+"""What an exchange brought for one variable, and whether any rank had a gradient."""
+
+
+class Run:
+    """One step's exchange, as often as the step is run.
+
+    Args:
+        session: whose gradients.
+        exchanger: its exchanger.
+        present: which variables have a gradient on this rank.
+    """
+
+    def __init__(self, session: Any, exchanger: Exchanger, present: Sequence[bool]):
+        self.session, self.exchanger = session, exchanger
+        self.place = {variable.name: i for i, variable in enumerate(exchanger.variables)}
+        self.present = list(present)
+
+    def of(self, group: Group, values: Sequence[Any]) -> list[Any]:
+        """Those of a group's variables."""
+        return [values[self.place[variable.name]] for variable in group.variables]
+
+    def begin(self, group: Group, given: Sequence[Any], rate: Any) -> Any:
+        """Start a group, with eager tensors."""
+        return self.session.start(group, given, self.of(group, self.present), rate)
+
+
+class HostRun(Run):
+    """For engines that Python drives: groups start one after the other, in one order on all ranks."""
+
+    def run(self, given: Sequence[Any], rate: Any) -> list[Pair]:
+        """At once, eagerly; a value is None where no rank had a gradient."""
+        try:
+            for group in self.exchanger.groups:
+                self.begin(group, self.of(group, given), rate)
+            return self._ordered(self.exchanger.finish(_nowhere))
+        except BaseException:
+            self.exchanger.abandon()
+            raise
+
+    def in_graph(self, given: Sequence[Any], rate: tf.Tensor) -> list[Pair]:
+        """Operations that do it when the graph runs."""
+        token: list[tf.Tensor] = []
+        for group in self.exchanger.groups:
+            mine = self.of(group, given)
+
+            def start(*tensors: Any, group: Group = group, mine: list[Any] = mine) -> int:
+                with self._abandoning():
+                    self.begin(group, tf.nest.pack_sequence_as(mine, tensors[:-1]), tensors[-1])
+                return 0
+
+            with tf.control_dependencies(token):
+                token = [tf.py_function(start, [*tf.nest.flatten(mine), rate], tf.int32)]
+
+        def finish() -> list[tf.Tensor]:
+            with self._abandoning():
+                return _flattened(self.exchanger, self._by_variable(self.exchanger.finish(_nowhere)))
+
+        with tf.control_dependencies(token):
+            flat = tf.py_function(finish, [], _dtypes(self.exchanger.variables))
+        return _packed(self.exchanger.variables, flat)
+
+    def _by_variable(self, outcomes: list[Outcome]) -> list[Outcome]:
+        return sorted(outcomes, key=lambda outcome: self.place[outcome.variable.name])
+
+    def _ordered(self, outcomes: list[Outcome]) -> list[Pair]:
+        return [(outcome.value, outcome.value is not None) for outcome in self._by_variable(outcomes)]
+
+    def _abandoning(self) -> Any:
+        return _Abandoning(self.exchanger)
+
+
+class _Abandoning:
+    """What an exchange that failed has begun is forgotten."""
+
+    def __init__(self, exchanger: Exchanger):
+        self.exchanger = exchanger
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is not None:
+            self.exchanger.abandon()
+
+
+class GraphRun(Run):
+    """For engines whose operations a graph runs, which find each other by name: groups go their ways side by side.
+
+    Which collectives an exchange takes is learnt while the graph is traced, by an exchange of zeros with nobody.
+    """
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.lock = threading.Lock()
+        self.running: dict[int, Any] = {}
+        self.operations: dict[int, list[Any]] = {}
+        self.outcomes: list[Outcome] = []
+
+    def in_graph(self, given: Sequence[Any], rate: tf.Tensor) -> list[Pair]:
+        """Operations that do it when the graph runs."""
+        pairs: dict[str, Pair] = {}
+        flags = []
+        for group in self.exchanger.groups:
+            brought = self._group(group, self.of(group, given), rate)
+            flags += [found for _, found in brought]
+            pairs.update(zip((variable.name for variable in group.variables), brought, strict=True))
+        done = tf.py_function(self._settle, flags, tf.int32)
+        with tf.control_dependencies([done]):  # the next step must find this one ended
+            values = tf.nest.map_structure(tf.identity, [pairs[v.name][0] for v in self.exchanger.variables])
+        return [(value, pairs[v.name][1]) for v, value in zip(self.exchanger.variables, values, strict=True)]
+
+    def _group(self, group: Group, mine: list[Any], rate: tf.Tensor) -> list[Pair]:
+        backend: Any = self.exchanger.backend
+        with tf.init_scope():
+            plan = self._rehearse(group)
+
+        def start(*tensors: Any) -> list[tf.Tensor]:
+            return self._start(group, tf.nest.pack_sequence_as(mine, tensors[:-1]), tensors[-1])
+
+        inputs, function = [*tf.nest.flatten(mine), rate], start
+        for i, operations in enumerate(plan):
+            sent = tf.py_function(function, inputs, [operation.tensor.dtype for operation in operations])
+            inputs = []
+            for j, (operation, tensor) in enumerate(zip(operations, sent, strict=True)):
+                tensor.set_shape([None])
+                inputs.append(backend.run(operation, tensor, f"{group.label}.{i}.{j}"))
+            function = self._next(group)
+        flat = tf.py_function(self._last(group), inputs, _dtypes(group.variables))
+        return _packed(group.variables, flat)
+
+    # -- what the graph calls ----------------------------------------------------------------------------
+
+    def _start(self, group: Group, gradients: list[Any], rate: Any) -> list[tf.Tensor]:
+        with self.lock:
+            if self.exchanger.under_way(group):  # the step before failed on its way
+                self.exchanger.abandon()
+                self.outcomes = []
+            backend: Any = self.exchanger.backend
+            with _Abandoning(self.exchanger), backend.recording() as operations:
+                self.running[group.index] = self.begin(group, gradients, rate)
+            self.operations[group.index] = operations
+            return [operation.tensor for operation in operations]
+
+    def _next(self, group: Group) -> Callable[..., list[tf.Tensor]]:
+        def go_on(*received: tf.Tensor) -> list[tf.Tensor]:
+            with self.lock:
+                backend: Any = self.exchanger.backend
+                self._receive(group, received)
+                with _Abandoning(self.exchanger), backend.recording() as operations:
+                    self.running[group.index].advance()
+                self.operations[group.index] = operations
+                return [operation.tensor for operation in operations]
+
+        return go_on
+
+    def _last(self, group: Group) -> Callable[..., list[tf.Tensor]]:
+        def finish(*received: tf.Tensor) -> list[tf.Tensor]:
+            with self.lock, _Abandoning(self.exchanger):
+                self._receive(group, received)
+                exchange = self.running[group.index]
+                if exchange.advance():
+                    raise ExchangeError(f"the exchange of {group.describe()} takes more collectives than it did before")
+                outcomes = exchange.finish(_nowhere(group))
+                self.outcomes += outcomes
+                return _flattened(self.exchanger, outcomes)
+
+        return finish
+
+    def _receive(self, group: Group, received: Sequence[tf.Tensor]) -> None:
+        for operation, tensor in zip(self.operations[group.index], received, strict=True):
+            operation.received = tensor
+
+    def _settle(self, *flags: tf.Tensor) -> int:
+        with self.lock:
+            outcomes = self.outcomes
+            self.running, self.operations, self.outcomes = {}, {}, []
+            self.exchanger.settle(outcomes)
+            return 0
+
+    # -- the collectives that an exchange takes ----------------------------------------------------------
+
+    def _rehearse(self, group: Group) -> list[list[Any]]:
+        backend: Any = self.exchanger.backend
+        sent, communicator = backend.sent_bytes, group.communicator
+        zeros = [_zeros(variable) for variable in group.variables]
+        stateful = self.exchanger.communicator.stateful
+        plan = []
+        with backend.recording() as operations:
+            exchange = communicator.begin(group, zeros, [True] * len(zeros), stateful, Traffic())
+        while operations:
+            plan.append(operations)
+            for operation in operations:
+                operation.received = backend.rehearse(operation)
+            with backend.recording() as operations:
+                exchange.advance()
+        backend.sent_bytes = sent
+        for component in self.exchanger.components.values():
+            component.state.rollback()
+        return plan
+
+
+def _zeros(variable: Any) -> Any:
+    if variable.sparse:
+        return Slices(tf.zeros([0, *variable.shape[1:]], tf.float32), tf.zeros([0], tf.int64))
+    return tf.zeros(variable.shape, variable.dtype)
+
+
+def _nowhere(group: Group) -> list[None]:
+    """No place to write aggregates to: tensors cannot change."""
+    return [None] * len(group.variables)
+
+
+def _dtypes(variables: Sequence[Any]) -> list[tf.DType]:
+    """Of what a Python function hands back: each variable's value (and rows), in float32 or its own dtype, and
+    whether any rank had a gradient."""
+    kinds: list[tf.DType] = []
+    for variable in variables:
+        kinds += [tf.float32, tf.int32] if variable.sparse else [tf.as_dtype(variable.dtype)]
+        kinds.append(tf.bool)
+    return kinds
+
+
+def _flattened(exchanger: Exchanger, outcomes: Sequence[Outcome]) -> list[tf.Tensor]:
+    flat: list[Any] = []
+    for outcome in outcomes:
+        variable, found = outcome.variable, outcome.value is not None
+        value: Any = outcome.value if found else _zeros(variable)
+        if variable.sparse:
+            flat += [value.values, tf.cast(value.rows, tf.int32)]
+        else:
+            flat.append(tf.cast(value, variable.dtype))
+        flat.append(tf.constant(found))
+    return flat
+
+
+def _packed(variables: Sequence[Any], flat: Sequence[tf.Tensor]) -> list[Pair]:
+    rest, pairs = iter(flat), []
+    for variable in variables:
+        value: Any = next(rest)
+        if variable.sparse:
+            value.set_shape([None, *variable.shape[1:]])
+            rows = next(rest)
+            rows.set_shape([None])
+            value = Slices(value, rows)
+        else:
+            value.set_shape(variable.shape)
+        found = next(rest)
+        found.set_shape([])
+        pairs.append((value, found))
+    return pairs

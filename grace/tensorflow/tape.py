@@ -1,0 +1,137 @@
+"""Gradients of custom loops: a GradientTape whose gradients are those of all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from grace.backend import Backend
+from grace.errors import ConfigError
+from grace.reduction import Reduction
+from grace.runtime import current
+from grace.tensorflow.saving import Remembered
+from grace.tensorflow.session import GROUP_BYTES, Session
+from grace.tensorflow.variables import value_of
+
+
+class GradientExchange(Session):
+    """What the tapes of a loop share: the exchange, and what it remembers from step to step.
+
+    Make it once, before the loop. ``tf.train.Checkpoint(model=model, exchange=exchange.grace_state)`` saves and
+    restores what this rank remembers.
+
+    Args:
+        compressor, memory, communicator, op, gradient_predivide_factor, backend, sparse_as_dense, broadcast, seed,
+            group_bytes: as for :func:`~grace.tensorflow.DistributedOptimizer`.
+
+    >>> import grace
+    >>> engine = grace.init("local")
+    >>> exchange, w = GradientExchange("topk(ratio=0.5)"), tf.Variable([1.0, 2.0])
+    >>> with DistributedGradientTape(tf.GradientTape(), exchange=exchange) as tape:
+    ...     loss = tf.reduce_sum(w * w)
+    >>> tape.gradient(loss, [w])[0].numpy()
+    array([0., 4.], dtype=float32)
+    >>> grace.shutdown()
+    """
+
+    def __init__(
+        self,
+        compressor: Any = None,
+        memory: Any = None,
+        communicator: Any = None,
+        *,
+        op: Any = "average",
+        gradient_predivide_factor: float = 1.0,
+        backend: Backend | None = None,
+        sparse_as_dense: bool = False,
+        broadcast: bool = True,
+        seed: int = 0,
+        group_bytes: int = GROUP_BYTES,
+    ):
+        super().__init__(
+            (compressor, memory, communicator),
+            current() if backend is None else backend,
+            reduction=Reduction(op, gradient_predivide_factor),
+            group_bytes=group_bytes,
+            seed=seed,
+            sparse_as_dense=sparse_as_dense,
+            broadcast=broadcast,
+            check=_check,
+        )
+        self.grace_state = Remembered(self)
+
+
+def _check(communicator: Any) -> None:
+    memory = communicator.memory
+    if memory.needs_lr:
+        raise ConfigError(
+            f"the memory {memory.spec} follows the learning rate, which a tape does not know: use "
+            "grace.DistributedOptimizer"
+        )
+
+
+class _Distributed(tf.GradientTape):
+    """A tape whose ``gradient`` is the mean over ranks."""
+
+    def gradient(self, target, sources, *args, **kwargs):
+        """The mean over ranks of the gradients; None for a source that no path reaches on this rank (in a graph)
+        or on any (eagerly)."""
+        gradients = super().gradient(target, sources, *args, **kwargs)
+        flat, variables = tf.nest.flatten(gradients), tf.nest.flatten(sources)
+        for source in variables:
+            if not isinstance(value_of(source) if hasattr(source, "value") else source, tf.Variable):
+                raise ConfigError(f"gradients are exchanged for variables; a source is {type(source).__name__}")
+        means = self._grace_session(variables)(flat, variables)
+        known = tf.executing_eagerly()
+        values = [mean.value if known or g is not None else None for g, mean in zip(flat, means, strict=True)]
+        return tf.nest.pack_sequence_as(gradients, values)
+
+    def _grace_session(self, variables: list[Any]) -> GradientExchange:
+        exchange, options = self._grace
+        if exchange is not None:
+            return exchange
+        # loops make a tape for every step: what the exchange remembers lies with the first of its variables
+        owner = value_of(variables[0])
+        kept = owner.__dict__.setdefault("_grace_exchanges", {})
+        key = (repr(sorted(options.items(), key=lambda item: item[0])), tuple(id(value_of(v)) for v in variables))
+        if key not in kept:
+            kept[key] = GradientExchange(**options)
+        return kept[key]
+
+
+def DistributedGradientTape(
+    tape: tf.GradientTape, compressor: Any = None, *, exchange: GradientExchange | None = None, **options: Any
+) -> Any:
+    """Make a tape whose ``gradient`` returns the mean over ranks, exchanged compressed.
+
+    The tape is changed in place and returned. It may be made before or after the forward pass, once per step;
+    tapes with the same options for the same variables go on from one another. To save what the exchange
+    remembers, make a :class:`GradientExchange` before the loop and pass it.
+
+    Args:
+        tape: the tape.
+        compressor: spec, dict or object; "none" if left out.
+        exchange: a GradientExchange, instead of the compressor and the options.
+        options: further ones of :class:`GradientExchange`.
+
+    Raises:
+        ConfigError: what was given cannot work; nothing was exchanged.
+
+    >>> import grace
+    >>> engine = grace.init("local")
+    >>> w = tf.Variable([1.0, 2.0])
+    >>> with tf.GradientTape() as tape:
+    ...     loss = tf.reduce_sum(w * w)
+    >>> DistributedGradientTape(tape, "topk(ratio=0.5)").gradient(loss, w).numpy()
+    array([0., 4.], dtype=float32)
+    >>> grace.shutdown()
+    """
+    if isinstance(tape, _Distributed):
+        raise ConfigError("this tape is distributed already")
+    if exchange is not None and (compressor is not None or options):
+        raise ConfigError("the exchange holds its compressor and options; do not pass them as well")
+    tape.__class__ = type(type(tape).__name__, (_Distributed, type(tape)), {})
+    made: Any = tape
+    made._grace = exchange, {"compressor": compressor, **options}
+    return tape

@@ -13,19 +13,19 @@ from engines import ENGINES, Launched, available
 from pool import Ranks
 
 _pools: dict[int, Ranks] = {}
-_launched: dict[tuple[str, int], Launched] = {}
+_launched: dict[tuple[str, int, str], Launched] = {}
 
 
-def launched(engine: str, size: int) -> Ranks:
+def launched(engine: str, size: int, framework: str = "torch") -> Ranks:
     """The pool of an engine's ranks; "gloo" is torch.distributed's. One engine's at a time are up."""
     if engine == "gloo":
         return ranks_of(size)
     if not available(engine):
         pytest.skip(f"{engine}: its packages are not installed (make horovod)")
     for key, pool in _launched.items():
-        if key != (engine, size):
+        if key != (engine, size, framework):
             pool.stop()
-    return _launched.setdefault((engine, size), Launched(engine, size))
+    return _launched.setdefault((engine, size, framework), Launched(engine, size, framework))
 
 
 def ranks_of(size: int) -> Ranks:

@@ -46,6 +46,7 @@ def environment() -> dict[str, str]:
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMPI_MCA_rmaps_base_oversubscribe": "1",
         "OMP_NUM_THREADS": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
         "HOROVOD_CYCLE_TIME": "1",  # milliseconds between Horovod's looks at what is ready
     }
 
@@ -58,8 +59,9 @@ def command(engine: str, size: int, *program: str) -> list[str]:
 class Launched(Ranks):
     """Ranks of an engine, started by its launcher; see :class:`pool.Ranks`."""
 
-    def __init__(self, engine: str, size: int):
+    def __init__(self, engine: str, size: int, framework: str = "torch"):
         super().__init__(size)
+        self.framework = framework
         self.engine, self.said, self.folder = engine, "", ""
 
     def run(self, function: Callable, *args: Any, timeout: float = 120) -> list[Any]:
@@ -71,7 +73,7 @@ class Launched(Ranks):
 
     def _start(self) -> None:
         self.folder = tempfile.mkdtemp(prefix="grace-engine-")
-        program = command(self.engine, self.size, __file__, f"{self.folder}/socket")
+        program = command(self.engine, self.size, __file__, f"{self.folder}/socket", self.framework)
         env = {**environment(), "GRACE_BACKEND": ENGINES[self.engine][1]}
         with Listener(f"{self.folder}/socket", backlog=self.size) as listener, self.log.open("w") as log:
             launcher = subprocess.Popen(program, env=env, stdout=log, stderr=log, start_new_session=True)
@@ -115,13 +117,18 @@ class Launched(Ranks):
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _serve(address: str) -> None:
-    import torch
-
+def _serve(address: str, framework: str) -> None:
     import grace
 
-    torch.set_num_threads(1)
-    grace.init()
+    if framework == "torch":
+        import torch
+
+        torch.set_num_threads(1)
+    else:
+        import tensorflow as tf
+
+        tf.config.threading.set_intra_op_parallelism_threads(1)
+    grace.init(framework=framework)
     with Client(address) as pipe:
         pipe.send(grace.rank())
         sys.path[:] = pipe.recv()  # functions are found where the test process finds them
@@ -137,4 +144,4 @@ def _serve(address: str) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1])
+    _serve(*sys.argv[1:])

@@ -16,8 +16,9 @@ from grace.torch.kernels import FusedTorchKernels, TorchKernels
 try:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     import tensorflow as tf
+    from grace.tensorflow import memory
 except ImportError:
-    tf = None
+    tf = memory = None
 
 
 class Implementation:
@@ -84,7 +85,7 @@ class Traced:
     are eager and plain.
     """
 
-    TOLD = ("name", "mutable", "dtype", "nbytes", "to_list")
+    TOLD = ("name", "mutable", "dtype", "nbytes", "to_list", "host_buffer", "adopt")
     EVERY = 20
 
     def __init__(self, kernels):

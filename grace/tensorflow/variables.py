@@ -21,12 +21,19 @@ def value_of(variable: Any) -> tf.Variable:
 def names_of(variables: Sequence[Any]) -> list[str]:
     """A name for each: a Keras variable's path, a tf.Variable's name; repeated ones get a number.
 
+    What all paths begin with is the model's name, which Keras numbers anew in every process; it is left out.
+
     >>> names_of([tf.Variable(1.0, name="w"), tf.Variable(2.0, name="w")])
     ['w', 'w#2']
+    >>> names_of([tf.Variable(1.0, name="sequential_3/dense/kernel"), tf.Variable(2.0, name="sequential_3/dense/bias")])
+    ['dense/kernel', 'dense/bias']
     """
     names, seen = [], Counter[str]()
-    for variable in variables:
-        name = getattr(variable, "path", None) or variable.name.removesuffix(":0")
+    paths = [getattr(variable, "path", None) or variable.name.removesuffix(":0") for variable in variables]
+    models = {path.split("/")[0] for path in paths}
+    shared = len(models) == 1 and all(path.count("/") > 1 for path in paths)
+    for path in paths:
+        name = path.split("/", 1)[1] if shared else path
         seen[name] += 1
         names.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
     return names

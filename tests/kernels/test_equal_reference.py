@@ -10,7 +10,7 @@ import torch
 from helpers import EPSILON, HUGE, NUMBERS, REFERENCE, TINY, VECTORS, data, same
 from hypothesis import given
 from hypothesis import strategies as st
-from implementations import ALL, OTHERS, tf
+from implementations import ALL, OTHERS, memory, tf
 
 from grace.kernels import Kernels, Stream, kernels_of
 from grace.torch.kernels import FusedTorchKernels, TorchKernels
@@ -459,7 +459,7 @@ def test_kernels_are_found_for_tensorflow_eagerly_and_in_graphs():
 def test_memory_that_tensorflow_would_refuse_is_copied():
     for start in range(0, 72, 4):
         array = np.zeros(200, np.uint8)[start : start + 80].view(np.float32)
-        assert (fused._tensor(array) + 1).numpy().tolist() == [1.0] * 20
+        assert (memory.as_tensor(array) + 1).numpy().tolist() == [1.0] * 20
 
 
 def test_every_implementation_has_every_kernel():

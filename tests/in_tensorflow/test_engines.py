@@ -1,0 +1,112 @@
+"""The whole catalogue on TensorFlow's tensors, over every engine: the means that torch gets over torch.distributed."""
+
+# ruff: noqa: E402 - what is imported after TensorFlow needs it
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+
+from conftest import launched
+from training import METHODS, Given, made_up
+
+import grace
+from grace.registry import legal_communicators, make
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+SHAPES = {"odd": (13, 7), "kernel": (3, 2, 3, 3), "one": (1,), "scalar": (), "empty": (0, 3), "zeros": (31,)}
+MORE = (
+    *("natural", "terngrad", "onebit", "signum", "dynamic8", "sketch(quantiles=16)"),
+    *("threshold(value=0.5)", "dgc(ratio=0.1)", "adaptive(ratio=0.1)", "inceptionn"),
+    *("topk(ratio=0.2) | qsgd(levels=7)", "randomk(ratio=0.2) | fp16", "dgc(ratio=0.1) | efsignsgd"),
+)
+PAIRS = [(m, name) for m in METHODS + MORE for name in legal_communicators(make("compressor", m))]
+STEPS = 3
+MULTIPLIED = ("powersgd",)
+"""Methods whose matrix products each framework rounds in its own way."""
+
+
+def gradients_of(step: int) -> dict[str, np.ndarray]:
+    gradients = made_up(SHAPES, step, grace.rank())
+    gradients["zeros"][:] = 0
+    return gradients
+
+
+def with_torch(pair: tuple[str, str]) -> list[dict[str, np.ndarray]]:
+    """The means of a few steps."""
+    import torch
+
+    model = Given(SHAPES)
+    compressor, communicator = pair
+    optimizer = grace.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.05), model.named_parameters(), compressor, communicator=communicator
+    )
+    means = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model.backward(gradients_of(step))
+        optimizer.step()
+        means.append({name: p.grad.numpy().copy() for name, p in model.named_parameters()})
+    return means
+
+
+def with_tensorflow(pair: tuple[str, str], graph: bool) -> list[dict[str, np.ndarray]]:
+    """The same, eagerly or in a graph."""
+    from tensorflow_training import session_of, variables_of
+
+    exchange, variables = session_of(*pair), variables_of(SHAPES)
+
+    def step(gradients):
+        return [mean.value for mean in exchange(gradients, variables, 0.05)]
+
+    run = tf.function(step, autograph=False) if graph else step
+    means = []
+    for number in range(STEPS):
+        brought = run([tf.constant(g) for g in gradients_of(number).values()])
+        means.append({name: np.array(mean) for name, mean in zip(SHAPES, brought, strict=True)})
+    return means
+
+
+def all_with_torch():
+    return {pair: with_torch(pair) for pair in PAIRS}
+
+
+def all_with_tensorflow():
+    return {(pair, graph): with_tensorflow(pair, graph) for pair in PAIRS for graph in (False, True)}
+
+
+@functools.cache
+def expected(size):
+    return launched("gloo", size).run(all_with_torch)[0]
+
+
+ENGINES = [("horovodrun-gloo", 2), ("horovodrun-gloo", 3), ("mpirun-horovod", 2), ("mpirun-mpi", 2), ("mpirun-mpi", 3)]
+
+
+@pytest.fixture(scope="module", params=ENGINES, ids=[f"{name}-{size}" for name, size in ENGINES])
+def results(request):
+    engine, size = request.param
+    return launched(engine, size, "tensorflow").run(all_with_tensorflow, timeout=400), expected(size)
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("pair", PAIRS, ids=[f"{m}-{c}" for m, c in PAIRS])
+def test_means_are_those_of_torch(results, pair, graph):
+    ranks, wanted = results
+    for other in ranks[1:]:
+        for mine, theirs in zip(ranks[0][pair, graph], other[pair, graph], strict=True):
+            for name in SHAPES:
+                assert mine[name].tobytes() == theirs[name].tobytes(), name
+    exact = len(ranks) == 2 and not pair[0].startswith(MULTIPLIED)
+    for step, (got, torchs) in enumerate(zip(ranks[0][pair, graph], wanted[pair], strict=True)):
+        for name in SHAPES:
+            if exact:
+                np.testing.assert_array_equal(got[name], torchs[name], err_msg=f"{name}, step {step}")
+            else:
+                tolerance = {"fp16": 1e-3, "bf16": 1e-2}.get(pair[0].split("| ")[-1], 2e-5)
+                np.testing.assert_allclose(got[name], torchs[name], rtol=tolerance, atol=tolerance, err_msg=name)

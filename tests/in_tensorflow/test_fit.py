@@ -1,0 +1,90 @@
+"""Every method under Keras ``fit`` and in custom steps, eager and graph, over real ranks."""
+
+# ruff: noqa: E402 - what is imported after TensorFlow needs it
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+
+from conftest import launched
+from training import METHODS
+
+import grace
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+SPECS = (
+    *METHODS,
+    *("natural", "terngrad", "onebit", "signum", "dynamic8", "sketch", "threshold(value=0.001)", "dgc(ratio=0.1)"),
+    *("adaptive(ratio=0.1)", "inceptionn", "topk(ratio=0.1) | qsgd(levels=7)"),
+)
+WAYS = ("fit", "fit eagerly", "tf.function", "eager loop")
+
+
+def train(spec: str, way: str) -> tuple[str, list[float], int]:
+    """A hash of the weights, the losses, and how often a step was traced after the second one."""
+    import keras
+    from tensorflow_training import LOSS, digest, network, samples
+
+    traces = []
+
+    def loss(labels, logits):
+        traces.append(len(losses))
+        return LOSS(labels, logits)
+
+    losses: list[float] = []
+    # a memory that has the momentum wants an optimizer without; start values differ between ranks
+    momentum = 0.0 if grace.make("compressor", spec).traits.memory == "dgc" else 0.9
+    model = network(seed=grace.rank())
+    optimizer = grace.DistributedOptimizer(keras.optimizers.SGD(0.02, momentum=momentum), compressor=spec)
+    x, y = samples(64, grace.rank())
+    if way.startswith("fit"):
+        model.compile(optimizer, loss, run_eagerly=way.endswith("eagerly"))
+        record = keras.callbacks.LambdaCallback(on_batch_end=lambda batch, logs: losses.append(logs["loss"]))
+        callbacks = [grace.tensorflow.BroadcastCallback(), record]
+        model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
+    else:
+        grace.tensorflow.broadcast_variables(model.variables)
+
+        def step(inputs, labels):
+            with tf.GradientTape() as tape:
+                value = loss(labels, model(inputs, training=True))
+            weights = model.trainable_variables
+            optimizer.apply_gradients(zip(tape.gradient(value, weights), weights, strict=True))
+            return value
+
+        run = tf.function(step) if way == "tf.function" else step
+        for number in range(8):
+            rows = slice(16 * (number % 4), 16 * (number % 4) + 16)
+            losses.append(float(run(tf.constant(x[rows]), tf.constant(y[rows]))))
+    late = 0 if "eager" in way else sum(done >= 2 for done in traces)
+    return digest(model.trainable_variables), losses, late
+
+
+def everything():
+    return {(spec, way): train(spec, way) for spec in SPECS for way in WAYS}
+
+
+@pytest.fixture(scope="module", params=["horovodrun-gloo", "mpirun-mpi"])
+def results(request):
+    return launched(request.param, 2, "tensorflow").run(everything, timeout=600)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("spec", SPECS)
+def test_ranks_end_with_the_same_bits_and_trace_once(results, spec, way):
+    (first, losses, late), (second, _, _) = (rank[spec, way] for rank in results)
+    assert first == second
+    assert late == 0
+    assert np.isfinite(losses).all()
+    assert np.mean(losses[4:]) < np.mean(losses[:4])
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_graphs_and_loops_follow_the_same_curve(results, spec):
+    for rank in results:
+        custom = rank[spec, "eager loop"][1]
+        np.testing.assert_allclose(rank[spec, "tf.function"][1], custom, rtol=2e-3, err_msg="tf.function")

@@ -1,0 +1,65 @@
+"""Models, data and training loops that the TensorFlow tests of several ranks share; they run in the rank processes."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import grace
+import grace.tensorflow
+from grace.reduction import Reduction
+from grace.tensorflow.session import Session
+
+
+def digest(tensors: Any) -> str:
+    """A hash of the exact bits of tensors or variables."""
+    hashed = hashlib.sha256()
+    for tensor in tensors:
+        hashed.update(np.asarray(tensor).tobytes())
+    return hashed.hexdigest()
+
+
+def network(seed: int = 0, sizes: tuple[int, ...] = (16, 24, 24, 10)) -> keras.Sequential:
+    """A few dense layers, whose start values depend on the seed alone."""
+    generator = np.random.default_rng(seed)
+    model = keras.Sequential([keras.layers.Input(sizes[:1])])
+    for i, size in enumerate(sizes[1:]):
+        model.add(keras.layers.Dense(size, activation="relu" if i + 2 < len(sizes) else None, name=f"dense{i}"))
+    for variable in model.trainable_variables:
+        variable.assign(0.3 * generator.standard_normal(variable.shape))
+    return model
+
+
+def samples(count: int, rank: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """A rank's data, for a network of 16 inputs and 10 classes."""
+    generator = np.random.default_rng((seed, rank))
+    x = generator.standard_normal((count, 16)).astype(np.float32)
+    return x, (np.abs(x[:, :10]) + 0.1 * generator.standard_normal((count, 10))).argmax(1)
+
+
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def session_of(compressor: Any, communicator: Any = None, **options: Any) -> Session:
+    """What optimizers and tapes exchange gradients through."""
+    return Session((compressor, None, communicator), grace.init(), reduction=Reduction(), **options)
+
+
+def variables_of(shapes: dict[str, tuple[int, ...]], dtype: str = "float32") -> list[tf.Variable]:
+    """Variables of zeros, by name."""
+    return [tf.Variable(tf.zeros(shape, dtype), name=name) for name, shape in shapes.items()]
+
+
+def state_of(session: Any) -> dict[str, dict[str, Any]]:
+    """Copies of what the compressor and the memory remember, as arrays."""
+    return {kind: _arrays(dict(part.state)) for kind, part in session.exchanger.components.items()}
+
+
+def _arrays(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _arrays(item) for key, item in value.items()}
+    return np.array(value) if tf.is_tensor(value) else value

@@ -67,3 +67,20 @@ def same(a, b) -> None:
     assert a.shape == b.shape
     assert a.dtype == b.dtype
     assert a.tobytes() == b.tobytes()
+
+
+def agree(it, method, *args, exact=True):
+    """Call a kernel and the reference; the reference's result."""
+    args = [it.suited(method, arg) if isinstance(arg, np.ndarray) and arg.dtype == np.float32 else arg for arg in args]
+    with np.errstate(all="ignore"):
+        copies = [arg.copy() if isinstance(arg, np.ndarray) else arg for arg in args]
+        expected, got = getattr(REFERENCE, method)(*copies), it.run(method, *args)
+        pairs = zip(got, expected, strict=True) if isinstance(expected, tuple) else [(got, expected)]
+        for one, other in pairs:
+            if isinstance(other, np.ndarray):
+                assert one.dtype == other.dtype
+            if exact:
+                np.testing.assert_array_equal(one, other)
+            else:
+                np.testing.assert_allclose(one, other, rtol=3e-7, atol=it.floor(method) / 4)
+    return expected

@@ -16,6 +16,7 @@ from grace.torch.kernels import FusedTorchKernels, TorchKernels
 try:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     import tensorflow as tf
+
     from grace.tensorflow import memory
 except ImportError:
     tf = memory = None

@@ -24,6 +24,12 @@ METHODS = (
     "efsignsgd",
     "powersgd(rank=2)",
 )
+SPECS = (
+    *METHODS,
+    *("natural", "terngrad", "onebit", "signum", "dynamic8", "sketch", "threshold(value=0.001)", "dgc(ratio=0.1)"),
+    *("adaptive(ratio=0.1)", "inceptionn", "topk(ratio=0.1) | qsgd(levels=7)"),
+)
+"""One of every method."""
 PAIRS = [(method, name) for method in METHODS for name in legal_communicators(make("compressor", method))]
 ONE_STAGE = [pair for pair in PAIRS if pair[1] != "scatter_reduce"]
 """Pairs that compress once; the formula and the traffic of ScatterReduce stand in test_scatter_reduce.py."""

@@ -9,18 +9,13 @@ import pytest
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
-from conftest import launched
-from training import METHODS
+from training import SPECS
 
 import grace
+from conftest import launched
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-SPECS = (
-    *METHODS,
-    *("natural", "terngrad", "onebit", "signum", "dynamic8", "sketch", "threshold(value=0.001)", "dgc(ratio=0.1)"),
-    *("adaptive(ratio=0.1)", "inceptionn", "topk(ratio=0.1) | qsgd(levels=7)"),
-)
 WAYS = ("fit", "fit eagerly", "tf.function", "eager loop")
 
 

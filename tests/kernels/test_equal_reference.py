@@ -16,7 +16,7 @@ from grace.kernels import Kernels, Stream, kernels_of
 from grace.torch.kernels import FusedTorchKernels, TorchKernels
 
 if tf is not None:
-    from grace.tensorflow import fused
+    pass
 
 STREAMS = st.builds(Stream, st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**31 - 1))
 WEIGHTS = st.sampled_from([1.0, -1.0, 0.5, 1 / 3, -0.125])

@@ -2,9 +2,8 @@
 
 import numpy as np
 import pytest
-from helpers import REFERENCE
+from helpers import REFERENCE, agree
 from implementations import ALL, OTHERS
-from test_sparse_kernels import agree
 
 others = pytest.mark.parametrize("it", OTHERS)
 SHAPES = [(5,), (5, 3), (5, 2, 2)]

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from helpers import REFERENCE
+from helpers import REFERENCE, agree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -21,23 +21,6 @@ thresholds = st.one_of(st.floats(0, 3.4e38), st.sampled_from([0.0, 1e-50, 0.01, 
 
 
 others = pytest.mark.parametrize("it", OTHERS)
-
-
-def agree(it, method, *args, exact=True):
-    """Call a kernel and the reference; the reference's result."""
-    args = [it.suited(method, arg) if isinstance(arg, np.ndarray) and arg.dtype == np.float32 else arg for arg in args]
-    with np.errstate(all="ignore"):
-        copies = [arg.copy() if isinstance(arg, np.ndarray) else arg for arg in args]
-        expected, got = getattr(NUMPY, method)(*copies), it.run(method, *args)
-        pairs = zip(got, expected, strict=True) if isinstance(expected, tuple) else [(got, expected)]
-        for one, other in pairs:
-            if isinstance(other, np.ndarray):
-                assert one.dtype == other.dtype
-            if exact:
-                np.testing.assert_array_equal(one, other)
-            else:
-                np.testing.assert_allclose(one, other, rtol=3e-7, atol=it.floor(method) / 4)
-    return expected
 
 
 @others

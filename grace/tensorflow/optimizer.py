@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -16,7 +17,7 @@ from grace.exchange import Traffic
 from grace.reduction import Reduction
 from grace.runtime import current
 from grace.tensorflow.loss_scale import finite_everywhere
-from grace.tensorflow.saving import Remembered
+from grace.tensorflow.saving import FILE, Remembered
 from grace.tensorflow.session import GROUP_BYTES, Mean, Session
 from grace.tensorflow.variables import value_of
 
@@ -49,6 +50,7 @@ class DistributedMixin:
 
     _grace: Session
     _step: _Step
+    grace_state: Remembered
     built: bool
     learning_rate: Any
     _trainable_variables: list[Any]
@@ -109,6 +111,15 @@ class DistributedMixin:
         for variable in variables:
             if _key(variable) in self._step.found:
                 self._where_found(variable, lambda variable=variable: parent._apply_weight_decay([variable]))
+
+    def save_assets(self, dir_path: str) -> None:
+        """Keras saves the model: put what this rank remembers beside the optimizer's variables."""
+        Path(dir_path, FILE).write_bytes(self.grace_state.serialize())
+
+    def load_assets(self, dir_path: str) -> None:
+        """Keras loads what it saved into this very optimizer."""
+        if Path(dir_path, FILE).exists():
+            self.grace_state.deserialize(Path(dir_path, FILE).read_bytes())
 
     @property
     def traffic(self) -> Traffic:

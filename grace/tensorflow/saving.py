@@ -8,15 +8,14 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import h5py
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.saving.keras_saveable import KerasSaveable
 
 from grace.errors import ConfigError
 
-ENTRY = "grace_state"
+FILE = "grace_state.npz"
+"""In the archive that Keras saves, among the assets of the optimizer."""
 
 
 def encode(state: Any) -> bytes:
@@ -56,8 +55,8 @@ def decode(raw: bytes) -> Any:
         return full(json.loads(str(file["text"])))
 
 
-class Remembered(tf.train.experimental.PythonState, KerasSaveable):
-    """A session's state, as ``model.save`` and ``tf.train.Checkpoint`` find it at the optimizer.
+class Remembered(tf.train.experimental.PythonState):
+    """A session's state, as ``tf.train.Checkpoint`` finds it at the optimizer, and ``model.save`` through it.
 
     It lies beside the optimizer's own variables, so a program without Grace loads the same file.
 
@@ -71,41 +70,23 @@ class Remembered(tf.train.experimental.PythonState, KerasSaveable):
         self.session = session
         self.everyone: Any = None
 
-    def _obj_type(self) -> str:
-        return "GraceState"
-
-    def _contents(self) -> bytes:
+    def serialize(self) -> bytes:
+        """The state, and the options that the session was made with."""
         session = self.session
         state = session.state() if self.everyone is None else self.everyone
         return encode({"options": session.options(), "state": state})
 
-    def _restore(self, raw: bytes) -> None:
-        state = decode(raw)["state"]
+    def deserialize(self, string_value: bytes) -> None:
+        """Go on from there."""
+        state = decode(string_value)["state"]
         if state is not None:
             self.session.restore(state)
-
-    def serialize(self) -> bytes:
-        """For ``tf.train.Checkpoint``."""
-        return self._contents()
-
-    def deserialize(self, string_value: bytes) -> None:
-        """For ``tf.train.Checkpoint``."""
-        self._restore(string_value)
-
-    def save_own_variables(self, store: Any) -> None:
-        """For Keras."""
-        store["contents"] = np.frombuffer(self._contents(), np.uint8)
-
-    def load_own_variables(self, store: Any) -> None:
-        """For Keras."""
-        if "contents" in store.keys():  # noqa: SIM118 - a store is no dict
-            self._restore(np.asarray(store["contents"]).tobytes())
 
 
 def distributed(optimizer: Any) -> Any:
     """The distributed optimizer that this is, or that is inside this LossScaleOptimizer; None if there is none."""
     for candidate in (optimizer, getattr(optimizer, "inner_optimizer", None)):
-        if isinstance(getattr(candidate, ENTRY, None), Remembered):
+        if isinstance(getattr(candidate, "grace_state", None), Remembered):
             return candidate
     return None
 
@@ -170,10 +151,8 @@ def load_model(
 
 
 def _saved_in(path: Path) -> dict[str, Any] | None:
-    with zipfile.ZipFile(path) as archive, archive.open("model.weights.h5") as file:
-        weights = h5py.File(io.BytesIO(file.read()))
+    with zipfile.ZipFile(path) as archive:
         for where in ("optimizer", "optimizer/inner_optimizer"):
-            contents = weights.get(f"{where}/{ENTRY}/vars/contents")
-            if contents is not None:
-                return decode(contents[()].tobytes())
+            if f"assets/{where}/{FILE}" in archive.namelist():
+                return decode(archive.read(f"assets/{where}/{FILE}"))
     return None

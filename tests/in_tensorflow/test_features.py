@@ -9,9 +9,8 @@ import pytest
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
-from conftest import launched
-
 import grace
+from conftest import launched
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -142,9 +141,9 @@ def test_what_no_rank_has_a_gradient_for_is_left_alone(two, graph):
 def no_gradient_at_all():
     with pytest.raises(ValueError, match="No gradients provided"):
         apply_steps(sgd(), [tf.Variable([1.0])], [[None]])
+    optimizer = sgd()
+    optimizer.build([tf.Variable([1.0])])
     with pytest.raises(ValueError, match="Unknown variable"):
-        optimizer = sgd()
-        optimizer.build([tf.Variable([1.0])])
         optimizer.apply_gradients([(tf.constant([1.0]), tf.Variable([1.0], name="stranger"))])
 
 

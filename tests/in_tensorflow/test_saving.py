@@ -1,0 +1,208 @@
+"""Training that is stopped, saved and resumed in new processes equals training that never stopped."""
+
+# ruff: noqa: E402 - what is imported after TensorFlow needs it
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+
+import grace
+from conftest import launched
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+SPECS = ("none", "topk(ratio=0.1)", "powersgd(rank=2)", "signum", "efsignsgd", "dgc(ratio=0.1)", "terngrad")
+CASES = [(spec, "one file a rank") for spec in SPECS]
+CASES += [("topk(ratio=0.1)", way) for way in ("one file for all", "tf.train.Checkpoint", "loss scale")]
+CASES += [("powersgd(rank=2)", "one file for all"), ("dgc(ratio=0.1)", "tf.train.Checkpoint")]
+
+
+def pool():
+    return launched("mpirun-mpi", 2, "tensorflow")
+
+
+def optimizer_for(spec, way):
+    import keras
+
+    momentum = 0.0 if spec.startswith("dgc") else 0.9
+    optimizer = grace.DistributedOptimizer(keras.optimizers.SGD(0.02, momentum=momentum), spec)
+    return keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=64.0) if way == "loss scale" else optimizer
+
+
+def fit(model, epochs):
+    from tensorflow_training import samples
+
+    x, y = samples(64, grace.rank())
+    model.fit(x, y, batch_size=16, epochs=epochs[-1] + 1, initial_epoch=epochs[0], shuffle=False, verbose=0)
+
+
+def new(spec, way):
+    from tensorflow_training import LOSS, network
+
+    model = network()
+    model.compile(optimizer_for(spec, way), LOSS)
+    return model
+
+
+def path_of(folder, spec, way):
+    whose = 0 if way == "one file for all" else grace.rank()
+    return f"{folder}/{spec}-{way}-{whose}".replace(" ", "_")
+
+
+def first_half(folder):
+    """Two epochs, saved; then two more in the same process, as if nobody had stopped."""
+    from tensorflow_training import digest
+
+    uninterrupted = {}
+    for spec, way in CASES:
+        model, path = new(spec, way), path_of(folder, spec, way)
+        fit(model, range(2))
+        if way == "one file for all":
+            grace.tensorflow.save_model(model, f"{path}.keras")
+        elif way == "tf.train.Checkpoint":
+            tf.train.Checkpoint(model=model, optimizer=model.optimizer).write(path)
+        else:
+            model.save(f"{path}.keras")
+        fit(model, range(2, 4))
+        uninterrupted[spec, way] = digest(model.variables)
+    return uninterrupted
+
+
+def second_half(folder):
+    """What was saved, loaded in a new process and trained for two epochs."""
+    import keras
+    from tensorflow_training import digest
+
+    keras.Sequential([keras.layers.Dense(1)])  # so that Keras numbers models otherwise
+    resumed = {}
+    for spec, way in CASES:
+        path = path_of(folder, spec, way)
+        if way == "tf.train.Checkpoint":
+            model = new(spec, way)
+            model.optimizer.build(model.trainable_variables)
+            tf.train.Checkpoint(model=model, optimizer=model.optimizer).read(path).assert_consumed()
+        else:
+            model = grace.tensorflow.load_model(f"{path}.keras")
+        fit(model, range(2, 4))
+        resumed[spec, way] = digest(model.variables)
+    return resumed
+
+
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("saved"))
+    uninterrupted = pool().run(first_half, folder, timeout=300)
+    pool().stop()
+    return uninterrupted, pool().run(second_half, folder, timeout=300), folder
+
+
+@pytest.mark.parametrize(("spec", "way"), CASES)
+def test_resumed_training_equals_training_that_never_stopped(halves, spec, way):
+    uninterrupted, resumed, _ = halves
+    for before, after in zip(uninterrupted, resumed, strict=True):
+        assert after[spec, way] == before[spec, way]
+
+
+def test_memories_matter_in_this_test(halves, monkeypatch):
+    """Without them the resumed training would not be the same."""
+    assert pool().run(forgetful, halves[2]) != [ranks["topk(ratio=0.1)", "one file a rank"] for ranks in halves[0]]
+
+
+def forgetful(folder):
+    from tensorflow_training import digest
+
+    path = path_of(folder, "topk(ratio=0.1)", "one file a rank")
+    model = grace.tensorflow.load_model(f"{path}.keras", memory_state="reset")
+    fit(model, range(2, 4))
+    return digest(model.variables)
+
+
+def plainly(folder):
+    """The same files in a program that makes nothing distributed."""
+    import keras
+
+    model = keras.saving.load_model(f"{path_of(folder, 'topk(ratio=0.1)', 'one file for all')}.keras")
+    assert type(model.optimizer).__name__ == "SGD"
+    assert not hasattr(model.optimizer, "_grace")
+    momenta = [np.abs(np.array(v)).sum() for v in model.optimizer.variables[2:]]
+    assert int(model.optimizer.iterations) == 8
+    fit(model, range(2, 3))
+    return len(momenta), all(momentum > 0 for momentum in momenta)
+
+
+def test_plain_keras_loads_the_same_file_with_the_optimizers_momenta(halves):
+    assert pool().run(plainly, halves[2]) == [(6, True)] * 2
+
+
+def refused(folder):
+    import keras
+
+    rank = grace.rank()
+    other = path_of(folder, "topk(ratio=0.1)", "one file a rank")[:-1] + str(1 - rank)
+    model = grace.tensorflow.load_model(f"{other}.keras")
+    with pytest.raises((grace.ConfigError, grace.RankError), match=r"Save one file per rank|rank 0 refused to start"):
+        fit(model, range(2, 3))
+    path = path_of(folder, "topk(ratio=0.1)", "one file a rank")
+    model = grace.tensorflow.load_model(f"{path}.keras", compressor="qsgd")
+    with pytest.raises(grace.ConfigError, match=r"was saved with .*topk.* this run uses .*qsgd"):
+        fit(model, range(2, 3))
+    plain = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
+    plain.compile("sgd", "mse")
+    plain.save(f"{folder}/plain{rank}.keras")
+    with pytest.raises(grace.ConfigError, match="saved with a plain optimizer"):
+        grace.tensorflow.load_model(f"{folder}/plain{rank}.keras")
+    with pytest.raises(grace.ConfigError, match="not a distributed one"):
+        grace.tensorflow.save_model(plain, f"{folder}/plain.keras")
+
+
+def test_what_does_not_fit_is_refused(halves):
+    pool().run(refused, halves[2])
+
+
+def three(folder):
+    from tensorflow_training import state_of
+
+    saved = f"{folder}/topk(ratio=0.1)-one_file_for_all-0.keras"
+    model = grace.tensorflow.load_model(saved)
+    session = model.optimizer._grace
+    kept = session.saved[0]["ranks"]
+    fit_nothing(model)
+    return kept, state_of(session)["memory"]
+
+
+def fit_nothing(model):
+    """Prepare the exchange without a step."""
+    model.optimizer._grace._prepare(model.trainable_variables, [tf.zeros(v.shape) for v in model.trainable_variables])
+
+
+def test_one_file_for_all_loads_on_another_number_of_ranks(halves):
+    for kept, mine in launched("mpirun-mpi", 3, "tensorflow").run(three, halves[2]):
+        assert mine
+        for name, value in mine.items():
+            everyone = [np.array(rank["memory"][name]) for rank in kept]
+            np.testing.assert_allclose(value, sum(everyone) / 2, rtol=1e-6)
+
+
+def tape_checkpoint(folder):
+    """A custom loop saves its exchange beside its model."""
+    w, seen = tf.Variable([0.0, 0.0]), []
+
+    def run(exchange):
+        with grace.tensorflow.DistributedGradientTape(tf.GradientTape(), exchange=exchange) as tape:
+            loss = tf.reduce_sum(w * [4.0, 3.0])
+        seen.append(np.array(tape.gradient(loss, w)).tolist())
+
+    first = grace.tensorflow.GradientExchange("topk(ratio=0.5)")
+    run(first)
+    tf.train.Checkpoint(exchange=first.grace_state).write(f"{folder}/tape{grace.rank()}")
+    second = grace.tensorflow.GradientExchange("topk(ratio=0.5)")
+    tf.train.Checkpoint(exchange=second.grace_state).read(f"{folder}/tape{grace.rank()}").assert_consumed()
+    run(second)
+    return seen
+
+
+def test_a_tapes_exchange_is_saved_by_itself(halves):
+    assert pool().run(tape_checkpoint, halves[2]) == [[[4, 0], [0, 6]]] * 2

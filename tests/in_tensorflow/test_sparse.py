@@ -1,0 +1,219 @@
+"""tf.IndexedSlices: exchanged by rows with compressed values, or made dense; the mean is the mean."""
+
+# ruff: noqa: E402 - what is imported after TensorFlow needs it
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+
+import grace
+from conftest import launched
+from grace.rows import NOTHING, RowAllgather, Slices, unfit
+
+ROWS, WIDTH = 12, 3
+
+
+@pytest.fixture(params=["horovodrun-gloo", "mpirun-mpi"], scope="module")
+def two(request):
+    return launched(request.param, 2, "tensorflow")
+
+
+both_ways = pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+
+
+def slices(step, rank):
+    """A rank's sparse gradient of a step: some rows come twice, and rank 1 has none in the third step."""
+    generator = np.random.default_rng((step, rank))
+    count = 0 if (step, rank) == (2, 1) else 4 + 3 * rank
+    rows = generator.integers(ROWS, size=count)
+    values = generator.standard_normal((count, WIDTH)).astype(np.float32)
+    return tf.IndexedSlices(tf.constant(values), tf.constant(rows), tf.constant([ROWS, WIDTH]))
+
+
+def dense(gradient):
+    total = np.zeros((ROWS, WIDTH), np.float32)
+    np.add.at(total, np.array(gradient.indices), np.array(gradient.values))
+    return total
+
+
+def run(compressor, graph, steps=4, **options):
+    """The means of a few steps, the rows that they name, and what the memory kept."""
+    from tensorflow_training import session_of, state_of
+
+    exchange = session_of(compressor, **options)
+    variables = [tf.Variable(tf.zeros([ROWS, WIDTH])), tf.Variable(tf.zeros([5]))]
+
+    def step(values, rows, shape):
+        return [m.value for m in exchange([tf.IndexedSlices(values, rows, shape), tf.ones([5])], variables)]
+
+    signature = [tf.TensorSpec([None, WIDTH]), tf.TensorSpec([None], tf.int64), tf.TensorSpec([2], tf.int32)]
+    call = tf.function(step, input_signature=signature, autograph=False) if graph else step
+    means, kept = [], []
+    for number in range(steps):
+        gradient = slices(number, grace.rank())
+        mean, beside = call(gradient.values, gradient.indices, gradient.dense_shape)
+        assert compressor != "none" or np.array(beside).tolist() == [1.0] * 5
+        rows = np.array(mean.indices).tolist() if isinstance(mean, tf.IndexedSlices) else None
+        means.append((np.array(tf.convert_to_tensor(mean)), rows))
+        kept.append(state_of(exchange).get("memory", {}).get("Variable"))
+    return means, kept, exchange.traffic.sent_bytes
+
+
+def mean_of(step):
+    return (dense(slices(step, 0)) + dense(slices(step, 1))) / 2
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@both_ways
+def test_uncompressed_rows_give_the_mean(two, graph):
+    for means, _, sent in two.run(run, "none", graph):
+        for step, (mean, rows) in enumerate(means):
+            np.testing.assert_allclose(mean, mean_of(step), atol=1e-6)
+            assert rows == sorted(set(np.nonzero(mean_of(step).any(1))[0].tolist()))
+        assert 0 < sent < 4 * 8 * (ROWS * WIDTH + 5)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@both_ways
+@pytest.mark.parametrize(
+    "compressor", ["qsgd", "fp16", "topk(ratio=0.4)", "topk(ratio=0.4) | qsgd", "onebit", "natural"]
+)
+def test_ranks_agree_and_what_is_left_out_is_kept_by_rows(two, compressor, graph):
+    ranks = two.run(run, compressor, graph)
+    for (first, rows), (second, others) in zip(ranks[0][0], ranks[1][0], strict=True):
+        assert first.tobytes() == second.tobytes()
+        assert rows == others
+    if ranks[0][1][0] is None:
+        return
+    # sent + what is kept now = gradient + what was kept before, summed over ranks
+    before = np.zeros((ROWS, WIDTH), np.float32)
+    for step in range(4):
+        after = sum(kept[step] for _, kept, _ in ranks)
+        np.testing.assert_allclose(2 * ranks[0][0][step][0] + after, 2 * mean_of(step) + before, atol=2e-5)
+        before = after
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_eager_and_graph_are_the_same(two):
+    eager, graph = (two.run(run, "topk(ratio=0.4)", way)[0][0] for way in (False, True))
+    for (mean, _), (other, _) in zip(eager, graph, strict=True):
+        assert mean.tobytes() == other.tobytes()
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_made_dense_when_asked(two):
+    options = {"sparse_as_dense": True}
+    for means, _, _ in two.run(run_with, "none", options):
+        for step, (mean, rows) in enumerate(means):
+            assert rows is None
+            np.testing.assert_allclose(mean, mean_of(step), atol=1e-6)
+
+
+def run_with(compressor, options):
+    return run(compressor, False, **options)
+
+
+def alone(dense):
+    """Adam as it should treat rows that come twice; Keras squares their gradients before it adds them up."""
+    import keras
+
+    class Adam(keras.optimizers.Adam):
+        def apply(self, grads, trainable_variables=None):
+            super().apply([self.sums(gradient) for gradient in grads], trainable_variables)
+
+        def sums(self, gradient):
+            if not isinstance(gradient, tf.IndexedSlices) or dense:
+                return tf.convert_to_tensor(gradient)
+            rows, places = tf.unique(gradient.indices)
+            values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(rows))
+            return tf.IndexedSlices(values, rows, gradient.dense_shape)
+
+    return Adam(0.01)
+
+
+def embed(compressor, way):
+    """An embedding and a dense layer, trained with Adam."""
+    import keras
+    from tensorflow_training import LOSS, digest
+
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Embedding(50, 6), keras.layers.Flatten()])
+    model.add(keras.layers.Dense(10))
+    optimizer = alone(way == "dense") if compressor is None else keras.optimizers.Adam(0.01)
+    if compressor is not None:
+        optimizer = grace.DistributedOptimizer(optimizer, compressor, sparse_as_dense=way == "dense")
+    model.compile(optimizer, LOSS, run_eagerly=way == "eager")
+    generator = np.random.default_rng(0)
+    x, y = generator.integers(50, size=(64, 4)), generator.integers(10, size=64)
+    if compressor is not None:  # every other batch
+        x, y = (np.concatenate([a[i : i + 8] for i in range(8 * grace.rank(), 64, 16)]) for a in (x, y))
+    batch = 16 if compressor is None else 8
+    history = model.fit(x, y, batch_size=batch, epochs=3, shuffle=False, verbose=0)
+    return digest(model.variables), [np.array(v) for v in model.variables], history.history["loss"]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["graph", "eager", "dense"])
+def test_an_embedding_trains_as_with_all_the_data_on_one_rank(two, way):
+    whole = two.run(embed, None, way)[0]
+    first, second = two.run(embed, "none", way)
+    assert first[0] == second[0]
+    for mine, expected in zip(first[1], whole[1], strict=True):
+        np.testing.assert_allclose(mine, expected, atol=2e-5)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_an_embedding_trains_with_compressed_rows(two):
+    first, second = two.run(embed, "topk(ratio=0.2)", "graph")
+    assert first[0] == second[0]
+    assert first[2][-1] < first[2][0]
+
+
+@pytest.mark.parametrize(
+    ("compressor", "memory", "why"),
+    [
+        ("powersgd", None, "in several rounds"),
+        ("signsgd", None, "votes element by element"),
+        ("signum", None, "keeps something of the whole variable|votes"),
+        ("dgc", None, "the memory dgc is one of whole variables"),
+        ("efsignsgd", None, "the memory efsignsgd is one of whole variables"),
+    ],
+)
+def test_what_cannot_serve_rows_is_refused_by_name(compressor, memory, why):
+    from grace.reduction import Reduction
+    from grace.tensorflow.session import Session
+
+    exchange = Session((compressor, memory, None), grace.init("local"), reduction=Reduction())
+    with pytest.raises(grace.ConfigError, match=f"'Variable' is sparse, and .*({why}).* sparse_as_dense=True"):
+        exchange([slices(0, 0)], [tf.Variable(tf.zeros([ROWS, WIDTH]))])
+
+
+def test_every_method_serves_rows_or_says_why_not():
+    for name in grace.known("compressor"):
+        parameters = "(value=0.1)" if name == "threshold" else ""
+        chosen = grace.make("compressor", name + parameters)
+        memory = grace.make("memory", chosen.traits.memory)
+        if unfit(chosen, memory):
+            continue
+        communicator = RowAllgather(chosen, memory, {"emb": (ROWS, WIDTH)})
+        assert communicator.step is not None
+        rows = tf.constant([5, NOTHING + 1, 5], tf.int64)
+        from grace.exchange import Group, Traffic
+        from grace.variable import Variable
+
+        group = Group(0, communicator, [Variable("emb", (ROWS, WIDTH), sparse=True)])
+        exchange = communicator.begin(group, [Slices(tf.ones([3, WIDTH]), rows)], [True], True, Traffic())
+        while exchange.advance():
+            pass
+        (outcome,) = exchange.finish([None])
+        assert np.array(outcome.value.rows).tolist() == [0, 5], name
+        assert np.array(outcome.value.values).shape == (2, WIDTH)

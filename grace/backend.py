@@ -84,6 +84,8 @@ class Backend(abc.ABC):
     """What is raised when the engine fails."""
     framework: ClassVar[str] = ""
     """The only framework whose tensors it moves; empty if it moves any."""
+    began: Any = None
+    """The group whose exchange started a collective last."""
     concatenates: ClassVar[bool] = False
     """Whether the engine gathers tensors of unequal lengths itself."""
 

@@ -163,7 +163,7 @@ class Exchange:
         backend = self.communicator.backend
         before = backend.sent_bytes
         self.collectives += 1
-        backend.label = f"{self.group.label}.{self.collectives}"
+        backend.label, backend.began = f"{self.group.label}.{self.collectives}", self.group
         try:
             self.handle = collective(tensor)
         except GraceError:

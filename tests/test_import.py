@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,42 @@ def test_without_tensorflow_its_use_fails_with_the_line_that_installs_it():
     assert run(script, ("tensorflow",)).splitlines() == [line, line]
 
 
+def test_without_tensorflow_horovod_for_it_names_the_line_that_installs_it():
+    script = """
+        import grace
+        try:
+            grace.init("horovod", framework="tensorflow")
+        except grace.MissingExtraError as error:
+            print(error)
+    """
+    line = 'tensorflow is not installed; install it with: pip install "grace-compress[tensorflow]"'
+    assert run(script, ("tensorflow",)) == line
+
+
+@pytest.mark.skipif(find_spec("tensorflow") is None, reason="TensorFlow is not installed")
+def test_without_horovod_tensorflow_works_and_asking_for_it_names_what_builds_it():
+    script = """
+        import tensorflow as tf, grace
+        print(grace.init().name, grace.tensorflow.GradientExchange("topk").options()["compressor"]["name"])
+        try:
+            grace.init("horovod")
+        except grace.MissingExtraError as error:
+            print("make horovod" in str(error))
+    """
+    assert run(script, ("horovod", "torch", "mpi4py")).splitlines() == ["local topk", "True"]
+
+
+@pytest.mark.skipif(find_spec("tensorflow") is None, reason="TensorFlow is not installed")
+def test_tensorflow_does_not_load_torch():
+    script = """
+        import sys, keras, grace
+        grace.init("local")
+        grace.DistributedOptimizer(keras.optimizers.SGD(0.1), compressor="topk")
+        print(sorted({"torch", "horovod", "mpi4py"} & set(sys.modules)))
+    """
+    assert run(script) == "[]"
+
+
 def test_torch_tensors_do_not_load_tensorflow():
     script = """
         import sys, torch, grace, grace.torch
@@ -122,7 +159,7 @@ def test_a_torch_object_is_recognised_only_when_torch_is_there():
         except grace.ConfigError as error:
             print(error)
     """
-    assert run(script, ("torch",)) == "DistributedOptimizer takes a torch object; builtins.object is not one"
+    assert run(script, ("torch",)) == "DistributedOptimizer takes a torch or Keras object; builtins.object is not one"
 
 
 def test_every_public_name_exists():

@@ -200,7 +200,7 @@ def DistributedOptimizer(
     >>> opt = DistributedOptimizer(keras.optimizers.SGD(0.5), compressor="topk(ratio=0.5)")
     >>> isinstance(opt, keras.optimizers.SGD)
     True
-    >>> opt.apply_gradients([(tf.constant([1.0, 4.0]), w)])
+    >>> _ = opt.apply_gradients([(tf.constant([1.0, 4.0]), w)])
     >>> w.numpy()
     array([1., 0.], dtype=float32)
     >>> grace.shutdown()

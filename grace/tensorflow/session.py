@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -126,8 +127,8 @@ class Session:
         agree(self.backend, [("a checkpoint", "none" if self.saved is None else "loaded")], error)
         if self.broadcast:
             broadcast_variables(variables, 0, self.backend)
-        for group in exchanger.groups:
-            group.label = f"{self.label}.{group.index}"
+        for group in exchanger.groups:  # Horovod's errors name operations: let them say a variable
+            group.label = f"{self.label}.{group.index}.{re.sub('[^A-Za-z0-9_.]', '_', group.variables[0].name)}"
         return exchanger
 
     # -- a step ----------------------------------------------------------------------------------------

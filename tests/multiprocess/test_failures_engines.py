@@ -35,7 +35,8 @@ def run(name: str, how: str, program: str = "killed.py") -> tuple[str, float]:
     ended = time.time()
     assert done.returncode != 0
     killed = float(re.search(r"killed at ([\d.]+)", done.stdout).group(1))
-    assert subprocess.run(["pgrep", "-f", str(PROGRAMS / program)], capture_output=True, text=True).stdout == ""  # nobody is left
+    left = subprocess.run(["pgrep", "-f", str(PROGRAMS / program)], capture_output=True, text=True).stdout
+    assert left == ""
     return done.stdout, ended - killed
 
 

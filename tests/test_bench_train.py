@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from grace.bench import training
-from grace.bench.charlm import CharacterModel
 from grace.bench.task import TASKS, task_class
+from grace.bench.torch_tasks import CharacterModel
 from grace.registry import known
 
 pytestmark = pytest.mark.ranks
@@ -68,7 +68,7 @@ def test_every_method_is_the_whole_catalogue():
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_task_depends_on_its_seed_alone(name):
-    task = task_class(name)()
+    task = task_class(name, "torch")()
     before = torch.get_rng_state()
     one, same, other = (next(task.network(seed).parameters()) for seed in (1, 1, 2))
     assert torch.equal(torch.get_rng_state(), before)
@@ -82,7 +82,7 @@ def test_a_task_depends_on_its_seed_alone(name):
 
 def test_held_out_text_is_not_trained_on():
     task = CharacterModel()
-    assert (len(task.train), len(task.test)) == (200_000, 20_000)
+    assert (task.train.numel(), task.test.numel()) == (200_000, 20_000)
     model = task.network(0)
     assert task.quality(model) == pytest.approx(len(task.characters), rel=0.1)  # knows nothing yet
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import grace
-from grace.bench import digits, table, training
+from grace.bench import table, torch_tasks, training
 
 pytestmark = pytest.mark.ranks
 
@@ -63,7 +63,7 @@ def test_bytes_and_bits_are_those_of_the_payloads(quick):
     assert 4 * n <= none["sent_bytes_per_step"] <= 4 * n + 64
     assert none["bits_per_element"] == pytest.approx(32, abs=0.01)
     bits = grace.make("compressor", "topk").wire_bits
-    payload = sum(bits(tuple(p.shape)) * p.numel() / 8 for p in digits.network(0).parameters())
+    payload = sum(bits(tuple(p.shape)) * p.numel() / 8 for p in torch_tasks.network(0).parameters())
     assert payload <= topk["sent_bytes_per_step"] <= payload + 256
     assert topk["bits_per_element"] == pytest.approx(8 * topk["sent_bytes_per_step"] / n)
 
@@ -192,25 +192,26 @@ def test_a_missing_package_is_named_with_the_line_that_installs_it(monkeypatch, 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_the_ranks_shares_of_a_batch_make_up_the_same_batch(ranks):
-    whole = digits.shares(1437, 64, 1, 0, seed=3, epoch=2)
-    shares = [digits.shares(1437, 64, ranks, rank, seed=3, epoch=2) for rank in range(ranks)]
+    task = torch_tasks.Digits()
+    whole = task.shares(1, 0, seed=3, epoch=2)
+    shares = [task.shares(ranks, rank, seed=3, epoch=2) for rank in range(ranks)]
     for i, batch in enumerate(whole):
         assert sorted(int(x) for share in shares for x in share[i]) == sorted(batch.tolist())
 
 
 def test_the_network_depends_on_its_seed_and_leaves_the_global_generator_alone():
     before = torch.get_rng_state()
-    one, same, other = (digits.network(seed)[0].weight for seed in (1, 1, 2))
+    one, same, other = (torch_tasks.network(seed)[0].weight for seed in (1, 1, 2))
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_fifth_of_each_digits_images_is_held_out():
-    data = digits.Digits()
+    data = torch_tasks.Digits()
     assert (len(data.train_x), len(data.test_x)) == (1437, 360)
     assert torch.bincount(data.test_y).min() >= 34
-    assert torch.equal(data.test_x, digits.Digits().test_x)
+    assert torch.equal(data.test_x, torch_tasks.Digits().test_x)
 
 
 def test_results_are_means_over_seeds():

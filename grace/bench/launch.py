@@ -37,12 +37,14 @@ class Launcher:
         command: the command line, up to the arguments of Python.
         environment: what it needs, unless the user has set it.
         killed: matches what it says of a rank that a signal ended, with its ``rank`` and the ``signal``.
+        signals_from: what it adds to the signal's number.
         engine: the backend that ``grace.init()`` is to join; empty if it finds it.
     """
 
     command: list[str]
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
-    killed: str = r"^$(?P<rank>)(?P<signal>)"
+    killed: str = r"(?!)"
+    signals_from: int = 0
     engine: str = ""
 
 
@@ -62,8 +64,8 @@ def launcher_of(framework: str, ranks: int) -> Launcher:
         return Launcher([sys.executable], quiet, engine="local")
     if _has_horovod():
         command = [sys.executable, "-m", "horovod.runner.launch", "--gloo", "-np", str(ranks), sys.executable]
-        killed = r"Process (?P<rank>\d+) exit with status code (?:-|128\+)?(?P<signal>\d+)"
-        return Launcher(command, quiet, killed, "horovod")
+        killed = r"Process (?P<rank>\d+) exit with status code (?P<signal>\d+)"
+        return Launcher(command, quiet, killed, signals_from=128, engine="horovod")
     mpirun = _mpirun()
     if mpirun is None:
         raise MissingExtraError(
@@ -78,7 +80,7 @@ def launcher_of(framework: str, ranks: int) -> Launcher:
         "PRTE_MCA_hwloc_default_binding_policy": "none",
     }
     killed = r"process rank (?P<rank>\d+) with PID \d+ on node \S+ exited on signal (?P<signal>\d+)"
-    return Launcher([mpirun, "-np", str(ranks), sys.executable], {**quiet, **crowded}, killed, "mpi")
+    return Launcher([mpirun, "-np", str(ranks), sys.executable], {**quiet, **crowded}, killed, engine="mpi")
 
 
 def _has_horovod() -> bool:
@@ -183,7 +185,7 @@ def _complaints(launcher: Launcher, folder: Path) -> str:
         if text := "\n".join(lines).strip():
             said.append(f"rank {path.stem.removeprefix('rank')}:\n{text}")
     for found in re.finditer(launcher.killed, log):
-        number = int(found["signal"]) % 128 if found["signal"] else 0
-        if number in set(signal.Signals) and (number == int(found["signal"]) or int(found["signal"]) > 128):
+        number = int(found["signal"]) - launcher.signals_from
+        if number in set(signal.Signals):
             said.append(f"rank {found['rank']} was ended by {signal.Signals(number).name}")
     return "\n".join(said) or log

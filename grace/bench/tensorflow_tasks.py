@@ -127,6 +127,7 @@ class FrameworkTrainer(Trainer):
 
     @staticmethod
     def join(threads: int) -> None:
+        tf.config.set_visible_devices([], "GPU")  # all ranks would take the first one's memory; torch's use CPUs too
         tf.config.threading.set_intra_op_parallelism_threads(threads)
         tf.config.threading.set_inter_op_parallelism_threads(threads)
         grace.init(framework="tensorflow")

@@ -122,7 +122,7 @@ def test_a_torch_object_is_recognised_only_when_torch_is_there():
         except grace.ConfigError as error:
             print(error)
     """
-    assert run(script, ("torch",)) == "DistributedOptimizer takes a torch object; builtins.object is not one"
+    assert run(script, ("torch",)) == "DistributedOptimizer takes a torch or Keras object; builtins.object is not one"
 
 
 def test_every_public_name_exists():

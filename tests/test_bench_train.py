@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -11,14 +12,24 @@ from pathlib import Path
 import pytest
 import torch
 
+import grace
 from grace.bench import training
-from grace.bench.charlm import CharacterModel
-from grace.bench.task import TASKS, task_class
+from grace.bench.task import FRAMEWORKS, TASKS, task_class, trainer_class
+from grace.bench.torch_tasks import CharacterModel
 from grace.registry import known
 
 pytestmark = pytest.mark.ranks
 
 GRACE = str(Path(sys.executable).with_name("grace"))
+
+
+@pytest.fixture(params=FRAMEWORKS)
+def framework(request):
+    """Each framework that is installed, on one rank."""
+    pytest.importorskip(request.param, exc_type=ImportError)
+    grace.init("local")
+    yield request.param
+    grace.shutdown()
 
 
 def test_a_run_over_seeds_gives_a_table_a_picture_and_the_runs(tmp_path):
@@ -68,7 +79,7 @@ def test_every_method_is_the_whole_catalogue():
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_task_depends_on_its_seed_alone(name):
-    task = task_class(name)()
+    task = task_class(name, "torch")()
     before = torch.get_rng_state()
     one, same, other = (next(task.network(seed).parameters()) for seed in (1, 1, 2))
     assert torch.equal(torch.get_rng_state(), before)
@@ -80,9 +91,40 @@ def test_a_task_depends_on_its_seed_alone(name):
         assert sorted(torch.cat([first, second]).tolist()) == sorted(batch.tolist())
 
 
+@pytest.mark.parametrize("name", TASKS)
+def test_a_task_in_tensorflow_depends_on_its_seed_alone(name):
+    pytest.importorskip("tensorflow", exc_type=ImportError)
+    task = task_class(name, "tensorflow")()
+    before = random.getstate()  # Keras draws seeds from it
+    one, same, other = ([w.numpy() for w in task.network(seed).trainable_variables] for seed in (1, 1, 2))
+    assert random.getstate() == before
+    for weights, again, different in zip(one, same, other, strict=True):
+        assert (weights == again).all()
+        assert weights.ndim == 1 or not (weights == different).all()  # biases are zeros
+    whole = task.shares(1, 0, seed=3, epoch=2)
+    halves = [task.shares(2, rank, seed=3, epoch=2) for rank in (0, 1)]
+    for batch, first, second in zip(whole, *halves, strict=True):
+        assert sorted([*first, *second]) == sorted(batch)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_trainer_of_each_framework_learns(name, framework):
+    task = task_class(name, framework)()
+    trainer = trainer_class(framework)(task, "none", 0, task.lr, momentum=0.0)
+    before = trainer.quality()
+    for share in task.shares(1, 0, seed=0, epoch=0)[:20]:
+        trainer.step(share)
+    assert trainer.traffic.steps == 20
+    assert (trainer.quality() > before) == task.higher_is_better
+    trainer.set_lr(0.0)
+    after = trainer.quality()
+    trainer.step(task.shares(1, 0, seed=0, epoch=1)[0])
+    assert trainer.quality() == after
+
+
 def test_held_out_text_is_not_trained_on():
     task = CharacterModel()
-    assert (len(task.train), len(task.test)) == (200_000, 20_000)
+    assert (task.train.numel(), task.test.numel()) == (200_000, 20_000)
     model = task.network(0)
     assert task.quality(model) == pytest.approx(len(task.characters), rel=0.1)  # knows nothing yet
 

@@ -13,14 +13,30 @@ from pathlib import Path
 
 import pytest
 import torch
+from engines import environment
 
 import grace
-from grace.bench import digits, table, training
+from grace.bench import launch, table, torch_tasks, training
 
 pytestmark = pytest.mark.ranks
 
 GRACE = str(Path(sys.executable).with_name("grace"))
+LAUNCHERS = ("distributed.run", "horovod", "mpirun", "/sh\0", "/bash\0")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and interface names of Linux")
+
+
+@pytest.fixture(params=["horovod", "mpi4py"])
+def launcher(request, monkeypatch, tmp_path_factory):
+    """What starts TensorFlow's ranks; for mpirun Horovod is hidden from the command."""
+    pytest.importorskip("tensorflow", exc_type=ImportError)
+    if importlib.util.find_spec(request.param) is None:
+        pytest.skip(f"{request.param} is not installed (make horovod)")
+    for key, value in environment().items():
+        monkeypatch.setenv(key, value)
+    if request.param == "mpi4py":
+        (empty := tmp_path_factory.mktemp("hidden") / "horovod").mkdir()
+        (empty / "__init__.py").write_text("raise ImportError('hidden')")
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(empty.parent), os.environ.get("PYTHONPATH", "")]))
 
 
 def run(*args, code=0, timeout=120, cwd=None, **environment):
@@ -63,7 +79,7 @@ def test_bytes_and_bits_are_those_of_the_payloads(quick):
     assert 4 * n <= none["sent_bytes_per_step"] <= 4 * n + 64
     assert none["bits_per_element"] == pytest.approx(32, abs=0.01)
     bits = grace.make("compressor", "topk").wire_bits
-    payload = sum(bits(tuple(p.shape)) * p.numel() / 8 for p in digits.network(0).parameters())
+    payload = sum(bits(tuple(p.shape)) * p.numel() / 8 for p in torch_tasks.network(0).parameters())
     assert payload <= topk["sent_bytes_per_step"] <= payload + 256
     assert topk["bits_per_element"] == pytest.approx(8 * topk["sent_bytes_per_step"] / n)
 
@@ -114,6 +130,73 @@ def test_one_rank_trains_sends_nothing_and_draws_nothing(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"results.json", "runs.jsonl"}
 
 
+@pytest.mark.slow
+def test_the_demo_of_tensorflow_measures_as_that_of_torch(tmp_path, launcher, request):
+    engine = request.node.callspec.params["launcher"]
+    out, err = run("--quick", "--framework", "tensorflow", "--methods", "none,qsgd", "--out", str(tmp_path))
+    assert err == ""
+    rows = re.findall(r"^ (\S+) +(\S+ \w?B) +(\d+\.\d\d) +\d+\.\d\d +\d+\.\d\d +\d+\.\d +", out, re.MULTILINE)
+    assert rows == [("none", "1.20 MB", "32.00"), ("qsgd", "303 kB", "8.06")]
+    assert max(map(len, out.splitlines())) <= 80
+    saved = json.loads((tmp_path / "results.json").read_text())
+    assert saved["settings"]["framework"] == "tensorflow"
+    assert {"tensorflow", "keras", "torch", *({"horovod"} & {engine})} <= set(saved["versions"])
+    for result in saved["results"]:
+        assert 0 < result["codec_ms"] < result["step_ms"]
+        assert 0.8 < result["quality"] < 1
+        (made,) = result["runs"]
+        assert (made["steps"], made["lr"]) == (2 * (1437 // 64), 0.1)
+        assert made["curve"][-1] == [made["sent_bytes_per_step"] * made["steps"], made["quality"]]
+    assert (tmp_path / "accuracy.png").stat().st_size > 10_000
+
+
+def test_one_rank_of_tensorflow_needs_no_launcher_and_no_torch(tmp_path):
+    pytest.importorskip("tensorflow", exc_type=ImportError)
+    (decoy := tmp_path / "decoy" / "torch").mkdir(parents=True)
+    (decoy / "__init__.py").write_text("raise SystemExit('torch was imported')")
+    path = os.pathsep.join([str(decoy.parent), os.environ.get("PYTHONPATH", "")])
+    args = ["--quick", "-n", "1", "--framework", "tensorflow", "--methods", "topk", "--out", str(tmp_path / "out")]
+    out, err = run(*args, PYTHONPATH=path)
+    assert err == ""
+    assert re.search(r"^topk, seed 0: accuracy \d+", out, re.MULTILINE)
+    assert "One rank has nobody to send to" in out
+
+
+def test_a_rank_of_tensorflow_that_fails_is_quoted_without_its_start_up_noise(tmp_path):
+    pytest.importorskip("tensorflow", exc_type=ImportError)
+    (decoy := tmp_path / "keras").mkdir()
+    (decoy / "__init__.py").write_text("import tensorflow\nraise SystemExit('keras is broken')")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    args = ["--quick", "-n", "1", "--framework", "tensorflow", "--out", str(tmp_path / "out")]
+    _, err = run(*args, code=1, PYTHONPATH=path)
+    assert err == "grace demo: the ranks failed (exit code 1)\nrank 0:\nkeras is broken\n"
+
+
+def test_without_horovod_and_mpi_tensorflow_says_what_to_install(monkeypatch):
+    find = importlib.util.find_spec
+    hidden = ("horovod", "mpi4py")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else find(name))
+    with pytest.raises(grace.MissingExtraError, match=r"make horovod.*mpirun and mpi4py.*grace-compress\[mpi\]"):
+        launch.launcher_of("tensorflow", 2)
+    assert launch.launcher_of("tensorflow", 1).command == [sys.executable]
+
+
+@pytest.mark.parametrize(
+    ("framework", "said"),
+    [
+        ("torch", "failed (exitcode: -9) local_rank: 1 (pid: 7)"),
+        ("horovod", "Process 1 exit with status code 137."),
+        ("mpi4py", "mpirun noticed that process rank 1 with PID 0 on node here exited on signal 9 (Killed)."),
+    ],
+)
+def test_what_launchers_say_of_a_killed_rank_is_understood(monkeypatch, tmp_path, framework, said):
+    monkeypatch.setattr(launch, "_has_horovod", lambda: framework == "horovod")
+    monkeypatch.setattr(launch, "_mpirun", lambda: "mpirun")
+    launcher = launch.launcher_of("torch" if framework == "torch" else "tensorflow", 2)
+    (tmp_path / "launcher.log").write_text(f"[1]<stdout>:x\n{said}\nProcess 0 exit with status code 1.\n")
+    assert launch._complaints(launcher, tmp_path) == "rank 1 was ended by SIGKILL"
+
+
 @linux
 @pytest.mark.slow
 def test_a_rank_that_fails_is_quoted_and_the_exit_code_is_1(tmp_path):
@@ -135,14 +218,24 @@ def _ranks(pid):
         todo += below
     with contextlib.suppress(OSError):
         commands = {p: Path(f"/proc/{p}/cmdline").read_text() for p in found}
-        return [p for p, text in commands.items() if "bench.worker" in text and "distributed.run" not in text]
+        ranks = [p for p, text in commands.items() if "\0-m\0grace.bench.worker" in text]
+        return [p for p in ranks if not any(name in commands[p] for name in LAUNCHERS)]
     return []
 
 
+def _gone(ranks, seconds=5):
+    """Whether the processes end soon: mpirun does not wait for those that it has sent a signal."""
+    deadline = time.monotonic() + seconds
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+
+
 @contextlib.contextmanager
-def _running(tmp_path, seconds):
+def _running(tmp_path, seconds, framework="torch"):
     """A long demo whose ranks have been up for a while: (process, pids of its ranks)."""
     command = [GRACE, "demo", "--methods", "none", "--epochs", "5000", "--out", str(tmp_path)]
+    command += ["--framework", framework]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + 60
@@ -173,6 +266,30 @@ def test_an_interrupted_demo_leaves_no_rank_behind(tmp_path, number, seconds):
 
 @linux
 @pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0, 12], ids=["starting", "training"])
+def test_an_interrupted_tensorflow_demo_leaves_no_rank_behind(tmp_path, launcher, seconds):
+    with _running(tmp_path, seconds, "tensorflow") as (process, ranks):
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+        assert process.returncode == 130
+        assert err == "grace demo: interrupted; the ranks are ended\n"
+        assert _gone(ranks)
+
+
+@linux
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_tensorflow_demo_with_its_signal_named(tmp_path, launcher):
+    with _running(tmp_path, 12, "tensorflow") as (process, ranks):
+        os.kill(ranks[1], signal.SIGKILL)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert "was ended by SIGKILL" in err
+        assert "absl" not in err
+        assert _gone(ranks)
+
+
+@linux
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_demo_with_its_signal_named(tmp_path):
     with _running(tmp_path, 5) as (process, ranks):
         os.kill(ranks[1], signal.SIGKILL)
@@ -182,35 +299,39 @@ def test_a_killed_rank_ends_the_demo_with_its_signal_named(tmp_path):
         assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
 
 
-@pytest.mark.parametrize(("package", "extra"), [("torch", "torch"), ("sklearn", "bench"), ("matplotlib", "bench")])
+@pytest.mark.parametrize(
+    ("package", "extra"),
+    [("torch", "torch"), ("tensorflow", "tensorflow"), ("sklearn", "bench"), ("matplotlib", "bench")],
+)
 def test_a_missing_package_is_named_with_the_line_that_installs_it(monkeypatch, package, extra):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
     with pytest.raises(grace.MissingExtraError, match=rf"pip install .*\[{extra}\]"):
-        training.run(training.Settings())
+        training.run(training.Settings(framework=extra if extra != "bench" else "torch"))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_the_ranks_shares_of_a_batch_make_up_the_same_batch(ranks):
-    whole = digits.shares(1437, 64, 1, 0, seed=3, epoch=2)
-    shares = [digits.shares(1437, 64, ranks, rank, seed=3, epoch=2) for rank in range(ranks)]
+    task = torch_tasks.Digits()
+    whole = task.shares(1, 0, seed=3, epoch=2)
+    shares = [task.shares(ranks, rank, seed=3, epoch=2) for rank in range(ranks)]
     for i, batch in enumerate(whole):
         assert sorted(int(x) for share in shares for x in share[i]) == sorted(batch.tolist())
 
 
 def test_the_network_depends_on_its_seed_and_leaves_the_global_generator_alone():
     before = torch.get_rng_state()
-    one, same, other = (digits.network(seed)[0].weight for seed in (1, 1, 2))
+    one, same, other = (torch_tasks.network(seed)[0].weight for seed in (1, 1, 2))
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_fifth_of_each_digits_images_is_held_out():
-    data = digits.Digits()
+    data = torch_tasks.Digits()
     assert (len(data.train_x), len(data.test_x)) == (1437, 360)
     assert torch.bincount(data.test_y).min() >= 34
-    assert torch.equal(data.test_x, digits.Digits().test_x)
+    assert torch.equal(data.test_x, torch_tasks.Digits().test_x)
 
 
 def test_results_are_means_over_seeds():

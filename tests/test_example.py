@@ -1,4 +1,4 @@
-"""The example runs as its first lines say, alone and under every launcher."""
+"""The examples run as their first lines say, alone and under every launcher."""
 
 import os
 import re
@@ -11,14 +11,32 @@ from engines import ENGINES, available, command, environment
 
 pytestmark = pytest.mark.ranks
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "torch" / "digits.py"
+EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLE = EXAMPLES / "torch" / "digits.py"
+TENSORFLOW = [EXAMPLES / "tensorflow" / f"digits_{way}.py" for way in ("keras", "tape")]
 PLAIN = [sys.executable]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-def run(launcher, *args):
+def run(launcher, *args, example=EXAMPLE):
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*launcher, str(EXAMPLE), *args], capture_output=True, text=True, env=env, timeout=120)
+    return subprocess.run([*launcher, str(example), *args], capture_output=True, text=True, env=env, timeout=120)
+
+
+def run_under(name, example):
+    """On two ranks of an engine; what both printed."""
+    if not available(name):
+        pytest.skip(f"{name}: its packages are not installed (make horovod)")
+    env = environment()
+    if name == "mpirun-mpi":  # where Horovod is installed, mpirun means Horovod
+        env["GRACE_BACKEND"] = "mpi"
+    program = command(name, 2, str(example), "--compressor", "topk(ratio=0.05)", "--epochs", "5")
+    done = subprocess.run(program, capture_output=True, text=True, env=env, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
+    engine = {"horovodrun-gloo": "Horovod (Gloo)", "mpirun-mpi": "MPI (Open MPI)"}.get(name, "Horovod (MPI)")
+    assert done.stdout.count(f"topk(ratio=0.05) on {engine}, rank 0 of 2") == 1, done.stdout
+    assert float(re.search(r"test accuracy ([\d.]+)%", done.stdout).group(1)) > 80
+    return done
 
 
 @pytest.mark.parametrize(
@@ -39,25 +57,36 @@ def test_the_example_trains_and_prints_once_which_engine_it_is_on(launcher, meth
     assert (sent != "0") == sends
 
 
+@pytest.mark.parametrize("example", TENSORFLOW, ids=lambda path: path.stem)
+def test_a_tensorflow_example_trains_and_prints_once_which_engine_it_is_on(example):
+    pytest.importorskip("tensorflow", exc_type=ImportError)
+    done = run(PLAIN, example=example)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first == "topk(ratio=0.01) on local, rank 0 of 1"
+    accuracy, sent = re.fullmatch(r"test accuracy ([\d.]+)%, ([\d,]+) bytes sent by this rank", second).groups()
+    assert float(accuracy) > 93
+    assert sent == "0"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ENGINES)
 def test_the_example_runs_unchanged_under_every_launcher(name):
-    if not available(name):
-        pytest.skip(f"{name}: its packages are not installed (make horovod)")
-    env = environment()
-    if name == "mpirun-mpi":  # where Horovod is installed, mpirun means Horovod
-        env["GRACE_BACKEND"] = "mpi"
-    program = command(name, 2, str(EXAMPLE), "--compressor", "topk(ratio=0.05)", "--epochs", "5")
-    done = subprocess.run(program, capture_output=True, text=True, env=env, timeout=180)
-    assert done.returncode == 0, done.stdout + done.stderr
-    engine = {"horovodrun-gloo": "Horovod (Gloo)", "mpirun-mpi": "MPI (Open MPI)"}.get(name, "Horovod (MPI)")
-    assert done.stdout.count(f"topk(ratio=0.05) on {engine}, rank 0 of 2") == 1, done.stdout
-    assert float(re.search(r"test accuracy ([\d.]+)%", done.stdout).group(1)) > 80
+    run_under(name, EXAMPLE)
 
 
-def test_the_difference_to_an_ordinary_script_is_six_lines():
-    marked = [line for line in EXAMPLE.read_text().splitlines() if line.endswith("# +")]
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["horovodrun-gloo", "mpirun-mpi"])
+@pytest.mark.parametrize("example", TENSORFLOW, ids=lambda path: path.stem)
+def test_a_tensorflow_example_runs_unchanged_under_horovod_and_mpi(name, example):
+    pytest.importorskip("tensorflow", exc_type=ImportError)
+    assert "AutoGraph" not in run_under(name, example).stderr  # which is not to translate Grace
+
+
+@pytest.mark.parametrize("example", [EXAMPLE, *TENSORFLOW], ids=lambda path: path.stem)
+def test_the_difference_to_an_ordinary_script_is_six_lines(example):
+    marked = [line for line in example.read_text().splitlines() if line.endswith("# +")]
     assert len(marked) == 6
-    rest = [line for line in EXAMPLE.read_text().split('"""', 2)[2].splitlines() if line not in marked]
+    rest = [line for line in example.read_text().split('"""', 2)[2].splitlines() if line not in marked]
     uses = [line for line in rest if re.search(r"\bgrace\b", line)]
     assert uses == [line for line in uses if "help=" in line or "print(" in line]

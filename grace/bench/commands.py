@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from grace.bench import training
+from grace.bench.launch import WorkerError
 from grace.errors import ConfigError
 
 DEFAULT_METHODS = ", ".join(training.METHODS)
@@ -26,10 +27,12 @@ Methods = Annotated[
 ]
 Ranks = Annotated[int, typer.Option("--ranks", "-n", help="Processes to train on.")]
 Seeds = Annotated[str, typer.Option("--seeds", "--seed", help="One run per seed, as in 0,1,2; the table shows means.")]
+Framework = Annotated[str, typer.Option(help="torch or tensorflow.")]
 
 
 def demo(
     methods: Methods = DEFAULT_METHODS,
+    framework: Framework = "torch",
     ranks: Ranks = 2,
     epochs: Annotated[
         int | None, typer.Option(help="Passes over the training images.", show_default="20, or 2 with --quick")
@@ -41,18 +44,21 @@ def demo(
     """Train a small network with several methods, and compare bytes, time and accuracy.
 
     The network learns scikit-learn's handwritten digits on real ranks, which
-    torchrun starts on this machine. Every method starts from the same weights,
-    sees the same data in the same order, and uses the same learning rate.
+    torchrun (TensorFlow's: horovodrun or mpirun) starts on this machine. Every
+    method starts from the same weights, sees the same data in the same order,
+    and uses the same learning rate.
     """
     if epochs is None and quick:
         epochs = training.QUICK_EPOCHS
-    _train("grace demo", training.Settings(_methods(methods), ranks, epochs, _integers(seeds)), out)
+    settings = training.Settings(_methods(methods), ranks, epochs, _integers(seeds), framework=framework)
+    _train("grace demo", settings, out)
 
 
 @app.command()
 def train(
     task: Annotated[str, typer.Option(help="digits (accuracy) or charlm (a character LSTM's perplexity).")] = "digits",
     methods: Methods = DEFAULT_METHODS,
+    framework: Framework = "torch",
     ranks: Ranks = 2,
     epochs: Annotated[
         int | None, typer.Option(help="Passes over the training data.", show_default="the task's")
@@ -76,7 +82,7 @@ def train(
     of signsgd and signum) need a learning rate of their own: give it with --lr.
     Each run is kept in runs.jsonl when it ends, Ctrl-C included.
     """
-    settings = training.Settings(_methods(methods), ranks, epochs, _integers(seeds), task, _rates(lr or []))
+    settings = training.Settings(_methods(methods), ranks, epochs, _integers(seeds), task, _rates(lr or []), framework)
     _train("grace bench train", settings, out or Path(f"out/train-{task}"))
 
 
@@ -93,7 +99,7 @@ def _train(command: str, settings: training.Settings, out: Path) -> None:
     runs_file = out / "runs.jsonl"
     try:
         results = training.run(settings, runs_file)
-    except training.WorkerError as error:
+    except WorkerError as error:
         print(f"{command}: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
     except KeyboardInterrupt:

@@ -22,7 +22,7 @@ import grace.torch
 
 def mlp() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     """The demo's network and one of its batches."""
-    from grace.bench.digits import network
+    from grace.bench.torch_tasks import network
 
     return network(seed=0), torch.rand(64, 64), torch.randint(10, (64,))
 

@@ -8,13 +8,16 @@ from typing import Any, ClassVar
 
 from grace.errors import ConfigError
 
-TASKS = {"digits": "grace.bench.digits:Digits", "charlm": "grace.bench.charlm:CharacterModel"}
+TASKS = {"digits": "Digits", "charlm": "CharacterModel"}
+"""Of each module ``grace.bench.TASK`` the class of a task; it is filled in by ``grace.bench.FRAMEWORK_tasks``."""
+FRAMEWORKS = ("torch", "tensorflow")
 
 
 class Task(abc.ABC):
     """A model, its data, and how good it has become.
 
-    The data's order and the initial weights depend on the seed alone, so that methods differ in nothing else.
+    The facts and the data are the same in every framework; what is abstract here is the framework's. The data's
+    order and the initial weights depend on the seed alone, so that methods differ in nothing else.
     """
 
     about: ClassVar[str]
@@ -31,26 +34,78 @@ class Task(abc.ABC):
     clip: ClassVar[float | None] = None
     """The largest norm of the averaged gradient of all parameters."""
     epochs: ClassVar[int]
+    batch: ClassVar[int]
+    """Examples in a global batch, whatever the number of ranks."""
+
+    @property
+    @abc.abstractmethod
+    def count(self) -> int:
+        """Training examples."""
 
     @abc.abstractmethod
     def network(self, seed: int) -> Any:
         """The model with the seed's initial weights; the global generator is left alone."""
 
     @abc.abstractmethod
-    def shares(self, ranks: int, rank: int, seed: int, epoch: int) -> list[Any]:
-        """This rank's shares of an epoch's batches, in order."""
+    def order(self, count: int, seed: int) -> Any:
+        """The numbers from 0 to ``count`` - 1 in an order that depends on the seed alone."""
 
     @abc.abstractmethod
     def loss(self, model: Any, share: Any) -> Any:
         """The mean loss over a share: a 0-d tensor."""
 
     @abc.abstractmethod
-    def quality(self, model: Any) -> float:
-        """How good the model is on held-out data."""
+    def quality(self, model: Any) -> Any:
+        """How good the model is on held-out data: a number, or a 0-d tensor."""
+
+    def shares(self, ranks: int, rank: int, seed: int, epoch: int) -> list[Any]:
+        """This rank's shares of an epoch's batches, in order: numbers of examples, no example twice.
+
+        Those that do not fill a batch are left out.
+        """
+        order = self.order(self.count, 1000 * seed + epoch)
+        return [order[i : i + self.batch][rank::ranks] for i in range(0, self.count - self.batch + 1, self.batch)]
 
 
-def task_class(name: str) -> type[Task]:
-    """The class of a task.
+class Trainer(abc.ABC):
+    """One training run of a task in one framework: the model, its distributed optimizer, and a step.
+
+    Args:
+        task: what is trained.
+        method: the compressor.
+        seed: of weights, order and method.
+        lr: the learning rate at the start.
+        momentum: the optimizer's.
+    """
+
+    @abc.abstractmethod
+    def __init__(self, task: Any, method: str, seed: int, lr: float, momentum: float): ...
+
+    @staticmethod
+    @abc.abstractmethod
+    def join(threads: int) -> None:
+        """Join the run, and compute with so many threads."""
+
+    @property
+    @abc.abstractmethod
+    def traffic(self) -> Any:
+        """What was exchanged so far, counted."""
+
+    @abc.abstractmethod
+    def set_lr(self, lr: float) -> None:
+        """The learning rate of the steps that follow."""
+
+    @abc.abstractmethod
+    def step(self, share: Any) -> None:
+        """One training step; it has ended when this returns."""
+
+    @abc.abstractmethod
+    def quality(self) -> float:
+        """The task's, of the model as it is."""
+
+
+def task_class(name: str, framework: str | None = None) -> type[Task]:
+    """The class of a task in a framework; without one, of its facts and data.
 
     >>> task_class("digits").metric
     'accuracy'
@@ -60,5 +115,22 @@ def task_class(name: str) -> type[Task]:
     """
     if name not in TASKS:
         raise ConfigError(f"unknown task {name!r}; known: {', '.join(sorted(TASKS))}")
-    module, attribute = TASKS[name].split(":")
-    return getattr(importlib.import_module(module), attribute)
+    module = name if framework is None else f"{check_framework(framework)}_tasks"
+    return getattr(importlib.import_module(f"grace.bench.{module}"), TASKS[name])
+
+
+def trainer_class(framework: str) -> type[Trainer]:
+    """The class of a framework's trainer."""
+    return importlib.import_module(f"grace.bench.{check_framework(framework)}_tasks").FrameworkTrainer
+
+
+def check_framework(name: str) -> str:
+    """The name, if it is a framework's.
+
+    >>> check_framework("jax")
+    Traceback (most recent call last):
+    grace.errors.ConfigError: unknown framework 'jax'; known: torch, tensorflow
+    """
+    if name not in FRAMEWORKS:
+        raise ConfigError(f"unknown framework {name!r}; known: {', '.join(FRAMEWORKS)}")
+    return name

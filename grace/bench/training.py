@@ -8,20 +8,17 @@ import importlib.util
 import json
 import os
 import platform
-import re
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from grace._version import __version__
-from grace.bench.task import TASKS, task_class
-from grace.errors import ConfigError, GraceError, missing_extra
+from grace.bench.launch import launcher_of, run_ranks
+from grace.bench.progress import Display
+from grace.bench.task import FRAMEWORKS, TASKS, check_framework, task_class
+from grace.errors import ConfigError, missing_extra
 from grace.registry import aliases, known
 
 METHODS = ("none", "fp16", "qsgd", "topk(ratio=0.01)", "powersgd(rank=2)")
@@ -29,13 +26,11 @@ QUICK_EPOCHS = 2
 COMPOSITIONS = ("topk | efsignsgd", "topk | qsgd(levels=7, bucket_size=64, norm=max)")
 MEANS = ("quality", "sent_bytes_per_step", "bits_per_element", "codec_ms", "step_ms")
 """What is averaged over seeds."""
-EXTRAS = {"torch": "torch", "numba": "torch", "sklearn": "bench", "matplotlib": "bench"}
-GRACE_PERIOD = 10
-"""Seconds that the launcher gets to end its ranks."""
-
-
-class WorkerError(GraceError, RuntimeError):
-    """A rank failed; the message is what it said."""
+SHOWN = {"sklearn": "bench", "matplotlib": "bench"}
+EXTRAS = {name: {name: name, "numba": name, **SHOWN} for name in FRAMEWORKS}
+"""The packages that a benchmark of a framework needs, and the extra that installs each."""
+PACKAGES = ("torch", "tensorflow", "keras", "horovod", "mpi4py", "numpy", "numba", "scikit-learn")
+"""Whose versions are recorded."""
 
 
 @dataclasses.dataclass
@@ -49,6 +44,7 @@ class Settings:
         seeds: one training run each, of initial weights and data order; the same for every method.
         task: "digits" or "charlm".
         rates: learning rates of methods that need another than the task's.
+        framework: "torch" or "tensorflow".
 
     Raises:
         ConfigError: a value cannot work.
@@ -64,6 +60,7 @@ class Settings:
     seeds: list[int] = dataclasses.field(default_factory=lambda: [0])
     task: str = "digits"
     rates: dict[str, float] = dataclasses.field(default_factory=dict)
+    framework: str = "torch"
 
     def __post_init__(self) -> None:
         from grace.exchanger import build_communicator
@@ -80,6 +77,7 @@ class Settings:
             raise ConfigError(f"seeds must be in [0, 2**32), not {self.seeds}")
         if self.task not in TASKS:
             raise ConfigError(f"unknown task {self.task!r}; known: {', '.join(sorted(TASKS))}")
+        check_framework(self.framework)
         for method in self.methods:
             build_communicator(method, None, None)
         for method, rate in self.rates.items():
@@ -102,7 +100,7 @@ def every_method() -> list[str]:
 
 
 def run(settings: Settings, runs_file: Path | None = None) -> list[dict[str, Any]]:
-    """Train with every method and seed over ranks started by torchrun; one result per method.
+    """Train with every method and seed over ranks on this machine; one result per method.
 
     Each result holds the means over seeds of ``quality``, ``sent_bytes_per_step``, ``bits_per_element``,
     ``codec_ms`` and ``step_ms`` (medians over steps), ``curve`` (bytes sent, quality), and the ``runs``.
@@ -112,16 +110,21 @@ def run(settings: Settings, runs_file: Path | None = None) -> list[dict[str, Any
         runs_file: where each run is recorded, one JSON object a line, when it ends; so what is finished is kept.
 
     Raises:
-        MissingExtraError: a package is not installed.
+        MissingExtraError: a package or a launcher is not installed.
         WorkerError: a rank failed.
     """
-    for package, extra in EXTRAS.items():
+    for package, extra in EXTRAS[settings.framework].items():
         if importlib.util.find_spec(package) is None:
             raise missing_extra({"sklearn": "scikit-learn"}.get(package, package), extra)
-    with tempfile.TemporaryDirectory(prefix="grace-bench-") as folder:
-        runs_file = Path(folder, "runs.jsonl") if runs_file is None else runs_file
+    launcher = launcher_of(settings.framework, settings.ranks)
+    with tempfile.TemporaryDirectory(prefix="grace-bench-") as temporary:
+        folder = Path(temporary)
+        runs_file = folder / "runs.jsonl" if runs_file is None else runs_file
         runs_file.write_text("")
-        _launch(settings, Path(folder), runs_file)
+        (folder / "settings.json").write_text(json.dumps(dataclasses.asdict(settings)))
+        program = ["-m", "grace.bench.worker", str(folder), str(runs_file)]
+        with Display(settings, folder / "progress.jsonl") as display:
+            run_ranks(launcher, settings.ranks, program, folder, display.update)
         return summarize(load_runs(runs_file), settings)
 
 
@@ -169,72 +172,9 @@ def save(folder: Path, results: list[dict[str, Any]], settings: Settings, comman
 
 def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version(), "grace": __version__}
-    for package in ("torch", "numpy", "numba", "scikit-learn"):
-        with contextlib.suppress(PackageNotFoundError):
-            versions[package] = version(package)
+    for package in PACKAGES:
+        # TensorFlow comes as tensorflow-cpu too
+        for name in [package, *([f"{package}-cpu"] if package == "tensorflow" else [])]:
+            with contextlib.suppress(PackageNotFoundError):
+                versions[package] = version(name)
     return versions
-
-
-# -- ranks ---------------------------------------------------------------------------------------------
-
-
-def _launch(settings: Settings, folder: Path, runs_file: Path) -> None:
-    (folder / "settings.json").write_text(json.dumps(dataclasses.asdict(settings)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    command += ["--nproc-per-node", str(settings.ranks), "--redirects", "2", "--log-dir", str(folder / "ranks")]
-    command += ["-m", "grace.bench.worker", str(folder / "settings.json"), str(runs_file)]
-    with (folder / "launcher.log").open("w") as log, _signals_raise():
-        # a session of its own, so that Ctrl-C reaches only us and the ranks end without tracebacks
-        launcher = subprocess.Popen(command, env=_environment(settings.ranks), stderr=log, start_new_session=True)
-        try:
-            code = launcher.wait()
-        finally:
-            _end(launcher)
-    if code != 0:
-        raise WorkerError(f"the ranks failed (exit code {code})\n{_complaints(folder)}")
-
-
-def _environment(ranks: int) -> dict[str, str]:
-    """Each rank gets its share of the cores; gloo talks over the loopback interface."""
-    environment = dict(os.environ)
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    environment.setdefault("PYTHONSAFEPATH", "1")  # `python -m` would import what lies in the current folder
-    if sys.platform == "linux":
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return environment
-
-
-@contextlib.contextmanager
-def _signals_raise() -> Iterator[None]:
-    """SIGTERM and SIGHUP end us as Ctrl-C does, so that the ranks end too."""
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _end(launcher: subprocess.Popen) -> None:
-    """End the launcher, which ends its ranks; whatever is left of its session is killed."""
-    if launcher.poll() is None:
-        launcher.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            launcher.wait(GRACE_PERIOD)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(launcher.pid, signal.SIGKILL)
-    launcher.wait()
-
-
-def _complaints(folder: Path) -> str:
-    """What the ranks wrote to stderr, and which rank a signal ended; or else all that the launcher wrote."""
-    launcher = (folder / "launcher.log").read_text().strip()
-    logs = {log.parent.name: log.read_text().strip() for log in sorted(folder.glob("ranks/**/stderr.log"))}
-    said = [f"rank {rank}:\n{text}" for rank, text in logs.items() if text]
-    for number, rank in re.findall(r"failed \(exitcode: -(\d+)\) local_rank: (\d+)", launcher):
-        said.append(f"rank {rank} was ended by {signal.Signals(int(number)).name}")
-    return "\n".join(said) or launcher

@@ -1,24 +1,23 @@
-"""One rank of a training benchmark; started by torchrun, see :mod:`grace.bench.training`.
+"""One rank of a training benchmark; started by a launcher, see :mod:`grace.bench.launch`.
 
-Usage: torchrun ... -m grace.bench.worker SETTINGS.json RUNS.jsonl
+Usage: LAUNCHER ... -m grace.bench.worker FOLDER RUNS.jsonl, where FOLDER holds settings.json
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
 import grace
-from grace.bench.task import Task, task_class
+from grace.bench.launch import redirect_stderr
+from grace.bench.task import Task, task_class, trainer_class
 from grace.bench.training import Settings
 from grace.errors import GraceError
 from grace.exchanger import build_communicator
@@ -27,47 +26,43 @@ WARMUP_STEPS = 3
 """Run on a throw-away copy of the network first: kernels are compiled and buffers allocated there."""
 
 
-def train(method: str, seed: int, settings: Settings, task: Task, report: Any = None) -> dict[str, Any]:
+def train(
+    method: str, seed: int, settings: Settings, task: Task, report: Callable[[float], None] | None = None
+) -> dict[str, Any]:
     """Train from the seed's initial weights with one method; returns what was measured on this rank."""
     _steps(method, seed, settings, task, limit=WARMUP_STEPS)
     return _steps(method, seed, settings, task, report=report)
 
 
 def _steps(
-    method: str, seed: int, settings: Settings, task: Task, limit: int | None = None, report: Any = None
+    method: str,
+    seed: int,
+    settings: Settings,
+    task: Task,
+    limit: int | None = None,
+    report: Callable[[float], None] | None = None,
 ) -> dict[str, Any]:
-    model = task.network(seed)
     lr, epochs = settings.rates.get(method, task.lr), settings.epochs or task.epochs
     # a memory that has the momentum wants an optimizer without
     momentum = 0.0 if build_communicator(method, None, None).memory.owns_momentum else task.momentum
-    optimizer = grace.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum),
-        model.named_parameters(),
-        compressor=method,
-        seed=seed,
-    )
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)
-    traffic = optimizer.traffic
+    trainer = trainer_class(settings.framework)(task, method, seed, lr, momentum)
     marks = {round(1.15**power) for power in range(100)}
     step_seconds, codec_seconds, curve = [], [], []
     for epoch in range(1 if limit else epochs):
+        trainer.set_lr(lr * (1 + math.cos(math.pi * epoch / epochs)) / 2)
         for share in task.shares(grace.size(), grace.rank(), seed, epoch)[:limit]:
-            codec_before = traffic.codec_seconds
+            codec_before = trainer.traffic.codec_seconds
             began = time.perf_counter()
-            optimizer.zero_grad()
-            task.loss(model, share).backward()
-            if task.clip is not None:
-                optimizer.synchronize()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), task.clip)
-            optimizer.step()
+            trainer.step(share)
             step_seconds.append(time.perf_counter() - began)
+            traffic = trainer.traffic
             codec_seconds.append(traffic.codec_seconds - codec_before)
             if traffic.steps in marks:
-                curve.append((traffic.sent_bytes, task.quality(model)))
-        schedule.step()
+                curve.append((traffic.sent_bytes, trainer.quality()))
         if report is not None:
-            report(task.quality(model))
-    curve.append((traffic.sent_bytes, task.quality(model)))
+            report(trainer.quality())
+    traffic = trainer.traffic
+    curve.append((traffic.sent_bytes, trainer.quality()))
     return {
         "method": method,
         "seed": seed,
@@ -82,45 +77,31 @@ def _steps(
     }
 
 
-def main(settings_file: str, runs_file: str) -> None:
-    """Train with every method and seed; rank 0 shows the progress and records each run."""
-    settings = Settings(**json.loads(Path(settings_file).read_text()))
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    grace.init("torch")
-    task = task_class(settings.task)()
-    first = grace.rank() == 0
-    columns = (
-        TextColumn("{task.description:<18}"),
-        BarColumn(bar_width=28),
-        TextColumn("{task.fields[quality]:>7}"),
-        TimeElapsedColumn(),
-    )
-    console = Console(quiet=not first, highlight=False)
-    live = console.is_terminal
-    with Progress(*columns, console=console, disable=not live) as progress, Path(runs_file).open("a") as runs:
-        for method in settings.methods:
-            total = (settings.epochs or task.epochs) * len(settings.seeds)
-            bar = progress.add_task(method, total=total, quality="")
+def main(folder: str, runs_file: str) -> None:
+    """Train with every method and seed; rank 0 records the progress and each run."""
+    redirect_stderr(Path(folder))
+    settings = Settings(**json.loads(Path(folder, "settings.json").read_text()))
+    trainer_class(settings.framework).join(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    task = task_class(settings.task, settings.framework)()
 
-            def report(quality: float, bar: Any = bar) -> None:
-                progress.update(bar, advance=1, quality=_shown(task, quality))
+    def record(file: str | Path, fact: dict[str, Any]) -> None:
+        if grace.rank() == 0:
+            with Path(file).open("a") as lines:
+                lines.write(json.dumps(fact) + "\n")
 
-            for seed in settings.seeds:
-                result = train(method, seed, settings, task, report)
-                if first:
-                    runs.write(json.dumps(result) + "\n")
-                    runs.flush()
-                    if not live:
-                        console.print(f"{method}, seed {seed}: {task.metric} {_shown(task, result['quality'])}")
+    progress = Path(folder, "progress.jsonl")
+    for method in settings.methods:
+        record(progress, {"method": method})
+        for seed in settings.seeds:
+            result = train(method, seed, settings, task, lambda quality: record(progress, {"quality": quality}))
+            record(runs_file, result)
+            record(progress, {key: result[key] for key in ("method", "seed", "quality")})
     grace.shutdown()
-
-
-def _shown(task: Task, quality: float) -> str:
-    return f"{task.scale * quality:.4g} {task.unit}".rstrip()
 
 
 if __name__ == "__main__":
     try:
         main(*sys.argv[1:])
-    except GraceError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+    except GraceError:
+        sys.tracebacklimit = 0
+        raise

@@ -55,6 +55,7 @@ class DistributedMixin:
     learning_rate: Any
     _trainable_variables: list[Any]
 
+    @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Exchange the gradients, and update the variables with their means."""
         grads = list(grads)

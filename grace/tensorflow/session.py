@@ -133,6 +133,7 @@ class Session:
 
     # -- a step ----------------------------------------------------------------------------------------
 
+    @tf.autograph.experimental.do_not_convert
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any], lr: Any = None) -> list[Mean]:
         """Exchange the gradients of all ranks; the same variables at every call.
 

@@ -74,6 +74,7 @@ def _check(communicator: Any) -> None:
 class _Distributed(tf.GradientTape):
     """A tape whose ``gradient`` is the mean over ranks."""
 
+    @tf.autograph.experimental.do_not_convert
     def gradient(self, target, sources, *args, **kwargs):
         """The mean over ranks of the gradients; None for a source that no path reaches on this rank (in a graph)
         or on any (eagerly)."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,17 @@ from grace.kernels.reference import NumpyKernels
 __all__ = ["Kernels", "NumpyKernels", "Stream", "kernels_of"]
 
 _REFERENCE = NumpyKernels()
+_THREAD = threading.local()
+
+
+@contextlib.contextmanager
+def arrays_by(kernels: Kernels) -> Iterator[None]:
+    """In this context, and thread, NumPy arrays are computed with by other kernels than the reference."""
+    before, _THREAD.arrays = getattr(_THREAD, "arrays", _REFERENCE), kernels
+    try:
+        yield
+    finally:
+        _THREAD.arrays = before
 
 
 def _torch_kernels() -> Callable[[Any], Kernels]:
@@ -51,7 +64,7 @@ def kernels_of(tensor: Any) -> Kernels:
     if choose is not None:
         return choose(tensor)
     if isinstance(tensor, np.ndarray):
-        return _REFERENCE
+        return getattr(_THREAD, "arrays", _REFERENCE)
     for module, (names, load) in _FRAMEWORKS.items():
         framework = sys.modules.get(module)
         if framework is not None and isinstance(tensor, tuple(getattr(framework, n) for n in names)):

@@ -243,6 +243,23 @@ def _scatter_add(out, indices, values, weight):
         out[indices[i]] += weight * values[i]
 
 
+@njit(nogil=True, cache=True)
+def _combine(a, x, b, y, out):
+    for i in range(out.size):
+        out[i] = a * x[i] + b * y[i]
+
+
+@njit(nogil=True, cache=True)
+def _add(out, x, weight):
+    for i in range(out.size):
+        out[i] += weight * x[i]
+
+
+def _plain(x, y):
+    """Whether a loop over both takes them: float32, contiguous, of one shape."""
+    return x.shape == y.shape and all(a.dtype == np.float32 and a.flags.c_contiguous for a in (x, y))
+
+
 class FusedKernels(ValueFused, SparseFused, NumpyKernels):
     """The reference with its hot kernels compiled.
 
@@ -259,6 +276,29 @@ class FusedKernels(ValueFused, SparseFused, NumpyKernels):
         if x.dtype != np.float32:
             return super().all_finite(x)
         return bool(_max_bits(x.reshape(-1).view(np.uint32)) < INF_BITS)
+
+    def combine(self, a, x, b, y):
+        if not _plain(x, y):
+            return super().combine(a, x, b, y)
+        out = self.empty(x.size, np.float32)
+        _combine(f32(a), x.reshape(-1), f32(b), y.reshape(-1), out)
+        return out.reshape(x.shape)
+
+    def add(self, out, x, weight=1.0):
+        if not _plain(out, x):
+            return super().add(out, x, weight)
+        _add(out.reshape(-1), x.reshape(-1), f32(weight))
+        return out
+
+    def divide(self, out, x, by):
+        if out.dtype != x.dtype:
+            return super().divide(out, x, by)
+        x = x.reshape(out.shape)
+        if by != 1:
+            np.divide(x, out.dtype.type(by), out=out)
+        elif x.ctypes.data != out.ctypes.data:
+            out[...] = x
+        return out
 
     def mean_abs(self, x):
         return np.array([_sum_abs(x) / x.size if x.size else 0.0], np.float32)

@@ -162,7 +162,8 @@ def _fused_kernels() -> Kernels:
     return Aligned()
 
 
-def _fused_available() -> bool:
+def fused_available() -> bool:
+    """Whether Numba is installed, and GRACE_FUSED is not 0."""
     if os.environ.get("GRACE_FUSED", "1") == "0":
         return False
     try:
@@ -173,7 +174,7 @@ def _fused_available() -> bool:
 
 
 _PLAIN, _FUSED = TensorFlowKernels(), FusedTensorFlowKernels()
-_USE_FUSED = _fused_available()
+_USE_FUSED = fused_available()
 
 
 def kernels_of_tensor(tensor: tf.Tensor) -> Kernels:

@@ -22,7 +22,11 @@ class _Memory:
 
 def as_array(tensor: Any) -> np.ndarray:
     """A view of an eager tensor of a dtype that NumPy knows, in host memory; it must not be changed."""
-    return np.asarray(_Memory(tensor))
+    if tensor.dtype == tf.bfloat16 and not tensor.shape.rank:
+        return as_array(tf.reshape(tensor, [1])).reshape(())  # NumPy gets no array of a single bfloat16
+    memory = _Memory(tensor)
+    array = np.asarray(memory)
+    return array if array.dtype == memory.owner.dtype else array.view(memory.owner.dtype)  # bfloat16
 
 
 def as_tensor(value: Any) -> Any:
@@ -31,6 +35,8 @@ def as_tensor(value: Any) -> Any:
         return value
     if value.__array_interface__["data"][0] % ALIGNMENT:
         value = aligned_copy(value)
+    if value.dtype == tf.bfloat16.as_numpy_dtype:
+        return tf.bitcast(as_tensor(value.view(np.int16)), tf.bfloat16)
     return tf.experimental.dlpack.from_dlpack(value.__dlpack__())
 
 

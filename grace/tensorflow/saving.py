@@ -21,7 +21,7 @@ FILE = "grace_state.npz"
 def encode(state: Any) -> bytes:
     """Nested dicts and lists of numbers, text and tensors as bytes (JSON, and the tensors as .npy, in a zip).
 
-    >>> decode(encode({"step": 3, "state": {"w": tf.constant([1.0])}}))["state"]["w"].numpy()
+    >>> decode(encode({"step": 3, "state": {"w": tf.constant([1.0])}}))["state"]["w"]
     array([1.], dtype=float32)
     """
     arrays: list[np.ndarray] = []
@@ -42,13 +42,13 @@ def encode(state: Any) -> bytes:
 
 
 def decode(raw: bytes) -> Any:
-    """The inverse of :func:`encode`."""
+    """The inverse of :func:`encode`, with arrays for tensors."""
     with np.load(io.BytesIO(raw), allow_pickle=False) as file:
 
         def full(value: Any) -> Any:
             if isinstance(value, dict):
                 if "tensor" in value:
-                    return tf.constant(file[f"tensor{value['tensor']}"])
+                    return file[f"tensor{value['tensor']}"]
                 return {key: full(item) for key, item in value["dict"].items()}
             return [full(item) for item in value] if isinstance(value, list) else value
 

@@ -19,6 +19,7 @@ from grace.exchange import Group, Traffic
 from grace.exchanger import Exchanger, build_communicator, build_exchanger
 from grace.reduction import Reduction, check_integer
 from grace.rows import Slices
+from grace.tensorflow.medium import Tensors, medium_for
 from grace.tensorflow.staging import GraphRun, HostRun
 from grace.tensorflow.variables import broadcast_variables, names_of, value_of
 from grace.variable import Variable
@@ -86,6 +87,7 @@ class Session:
         self.saved: tuple[Any, str] | None = None
         self._function: Any = None
         self.needs_lr = False
+        self.medium = Tensors()
         _sessions[id(backend)] += 1
         self.label = f"grace.{_sessions[id(backend)]}"
 
@@ -117,11 +119,12 @@ class Session:
             described, self.choices, self.backend, self.context, self.group_bytes, facts, self.check
         )
         self.variables, self.names = list(variables), names
+        self.medium = medium_for([exchanger.communicator, *exchanger.components.values()])
         self.needs_lr = exchanger.communicator.memory.needs_lr
         error: Exception | None = None
         try:
             if self.saved is not None:
-                checkpoint.load(exchanger, *self.saved)
+                checkpoint.load(exchanger, self.inside(self.saved[0]), self.saved[1])
         except Exception as raised:
             error = raised
         agree(self.backend, [("a checkpoint", "none" if self.saved is None else "loaded")], error)
@@ -219,7 +222,15 @@ class Session:
         assert self.exchanger is not None
         if self.needs_lr:
             self.lr = float(rate)
-        return self.exchanger.start(group, gradients, present)
+        return self.exchanger.start(group, [self.inside(gradient) for gradient in gradients], present)
+
+    def inside(self, value: Any) -> Any:
+        """A gradient, or nested dicts and lists of what was saved, as the exchange computes with it."""
+        if isinstance(value, dict):
+            return {key: self.inside(item) for key, item in value.items()}
+        if isinstance(value, Slices):
+            return Slices(*map(self.inside, value))
+        return [self.inside(item) for item in value] if isinstance(value, list) else self.medium.inside(value)
 
     @property
     def traffic(self) -> Traffic:
@@ -253,7 +264,7 @@ class Session:
         if memory not in ("strict", "reset"):
             raise ConfigError(f"memory must be 'strict' or 'reset', not {memory!r}")
         if self.exchanger is not None:
-            checkpoint.load(self.exchanger, saved, memory)
+            checkpoint.load(self.exchanger, self.inside(saved), memory)
         else:
             self.saved = (saved, memory)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -11,6 +12,7 @@ import tensorflow as tf
 from grace.errors import ExchangeError
 from grace.exchange import Group, Outcome, Traffic
 from grace.exchanger import Exchanger
+from grace.kernels import kernels_of
 from grace.rows import Slices
 
 Pair = tuple[Any, Any]
@@ -39,19 +41,50 @@ class Run:
         """Start a group, with eager tensors."""
         return self.session.start(group, given, self.of(group, self.present), rate)
 
+    def outs(self, group: Group) -> list[Any]:
+        """Where the aggregates of a group are written."""
+        return self.session.medium.outs(group)
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """The context of what an exchange computes; what one that fails has begun is forgotten."""
+        try:
+            with self.session.medium.computing():
+                yield
+        except BaseException:
+            self.exchanger.abandon()
+            raise
+
+    def tensors(self, outcomes: Sequence[Outcome]) -> list[tf.Tensor]:
+        """What a Python function hands back to the graph: each variable's value (and rows), and whether any rank had
+        a gradient; see :func:`_dtypes`."""
+        flat: list[Any] = []
+        for outcome in outcomes:
+            variable, found = outcome.variable, outcome.value is not None
+            value: Any = self.outside(outcome.value) if found else _zeros(variable)
+            if variable.sparse:
+                flat += [value.values, tf.cast(value.rows, tf.int32)]
+            else:
+                flat.append(value if value.dtype == variable.dtype else tf.cast(value, variable.dtype))
+            flat.append(tf.constant(found))
+        return flat
+
+    def outside(self, value: Any) -> Any:
+        """What an exchange brought, as tensors."""
+        outside = self.session.medium.outside
+        return Slices(*map(outside, value)) if isinstance(value, Slices) else outside(value)
+
 
 class HostRun(Run):
     """For engines that Python drives: groups start one after the other, in one order on all ranks."""
 
     def run(self, given: Sequence[Any], rate: Any) -> list[Pair]:
         """At once, eagerly; a value is None where no rank had a gradient."""
-        try:
+        with self.computing():
             for group in self.exchanger.groups:
                 self.begin(group, self.of(group, given), rate)
-            return self._ordered(self.exchanger.finish(_nowhere))
-        except BaseException:
-            self.exchanger.abandon()
-            raise
+            outcomes = self._by_variable(self.exchanger.finish(self.outs))
+        return [(o.value, False) if o.value is None else (self.outside(o.value), True) for o in outcomes]
 
     def in_graph(self, given: Sequence[Any], rate: tf.Tensor) -> list[Pair]:
         """Operations that do it when the graph runs."""
@@ -60,7 +93,7 @@ class HostRun(Run):
             mine = self.of(group, given)
 
             def start(*tensors: Any, group: Group = group, mine: list[Any] = mine) -> int:
-                with self._abandoning():
+                with self.computing():
                     self.begin(group, tf.nest.pack_sequence_as(mine, tensors[:-1]), tensors[-1])
                 return 0
 
@@ -68,8 +101,8 @@ class HostRun(Run):
                 token = [tf.py_function(start, [*tf.nest.flatten(mine), rate], tf.int32)]
 
         def finish() -> list[tf.Tensor]:
-            with self._abandoning():
-                return _flattened(self.exchanger, self._by_variable(self.exchanger.finish(_nowhere)))
+            with self.computing():
+                return self.tensors(self._by_variable(self.exchanger.finish(self.outs)))
 
         with tf.control_dependencies(token):
             flat = tf.py_function(finish, [], _dtypes(self.exchanger.variables))
@@ -77,26 +110,6 @@ class HostRun(Run):
 
     def _by_variable(self, outcomes: list[Outcome]) -> list[Outcome]:
         return sorted(outcomes, key=lambda outcome: self.place[outcome.variable.name])
-
-    def _ordered(self, outcomes: list[Outcome]) -> list[Pair]:
-        return [(outcome.value, outcome.value is not None) for outcome in self._by_variable(outcomes)]
-
-    def _abandoning(self) -> Any:
-        return _Abandoning(self.exchanger)
-
-
-class _Abandoning:
-    """What an exchange that failed has begun is forgotten."""
-
-    def __init__(self, exchanger: Exchanger):
-        self.exchanger = exchanger
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if kind is not None:
-            self.exchanger.abandon()
 
 
 class GraphRun(Run):
@@ -135,7 +148,9 @@ class GraphRun(Run):
 
         inputs, function = [*tf.nest.flatten(mine), rate], start
         for i, operations in enumerate(plan):
-            sent = tf.py_function(function, inputs, [operation.tensor.dtype for operation in operations])
+            sent = tf.py_function(
+                function, inputs, [kernels_of(operation.tensor).dtype(operation.tensor) for operation in operations]
+            )
             inputs = []
             for j, (operation, tensor) in enumerate(zip(operations, sent, strict=True)):
                 tensor.set_shape([None])
@@ -152,39 +167,42 @@ class GraphRun(Run):
                 self.exchanger.abandon()
                 self.outcomes = []
             backend: Any = self.exchanger.backend
-            with _Abandoning(self.exchanger), backend.recording() as operations:
+            with self.computing(), backend.recording() as operations:
                 self.running[group.index] = self.begin(group, gradients, rate)
             self.operations[group.index] = operations
-            return [operation.tensor for operation in operations]
+            return self._sent(operations)
 
     def _next(self, group: Group) -> Callable[..., list[tf.Tensor]]:
         def go_on(*received: tf.Tensor) -> list[tf.Tensor]:
             with self.lock:
                 backend: Any = self.exchanger.backend
                 self._receive(group, received)
-                with _Abandoning(self.exchanger), backend.recording() as operations:
+                with self.computing(), backend.recording() as operations:
                     self.running[group.index].advance()
                 self.operations[group.index] = operations
-                return [operation.tensor for operation in operations]
+                return self._sent(operations)
 
         return go_on
 
     def _last(self, group: Group) -> Callable[..., list[tf.Tensor]]:
         def finish(*received: tf.Tensor) -> list[tf.Tensor]:
-            with self.lock, _Abandoning(self.exchanger):
+            with self.lock, self.computing():
                 self._receive(group, received)
                 exchange = self.running[group.index]
                 if exchange.advance():
                     raise ExchangeError(f"the exchange of {group.describe()} takes more collectives than it did before")
-                outcomes = exchange.finish(_nowhere(group))
+                outcomes = exchange.finish(self.outs(group))
                 self.outcomes += outcomes
-                return _flattened(self.exchanger, outcomes)
+                return self.tensors(outcomes)
 
         return finish
 
     def _receive(self, group: Group, received: Sequence[tf.Tensor]) -> None:
         for operation, tensor in zip(self.operations[group.index], received, strict=True):
-            operation.received = tensor
+            operation.received = self.session.medium.inside(tensor)
+
+    def _sent(self, operations: Sequence[Any]) -> list[tf.Tensor]:
+        return [self.session.medium.outside(operation.tensor) for operation in operations]
 
     def _settle(self, *flags: tf.Tensor) -> int:
         with self.lock:
@@ -198,17 +216,18 @@ class GraphRun(Run):
     def _rehearse(self, group: Group) -> list[list[Any]]:
         backend: Any = self.exchanger.backend
         sent, communicator = backend.sent_bytes, group.communicator
-        zeros = [_zeros(variable) for variable in group.variables]
+        zeros = [self.session.inside(_zeros(variable)) for variable in group.variables]
         stateful = self.exchanger.communicator.stateful
         plan = []
-        with backend.recording() as operations:
-            exchange = communicator.begin(group, zeros, [True] * len(zeros), stateful, Traffic())
-        while operations:
-            plan.append(operations)
-            for operation in operations:
-                operation.received = backend.rehearse(operation)
+        with self.computing():
             with backend.recording() as operations:
-                exchange.advance()
+                exchange = communicator.begin(group, zeros, [True] * len(zeros), stateful, Traffic())
+            while operations:
+                plan.append(operations)
+                for operation in operations:
+                    operation.received = backend.rehearse(operation)
+                with backend.recording() as operations:
+                    exchange.advance()
         backend.sent_bytes = sent
         for component in self.exchanger.components.values():
             component.state.rollback()
@@ -221,11 +240,6 @@ def _zeros(variable: Any) -> Any:
     return tf.zeros(variable.shape, variable.dtype)
 
 
-def _nowhere(group: Group) -> list[None]:
-    """No place to write aggregates to: tensors cannot change."""
-    return [None] * len(group.variables)
-
-
 def _dtypes(variables: Sequence[Any]) -> list[tf.DType]:
     """Of what a Python function hands back: each variable's value (and rows), in float32 or its own dtype, and
     whether any rank had a gradient."""
@@ -234,19 +248,6 @@ def _dtypes(variables: Sequence[Any]) -> list[tf.DType]:
         kinds += [tf.float32, tf.int32] if variable.sparse else [tf.as_dtype(variable.dtype)]
         kinds.append(tf.bool)
     return kinds
-
-
-def _flattened(exchanger: Exchanger, outcomes: Sequence[Outcome]) -> list[tf.Tensor]:
-    flat: list[Any] = []
-    for outcome in outcomes:
-        variable, found = outcome.variable, outcome.value is not None
-        value: Any = outcome.value if found else _zeros(variable)
-        if variable.sparse:
-            flat += [value.values, tf.cast(value.rows, tf.int32)]
-        else:
-            flat.append(tf.cast(value, variable.dtype))
-        flat.append(tf.constant(found))
-    return flat
 
 
 def _packed(variables: Sequence[Any], flat: Sequence[tf.Tensor]) -> list[Pair]:

@@ -27,6 +27,8 @@ MORE = (
 )
 PAIRS = [(m, name) for m in METHODS + MORE for name in legal_communicators(make("compressor", m))]
 STEPS = 3
+WAYS = ("eager", "graph", "tensors")
+"""The last one is a graph too, where the exchange computes as it does for a user's own compressor."""
 MULTIPLIED = ("powersgd",)
 """Methods whose matrix products each framework rounds in its own way."""
 
@@ -55,16 +57,19 @@ def with_torch(pair: tuple[str, str]) -> list[dict[str, np.ndarray]]:
     return means
 
 
-def with_tensorflow(pair: tuple[str, str], graph: bool) -> list[dict[str, np.ndarray]]:
-    """The same, eagerly or in a graph."""
+def with_tensorflow(pair: tuple[str, str], way: str) -> list[dict[str, np.ndarray]]:
+    """The same, eagerly or in a graph, computed with arrays or tensors."""
     from tensorflow_training import session_of, variables_of
+
+    from grace.tensorflow import medium, session
 
     exchange, variables = session_of(*pair), variables_of(SHAPES)
 
     def step(gradients):
         return [mean.value for mean in exchange(gradients, variables, 0.05)]
 
-    run = tf.function(step, autograph=False) if graph else step
+    run = step if way == "eager" else tf.function(step, autograph=False)
+    session.medium_for = (lambda components: medium.Tensors()) if way == "tensors" else medium.medium_for
     means = []
     for number in range(STEPS):
         brought = run([tf.constant(g) for g in gradients_of(number).values()])
@@ -77,7 +82,7 @@ def all_with_torch():
 
 
 def all_with_tensorflow():
-    return {(pair, graph): with_tensorflow(pair, graph) for pair in PAIRS for graph in (False, True)}
+    return {(pair, way): with_tensorflow(pair, way) for pair in PAIRS for way in WAYS}
 
 
 @functools.cache
@@ -94,16 +99,16 @@ def results(request):
     return launched(engine, size, "tensorflow").run(all_with_tensorflow, timeout=400), expected(size)
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("pair", PAIRS, ids=[f"{m}-{c}" for m, c in PAIRS])
-def test_means_are_those_of_torch(results, pair, graph):
+def test_means_are_those_of_torch(results, pair, way):
     ranks, wanted = results
     for other in ranks[1:]:
-        for mine, theirs in zip(ranks[0][pair, graph], other[pair, graph], strict=True):
+        for mine, theirs in zip(ranks[0][pair, way], other[pair, way], strict=True):
             for name in SHAPES:
                 assert mine[name].tobytes() == theirs[name].tobytes(), name
     exact = len(ranks) == 2 and not pair[0].startswith(MULTIPLIED)
-    for step, (got, torchs) in enumerate(zip(ranks[0][pair, graph], wanted[pair], strict=True)):
+    for step, (got, torchs) in enumerate(zip(ranks[0][pair, way], wanted[pair], strict=True)):
         for name in SHAPES:
             if exact:
                 np.testing.assert_array_equal(got[name], torchs[name], err_msg=f"{name}, step {step}")

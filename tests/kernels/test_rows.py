@@ -62,3 +62,10 @@ def test_the_reference_changes_out():
     assert REFERENCE.add_rows(out, np.array([1]), np.ones((1, 2), np.float32), 2.0) is out
     assert REFERENCE.put_rows(out, np.array([0]), np.ones((1, 2), np.float32)) is out
     assert out.tolist() == [[1, 1], [2, 2], [0, 0]]
+
+
+@pytest.mark.parametrize("it", ALL)
+def test_a_single_number_combines_with_every_element(it):
+    x = matrix((5, 3)).reshape(-1)
+    result = it.run("combine", 2.0, x, -1.0, np.float32([1.0]))
+    np.testing.assert_array_equal(result, 2 * x - 1)

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from grace.backend import Backend, Handle
 from grace.errors import ConfigError
+from grace.kernels import kernels_of
 
 
 @dataclass
@@ -107,24 +108,24 @@ class HorovodBackend(Backend):
         return Handle(lambda: None, later=operation.result)
 
     def allreduce(self, tensor: tf.Tensor) -> Handle:
-        self.count(2 * (self.size - 1) / self.size * _nbytes(tensor))
+        self.count(2 * (self.size - 1) / self.size * kernels_of(tensor).nbytes(tensor))
         return self._start(Operation("allreduce", tensor))
 
     def allgather(self, tensor: tf.Tensor) -> Handle:
-        self.count((self.size - 1) * _nbytes(tensor))
+        self.count((self.size - 1) * kernels_of(tensor).nbytes(tensor))
         return self._start(Operation("allgather", tensor, rows=self.size))
 
     def concatenate(self, tensor: tf.Tensor) -> Handle:
-        self.count((self.size - 1) * _nbytes(tensor))
+        self.count((self.size - 1) * kernels_of(tensor).nbytes(tensor))
         return self._start(Operation("allgather", tensor)).map(lambda whole: [whole])
 
     def alltoall(self, tensor: tf.Tensor) -> Handle:
-        self.count((self.size - 1) / self.size * _nbytes(tensor))
+        self.count((self.size - 1) / self.size * kernels_of(tensor).nbytes(tensor))
         return self._start(Operation("alltoall", tensor, rows=self.size))
 
     def broadcast(self, tensor: tf.Tensor, root: int) -> Handle:
         if root == self.rank:
-            self.count((self.size - 1) * _nbytes(tensor))
+            self.count((self.size - 1) * kernels_of(tensor).nbytes(tensor))
         return self._start(Operation("broadcast", tensor, root))
 
     def run(self, operation: Operation, tensor: tf.Tensor, name: str) -> tf.Tensor:
@@ -159,7 +160,8 @@ class HorovodBackend(Backend):
     def rehearse(self, operation: Operation) -> tf.Tensor:
         """What a run of it would bring if all ranks sent the same; nothing is sent."""
         copies = self.size if operation.kind == "allgather" else 1
-        return tf.concat([operation.tensor] * copies, 0) if copies > 1 else operation.tensor
+        k = kernels_of(operation.tensor)
+        return k.join([operation.tensor] * copies) if copies > 1 else operation.tensor
 
     def allgather_object(self, value: Any) -> list[Any]:
         raw = np.frombuffer(pickle.dumps(value), np.uint8)
@@ -172,10 +174,6 @@ class HorovodBackend(Backend):
     def shutdown(self) -> None:
         if self.owns and hvd.is_initialized():
             hvd.shutdown()
-
-
-def _nbytes(tensor: tf.Tensor) -> int:
-    return tensor.shape.num_elements() * tensor.dtype.size
 
 
 def _received(output: Any) -> tf.Tensor:

@@ -1,0 +1,117 @@
+"""A user's own parts, written with TensorFlow's operations; and what the exchange computes with."""
+
+# ruff: noqa: E402 - what is imported after TensorFlow needs it
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+
+from tensorflow_training import session_of
+
+import grace
+from conftest import launched
+from grace.exchange import Group
+from grace.tensorflow import Allgather, Compressor, Memory, Traits
+from grace.tensorflow.medium import Arrays, Tensors, medium_for
+from grace.variable import Variable
+
+
+class Int8(Compressor):
+    name = "int8"
+    traits = Traits(category="quantization", memory="residual")
+
+    def compress(self, tensor, name):
+        assert tf.is_tensor(tensor)
+        scale = tf.reshape(tf.reduce_max(tf.abs(tensor)) / 127, [1])
+        return [tf.cast(tf.round(tensor / scale), tf.int8), scale], None
+
+    def decompress(self, payload, ctx):
+        codes, scale = payload
+        return tf.cast(codes, tf.float32) * scale
+
+
+class Decaying(Memory):
+    def compensate(self, tensor, name):
+        return tensor + 0.5 * self.state.get(name, tf.zeros_like(tensor))
+
+    def update(self, tensor, name, compressor, payload, ctx):
+        self.state[name] = tensor - compressor.decompress(payload, ctx)
+
+
+def means(graph):
+    w = tf.Variable(tf.zeros([40]))
+    exchange = grace.tensorflow.GradientExchange(communicator=Allgather(Int8(), Decaying()))
+
+    def step(gradient):
+        return exchange([gradient], [w])[0].value
+
+    run = tf.function(step, autograph=False) if graph else step
+    gradients = [np.random.default_rng((n, grace.rank())).standard_normal(40).astype(np.float32) for n in range(3)]
+    return [np.array(run(tf.constant(gradient))) for gradient in gradients]
+
+
+def expected():
+    total, kept = [], [np.zeros(40, np.float32)] * 2
+    for step in range(3):
+        decoded = []
+        for rank in range(2):
+            x = np.random.default_rng((step, rank)).standard_normal(40).astype(np.float32) + 0.5 * kept[rank]
+            scale = np.abs(x).max() / 127
+            decoded.append(np.round(x / scale) * scale)
+            kept[rank] = x - decoded[rank]
+        total.append(sum(decoded) / 2)
+    return total
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("engine", ["horovodrun-gloo", "mpirun-mpi"])
+def test_parts_written_in_tensorflow_get_tensors(engine, graph):
+    for found in launched(engine, 2, "tensorflow").run(means, graph):
+        for mine, theirs in zip(found, expected(), strict=True):
+            np.testing.assert_allclose(mine, theirs, atol=1e-6)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="Numba is not installed")
+def test_graces_own_parts_compute_with_arrays_and_others_with_tensors():
+    ours = grace.make("compressor", "topk | qsgd"), grace.make("memory", "residual")
+    assert type(medium_for(ours)) is Arrays
+    assert type(medium_for([ours[0], Decaying()])) is Tensors
+    assert type(medium_for([Allgather(Int8())])) is Tensors
+
+
+def test_memory_is_used_again_only_when_its_tensors_are_gone():
+    medium, group = Arrays(), Group(0, Allgather("none"), [Variable("w", (3, 4))])
+
+    def lend(value):
+        (out,) = medium.outs(group)
+        out[...] = value
+        return medium.outside(out)
+
+    first = lend(1.0)
+    second = lend(2.0)
+    assert np.unique(first.numpy()).tolist() == [1.0]
+    address = medium.memory["w"][0].ctypes.data
+    del second
+    gc.collect()
+    third = lend(3.0)
+    assert medium.memory["w"][0].ctypes.data == address
+    assert np.unique(first.numpy()).tolist() == [1.0]
+    assert np.unique(third.numpy()).tolist() == [3.0]
+
+
+def test_means_that_a_loop_keeps_stay_as_they_were():
+    grace.init("local")
+    exchange, w = session_of("topk(ratio=0.5)"), tf.Variable(tf.zeros([200]))
+    kept = [exchange([tf.fill([200], float(n))], [w])[0].value for n in range(1, 4)]
+    sent = [np.flatnonzero(mean.numpy()) for mean in kept]
+    assert [np.unique(mean.numpy()).tolist() for mean in kept] == [[0, 1], [0, 3], [0, 5]]
+    assert (sent[0].tolist(), sent[1].tolist()) == (list(range(100)), list(range(100, 200)))
+    grace.shutdown()

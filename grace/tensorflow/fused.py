@@ -40,7 +40,7 @@ GRAPH: dict[str, Callable[..., Shapes]] = {
     "where_code": lambda codes, code: [(np.int32, None)],
 }
 """The kernels that graphs reach too, and what they return."""
-GRAPH_MINIMUM = 1 << 14
+GRAPH_MINIMUM = 1 << 16
 """Elements from which on leaving the graph for Python costs less than it saves."""
 
 

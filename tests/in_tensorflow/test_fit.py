@@ -33,7 +33,7 @@ def train(spec: str, way: str) -> tuple[str, list[float], int]:
     losses: list[float] = []
     # a memory that has the momentum wants an optimizer without; start values differ between ranks
     momentum = 0.0 if grace.make("compressor", spec).traits.memory == "dgc" else 0.9
-    model = network(seed=grace.rank())
+    model = network(seed=grace.rank(), sizes=(16, 24, 10))
     optimizer = grace.DistributedOptimizer(keras.optimizers.SGD(0.02, momentum=momentum), compressor=spec)
     x, y = samples(64, grace.rank())
     if way.startswith("fit"):

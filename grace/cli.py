@@ -22,6 +22,7 @@ from grace.bench import commands
 from grace.composition import Composed
 from grace.errors import ConfigError, GraceError
 from grace.registry import KINDS, aliases, known, legal_communicators, make
+from grace.strategy import commands as strategies
 
 LIST_SHAPE = (1000, 1000)
 DESCRIBE_SHAPES = ((1000, 1000), (512, 64), (64, 3, 7, 7), (10, 512), (512,))
@@ -39,6 +40,7 @@ app = typer.Typer(
 
 app.command("demo")(commands.demo)
 app.add_typer(commands.app, name="bench")
+app.add_typer(strategies.app, name="strategy")
 
 
 def main() -> None:
@@ -70,7 +72,7 @@ def grace(
 
 @app.command("list")
 def list_components() -> None:
-    """List all compressors, memories and communicators.
+    """List all compressors, memories, communicators and strategy builders.
 
     Everything shown is read from the components' own traits, those of other installed packages included.
     """
@@ -89,6 +91,9 @@ def list_components() -> None:
     rows = [([name, cls.cost or "?"], _summary(cls)) for name, cls in communicators.items()]
     _rows(console, ("communicator", "cost per rank"), rows)
     console.print("p: bytes of payload; W: number of ranks\n", style="dim")
+    builders: Any = known("builder")
+    _rows(console, ("strategy builder",), [([name], _summary(cls)) for name, cls in builders.items()])
+    console.print()
     console.print("More about one of them: grace describe NAME")
 
 
@@ -128,7 +133,7 @@ def _rows(console: Console, header: Sequence[str], rows: list[Row]) -> None:
 def describe(
     spec: Annotated[
         str,
-        typer.Argument(help="A compressor, memory or communicator: topk, 'topk(ratio=0.05)', 'topk | qsgd', residual."),
+        typer.Argument(help="A compressor, memory, communicator or builder: topk, 'topk(ratio=0.05)', 'topk | qsgd'."),
     ],
 ) -> None:
     """Explain one component: formula, parameters, traits, wire bits, legal communicators."""
@@ -162,7 +167,7 @@ def _unknown(name: str) -> ConfigError:
     names = {kind: sorted([*known(kind), *aliases(kind)]) for kind in KINDS}
     close = difflib.get_close_matches(name, [n for group in names.values() for n in group], n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
-    lists = "; ".join(f"{folder}: {', '.join(names[kind])}" for kind, folder in KINDS.items())
+    lists = "; ".join(f"{folder.split('.')[-1]}: {', '.join(names[kind])}" for kind, folder in KINDS.items())
     return ConfigError(f"nothing is called {name!r}{hint}; {lists}")
 
 
@@ -178,7 +183,7 @@ def _describe(console: Console, component: Any) -> None:
         users = [n for n in known("compressor") if _traits_memory(n) == component.name]
         default = f"the default of {', '.join(users)}" if users else "no compressor's default"
         _section(console, "Traits", [keeps, default])
-    else:
+    elif component.kind == "communicator":
         carries = [n for n in known("compressor") if not _needs_parameters(n) and _carries(cls, n)]
         sums = "the engine adds payloads up, so they must be summable" if cls.sums else "each payload is decoded"
         cost = f"costs each rank {_cost(cls)} (p: bytes of payload; W: number of ranks)"

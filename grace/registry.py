@@ -1,8 +1,8 @@
 """The registry: which compressors, memories and communicators there are.
 
-Built-in ones are the classes in ``grace/compressors``, ``grace/memories`` and ``grace/communicators``, found
-by looking; others register themselves (:func:`register`) or are found through the entry point groups
-``grace.compressors``, ``grace.memories`` and ``grace.communicators``.
+Built-in ones are the classes in ``grace/compressors``, ``grace/memories``, ``grace/communicators`` and
+``grace/strategy/builders``, found by looking; others register themselves (:func:`register`) or are found through the
+entry point groups ``grace.compressors``, ``grace.memories``, ``grace.communicators`` and ``grace.strategy.builders``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ from grace import specs
 from grace.component import Component
 from grace.errors import ConfigError
 
-KINDS = {"compressor": "compressors", "memory": "memories", "communicator": "communicators"}
+KINDS = {
+    "compressor": "compressors",
+    "memory": "memories",
+    "communicator": "communicators",
+    "builder": "strategy.builders",
+}
 _registered: dict[str, dict[str, type[Component]]] = {kind: {} for kind in KINDS}
 
 
@@ -48,7 +53,7 @@ def register(cls: type[Component]) -> type[Component]:
 
 
 def known(kind: str) -> dict[str, type[Component]]:
-    """All components of a kind ("compressor", "memory", "communicator"), by name.
+    """All components of a kind ("compressor", "memory", "communicator", "builder"), by name.
 
     >>> sorted(known("memory"))
     ['dgc', 'efsignsgd', 'none', 'residual']

@@ -1,0 +1,1 @@
+"""The strategy layer: how each variable's gradient is partitioned, synchronized and compressed."""

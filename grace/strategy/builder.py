@@ -1,0 +1,119 @@
+"""The builder contract: from a model's variables and a cluster to a strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from grace.component import Component
+from grace.registry import legal_communicators, make
+from grace.strategy.plan import Part, Plan, Strategy, Sync
+from grace.variable import Variable
+
+
+class Cluster(Protocol):
+    """What builders ask of a resource spec; see :class:`grace.strategy.resources.Resources`."""
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        ...
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The number of the node that each rank runs on."""
+        ...
+
+
+@dataclass(frozen=True)
+class OneNode:
+    """A cluster of one node, for examples and for runs without a resource spec.
+
+    >>> OneNode(3).ranks
+    [0, 0, 0]
+    """
+
+    world_size: int
+
+    @property
+    def ranks(self) -> list[int]:
+        """The number of the node that each rank runs on."""
+        return [0] * self.world_size
+
+
+@dataclass
+class Builder(Component):
+    """Decides how each variable is exchanged. Write ``build``.
+
+    Args:
+        compressor: for all variables: a spec, or a list of rules ``{"match": {...}, "compressor": ..., "memory":
+            ...}``, the first of which that matches counts (as in a strategy file); what none matches travels as it is.
+        memory: a spec; the compressor's default if left out.
+
+    >>> class Everything(Builder):
+    ...     name = "everything"
+    ...     def build(self, variables, resources):
+    ...         return self.strategy([Plan(v, (self.collective(v, group=0),)) for v in variables], resources)
+    >>> everything = Everything(compressor="topk")
+    >>> everything.build([Variable("w", (4, 2))], OneNode(2)).plans[0].parts[0].sync.type
+    'allgather'
+    """
+
+    compressor: Any = "none"
+    memory: Any = None
+
+    kind = "builder"
+
+    def build(self, variables: Sequence[Variable], resources: Cluster) -> Strategy:
+        """The strategy for these variables, in their order, on this cluster."""
+        raise TypeError(f"{type(self).__name__} must define build(variables, resources)")
+
+    # -- what builders are made of ---------------------------------------------------------------------
+
+    def choice(self, variable: Variable) -> tuple[Any, Any]:
+        """Compressor and memory for a variable, as the user said."""
+        if not isinstance(self.compressor, (list, tuple)):
+            return self.compressor, self.memory
+        from grace.strategy.schema import match
+
+        for rule in self.compressor:
+            if match(rule, variable):
+                return rule.get("compressor", "none"), rule.get("memory")
+        return "none", None
+
+    def collective(self, variable: Variable, group: int) -> Part:
+        """A part that travels in a group: summed where the method can be, else as its default is."""
+        compressor, memory = self.choice(variable)
+        made: Any = make("compressor", compressor)
+        kind = "allreduce" if "allreduce" in legal_communicators(made) else made.traits.communicator
+        return Part(Sync(kind, group=group), compressor, memory)
+
+    def reduced(self, variable: Variable, destination: int) -> Part:
+        """A part that one rank reduces."""
+        compressor, memory = self.choice(variable)
+        return Part(Sync("reduce_broadcast", destination=destination), compressor, memory)
+
+    def strategy(self, plans: Sequence[Plan], resources: Cluster) -> Strategy:
+        """The plans, with this builder's name and parameters."""
+        params = {key: value for key, value in self.to_dict().items() if key not in ("name", "seed")}
+        made = {"name": self.name, "params": params, "seed": getattr(self, "seed", 0)}
+        return Strategy(tuple(plans), resources.world_size, len(set(resources.ranks)), made)
+
+
+class Loads:
+    """Bytes given to each destination so far.
+
+    >>> loads = Loads(2)
+    >>> [loads.place(nbytes) for nbytes in (8, 4, 3, 2)]
+    [0, 1, 1, 1]
+    """
+
+    def __init__(self, destinations: int):
+        self.bytes = [0] * destinations
+
+    def place(self, nbytes: int) -> int:
+        """The destination with the least, the first of several; it gets these too."""
+        lightest = self.bytes.index(min(self.bytes))
+        self.bytes[lightest] += nbytes
+        return lightest

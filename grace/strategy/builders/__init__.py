@@ -1,0 +1,1 @@
+"""The strategy builders, one file each; :mod:`grace.registry` finds them here."""

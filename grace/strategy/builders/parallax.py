@@ -1,0 +1,40 @@
+"""Parallax: dense variables by collectives, sparse ones by parameter servers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import count
+
+from grace.strategy.builder import Builder, Loads
+from grace.strategy.plan import Plan
+
+
+@dataclass
+class Parallax(Builder):
+    """Dense variables as AllReduce has them (groups by their number among the dense ones); sparse ones to the rank
+    with the fewest bytes so far. Source: Kim et al., EuroSys 2019, arXiv 1808.02621.
+
+    Args:
+        chunk_size: dense variables that travel together.
+
+    >>> from grace.strategy.builder import OneNode
+    >>> from grace.variable import Variable
+    >>> variables = [Variable("emb", (9, 2), sparse=True), Variable("w", (2, 2))]
+    >>> [plan.parts[0].sync.type for plan in Parallax().build(variables, OneNode(2)).plans]
+    ['reduce_broadcast', 'allreduce']
+    """
+
+    chunk_size: int = 128
+
+    name = "parallax"
+
+    def __post_init__(self):
+        self.check_integer("chunk_size", 1)
+
+    def build(self, variables, resources):
+        loads, dense = Loads(resources.world_size), count()
+        parts = [
+            self.reduced(v, loads.place(v.nbytes)) if v.sparse else self.collective(v, next(dense) // self.chunk_size)
+            for v in variables
+        ]
+        return self.strategy([Plan(v, (part,)) for v, part in zip(variables, parts, strict=True)], resources)

@@ -1,0 +1,28 @@
+"""PartitionedPS: equal shards of every variable, spread over ranks by load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grace.strategy.builder import Loads
+from grace.strategy.shards import Sharding
+
+
+@dataclass
+class PartitionedPS(Sharding):
+    """Cuts axis 0 into the smallest divisor (of at least 2) of the dimension; each shard goes to the rank with the
+    fewest bytes so far. The caps keep a prime dimension from becoming shards of one row: it stays whole.
+
+    >>> from grace.strategy.builder import OneNode
+    >>> from grace.variable import Variable
+    >>> (plan,) = PartitionedPS(min_shard_bytes=0).build([Variable("w", (9, 2))], OneNode(2)).plans
+    >>> plan.sizes, [part.sync.destination for part in plan.parts]
+    ((3, 3, 3), [0, 1, 0])
+    """
+
+    name = "partitioned_ps"
+
+    def build(self, variables, resources):
+        loads = Loads(resources.world_size)
+        plans = [self.cut(v, lambda piece: self.reduced(piece, loads.place(piece.nbytes))) for v in variables]
+        return self.strategy(plans, resources)

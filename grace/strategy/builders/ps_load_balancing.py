@@ -1,0 +1,38 @@
+"""PSLoadBalancing: each variable to the destination with the least so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grace.strategy.builder import Builder, Loads
+from grace.strategy.plan import Plan
+
+
+@dataclass
+class PSLoadBalancing(Builder):
+    """Greedy: the next variable goes to the rank that has the fewest bytes so far, the first of several.
+
+    Args:
+        sorted: place the largest first (of equal ones the first declared), which balances better.
+
+    >>> from grace.strategy.builder import OneNode
+    >>> from grace.variable import Variable
+    >>> variables = [Variable(name, (n,)) for name, n in (("a", 1), ("b", 2), ("c", 4))]
+    >>> def destinations(builder):
+    ...     return [plan.parts[0].sync.destination for plan in builder.build(variables, OneNode(2)).plans]
+    >>> destinations(PSLoadBalancing()), destinations(PSLoadBalancing(sorted=True))
+    ([0, 1, 0], [1, 1, 0])
+    """
+
+    sorted: bool = False
+
+    name = "ps_load_balancing"
+
+    def __post_init__(self):
+        self.check_choice("sorted", (False, True))
+
+    def build(self, variables, resources):
+        loads = Loads(resources.world_size)
+        order = sorted(variables, key=lambda v: -v.nbytes) if self.sorted else variables
+        destination = {v.name: loads.place(v.nbytes) for v in order}
+        return self.strategy([Plan(v, (self.reduced(v, destination[v.name]),)) for v in variables], resources)

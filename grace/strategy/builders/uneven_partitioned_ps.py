@@ -1,0 +1,31 @@
+"""UnevenPartitionedPS: shards of unequal sizes, spread over ranks by load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grace.strategy.builder import Loads
+from grace.strategy.shards import Sharding, smallest_other
+
+
+@dataclass
+class UnevenPartitionedPS(Sharding):
+    """Cuts axis 0 into the smallest number of at least 2 that does not divide the dimension; the first shards get
+    the remainder. Each goes to the rank with the fewest bytes so far.
+
+    >>> from grace.strategy.builder import OneNode
+    >>> from grace.variable import Variable
+    >>> (plan,) = UnevenPartitionedPS(min_shard_bytes=0).build([Variable("w", (10, 2))], OneNode(2)).plans
+    >>> plan.sizes, [part.sync.destination for part in plan.parts]
+    ((4, 3, 3), [0, 1, 1])
+    """
+
+    name = "uneven_partitioned_ps"
+
+    def build(self, variables, resources):
+        loads = Loads(resources.world_size)
+        plans = [
+            self.cut(v, lambda piece: self.reduced(piece, loads.place(piece.nbytes)), count=smallest_other)
+            for v in variables
+        ]
+        return self.strategy(plans, resources)

@@ -1,0 +1,287 @@
+"""Strategies as objects: what each variable's parts are, and how each part is exchanged.
+
+Nothing here needs a framework, or a package beyond NumPy; :mod:`grace.strategy.schema` reads and writes files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any
+
+from grace.errors import ConfigError
+from grace.registry import make
+from grace.variable import Variable
+
+COLLECTIVES = ("allreduce", "allgather", "broadcast", "scatter_reduce")
+FIELDS = {
+    **dict.fromkeys(COLLECTIVES, ("group",)),
+    "reduce_broadcast": ("destination", "sync", "staleness", "local_replication"),
+    "none": ("period",),
+}
+"""The fields that each type of synchronization has."""
+
+
+@dataclass(frozen=True)
+class Sync:
+    """How a part's gradient gets from all ranks to all ranks.
+
+    Attributes:
+        type: a collective of :data:`COLLECTIVES`; "reduce_broadcast" (a rank of its own adds up and sends the mean
+            round: a parameter server); or "none" (ranks train on their own and average now and then).
+        group: parts of one group, type, compressor and memory travel in one collective.
+        destination: the rank that reduces.
+        sync: False for no bound on how far a rank may run ahead.
+        staleness: how many steps a rank may run ahead.
+        local_replication: refresh the destination's result in the background for readers on its node.
+        period: average every so many steps.
+    """
+
+    type: str = "allreduce"
+    group: int = 0
+    destination: int = 0
+    sync: bool = True
+    staleness: int = 0
+    local_replication: bool = False
+    period: int = 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """The type and the fields that it has.
+
+        >>> Sync("allgather", group=3).to_dict()
+        {'type': 'allgather', 'group': 3}
+        """
+        return {"type": self.type, **{name: getattr(self, name) for name in FIELDS[self.type]}}
+
+
+@dataclass(frozen=True)
+class Part:
+    """How one part is exchanged.
+
+    Attributes:
+        sync: the synchronization.
+        compressor, memory: specs; the compressor's default memory if None.
+        priority: parts of a lower one start first; among equals those whose gradients are ready first.
+    """
+
+    sync: Sync = field(default_factory=Sync)
+    compressor: Any = "none"
+    memory: Any = None
+    priority: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The form in which it stands in a file, specs in their shortest form."""
+        compressor = make("compressor", self.compressor)
+        memory = make("memory", compressor.traits.memory if self.memory is None else self.memory)
+        return {
+            "sync": self.sync.to_dict(),
+            "compressor": compressor.spec,
+            "memory": memory.spec,
+            "priority": self.priority,
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One variable: how it is cut, and what becomes of each part.
+
+    Attributes:
+        variable: what it is.
+        parts: one per size, in order; a single one of an uncut variable.
+        axis, sizes: the cut: lengths along the axis, which add up to the dimension. None and () if uncut.
+    """
+
+    variable: Variable
+    parts: tuple[Part, ...]
+    axis: int | None = None
+    sizes: tuple[int, ...] = ()
+
+    def bounds(self) -> list[tuple[int, int]]:
+        """Where each part begins and ends along the axis.
+
+        >>> Plan(Variable("w", (5, 2)), (Part(), Part()), axis=0, sizes=(3, 2)).bounds()
+        [(0, 3), (3, 5)]
+        """
+        return list(pairwise(accumulate(self.sizes, initial=0)))
+
+    def part_variables(self) -> list[Variable]:
+        """Each part as a variable of its own: ``name/part_i``, or the variable itself if it is uncut."""
+        v, axis = self.variable, self.axis
+        if axis is None:
+            return [v]
+        shapes = [(*v.shape[:axis], size, *v.shape[axis + 1 :]) for size in self.sizes]
+        return [Variable(f"{v.name}/part_{i}", shape, v.dtype, v.device, v.sparse) for i, shape in enumerate(shapes)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The form in which it stands in a file."""
+        v = self.variable
+        entry: dict[str, Any] = {"shape": list(v.shape), "dtype": v.dtype, "sparse": v.sparse}
+        if self.axis is None:
+            return {**entry, **self.parts[0].to_dict()}
+        cut = {"axis": self.axis, "sizes": list(self.sizes)}
+        return {**entry, "partition": cut, "parts": [part.to_dict() for part in self.parts]}
+
+
+def fingerprint(variables: Sequence[Variable]) -> str:
+    """The sha256 over the ordered (name, shape, dtype, sparse) of a model's variables.
+
+    >>> fingerprint([Variable("w", (2,))])[:8]
+    'a72549b6'
+    """
+    facts = [[v.name, list(v.shape), v.dtype, v.sparse] for v in variables]
+    return hashlib.sha256(json.dumps(facts, separators=(",", ":")).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A strategy for the variables of one model on one cluster; immutable, and checked when it is made.
+
+    Attributes:
+        plans: one per variable, in the model's order.
+        world_size, nodes: of the cluster it is for.
+        builder: name and parameters of what built it.
+
+    Raises:
+        ConfigError: it cannot work; the message names the variable and the field.
+
+    >>> strategy = Strategy((Plan(Variable("w", (4, 2)), (Part(compressor="topk"),)),))
+    Traceback (most recent call last):
+    grace.errors.ConfigError: variable 'w', sync: allreduce cannot carry topk: ...
+    """
+
+    plans: tuple[Plan, ...]
+    world_size: int = 1
+    nodes: int = 1
+    builder: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        seen = set()
+        for plan in self.plans:
+            if plan.variable.name in seen:
+                raise ConfigError(f"variable {plan.variable.name!r} stands in the strategy twice")
+            seen.add(plan.variable.name)
+            for where, message in faults(plan, self.world_size):
+                raise ConfigError(f"variable {plan.variable.name!r}, {where}: {message}")
+
+    @property
+    def variables(self) -> list[Variable]:
+        """What it is for."""
+        return [plan.variable for plan in self.plans]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The document: what a file holds."""
+        return {
+            "version": 1,
+            "builder": self.builder,
+            "model": fingerprint(self.variables),
+            "cluster": {"world_size": self.world_size, "nodes": self.nodes},
+            "variables": {plan.variable.name: plan.to_dict() for plan in self.plans},
+        }
+
+    @property
+    def id(self) -> str:
+        """The sha256 of the canonical form: the document as JSON, keys sorted, variables in the model's order."""
+        document = self.to_dict()
+        document["variables"] = list(document["variables"].items())
+        return hashlib.sha256(json.dumps(document, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    def check_model(self, variables: Sequence[Variable]) -> None:
+        """Compare with a model's variables.
+
+        Raises:
+            ConfigError: it is for another model; the message names the first variable that differs.
+        """
+        ours = [(v.name, v.shape, v.dtype, v.sparse) for v in self.variables]
+        theirs = [(v.name, v.shape, v.dtype, v.sparse) for v in variables]
+        for i in range(max(len(ours), len(theirs))):
+            if ours[i : i + 1] != theirs[i : i + 1]:
+                has = f"{variables[i].name!r}, {variables[i].describe()}" if i < len(theirs) else "no more variables"
+                mine = self.variables[i] if i < len(ours) else None
+                says = "no more variables" if mine is None else f"{mine.name!r}, {mine.describe()}"
+                raise ConfigError(
+                    f"the strategy is for another model; the first difference is variable {i}: the strategy has "
+                    f"{says}; the model has {has}. Build it again for this model: grace strategy build"
+                )
+
+
+def faults(plan: Plan, world_size: int) -> Iterator[tuple[str, str]]:
+    """What is wrong with a variable's plan: where, and what would be right."""
+    v, axis = plan.variable, plan.axis
+    if axis is None:
+        if len(plan.parts) != 1 or plan.sizes:
+            yield "parts", f"a variable that is not cut has one part, not {len(plan.parts)}"
+    else:
+        if not 0 <= axis < len(v.shape):
+            yield "partition.axis", f"{axis} is no axis of shape {list(v.shape)}"
+            return
+        if v.sparse and axis != 0:
+            yield "partition.axis", f"a sparse variable is cut along axis 0 only, not {axis}"
+        if any(size < 1 for size in plan.sizes) or sum(plan.sizes) != v.shape[axis]:
+            yield (
+                "partition.sizes",
+                f"{list(plan.sizes)} must be positive and add up to {v.shape[axis]}, which is {sum(plan.sizes)} here",
+            )
+        if len(plan.parts) != len(plan.sizes):
+            yield "parts", f"there must be one per size: {len(plan.sizes)}, not {len(plan.parts)}"
+    for i, part in enumerate(plan.parts):
+        prefix = "" if axis is None else f"parts[{i}]."
+        for where, message in part_faults(part, v, world_size):
+            yield prefix + where, message
+
+
+def part_faults(part: Part, variable: Variable, world_size: int) -> Iterator[tuple[str, str]]:
+    """What is wrong with a part."""
+    from grace.exchanger import build_communicator
+    from grace.rows import unfit
+
+    sync = part.sync
+    if sync.type not in FIELDS:
+        yield "sync.type", f"{sync.type!r} is not known; known: {', '.join(FIELDS)}"
+        return
+    if not 0 <= sync.destination < world_size:
+        yield "sync.destination", f"rank {sync.destination} is not one of {world_size} (0 to {world_size - 1})"
+    for name, low in (("group", 0), ("staleness", 0), ("period", 1)):
+        if getattr(sync, name) < low:
+            yield f"sync.{name}", f"must be at least {low}, not {getattr(sync, name)}"
+    if not sync.sync and sync.staleness:
+        yield "sync.staleness", "goes with sync: true only; without it there is no bound"
+    if sync.type == "none":
+        if part.compressor != "none" or part.memory not in (None, "none"):
+            yield "compressor", "ranks that train on their own average variables, uncompressed: use none"
+        return
+    kind = sync.type if sync.type in COLLECTIVES else None
+    try:
+        made: Any = make("compressor", part.compressor)
+        communicator = build_communicator(made, part.memory, kind or made.traits.communicator)
+    except ConfigError as error:
+        yield ("sync" if "cannot carry" in str(error) else "compressor"), str(error)
+        return
+    if variable.sparse and unfit(communicator.compressor, communicator.memory):
+        yield "compressor", f"the variable is sparse, and {unfit(communicator.compressor, communicator.memory)}"
+
+
+def equal_sizes(n: int, count: int) -> tuple[int, ...]:
+    """n cut into ``count`` lengths that differ by one at most, longer ones first.
+
+    >>> equal_sizes(7, 3)
+    (3, 2, 2)
+    """
+    small, larger = divmod(n, count)
+    return tuple(small + (i < larger) for i in range(count))
+
+
+def bits_of(part: Part, variable: Variable) -> float | None:
+    """Wire bits of a part's payload, counted from shapes; None if the data decide.
+
+    A part that its compressor would not shrink travels as it is.
+    """
+    compressor = make("compressor", part.compressor)
+    whole = float(variable.numel * variable.bits)
+    if compressor.traits.exact or not variable.numel:
+        return whole
+    bits = compressor.wire_bits(variable.shape)
+    return None if bits is None else min(whole, math.ceil(bits * variable.numel))

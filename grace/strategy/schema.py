@@ -1,0 +1,309 @@
+"""Strategy files: JSON or YAML in one schema, validated field by field."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from grace.errors import ConfigError, missing_extra
+
+try:
+    import yaml
+    from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
+except ImportError as error:
+    raise missing_extra(error.name or "pydantic", "strategy") from error
+
+import re
+
+from grace.strategy.plan import Part, Plan, Strategy, Sync, equal_sizes, fingerprint
+from grace.variable import Variable
+
+Natural = Annotated[StrictInt, Field(ge=0)]
+Positive = Annotated[StrictInt, Field(ge=1)]
+Spec = StrictStr | dict[str, Any]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Collective(_Strict):
+    """Synchronization by a collective."""
+
+    type: Literal["allreduce", "allgather", "broadcast", "scatter_reduce"]
+    group: Natural = 0
+
+
+class ReduceBroadcast(_Strict):
+    """Synchronization by a rank that reduces and sends round."""
+
+    type: Literal["reduce_broadcast"]
+    destination: Natural = 0
+    sync: StrictBool = True
+    staleness: Natural = 0
+    local_replication: StrictBool = False
+
+
+class Alone(_Strict):
+    """No synchronization, but an average now and then."""
+
+    type: Literal["none"]
+    period: Positive = 1
+
+
+Synchronization = Annotated[Collective | ReduceBroadcast | Alone, Field(discriminator="type")]
+
+
+class PartEntry(_Strict):
+    """How a part is exchanged."""
+
+    sync: Synchronization
+    compressor: Spec = "none"
+    memory: Spec | None = None
+    priority: StrictInt = 0
+
+    def part(self) -> Part:
+        """The same as an object."""
+        return Part(Sync(**self.sync.model_dump()), self.compressor, self.memory, self.priority)
+
+
+class Cut(_Strict):
+    """Lengths along an axis."""
+
+    axis: Natural
+    sizes: Annotated[list[Positive], Field(min_length=1)]
+
+
+class VariableEntry(_Strict):
+    """A variable: what it is, and either its parts or, if it is whole, the four keys of its only part."""
+
+    shape: list[Natural]
+    dtype: Literal["float16", "bfloat16", "float32", "float64"] = "float32"
+    sparse: StrictBool = False
+    partition: Cut | None = None
+    parts: list[PartEntry] | None = None
+    sync: Synchronization | None = None
+    compressor: Spec = "none"
+    memory: Spec | None = None
+    priority: StrictInt = 0
+
+    def plan(self, name: str) -> Plan:
+        """The same as an object.
+
+        Raises:
+            ConfigError: both forms are mixed, or neither is there.
+        """
+        variable = Variable(name, tuple(self.shape), self.dtype, sparse=self.sparse)
+        own = self.model_fields_set & {"sync", "compressor", "memory", "priority"}
+        if self.partition is not None:
+            if own:
+                raise ConfigError(f"variable {name!r}, {min(own)}: a variable that is cut has it in each of its parts")
+            if self.parts is None:
+                raise ConfigError(f"variable {name!r}, parts: is missing; there must be one per size of the partition")
+            parts = tuple(entry.part() for entry in self.parts)
+            return Plan(variable, parts, self.partition.axis, tuple(self.partition.sizes))
+        if self.parts is not None:
+            raise ConfigError(f"variable {name!r}, parts: there is no partition that they would be parts of")
+        if self.sync is None:
+            raise ConfigError(f"variable {name!r}, sync: is missing")
+        return Plan(variable, (Part(Sync(**self.sync.model_dump()), self.compressor, self.memory, self.priority),))
+
+
+class Match(_Strict):
+    """Which variables a rule is for: all that is given must hold."""
+
+    name: StrictStr | None = None
+    """A glob, as in ``encoder.*.weight``."""
+    regex: StrictStr | None = None
+    """A regular expression that the whole name matches."""
+    min_bytes: Natural | None = None
+    max_bytes: Natural | None = None
+    ndim: Natural | None = None
+    dtype: StrictStr | None = None
+    sparse: StrictBool | None = None
+
+    def fits(self, variable: Variable) -> bool:
+        """Whether the rule is for this variable."""
+        return (
+            (self.name is None or fnmatchcase(variable.name, self.name))
+            and (self.regex is None or re.fullmatch(self.regex, variable.name) is not None)
+            and (self.min_bytes is None or variable.nbytes >= self.min_bytes)
+            and (self.max_bytes is None or variable.nbytes <= self.max_bytes)
+            and (self.ndim is None or len(variable.shape) == self.ndim)
+            and (self.dtype is None or variable.dtype == self.dtype)
+            and (self.sparse is None or variable.sparse == self.sparse)
+        )
+
+
+class Shards(_Strict):
+    """A rule's partition: as many parts of (nearly) equal lengths."""
+
+    axis: Natural = 0
+    shards: Positive
+
+
+class Rule(PartEntry):
+    """What the variables that it matches get; the first rule that matches counts."""
+
+    match: Match
+    partition: Shards | None = None
+
+    def plan(self, variable: Variable) -> Plan:
+        """The plan of a variable that it matches."""
+        if self.partition is None or self.partition.axis >= len(variable.shape):
+            return Plan(variable, (self.part(),))
+        n = variable.shape[self.partition.axis]
+        sizes = equal_sizes(n, max(1, min(self.partition.shards, n)))
+        return Plan(variable, (self.part(),) * len(sizes), self.partition.axis, sizes)
+
+
+class BuilderEntry(_Strict):
+    """What built the strategy."""
+
+    name: StrictStr
+    params: dict[str, Any] = {}
+    seed: StrictInt = 0
+
+
+class Cluster(_Strict):
+    """What the strategy is for."""
+
+    world_size: Positive = 1
+    nodes: Positive = 1
+
+
+class Document(_Strict):
+    """A strategy file."""
+
+    version: Literal[1]
+    builder: BuilderEntry | None = None
+    model: StrictStr | None = None
+    cluster: Cluster = Cluster()
+    variables: dict[StrictStr, VariableEntry] = {}
+    rules: list[Rule] = []
+
+
+def parse(document: Any, where: str = "the strategy", variables: Sequence[Variable] | None = None) -> Strategy:
+    """A strategy from a document.
+
+    Args:
+        document: nested dicts, as JSON and YAML give them.
+        where: what messages call it: the file.
+        variables: the model's, which rules are resolved for and which the strategy must be for.
+
+    Raises:
+        ConfigError: the message names the file, the variable and the field, and what would be right.
+
+    >>> parse({"version": 1, "variables": {"w": {"shape": [2], "sync": {"type": "ring"}}}})
+    Traceback (most recent call last):
+    grace.errors.ConfigError: the strategy, variables.w.sync: Input tag 'ring' found using 'type' does not match ...
+    """
+    try:
+        read = Document.model_validate(document)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(f"{where}, {_place(first['loc'])}: {first['msg']}") from None
+    except RecursionError:
+        raise ConfigError(f"{where}: it is nested too deeply") from None
+    try:
+        return _compiled(read, variables)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    except re.error as error:
+        raise ConfigError(f"{where}, rules: a regex cannot be read: {error}") from None
+
+
+def _place(location: Sequence[Any]) -> str:
+    words = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in location]
+    tags = (".allreduce", ".allgather", ".broadcast", ".scatter_reduce", ".reduce_broadcast", ".none")
+    return "".join(word for i, word in enumerate(words) if not (word in tags and words[i - 1] == ".sync")).lstrip(".")
+
+
+def _compiled(read: Document, variables: Sequence[Variable] | None) -> Strategy:
+    if read.rules and variables is None:
+        raise ConfigError("rules: they need a model whose variables they match (--model)")
+    plans = {name: entry.plan(name) for name, entry in read.variables.items()}
+    if read.rules:
+        named = {variable.name for variable in variables or ()}
+        for name in plans:
+            if name not in named:
+                raise ConfigError(f"variable {name!r}: the model has none of this name")
+        plans = {v.name: plans[v.name] if v.name in plans else _ruled(read.rules, v) for v in variables or ()}
+    builder = {} if read.builder is None else read.builder.model_dump()
+    strategy = Strategy(tuple(plans.values()), read.cluster.world_size, read.cluster.nodes, builder)
+    if variables is not None:
+        strategy.check_model(variables)
+    if read.model is not None and not read.rules and read.model != fingerprint(strategy.variables):
+        raise ConfigError(
+            "model: the fingerprint is not that of the variables below; they were changed, added, removed or reordered "
+            "since it was built. Build it again, or take the line out"
+        )
+    return strategy
+
+
+def match(rule: dict[str, Any], variable: Variable) -> bool:
+    """Whether a builder's rule, ``{"match": {...}, ...}``, is for a variable.
+
+    Raises:
+        ConfigError: it is no rule.
+    """
+    try:
+        return Match.model_validate(rule.get("match", {})).fits(variable)
+    except (ValidationError, AttributeError, re.error) as error:
+        raise ConfigError(f"cannot read the rule {rule!r}: {error}") from None
+
+
+def _ruled(rules: Sequence[Rule], variable: Variable) -> Plan:
+    for rule in rules:
+        if rule.match.fits(variable):
+            return rule.plan(variable)
+    raise ConfigError(
+        f"variable {variable.name!r}: no rule matches it; end the rules with one that matches all: match: {{}}"
+    )
+
+
+def load(path: str | Path, variables: Sequence[Variable] | None = None) -> Strategy:
+    """The strategy in a file: JSON if its name ends in .json, else YAML; see :func:`parse`."""
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the strategy {path}: {error}") from error
+    return parse(read_text(text, str(path)), str(path), variables)
+
+
+def read_text(text: str, where: str) -> Any:
+    """The document in a text, JSON if ``where`` ends in .json, else YAML.
+
+    Raises:
+        ConfigError: it is neither; the message names the line.
+    """
+    try:
+        return json.loads(text) if where.endswith(".json") else yaml.load(text, _Unique)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"cannot read {where}: {error}") from None
+
+
+class _Unique(yaml.SafeLoader):
+    """YAML whose keys stand once."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """A mapping, refused if it has a key twice."""
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for i, key in enumerate(keys):
+            if key in keys[:i]:
+                line = node.value[i][0].start_mark.line + 1
+                raise yaml.YAMLError(f"line {line}: the key {key!r} stands there a second time")
+        return super().construct_mapping(node, deep)
+
+
+def dump(strategy: Strategy, path: str | Path) -> None:
+    """Write a strategy: JSON if the name ends in .json, else YAML."""
+    document = strategy.to_dict()
+    if str(path).endswith(".json"):
+        text = json.dumps(document, indent=1) + "\n"
+    else:
+        text = yaml.safe_dump(document, sort_keys=False, width=110, default_flow_style=None)
+    Path(path).write_text(text)

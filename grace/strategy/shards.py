@@ -1,0 +1,64 @@
+"""How partitioning builders cut variables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from grace.strategy.builder import Builder
+from grace.strategy.plan import Part, Plan, equal_sizes
+from grace.variable import Variable
+
+
+def smallest_divisor(n: int) -> int:
+    """The smallest divisor of n that is at least 2; n itself for primes.
+
+    >>> [smallest_divisor(n) for n in (2, 9, 13, 12)]
+    [2, 3, 13, 2]
+    """
+    return next((d for d in range(2, int(n**0.5) + 1) if n % d == 0), n)
+
+
+def smallest_other(n: int) -> int:
+    """The smallest number of at least 2 that does not divide n.
+
+    >>> [smallest_other(n) for n in (2, 9, 12)]
+    [3, 2, 5]
+    """
+    return next(d for d in range(2, n + 2) if n % d)
+
+
+@dataclass
+class Sharding(Builder):
+    """A builder that cuts variables.
+
+    Args:
+        max_shards: a variable that would be cut into more stays whole.
+        min_shard_bytes: likewise if its shards would be smaller.
+    """
+
+    max_shards: int = 32
+    min_shard_bytes: int = 1024
+
+    def __post_init__(self) -> None:
+        self.check_integer("max_shards", 1)
+        self.check_integer("min_shard_bytes", 0)
+
+    def cut(
+        self,
+        variable: Variable,
+        part_for: Callable[[Variable], Part],
+        axis: int = 0,
+        count: Callable[[int], int] = smallest_divisor,
+    ) -> Plan:
+        """The variable cut along an axis into ``count(dimension)`` shards, or whole where the caps say so.
+
+        ``part_for`` is asked for each shard, in order, with the shard as a variable of its own.
+        """
+        n = variable.shape[axis] if axis < len(variable.shape) else 0
+        shards = count(n) if n >= 2 else 0
+        if not 2 <= shards <= min(n, self.max_shards) or variable.nbytes < shards * self.min_shard_bytes:
+            return Plan(variable, (part_for(variable),))
+        sizes = equal_sizes(n, shards)
+        pieces = Plan(variable, (Part(),) * shards, axis, sizes).part_variables()
+        return Plan(variable, tuple(part_for(piece) for piece in pieces), axis, sizes)

@@ -1,0 +1,229 @@
+"""Strategy files: round trips, and errors that name the file, the variable and the field."""
+
+# ruff: noqa: E402 - what is imported after pydantic needs it
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("pydantic", reason="pydantic is not installed")
+yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+
+import grace
+from grace.registry import make
+from grace.strategy import schema
+from grace.strategy.builder import OneNode
+from grace.strategy.plan import fingerprint
+from grace.variable import Variable
+
+VARIABLES = [
+    Variable("emb", (40, 8), sparse=True),
+    Variable("w", (64, 32)),
+    Variable("b", (32,)),
+    Variable("half", (16, 4), "float16"),
+    Variable("scale", ()),
+]
+SPECS = [
+    "all_reduce(compressor='fp16')", "partitioned_ps(min_shard_bytes=0, compressor='topk | qsgd')", "parallax",
+    "random_axis_partition_all_reduce(min_shard_bytes=0)", "size_threshold(bytes=100, large='qsgd(levels=7)')",
+    "uniform", "by_type",
+]  # fmt: skip
+
+
+def strategy(spec="partitioned_ps(min_shard_bytes=0)", ranks=3):
+    return make("builder", spec).build(VARIABLES, OneNode(ranks))
+
+
+@pytest.mark.parametrize("suffix", ["json", "yaml"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_round_trips_keep_everything(tmp_path, spec, suffix):
+    made, path = strategy(spec), tmp_path / f"s.{suffix}"
+    schema.dump(made, path)
+    read = schema.load(path, VARIABLES)
+    assert read.to_dict() == made.to_dict()
+    assert read.id == made.id
+    assert read.plans == schema.parse(made.to_dict()).plans
+
+
+def test_the_id_is_of_the_contents_not_the_form():
+    document = strategy().to_dict()
+    shuffled = {key: document[key] for key in reversed(document)}
+    shuffled["variables"] = {
+        name: {key: entry[key] for key in reversed(entry)} for name, entry in document["variables"].items()
+    }
+    assert schema.parse(shuffled).id == strategy().id
+    document["variables"]["w"]["parts"][0]["priority"] = 1
+    assert schema.parse(document).id != strategy().id
+
+
+def test_defaults_and_short_specs_are_one_strategy():
+    plain = {"shape": [4, 4], "sync": {"type": "allgather"}, "compressor": "topk"}
+    full = {
+        "shape": [4, 4], "dtype": "float32", "sparse": False, "priority": 0, "memory": "residual",
+        "sync": {"type": "allgather", "group": 0}, "compressor": {"name": "topk", "ratio": 0.01},
+    }  # fmt: skip
+    one, other = (schema.parse({"version": 1, "variables": {"w": entry}}) for entry in (plain, full))
+    assert one.id == other.id
+
+
+def edited(**changes):
+    document = {
+        "version": 1,
+        "cluster": {"world_size": 2},
+        "variables": {"w": {"shape": [4, 2], "sync": {"type": "allreduce"}}},
+    }
+    entry = document["variables"]["w"]
+    for key, value in changes.items():
+        (document if key in ("version", "rules", "extra") else entry)[key] = value
+    return document
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"version": 2}, r"s.yaml, version: Input should be 1"),
+        ({"extra": 1}, r"s.yaml, extra: Extra inputs are not permitted"),
+        ({"shpae": [1]}, r"s.yaml, variables.w.shpae: Extra inputs are not permitted"),
+        ({"shape": [4, -1]}, r"variables.w.shape\[1\]: .*greater than or equal to 0"),
+        ({"shape": [4, 2.5]}, r"variables.w.shape\[1\]: .*valid integer"),
+        ({"dtype": "int8"}, r"variables.w.dtype: Input should be 'float16'"),
+        ({"sync": {"type": "ring"}}, r"variables.w.sync: .*'ring'"),
+        ({"sync": {"type": "allreduce", "destination": 1}}, r"variables.w.sync.destination: Extra inputs"),
+        ({"sync": {"type": "reduce_broadcast", "destination": 2}}, r"sync.destination: rank 2 is not one of 2"),
+        ({"sync": {"type": "none", "period": 0}}, r"variables.w.sync.period: .*greater than or equal to 1"),
+        ({"sync": {"type": "none"}, "compressor": "topk"}, r"variable 'w', compressor: ranks that train on their own"),
+        ({"compressor": "topk"}, r"variable 'w', sync: allreduce cannot carry topk"),
+        ({"compressor": "topq"}, r"variable 'w', compressor: unknown compressor 'topq' \(did you mean 'topk'"),
+        ({"memory": "dgc"}, r"variable 'w', compressor: memory dgc cannot serve"),
+        ({"partition": {"axis": 2, "sizes": [1]}, "parts": []}, r"variable 'w', sync: a variable that is cut"),
+        ({"parts": []}, r"variable 'w', parts: there is no partition"),
+        ({"sparse": True, "compressor": "signsgd", "sync": {"type": "allgather"}}, r"is sparse, and signsgd votes"),
+        ({"rules": [{"match": {}, "sync": {"type": "allreduce"}}]}, r"rules: they need a model"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_file_the_variable_and_the_field(changes, message):
+    with pytest.raises(grace.ConfigError, match=message) as caught:
+        schema.parse(edited(**changes), "s.yaml")
+    assert str(caught.value).startswith("s.yaml")
+
+
+@pytest.mark.parametrize(
+    ("cut", "message"),
+    [
+        ({"axis": 2, "sizes": [4]}, r"partition.axis: 2 is no axis of shape \[4, 2\]"),
+        ({"axis": 0, "sizes": [3, 2]}, r"partition.sizes: \[3, 2\] must be positive and add up to 4, which is 5"),
+        ({"axis": 0, "sizes": [2, 1, 1]}, r"parts: there must be one per size: 3, not 2"),
+    ],
+)
+def test_partitions_must_fit(cut, message):
+    document = edited(partition=cut, parts=[{"sync": {"type": "allreduce"}}] * 2)
+    del document["variables"]["w"]["sync"]
+    with pytest.raises(grace.ConfigError, match=message):
+        schema.parse(document)
+
+
+def test_a_strategy_for_another_model_names_the_first_difference():
+    other = [*VARIABLES[:2], Variable("b", (33,)), *VARIABLES[3:]]
+    with pytest.raises(
+        grace.ConfigError, match=r"variable 2: the strategy has 'b', float32\[32\]; the model has 'b', float32\[33\]"
+    ):
+        strategy().check_model(other)
+    with pytest.raises(grace.ConfigError, match=r"variable 4: .*the model has no more variables"):
+        strategy().check_model(VARIABLES[:4])
+    document = strategy().to_dict()
+    del document["variables"]["b"]
+    with pytest.raises(grace.ConfigError, match=r"model: the fingerprint is not that of the variables"):
+        schema.parse(document)
+    assert fingerprint(VARIABLES) != fingerprint(VARIABLES[::-1])
+
+
+def test_rules_are_resolved_for_a_model():
+    document = {
+        "version": 1,
+        "cluster": {"world_size": 2},
+        "variables": {"scale": {"shape": [], "sync": {"type": "none", "period": 4}}},
+        "rules": [
+            {"match": {"sparse": True}, "sync": {"type": "reduce_broadcast", "destination": 1}},
+            {
+                "match": {"regex": "w|half", "ndim": 2}, "partition": {"axis": 1, "shards": 3},
+                "sync": {"type": "allgather"}, "compressor": "topk",
+            },
+            {"match": {"name": "*"}, "sync": {"type": "allreduce"}},
+        ],
+    }  # fmt: skip
+    read = schema.parse(document, variables=VARIABLES)
+    assert [plan.parts[0].sync.type for plan in read.plans] == [
+        "reduce_broadcast", "allgather", "allreduce", "allgather", "none",
+    ]  # fmt: skip
+    assert read.plans[1].sizes == (11, 11, 10)
+    assert "rules" not in read.to_dict()
+    document["rules"].pop()
+    with pytest.raises(grace.ConfigError, match=r"variable 'b': no rule matches it"):
+        schema.parse(document, variables=VARIABLES)
+
+
+def test_broken_files_are_refused(tmp_path):
+    for name, text, message in (
+        ("a.yaml", "version: [1", "cannot read"),
+        ("a.json", "{'version': 1}", "cannot read"),
+        ("b.yaml", "version: 1\nversion: 1", "line 2: the key 'version' stands there a second time"),
+        ("c.yaml", "- 1", "Input should be a valid dictionary"),
+        ("d.yaml", "", "Input should be a valid dictionary"),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(grace.ConfigError, match=re.escape(message)):
+            schema.load(tmp_path / name)
+    with pytest.raises(grace.ConfigError, match="cannot read the strategy"):
+        schema.load(tmp_path / "missing.yaml")
+
+
+WORDS = st.sampled_from(
+    ["version", "variables", "w", "sync", "type", "allreduce", "shape", "parts", "compressor", "topk", "rules"]
+)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 5) | st.floats() | WORDS | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS | st.text(max_size=4), inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_fuzzed_documents_give_a_strategy_or_a_config_error(data):
+    document = copy.deepcopy(strategy().to_dict())
+    place, value = document, data.draw(VALUES)
+    for _ in range(data.draw(st.integers(0, 4))):
+        keys = list(place) if isinstance(place, dict) else list(range(len(place))) if isinstance(place, list) else []
+        if not keys or not isinstance(place[key := data.draw(st.sampled_from(keys))], (dict, list)):
+            break
+        place = place[key]
+    if isinstance(place, dict):
+        place[data.draw(st.sampled_from([*place, "new"]))] = value
+    else:
+        place.append(value)
+    read = parsed(document)
+    if read is not None:
+        assert "'new'" not in str({**document, "builder": None})  # nothing is ignored
+        assert schema.parse(read.to_dict()).id == read.id
+
+
+def parsed(document):
+    """The strategy, or None if it is refused, with the file's name in front."""
+    refusal = ""
+    try:
+        return schema.parse(document, "fuzz")
+    except grace.ConfigError as error:
+        refusal = str(error)
+    assert refusal.startswith("fuzz")
+    return None
+
+
+@settings(max_examples=150, deadline=None)
+@given(VALUES)
+def test_any_document_gives_a_strategy_or_a_config_error(document):
+    parsed(document)

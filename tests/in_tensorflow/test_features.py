@@ -371,3 +371,27 @@ def test_many_steps_in_one_call_of_a_graph(two):
     for found in two.run(steps_in_one_call):
         assert found[0] == found[1]
         assert found[0][1] == 16
+
+
+def constant_gradients():
+    """Steps in a loop of a graph whose gradients depend on nothing: they must not overtake each other."""
+    optimizer, w = sgd("topk(ratio=0.5)"), tf.Variable([0.0, 0.0])
+    optimizer.build([w])
+
+    @tf.function
+    def loop():
+        for _ in tf.range(20):
+            optimizer.apply_gradients([(tf.constant([4.0, 3.0]), w)])
+
+    loop()
+    return np.array(w).tolist(), optimizer.traffic.steps
+
+
+def test_steps_in_a_loop_of_a_graph_stay_in_order(two):
+    sent, kept = [0.0, 0.0], [0.0, 0.0]
+    for _ in range(20):
+        total = [kept[0] + 4, kept[1] + 3]
+        largest = int(total[1] > total[0])
+        sent[largest] -= total[largest]
+        kept = [0.0 if i == largest else total[i] for i in range(2)]
+    assert two.run(constant_gradients) == [(sent, 20)] * 2

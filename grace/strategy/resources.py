@@ -345,7 +345,7 @@ def _place(where: list[int | str], document: dict) -> str:
     >>> _place(["nodes", 1, "gpus", 0], {"nodes": [{}, {"address": "10.0.0.2"}]}), _place(["ssh", "a", "port"], {})
     ('node 10.0.0.2: gpus: 0', 'ssh: a: port')
     """
-    names = [part if isinstance(part, str) else str(part) for part in where]
+    names = [part if isinstance(part, str) else _short(part) for part in where]
     if where[0] == "nodes" and len(where) > 1 and isinstance(where[1], int):
         nodes = document.get("nodes")
         node = nodes[where[1]] if isinstance(nodes, list) else None

@@ -112,12 +112,14 @@ class _Job:
 
 FAILURES = (
     r"Root Cause \(first observed failure\):.*?\n\s*rank\s*:\s(?P<rank>\d+).*?\n\s*exitcode\s*:\s(?P<code>-?\d+)",
-    r"MPI_ABORT was invoked on rank (?P<rank>\d+) in communicator.*?\swith errorcode (?P<code>-?\d+)",
     r"process rank (?P<rank>\d+) with PID \d+ on node \S+ exited on signal (?P<signal>\d+)",
     r"Process name: \[\[\d+,\d+\],(?P<rank>\d+)\]\s+Exit code:\s+(?P<code>\d+)",
     r"Process name: (?P<rank>\d+)\s+Exit code: (?P<code>\d+)",
+    r"grace: \w+ on rank (?P<rank>\d+) ends all ranks",  # grace.mpi says it, and aborts with exit code 1
+    # ranks that mpirun ends when another has failed may say this, too
+    r"MPI_ABORT was invoked on rank (?P<rank>\d+) in communicator.*?\swith errorcode (?P<code>-?\d+)",
 )
-"""What torchrun, Open MPI's mpirun and horovodrun say of the first rank that failed."""
+"""What torchrun, Open MPI's mpirun, horovodrun and Grace say of the first rank that failed; the surest come first."""
 
 
 def first_failure(said: str) -> tuple[int, int] | None:
@@ -131,7 +133,7 @@ def first_failure(said: str) -> tuple[int, int] | None:
     for pattern in FAILURES:
         if found := re.search(pattern, said, re.DOTALL):
             groups = found.groupdict()
-            code = -int(groups["signal"]) if "signal" in groups else int(groups["code"])
+            code = -int(groups["signal"]) if "signal" in groups else int(groups.get("code", 1))
             return int(groups["rank"]), code
     return None
 

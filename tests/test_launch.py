@@ -242,9 +242,11 @@ if how == "wait":
     time.sleep(200)
 if grace.rank() == 1 and how == "exit":
     os._exit(7)
+if grace.rank() == 1 and how == "raise":
+    raise ValueError("a mistake")
 if grace.rank() == 1 and how == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
-if how in ("exit", "kill"):
+if how in ("exit", "raise", "kill"):
     time.sleep(100)
 print(f"said by {grace.rank()}")
 """
@@ -296,7 +298,11 @@ def test_ranks_know_their_number_and_the_strategy(script, tmp_path, engine):
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("how", "code", "message"),
-    [("exit", 7, "rank 1 ended with exit code 7"), ("kill", 137, "rank 1 was ended by SIGKILL (exit code 137)")],
+    [
+        ("exit", 7, "rank 1 ended with exit code 7"),
+        ("raise", 1, "rank 1 ended with exit code 1"),
+        ("kill", 137, "rank 1 was ended by SIGKILL (exit code 137)"),
+    ],
 )
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_rank_that_dies_ends_the_job_with_its_number_and_exit_code(script, tmp_path, engine, how, code, message):
@@ -394,6 +400,16 @@ def test_one_nodes_failure_ends_the_others(tmp_path, cluster, rank):
             "Root Cause (first observed failure):\r\n[0]:\r\n  host      : a\r\n  rank      : 5 (local_rank: 1)\r\n"
             "  exitcode  : -9 (pid: 1)\r\n",
             (5, -9),
+        ),
+        (
+            "MPI_ABORT was invoked on rank 0 in communicator A\nwith errorcode 1.\n\n"
+            "process rank 1 with PID 0 on node vm exited on signal 9 (Killed).",
+            (1, -9),
+        ),
+        (
+            "grace: ValueError on rank 1 ends all ranks\n"
+            "MPI_ABORT was invoked on rank 0 in communicator A\nwith errorcode 1.",
+            (1, 1),
         ),
         ("nothing of it", None),
     ],

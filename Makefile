@@ -51,7 +51,7 @@ $(VENV)/demo.stamp: $(VENV)/python.stamp $(SETUP)
 
 $(VENV)/test.stamp: $(VENV)/python.stamp $(SETUP)
 	@echo "Installing what the tests need into $(VENV); the first time takes minutes."
-	$(PIP) -e ".[torch,bench,dev]"
+	$(PIP) -e ".[torch,bench,strategy,dev]"
 	@touch $@ $(VENV)/demo.stamp
 
 # Both frameworks first: one wheel holds Horovod for all that it finds.

@@ -6,6 +6,7 @@ MODULES = {
     "tensorflow": ["grace/tensorflow/*", "grace/tensorflow/backends/*", "grace/bench/*tensorflow*"],
     "horovod": ["grace/*/backends/horovod.py", "grace/torch/horovod.py", "grace/torch/elastic.py"],
     "mpi4py": ["grace/mpi.py"],
+    "pydantic": ["grace/strategy/*", "grace/launch.py"],
 }
 
 collect_ignore_glob = [path for package, paths in MODULES.items() if find_spec(package) is None for path in paths]

@@ -19,6 +19,7 @@ if Path(sys.prefix, "lib", "libmpi.so.40").exists():  # an Open MPI from a wheel
 from mpi4py import MPI
 
 from grace.backend import Backend, Handle, Tensor
+from grace.errors import RankError
 from grace.kernels import kernels_of
 
 TIMEOUT = 1800.0
@@ -212,8 +213,10 @@ def _abort_on_errors(comm: Any) -> None:
 
     def hook(kind: Any, value: Any, trace: Any) -> None:
         before(kind, value, trace)
-        sys.stderr.flush()
         if comm.Get_size() > 1:
+            if not issubclass(kind, RankError):  # these follow from another rank's; mpirun may name either
+                print(f"grace: {kind.__name__} on rank {comm.Get_rank()} ends all ranks", file=sys.stderr)
+            sys.stderr.flush()
             comm.Abort(1)
 
     hook.aborts = True  # type: ignore[attr-defined]

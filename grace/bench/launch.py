@@ -11,14 +11,12 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from grace.errors import GraceError, MissingExtraError
+from grace.processes import end, signals_raise
 
-GRACE_PERIOD = 10
-"""Seconds that the launcher gets to end its ranks."""
 RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")
 """Where launchers say which rank a process is."""
 NOISE = re.compile(r"WARNING: All log messages before absl::InitializeLog|I\d{4} \d\d:")
@@ -111,7 +109,7 @@ def run_ranks(launcher: Launcher, ranks: int, program: list[str], folder: Path, 
         WorkerError: one failed.
         KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP; all are ended.
     """
-    with (folder / "launcher.log").open("w") as log, _signals_raise():
+    with (folder / "launcher.log").open("w") as log, signals_raise():
         # a session of its own, so that Ctrl-C reaches only us and the ranks end without tracebacks
         process = subprocess.Popen(
             [*launcher.command, *program],
@@ -127,7 +125,7 @@ def run_ranks(launcher: Launcher, ranks: int, program: list[str], folder: Path, 
                     process.wait(0.1)
                 watch()
         finally:
-            _end(process)
+            end(process)
     if process.returncode != 0:
         raise WorkerError(f"the ranks failed (exit code {process.returncode})\n{_complaints(launcher, folder)}")
 
@@ -148,32 +146,6 @@ def _environment(launcher: Launcher, ranks: int) -> dict[str, str]:
     if launcher.engine:
         environment["GRACE_BACKEND"] = launcher.engine
     return environment
-
-
-@contextlib.contextmanager
-def _signals_raise() -> Iterator[None]:
-    """SIGTERM and SIGHUP end us as Ctrl-C does, so that the ranks end too."""
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _end(launcher: subprocess.Popen) -> None:
-    """End the launcher, which ends its ranks; whatever is left of its session is killed."""
-    if launcher.poll() is None:
-        launcher.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            launcher.wait(GRACE_PERIOD)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(launcher.pid, signal.SIGKILL)
-    launcher.wait()
 
 
 def _complaints(launcher: Launcher, folder: Path) -> str:

@@ -1,0 +1,159 @@
+"""Launchers that run: what they print, which rank failed first, and the end of all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+from grace import processes
+from grace.errors import ConfigError
+from grace.launch import Command
+
+KEPT = 1 << 18
+"""Bytes of what a launcher said last that are searched for the rank that failed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """How a job ended.
+
+    Attributes:
+        code: the exit code: 0, or that of the first rank that failed, or 128 and the signal that ended it.
+        message: which rank ended how; empty for 0.
+    """
+
+    code: int
+    message: str = ""
+
+
+def run(commands: Sequence[Command]) -> End:
+    """Start the commands, wait, and say how they ended; when one fails the others are ended.
+
+    What they print goes to this process's stdout and stderr.
+
+    Raises:
+        ConfigError: a launcher is not installed.
+        KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP; all are ended.
+    """
+    jobs: list[_Job] = []
+    with processes.signals_raise(), processes.no_orphans():
+        try:
+            for part in commands:
+                jobs.append(_Job(part))
+            while not any(job.failed for job in jobs) and any(job.process.poll() is None for job in jobs):
+                time.sleep(0.05)
+            failed = [job for job in jobs if job.failed]
+        finally:
+            processes.end(*(job.process for job in jobs))
+    for job in jobs:
+        job.close()
+    return failed[0].end() if failed else End(0)
+
+
+class _Job:
+    """A launcher that runs, in a session of its own: Ctrl-C reaches only us, and ranks end without tracebacks."""
+
+    def __init__(self, command: Command):
+        self.command = command
+        self.said = bytearray()
+        # where launchers that were installed beside this Python are found, after the user's own
+        path = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
+        try:
+            self.process = subprocess.Popen(
+                command.argv,
+                env={**os.environ, "PATH": path, **command.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if command.remote else None,  # a remote terminal's stdout has its stderr, too
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ConfigError(f"cannot start {command.argv[0]}: {error.strerror}; is it installed?") from None
+        pairs = ((self.process.stderr, sys.stderr), (self.process.stdout, sys.stdout))
+        self.threads = [
+            threading.Thread(target=self._copy, args=pair, daemon=True) for pair in pairs if pair[0] is not None
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def _copy(self, source: IO[bytes], target: IO[str]) -> None:
+        while data := os.read(source.fileno(), 1 << 16):
+            self.said += data
+            del self.said[:-KEPT]
+            target.buffer.write(data)  # type: ignore[attr-defined]
+            target.flush()
+
+    @property
+    def failed(self) -> bool:
+        return self.process.poll() not in (None, 0)
+
+    def close(self) -> None:
+        for thread in self.threads:
+            thread.join(2)
+
+    def end(self) -> End:
+        found = first_failure(self.said.decode(errors="replace"))
+        if found is None:
+            code = self.process.returncode
+            name = Path(self.command.argv[0]).name
+            return End(_exit_code(code), f"{name} for node {self.command.node} {_how(code)}; no rank is named")
+        rank, code = found
+        return End(_exit_code(code), f"rank {rank} {_how(code)}; the others were ended")
+
+
+FAILURES = (
+    r"Root Cause \(first observed failure\):.*?\n\s*rank\s*:\s(?P<rank>\d+).*?\n\s*exitcode\s*:\s(?P<code>-?\d+)",
+    r"process rank (?P<rank>\d+) with PID \d+ on node \S+ exited on signal (?P<signal>\d+)",
+    r"Process name: \[\[\d+,\d+\],(?P<rank>\d+)\]\s+Exit code:\s+(?P<code>\d+)",
+    r"Process name: (?P<rank>\d+)\s+Exit code: (?P<code>\d+)",
+    r"grace: \w+ on rank (?P<rank>\d+) ends all ranks",  # grace.mpi says it, and aborts with exit code 1
+    # ranks that mpirun ends when another has failed may say this, too
+    r"MPI_ABORT was invoked on rank (?P<rank>\d+) in communicator.*?\swith errorcode (?P<code>-?\d+)",
+)
+"""What torchrun, Open MPI's mpirun, horovodrun and Grace say of the first rank that failed; the surest come first."""
+
+
+def first_failure(said: str) -> tuple[int, int] | None:
+    """The rank that a launcher says failed first, and its exit code, or a signal's number below zero.
+
+    >>> first_failure("mpirun noticed that process rank 1 with PID 0 on node vm exited on signal 9 (Killed).")
+    (1, -9)
+    >>> first_failure("Process name: 3\\nExit code: 7")
+    (3, 7)
+    """
+    for pattern in FAILURES:
+        if found := re.search(pattern, said, re.DOTALL):
+            groups = found.groupdict()
+            code = -int(groups["signal"]) if "signal" in groups else int(groups.get("code", 1))
+            return int(groups["rank"]), code
+    return None
+
+
+def _exit_code(code: int) -> int:
+    """A shell's number for it, never 0.
+
+    >>> _exit_code(7), _exit_code(-9), _exit_code(256)
+    (7, 137, 1)
+    """
+    return 128 - code if code < 0 else code & 255 or 1
+
+
+def _how(code: int) -> str:
+    """In words; shells add 128 to a signal's number.
+
+    >>> _how(7), _how(-9), _how(137)
+    ('ended with exit code 7', 'was ended by SIGKILL (exit code 137)', 'was ended by SIGKILL (exit code 137)')
+    """
+    number = -code if code < 0 else code - 128
+    if number in set(signal.Signals):
+        return f"was ended by {signal.Signals(number).name} (exit code {number + 128})"
+    return f"ended with exit code {code}"

@@ -1,0 +1,296 @@
+"""``grace launch``: the command lines by which an engine's own launcher starts a program on all ranks of a cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from grace.errors import ConfigError
+
+if TYPE_CHECKING:
+    from grace.strategy.resources import SSH, Node, Resources
+
+ENGINES = ("horovod", "torch", "mpi")
+MASTER_PORT = 29500
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """What is started on this machine for a node.
+
+    Attributes:
+        node: the node's address.
+        argv: the command line.
+        environment: what is added to this process's environment.
+        remote: whether it starts ssh.
+    """
+
+    node: str
+    argv: list[str]
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    remote: bool = False
+
+    def __str__(self) -> str:
+        """As one types it into a shell.
+
+        >>> print(Command("a", ["python", "my file.py"], {"X": "1 2"}))
+        env 'X=1 2' python 'my file.py'
+        """
+        return shlex.join([*_env(self.environment), *self.argv])
+
+
+def default_engine() -> str:
+    """Horovod where it is installed, or else torch, or else MPI."""
+    packages = {"horovod": "horovod", "torch": "torch"}
+    return next((name for name, package in packages.items() if importlib.util.find_spec(package)), "mpi")
+
+
+def command(
+    resources: Resources,
+    engine: str,
+    program: Sequence[str],
+    strategy: Path | str | None = None,
+    port: int = MASTER_PORT,
+) -> list[Command]:
+    """The command lines that start a program on all ranks.
+
+    Args:
+        resources: the cluster; its chief is this machine.
+        engine: "horovod", "torch" or "mpi".
+        program: the program and its arguments, as in ``["python", "train.py"]``.
+        strategy: a file for GRACE_STRATEGY.
+        port: where torch's ranks find each other on the chief, if there are several nodes.
+
+    Returns:
+        One per node for torch, else one.
+
+    Raises:
+        ConfigError: the engine's launcher cannot do what the resources say.
+
+    >>> from grace.strategy.resources import Resources
+    >>> for line in command(Resources.load(None, ranks=2), "torch", ["python", "train.py"]):
+    ...     print(line)
+    python -m torch.distributed.run --standalone --nproc-per-node 2 train.py
+    """
+    if engine not in ENGINES:
+        raise ConfigError(f"unknown engine {engine!r}; known: {', '.join(ENGINES)}")
+    if not program:
+        raise ConfigError("say after -- what is to be started, as in: grace launch -- python train.py")
+    environment = {}
+    if strategy is not None:
+        if not Path(strategy).is_file():
+            raise ConfigError(f"there is no strategy file {strategy}")
+        environment["GRACE_STRATEGY"] = str(Path(strategy).resolve())
+    if engine == "torch":
+        return _torch(resources, list(program), environment, port)
+    build = {"horovod": _horovodrun, "mpi": _mpirun}[engine]
+    return [build(resources, list(program), environment)]
+
+
+# -- torch ----------------------------------------------------------------------------------------------------------
+
+
+def _torch(resources: Resources, program: list[str], environment: dict[str, str], port: int) -> list[Command]:
+    commands = []
+    nodes = resources.ordered
+    for number, node in enumerate(nodes):
+        where = ["--standalone", "--nproc-per-node", str(node.slots)]
+        if len(nodes) > 1:
+            where = ["--nnodes", str(len(nodes)), "--node-rank", str(number), "--nproc-per-node", str(node.slots)]
+            where += ["--master-addr", resources.chief.address, "--master-port", str(port)]
+        argv, ssh = _torchrun(where, program), resources.ssh_of(node)
+        variables = {**(_shared(resources) if ssh is None else ssh.shared_envs), **_gpus(node), **environment}
+        if node.chief:
+            commands.append(Command(node.address, argv, variables))
+        else:
+            assert ssh is not None
+            commands.append(Command(node.address, _over_ssh(node, ssh, [*_env(variables), *argv]), remote=True))
+    return commands
+
+
+def _torchrun(where: list[str], program: list[str]) -> list[str]:
+    """Python scripts and modules are torchrun's own; it starts everything else as it stands.
+
+    >>> _torchrun([], ["python3", "a.py"])
+    ['python3', '-m', 'torch.distributed.run', 'a.py']
+    >>> _torchrun([], ["./train.sh"])
+    ['python', '-m', 'torch.distributed.run', '--no-python', './train.sh']
+    """
+    is_python = re.fullmatch(r"python[\d.]*", Path(program[0]).name) is not None
+    run = [program[0] if is_python else "python", "-m", "torch.distributed.run", *where]
+    simple = is_python and len(program) > 1 and (not program[1].startswith("-") or program[1] == "-m")
+    return [*run, *(program[1:] if simple else ["--no-python", *program])]
+
+
+def _over_ssh(node: Node, ssh: SSH, argv: list[str]) -> list[str]:
+    """A terminal (-tt), so that what was started there ends when the connection does."""
+    steps = [f"cd {shlex.quote(os.getcwd())}"]
+    if ssh.python_venv:
+        steps.append(f". {_home_kept(ssh.python_venv)}/bin/activate")
+    key = ["-i", str(Path(ssh.key_file).expanduser())] if ssh.key_file else []
+    target = f"{ssh.username}@{node.address}" if ssh.username else node.address
+    remote = " && ".join([*steps, shlex.join(argv)])
+    return ["ssh", "-tt", "-o", "BatchMode=yes", "-p", str(ssh.port), *key, target, remote]
+
+
+def _home_kept(path: str) -> str:
+    """Quoted, but for the ~ at its start, which the other machine's shell is to replace.
+
+    >>> print(_home_kept("~/my venv/"), _home_kept("/opt/venv"))
+    ~/'my venv' /opt/venv
+    """
+    path = path.rstrip("/")
+    return f"~/{shlex.quote(path[2:])}" if path.startswith("~/") else shlex.quote(path)
+
+
+# -- launchers that start all nodes themselves ----------------------------------------------------------------------
+
+
+def _horovodrun(resources: Resources, program: list[str], environment: dict[str, str]) -> Command:
+    port, key = _common(resources, "port"), _common(resources, "key_file")
+    if _common(resources, "username") is not None:
+        raise ConfigError(
+            "horovodrun takes no user name for ssh; leave `username` out and write it into ~/.ssh/config, "
+            "or launch with --engine torch or mpi"
+        )
+    reach = ["-p", str(port)] if port not in (None, 22) else []
+    reach += ["-i", str(Path(key).expanduser())] if key else []
+    # horovodrun hands on every variable but CUDA_VISIBLE_DEVICES
+    inside = [*_env(_same_gpus(resources)), *_in_venv(resources, program)]
+    argv = ["horovodrun", "-np", str(resources.world_size), "-H", _hosts(resources), *reach, *inside]
+    return Command(resources.chief.address, argv, {**_shared(resources), **environment})
+
+
+def _mpirun(resources: Resources, program: list[str], environment: dict[str, str]) -> Command:
+    variables = {"GRACE_BACKEND": "mpi", **_shared(resources), **_same_gpus(resources), **environment}
+    user, port, key = (_common(resources, field) for field in ("username", "port", "key_file"))
+    reach = ["-l", user] if user else []
+    reach += ["-p", str(port)] if port not in (None, 22) else []
+    reach += ["-i", str(Path(key).expanduser())] if key else []
+    if any(" " in word for word in reach):
+        raise ConfigError(f"mpirun takes no key file whose path has spaces: {key}")
+    argv = ["mpirun", "-np", str(resources.world_size), "-H", _hosts(resources), "--bind-to", "none"]
+    argv += ["--map-by", "slot", *(["--mca", "plm_rsh_args", " ".join(reach)] if reach else [])]
+    for name in variables:
+        argv += ["-x", name]
+    return Command(resources.chief.address, [*argv, *_in_venv(resources, program)], variables)
+
+
+def _hosts(resources: Resources) -> str:
+    return ",".join(f"{node.address}:{node.slots}" for node in resources.ordered)
+
+
+def _same_gpus(resources: Resources) -> dict[str, str]:
+    """These launchers give all ranks one environment."""
+    lists = {tuple(node.gpus) for node in resources.nodes}
+    if len(lists) > 1:
+        each = "; ".join(f"{node.address}: {node.gpus}" for node in resources.ordered)
+        raise ConfigError(
+            f"horovodrun and mpirun give all nodes the same CUDA_VISIBLE_DEVICES, but their gpus differ ({each}); "
+            "list the same ones, or launch with --engine torch"
+        )
+    return _gpus(resources.chief)
+
+
+def _common(resources: Resources, field: str) -> Any:
+    """What the ssh settings of all nodes but the chief say, which must be one thing."""
+    said = {node.address: getattr(resources.ssh_of(node), field, None) for node in resources.ordered if not node.chief}
+    if len(set(said.values())) > 1:
+        each = "; ".join(f"{address}: {value}" for address, value in said.items())
+        raise ConfigError(
+            f"horovodrun and mpirun reach all nodes with the same {field}, but the ssh groups differ ({each}); "
+            "write them into ~/.ssh/config instead, or launch with --engine torch"
+        )
+    return next(iter(said.values()), None)
+
+
+def _in_venv(resources: Resources, program: list[str]) -> list[str]:
+    """All nodes start the same command line, so ``python`` becomes that of the nodes' environment."""
+    venv = _common(resources, "python_venv")
+    if venv is None or program[0] not in ("python", "python3"):
+        return program
+    return [str(Path(venv).expanduser() / "bin" / program[0]), *program[1:]]
+
+
+def _shared(resources: Resources) -> dict[str, str]:
+    """The variables of all ssh groups that nodes name."""
+    variables: dict[str, str] = {}
+    for node in resources.ordered:
+        ssh = resources.ssh_of(node)
+        for name, value in ({} if ssh is None else ssh.shared_envs).items():
+            if variables.setdefault(name, value) != value:
+                raise ConfigError(
+                    f"the ssh groups' shared_envs give {name} several values ({variables[name]!r}, {value!r}), and "
+                    "which ranks get which is not clear; use one, or with --engine torch give the chief an ssh_config"
+                )
+    return variables
+
+
+def _gpus(node: Node) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, node.gpus))} if node.gpus else {}
+
+
+def _env(variables: dict[str, str]) -> list[str]:
+    return ["env", *(f"{name}={value}" for name, value in variables.items())] if variables else []
+
+
+# -- the command ----------------------------------------------------------------------------------------------------
+
+
+def launch(
+    program: Annotated[
+        list[str], typer.Argument(help="What every rank runs, after --: python train.py ...", metavar="-- PROGRAM...")
+    ],
+    resources: Annotated[
+        Path | None,
+        typer.Option("--resources", "-r", help="The cluster, in YAML or JSON.", show_default="this machine"),
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="horovod, torch or mpi.", show_default="the first that is installed")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", "-n", help="Ranks on this machine, without a file.", show_default="1")
+    ] = None,
+    strategy: Annotated[
+        Path | None, typer.Option(help="A strategy's file; the ranks find it in GRACE_STRATEGY.", show_default="none")
+    ] = None,
+    port: Annotated[
+        int, typer.Option(min=1, max=65535, help="The chief's port where torch's ranks of several nodes meet.")
+    ] = MASTER_PORT,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command lines and exit.")] = False,
+) -> None:
+    """Run a program on all ranks of a cluster, by the engine's own launcher.
+
+    grace launch -n 2 -- python train.py
+
+    grace launch -r cluster.yaml --engine torch -- python train.py --epochs 3
+
+    Start it on the chief. torchrun is started on every node, on others by ssh;
+    horovodrun and Open MPI's mpirun reach the nodes themselves. The program lies
+    in the same folder on all nodes. A rank that fails ends the job: its number
+    is printed, and its exit code (128 and the number of the signal) is ours.
+    """
+    from grace import jobs
+    from grace.strategy.resources import Resources
+
+    commands = command(Resources.load(resources, ranks), engine or default_engine(), program, strategy, port)
+    if dry_run:
+        print(*commands, sep="\n")
+        return
+    try:
+        end = jobs.run(commands)
+    except KeyboardInterrupt:
+        print("grace launch: interrupted; the ranks are ended", file=sys.stderr)
+        raise typer.Exit(130) from None
+    if end.code:
+        print(f"grace launch: {end.message}", file=sys.stderr)
+        raise typer.Exit(end.code)

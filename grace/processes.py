@@ -1,0 +1,85 @@
+"""Processes that start others: ending all of them, whoever ends first."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+GRACE_PERIOD = 10
+"""Seconds that a launcher gets to end its ranks."""
+
+
+@contextlib.contextmanager
+def signals_raise() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does, so that what we have started ends too."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def end(*launchers: subprocess.Popen) -> None:
+    """End launchers, which end their ranks; whatever is left of their sessions is killed."""
+    for launcher in launchers:
+        if launcher.poll() is None:
+            launcher.terminate()
+    for launcher in launchers:
+        if launcher.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                launcher.wait(GRACE_PERIOD)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(launcher.pid, signal.SIGKILL)
+        launcher.wait()
+
+
+@contextlib.contextmanager
+def no_orphans() -> Iterator[None]:
+    """Kill, at the end, every process that was started meanwhile by us or by those we started.
+
+    Launchers give ranks sessions of their own, and one that is killed leaves them behind. On Linux a process can ask
+    to become the parent of its descendants' orphans; elsewhere nothing happens.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    adopt = 36  # PR_SET_CHILD_SUBREAPER
+    libc = ctypes.CDLL(None)
+    libc.prctl(adopt, 1, 0, 0, 0)
+    before = set(_children().get(os.getpid(), []))
+    try:
+        yield
+    finally:
+        while ours := [pid for pid in _children().get(os.getpid(), []) if pid not in before]:
+            for pid in ours:  # their children become ours then, and are killed next
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, 0)
+        libc.prctl(adopt, 0, 0, 0, 0)
+
+
+def _children() -> dict[int, list[int]]:
+    """The processes that each process has started."""
+    found: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
+            found.setdefault(parent, []).append(int(stat.parent.name))
+    return found

@@ -1,0 +1,363 @@
+"""The machines of a run: a file that names nodes, their devices and how to reach them.
+
+::
+
+    nodes:
+      - {address: 10.0.0.1, chief: true, gpus: [0, 1], cpus: [0], network_bandwidth: 10}     # Gbit/s
+      - {address: 10.0.0.2, gpus: [0, 1], ssh_config: default}
+    ssh: {default: {username: me, port: 22, key_file: ~/.ssh/id, python_venv: ~/venv, shared_envs: {NCCL_DEBUG: INFO}}}
+"""
+
+from __future__ import annotations
+
+import collections
+import difflib
+import ipaddress
+import json
+import re
+import reprlib
+from pathlib import Path
+from typing import Annotated, Any
+
+from grace.errors import ConfigError, missing_extra
+
+try:
+    import pydantic
+except ImportError:
+    raise missing_extra("pydantic", "strategy") from None
+try:
+    import yaml
+except ImportError:
+    raise missing_extra("pyyaml", "strategy") from None
+
+HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+"""Host names and IPv4 addresses: launchers write ``host:slots``, so that no colon may be in one."""
+WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]*")
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+Device = Annotated[int, pydantic.Field(ge=0)]
+Port = Annotated[int, pydantic.Field(ge=1, le=65535)]
+
+
+class _Part(pydantic.BaseModel):
+    """Keys are the fields and no others, and values are of the fields' types without conversion."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Node(_Part):
+    """One machine.
+
+    Attributes:
+        address: its host name or IPv4 address, as the other nodes reach it.
+        chief: whether this is the machine on which the launcher runs, and which has rank 0.
+        gpus: the numbers of its GPUs, one rank each.
+        cpus: the numbers of its CPUs; one rank each where there are no GPUs.
+        ssh_config: the group of ssh settings by which the chief reaches it.
+        network_bandwidth: Gbit/s.
+    """
+
+    address: str
+    chief: bool = False
+    gpus: list[Device] = []
+    cpus: list[Device] = []
+    ssh_config: str | None = None
+    network_bandwidth: float | None = None
+
+    @property
+    def slots(self) -> int:
+        """How many ranks it has: one per GPU, or else per CPU, or else one.
+
+        >>> Node(address="a", gpus=[0, 1], cpus=[0]).slots, Node(address="a", cpus=[2]).slots, Node(address="a").slots
+        (2, 1, 1)
+        """
+        return len(self.gpus) or len(self.cpus) or 1
+
+    @pydantic.field_validator("address")
+    @classmethod
+    def _host(cls, address: str) -> str:
+        return _matching(HOST, address, "a host name or an IPv4 address, as in 10.0.0.1")
+
+    @pydantic.field_validator("gpus", "cpus")
+    @classmethod
+    def _once(cls, devices: list[int]) -> list[int]:
+        for device, count in collections.Counter(devices).items():
+            if count > 1:
+                raise ValueError(f"device {_short(device)} is there {count} times; a device has one rank")
+        return devices
+
+    @pydantic.field_validator("network_bandwidth")
+    @classmethod
+    def _positive(cls, bandwidth: float | None) -> float | None:
+        if bandwidth is not None and not 0 < bandwidth < float("inf"):
+            raise ValueError(f"must be a number of Gbit/s above 0, not {_short(bandwidth)}")
+        return bandwidth
+
+
+class SSH(_Part):
+    """How nodes are reached.
+
+    Attributes:
+        username: by default what ssh chooses.
+        port: the ssh server's.
+        key_file: the private key's file, on the chief.
+        python_venv: a virtual environment's folder, on the nodes.
+        shared_envs: environment variables of the ranks.
+    """
+
+    username: str | None = None
+    port: Port = 22
+    key_file: str | None = None
+    python_venv: str | None = None
+    shared_envs: dict[str, str] = {}
+
+    @pydantic.field_validator("username")
+    @classmethod
+    def _user(cls, username: str | None) -> str | None:
+        return None if username is None else _matching(WORD, username, "a user's name")
+
+    @pydantic.field_validator("key_file", "python_venv")
+    @classmethod
+    def _path(cls, path: str | None) -> str | None:
+        if path is not None and (not path or path.startswith("-") or _control(path)):
+            raise ValueError(f"must be a path, not {_short(path)}")
+        return path
+
+    @pydantic.field_validator("shared_envs", mode="before")
+    @classmethod
+    def _numbers_as_text(cls, variables: Any) -> Any:
+        if not isinstance(variables, dict):
+            return variables
+        return {k: str(v) if type(v) is int and abs(v) < 2**64 else v for k, v in variables.items()}
+
+    @pydantic.field_validator("shared_envs")
+    @classmethod
+    def _variables(cls, variables: dict[str, str]) -> dict[str, str]:
+        for name, value in variables.items():
+            _matching(VARIABLE, name, "names of environment variables to values")
+            if "\0" in value:
+                raise ValueError(f"the value of {name} has a zero byte")
+        return variables
+
+
+class Resources(_Part):
+    """The nodes of a run.
+
+    Attributes:
+        nodes: the machines; exactly one is the chief.
+        ssh: groups of ssh settings by name.
+    """
+
+    nodes: Annotated[list[Node], pydantic.Field(min_length=1)]
+    ssh: dict[str, SSH] = {}
+
+    @classmethod
+    def load(cls, path: Path | str | None, ranks: int | None = None) -> Resources:
+        """Read a file: YAML (.yaml, .yml) or JSON (.json).
+
+        Args:
+            path: the file; None stands for this machine alone.
+            ranks: how many ranks this machine gets when there is no file; by default one.
+
+        Raises:
+            ConfigError: the file cannot be read, or describes nodes that cannot work together.
+
+        >>> Resources.load(None, ranks=2).world_size
+        2
+        """
+        if path is None:
+            if ranks is not None and ranks < 1:
+                raise ConfigError(f"ranks must be at least 1, not {ranks}")
+            return cls(nodes=[Node(address="localhost", chief=True, cpus=list(range(ranks or 1)))])
+        if ranks is not None:
+            raise ConfigError(f"{path} says how many ranks there are; a number of ranks is for runs without a file")
+        return cls.of(_read(Path(path)), str(path))
+
+    @classmethod
+    def of(cls, document: Any, source: str = "resources") -> Resources:
+        """Resources from what a file holds.
+
+        Args:
+            document: dictionaries and lists, as YAML gives them.
+            source: begins the errors' messages.
+
+        Raises:
+            ConfigError: a key, a type or a combination that cannot work.
+
+        >>> Resources.of({"nodes": [{"address": "10.0.0.1", "gpus": [0, 1]}]})
+        Traceback (most recent call last):
+        grace.errors.ConfigError: resources: no node is the chief; give one of them `chief: true`
+        """
+        if not isinstance(document, dict):
+            raise ConfigError(f"{source}: must have the keys nodes and ssh, not be {_short(document)}")
+        try:
+            return cls.model_validate(document)
+        except pydantic.ValidationError as error:
+            raise ConfigError(f"{source}: {_told(error, document)}") from None
+        except RecursionError:
+            raise ConfigError(f"{source}: is nested too deeply") from None
+
+    @property
+    def chief(self) -> Node:
+        """The node on which the launcher runs."""
+        return next(node for node in self.nodes if node.chief)
+
+    @property
+    def ordered(self) -> list[Node]:
+        """The chief, then the others as declared: the order of ranks."""
+        return sorted(self.nodes, key=lambda node: not node.chief)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The index in ``nodes`` of each rank's node; the chief's ranks are the first.
+
+        >>> Resources.load(None, ranks=3).ranks
+        [0, 0, 0]
+        """
+        order = sorted(range(len(self.nodes)), key=lambda index: not self.nodes[index].chief)
+        return [index for index in order for _ in range(self.nodes[index].slots)]
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return sum(node.slots for node in self.nodes)
+
+    def ssh_of(self, node: Node) -> SSH | None:
+        """The ssh settings of a node, if it has any."""
+        return None if node.ssh_config is None else self.ssh[node.ssh_config]
+
+    @pydantic.model_validator(mode="after")
+    def _work_together(self) -> Resources:
+        addresses = [node.address for node in self.nodes]
+        for address, count in collections.Counter(addresses).items():
+            if count > 1:
+                raise ValueError(f"node {address} is there {count} times; write all its devices in one node")
+        if len(self.nodes) > 1:
+            for address in filter(_is_loopback, addresses):
+                raise ValueError(
+                    f"node {address}: is a loopback address, where other nodes reach only themselves; "
+                    "with several nodes, write the one by which the others reach it"
+                )
+        chiefs = [node.address for node in self.nodes if node.chief]
+        if not chiefs:
+            raise ValueError("no node is the chief; give one of them `chief: true`")
+        if len(chiefs) > 1:
+            raise ValueError(f"{len(chiefs)} nodes are chiefs ({', '.join(chiefs)}); there must be one")
+        for node in self.nodes:
+            if node.ssh_config is None and not node.chief:
+                needs = "is not the chief, so it needs ssh settings; add `ssh_config:` with a group of them"
+                raise ValueError(f"node {node.address}: {needs}{self._known_groups()}")
+            if node.ssh_config is not None and node.ssh_config not in self.ssh:
+                raise ValueError(
+                    f"node {node.address}: unknown ssh group {_short(node.ssh_config)}{self._known_groups()}"
+                )
+        return self
+
+    def _known_groups(self) -> str:
+        return f"; known: {', '.join(map(_short, self.ssh))}" if self.ssh else "; there are none yet: add `ssh:`"
+
+
+def _read(path: Path) -> Any:
+    parsers = {".yaml": yaml.safe_load, ".yml": yaml.safe_load, ".json": json.loads}
+    if path.suffix.lower() not in parsers:
+        raise ConfigError(f"{path}: must be a .yaml, .yml or .json file")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except ValueError:
+        raise ConfigError(f"{path}: is not UTF-8 text") from None
+    try:
+        return parsers[path.suffix.lower()](text)
+    except Exception as error:  # parsers raise errors of many types on malformed text
+        kind = "JSON" if path.suffix.lower() == ".json" else "YAML"
+        said = " ".join(str(error).split())
+        raise ConfigError(f"{path}: is not {kind}: {said or type(error).__name__}") from None
+
+
+def _matching(pattern: re.Pattern[str], text: str, right: str) -> str:
+    if not pattern.fullmatch(text):
+        raise ValueError(f"must be {right}, not {_short(text)}")
+    return text
+
+
+def _control(text: str) -> bool:
+    return any(ord(character) < 32 for character in text)
+
+
+def _is_loopback(address: str) -> bool:
+    """Whether it means "this machine" everywhere.
+
+    >>> _is_loopback("localhost"), _is_loopback("127.0.0.2"), _is_loopback("0.0.0.0"), _is_loopback("10.0.0.1")
+    (True, True, True, False)
+    """
+    try:
+        number = ipaddress.ip_address(address)
+    except ValueError:
+        return address.lower().rstrip(".").split(".")[-1] in ("localhost", "localdomain")
+    return number.is_loopback or number.is_unspecified
+
+
+# -- messages -------------------------------------------------------------------------------------------------------
+
+MODELS: dict[str, type[pydantic.BaseModel]] = {"nodes": Node, "ssh": SSH}
+RIGHT = {
+    "bool_type": "must be true or false",
+    "string_type": "must be text",
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "list_type": "must be a list",
+    "dict_type": "must be keys with values",
+    "model_type": "must be keys with values",
+    "missing": "is missing",
+    "too_short": "must not be empty",
+    "string_unicode": "must be text",
+}
+
+
+def _told(error: pydantic.ValidationError, document: dict) -> str:
+    """The first error, by the names that the file has, and how many others there are."""
+    errors = error.errors(include_url=False, include_context=False)
+    first = errors[0]
+    where = [*first["loc"]]
+    parts = [] if not where else [_place(where, document)]
+    kind, value = first["type"], first["input"]
+    if kind == "extra_forbidden":
+        model: type[pydantic.BaseModel] = MODELS[str(where[0])] if len(where) > 1 else Resources
+        known = list(model.model_fields)
+        close = difflib.get_close_matches(str(where[-1]), known, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        said = f"unknown key{hint}; known: {', '.join(known)}"
+    elif kind == "value_error":
+        said = first["msg"].removeprefix("Value error, ")
+    elif kind in ("missing", "too_short"):
+        said = RIGHT[kind]
+    else:
+        said = f"{RIGHT.get(kind) or first['msg'].replace('Input should', 'must')}, not {_short(value)}"
+    others = len(errors) - 1
+    more = f" (and {others} more {'error' if others == 1 else 'errors'})" if others else ""
+    return ": ".join([*parts, said]) + more
+
+
+def _place(where: list[int | str], document: dict) -> str:
+    """Where an error is, with a node's address.
+
+    >>> _place(["nodes", 1, "gpus", 0], {"nodes": [{}, {"address": "10.0.0.2"}]}), _place(["ssh", "a", "port"], {})
+    ('node 10.0.0.2: gpus: 0', 'ssh: a: port')
+    """
+    names = [part if isinstance(part, str) else _short(part) for part in where]
+    if where[0] == "nodes" and len(where) > 1 and isinstance(where[1], int):
+        nodes = document.get("nodes")
+        node = nodes[where[1]] if isinstance(nodes, list) else None
+        address = node.get("address") if isinstance(node, dict) else None
+        usable = isinstance(address, str) and HOST.fullmatch(address)
+        names[:2] = [f"node {address}" if usable else f"nodes: number {where[1] + 1}"]
+    return ": ".join(name if name.isprintable() and len(name) <= 60 else _short(name) for name in names)
+
+
+def _short(value: Any) -> str:
+    """A value as text of one line, however large it is."""
+    try:
+        return reprlib.repr(value)
+    except Exception:  # integers of more digits than Python prints
+        return f"a very large {type(value).__name__}"

@@ -250,10 +250,8 @@ if how in ("exit", "raise", "kill"):
     time.sleep(100)
 print(f"said by {grace.rank()}")
 """
-ENGINES = [
-    "torch",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("horovod", "mpi")),
-]
+NAMES = ["torch", "horovod", "mpi"]
+ENGINES = ["torch", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])]
 
 
 @pytest.fixture
@@ -322,8 +320,10 @@ def test_a_launcher_that_names_no_rank_is_named():
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("engine", "number"),
+    [("torch", signal.SIGTERM), *(pytest.param(name, signal.SIGINT, marks=pytest.mark.slow) for name in NAMES)],
+)
 def test_interrupting_leaves_nobody_behind(script, tmp_path, engine, number):
     need(engine)
     args = ["-n", "2", "--engine", engine, "--", str(BIN / "python"), str(script), "wait", str(tmp_path)]

@@ -123,10 +123,10 @@ def load_model(
 
     Args:
         path: what ``model.save`` wrote on this rank, or :func:`save_model` on rank 0.
-        choices: compressor, memory and communicator; as they were, if left out.
+        choices: compressor, memory and communicator; as they were, if all three are left out.
         memory_state: "strict", or "reset" to start with empty memories.
         custom_objects: for ``keras.saving.load_model``.
-        options: further ones of :func:`~grace.tensorflow.DistributedOptimizer`.
+        options: further ones of :func:`~grace.tensorflow.DistributedOptimizer`; as they were, if left out.
 
     Raises:
         ConfigError: the file holds no compiled model, or memories that do not go with this run.
@@ -142,8 +142,10 @@ def load_model(
             f"{path} was saved with a plain optimizer. Load it with keras.saving.load_model and make its optimizer "
             "distributed, or pass memory_state='reset'"
         )
-    if not choices and not options.keys() & {"compressor", "memory", "communicator"} and saved is not None:
-        options = {**saved["options"], **options}
+    if saved is not None:
+        parts = {"compressor", "memory", "communicator"}
+        chosen = parts if choices or options.keys() & parts else set()  # all three, or none of them
+        options = {**{key: value for key, value in saved["options"].items() if key not in chosen}, **options}
     DistributedOptimizer(model.optimizer, *choices, **options)
     if saved is not None and saved["state"] is not None:
         distributed(model.optimizer)._grace.restore(saved["state"], memory_state)

@@ -206,3 +206,17 @@ def tape_checkpoint(folder):
 
 def test_a_tapes_exchange_is_saved_by_itself(halves):
     assert pool().run(tape_checkpoint, halves[2]) == [[[4, 0], [0, 6]]] * 2
+
+
+def test_options_that_are_not_given_again_are_as_they_were(tmp_path):
+    import keras
+
+    grace.init("local")
+    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
+    model.compile(grace.DistributedOptimizer(keras.optimizers.SGD(0.1), "topk(ratio=0.5)", seed=7, op="sum"), "mse")
+    model.save(tmp_path / "m.keras")
+    same = grace.tensorflow.load_model(tmp_path / "m.keras").optimizer._grace.options()
+    assert same == model.optimizer._grace.options()
+    other = grace.tensorflow.load_model(tmp_path / "m.keras", compressor="onebit").optimizer._grace.options()
+    assert (other["seed"], other["op"], other["compressor"]["name"]) == (7, "sum", "onebit")
+    grace.shutdown()

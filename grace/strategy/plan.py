@@ -176,7 +176,7 @@ class Strategy:
         """The document: what a file holds."""
         return {
             "version": 1,
-            "builder": self.builder,
+            "builder": self.builder or None,
             "model": fingerprint(self.variables),
             "cluster": {"world_size": self.world_size, "nodes": self.nodes},
             "variables": {plan.variable.name: plan.to_dict() for plan in self.plans},

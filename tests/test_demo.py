@@ -236,10 +236,13 @@ def _running(tmp_path, seconds, framework="torch"):
     """A long demo whose ranks have been up for a while: (process, pids of its ranks)."""
     command = [GRACE, "demo", "--methods", "none", "--epochs", "5000", "--out", str(tmp_path)]
     command += ["--framework", framework]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    # os.environ: an MPI started in this very process leaves variables in C's environment that no mpirun survives
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "env": dict(os.environ)}
+    process = subprocess.Popen(command, **quiet)
     try:
         deadline = time.monotonic() + 60
         while len(ranks := _ranks(process.pid)) < 2:
+            assert process.poll() is None, process.communicate()[1]
             assert time.monotonic() < deadline, "the ranks did not start"
             time.sleep(0.05)
         time.sleep(seconds)

@@ -28,6 +28,8 @@ def agree(backend: Backend, facts: Sequence[tuple[str, str]], error: BaseExcepti
     for rank, (_, failure) in enumerate(answers):
         if failure is not None:
             raise RankError(f"rank {rank} refused to start: {failure}")
+        if not isinstance(answers[rank][0], str):
+            raise RankError(f"rank {rank} was given a strategy, rank {backend.rank} none: give all ranks the same")
     if all(other == answers[0][0] for other, _ in answers):
         return
     raise RankError(_first_difference(backend.allgather_object(list(facts))))

@@ -66,7 +66,7 @@ class Backend(abc.ABC):
     (``pairs_by_name``): then ``label`` names what is started next. ``sent_bytes`` counts the bytes that
     left this rank: each collective adds what its algorithm sends from here, given the buffer that it
     was really handed (ring all-reduce: 2 (W-1)/W times the buffer; all-to-all: (W-1)/W times;
-    all-gather: W-1 times; broadcast: W-1 times at the root).
+    all-gather: W-1 times; broadcast: W-1 times at the root; gather: once everywhere else).
     """
 
     name: str = ""
@@ -121,9 +121,29 @@ class Backend(abc.ABC):
         """Send the root's ``tensor`` to all; the result is ``tensor``, overwritten, or a new one where tensors
         cannot change."""
 
+    def gather(self, tensor: Tensor, root: int) -> Handle:
+        """Gather equally sized 1-d tensors at one rank; the result is a list with one tensor per rank there, and an
+        empty one elsewhere. An all-gather, unless the engine can do better."""
+        return self.allgather(tensor).map(lambda gathered: gathered if self.rank == root else [])
+
+    def beside(self) -> Backend:
+        """Another backend over the same ranks, whose collectives may be started by another thread, in an order of
+        their own. Every rank must call it."""
+        raise NotImplementedError(f"{self.name} cannot be used by two threads")
+
     @abc.abstractmethod
     def allgather_object(self, value: Any) -> list[Any]:
         """Gather small Python objects, blocking. For start-up and checkpoints only."""
+
+    def at_shutdown(self, function: Callable[[], None]) -> None:
+        """Call this before the ranks part."""
+        self.__dict__.setdefault("closing", []).append(function)
+
+    def close(self) -> None:
+        """Do what is to be done before the ranks part, and leave."""
+        for function in self.__dict__.pop("closing", []):
+            function()
+        self.shutdown()
 
     def shutdown(self) -> None:  # noqa: B027 - optional to override
         """Release what the backend opened."""

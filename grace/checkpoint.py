@@ -3,7 +3,8 @@
 The rules: state is keyed by variable name. What is the same on every rank (PowerSGD's Q) loads anywhere. What
 belongs to a rank (residuals) loads on that rank of a run of the same size; from a checkpoint that holds all
 ranks it also loads on a different number of ranks, where every rank starts with the mean over the saved
-ranks, which keeps the mean over ranks of what is still to be sent. Anything else is refused, not dropped.
+ranks, which keeps the mean over ranks of what is still to be sent. Under another strategy memories are cut and
+joined as its parts are (:mod:`grace.recut`). Anything else is refused, not dropped.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from grace.errors import ConfigError
 from grace.exchanger import Exchanger
+from grace.recut import Cuts, recut
 
 VERSION = 1
 
@@ -21,20 +23,36 @@ def save(exchanger: Exchanger) -> dict[str, Any]:
     context = exchanger.context
     return {
         "version": VERSION,
-        "components": exchanger.communicator.describe(),
+        "components": exchanger.name,
+        "pieces": cuts_of(exchanger),
         "step": context.step,
         "seed": context.seed,
         "loss_scale": context.loss_scale,
         "rank": context.rank,
         "size": context.size,
-        "state": {kind: dict(component.state) for kind, component in exchanger.components.items()},
+        "state": exchanger.state(),
+    }
+
+
+def cuts_of(exchanger: Exchanger) -> Cuts:
+    """How each variable is cut, and what carries each piece, in plain words and numbers."""
+    return {
+        name: {
+            "axis": pieces[0].axis,
+            "sizes": [piece.stop - piece.start for piece in pieces],
+            "methods": [piece.communicator.describe() for piece in pieces],
+            "memories": [piece.communicator.memory.spec for piece in pieces],
+            "destinations": [getattr(piece.communicator, "destination", None) for piece in pieces],
+        }
+        for name, pieces in exchanger.pieces_of.items()
     }
 
 
 def gather(exchanger: Exchanger) -> dict[str, Any]:
     """All ranks' state in one; every rank must call it."""
     saved = save(exchanger)
-    own = {k: c for k, c in saved["state"].items() if not exchanger.components[k].shared_state}
+    shared = _shared_kinds(exchanger)
+    own = {kind: values for kind, values in saved["state"].items() if kind not in shared}
     everyone = exchanger.backend.allgather_object(own)
     return {**saved, "ranks": everyone}
 
@@ -57,34 +75,59 @@ def load(exchanger: Exchanger, saved: dict[str, Any] | None, memory: str = "stri
         )
     if saved.get("version") != VERSION:
         raise ConfigError(f"the checkpoint's format is version {saved.get('version')}, this Grace reads {VERSION}")
-    context, now = exchanger.context, exchanger.communicator.describe()
+    context, now = exchanger.context, exchanger.name
     if memory == "strict":
-        if saved["components"] != now:
+        if saved["components"] != now and not any(name.startswith("strategy ") for name in (saved["components"], now)):
             raise ConfigError(
                 f"the checkpoint was saved with {saved['components']}, this run uses {now}. Use the same, or "
                 "call load_state_dict(state, memory='reset') to start with empty memories"
             )
         if saved["seed"] != context.seed:
             raise ConfigError(f"the checkpoint was saved with seed={saved['seed']}, this run has seed={context.seed}")
-    values = {kind: {} if memory == "reset" else _for_rank(exchanger, saved, kind) for kind in exchanger.components}
-    for kind, component in exchanger.components.items():
-        component.state.clear()
-        component.state.update(values[kind])
-        component.state.commit()
+    values: dict[str, dict[str, Any]] = {}
+    if memory == "strict":
+        _check_names(exchanger, saved)
+        if saved["components"] != now:
+            saved = recut(saved, cuts_of(exchanger), context.rank)
+        values = {kind: _for_rank(exchanger, saved, kind) for kind in saved["state"]}
+    names = {
+        id(c): {p.variable.name for p in exchanger.pieces.values() if p.communicator is c}
+        for c in exchanger.communicators
+    }
+    for communicator in exchanger.communicators:
+        for kind, component in communicator.components.items():
+            component.state.clear()
+            mine = names[id(communicator)]
+            component.state.update({name: v for name, v in values.get(kind, {}).items() if name in mine})
+            component.state.commit()
     context.step, context.loss_scale = saved["step"], saved["loss_scale"]
+    for communicator in exchanger.communicators:
+        communicator.resumed()
+
+
+def _check_names(exchanger: Exchanger, saved: dict[str, Any]) -> None:
+    whole_of = {
+        f"{name}/part_{i}": name for name, cut in saved.get("pieces", {}).items() for i in range(len(cut["sizes"]))
+    }
+    for kind, values in saved["state"].items():
+        for name in values:
+            if whole_of.get(name, name) not in exchanger.pieces_of:
+                raise ConfigError(
+                    f"the checkpoint holds the {kind} of {name!r}, which this run does not exchange. Give the "
+                    "parameters the names that they were saved with, or call load_state_dict(state, memory='reset')"
+                )
+
+
+def _shared_kinds(exchanger: Exchanger) -> set[str]:
+    """What any rank's copy restores on all. A kind is shared if all components of that kind that keep something are."""
+    kinds = {kind for kind, part in exchanger.components if part.shared_state}
+    return kinds - {kind for kind, part in exchanger.components if not part.shared_state and len(part.state)}
 
 
 def _for_rank(exchanger: Exchanger, saved: dict[str, Any], kind: str) -> dict[str, Any]:
-    known = {variable.name for variable in exchanger.variables}
-    for name in saved["state"][kind]:
-        if name not in known:
-            raise ConfigError(
-                f"the checkpoint holds the {kind} of {name!r}, which this run does not exchange. Give the parameters "
-                "the names that they were saved with, or call load_state_dict(state, memory='reset')"
-            )
     context, rank, size = exchanger.context, saved["rank"], saved["size"]
     own = saved["state"][kind]
-    if exchanger.components[kind].shared_state:
+    if kind in _shared_kinds(exchanger):
         return own
     if "ranks" in saved:
         everyone = [state[kind] for state in saved["ranks"]]

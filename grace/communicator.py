@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from grace.backend import Backend, Handle
@@ -103,6 +104,34 @@ class Communicator(Component):
         from grace.exchange import Exchange
 
         return Exchange(*args)
+
+    @property
+    def delayed(self) -> bool:
+        """Whether what a step exchanges is applied in a later one; it then keeps its state by itself."""
+        return False
+
+    def open(self, courier: Callable[[], Any]) -> None:
+        """All ranks have agreed and are about to start; ``courier()`` is for exchanges that run beside training."""
+
+    def resumed(self) -> None:
+        """The state was loaded from a checkpoint."""
+
+    def dense(self, usual: Communicator) -> Communicator:
+        """What carries the variables that the compressor would not make smaller: ``usual``, all together."""
+        return usual
+
+    def for_rows(self, name: str) -> Communicator:
+        """What carries the rows of sparse gradients, with this compressor and memory.
+
+        Args:
+            name: a variable that has such gradients, for messages.
+
+        Raises:
+            ConfigError: they cannot serve rows.
+        """
+        from grace.rows import RowAllgather
+
+        return RowAllgather(self.compressor, self.memory, name)
 
     @property
     def stateful(self) -> bool:

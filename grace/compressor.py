@@ -122,6 +122,10 @@ class Compressor(Component):
             out = self.accumulate(payload, ctx, out, 1.0 / count)
         return out
 
+    def answering(self) -> Compressor:
+        """The method that a destination compresses the mean with, which goes back to all: this one."""
+        return self
+
     def sent_indices(self, payload: Payload, ctx: Any) -> Tensor | None:
         """Flat int32 positions that a sparsifier's payload holds; None if the method does not tell."""
         return None

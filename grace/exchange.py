@@ -66,11 +66,13 @@ class Traffic:
 
 @dataclass
 class Outcome:
-    """What an exchange brought for one variable: the aggregate, or None if no rank had a gradient."""
+    """What an exchange brought for one variable: the aggregate, or None if no rank had a gradient, or if nothing
+    has come yet (``pending``)."""
 
     variable: Variable
     value: Tensor | None
     overflow: bool
+    pending: bool = False
 
 
 class Exchange:

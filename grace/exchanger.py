@@ -2,145 +2,86 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from grace.agreement import agree
+from grace.ahead import Courier
 from grace.backend import Backend
 from grace.communicator import Communicator
 from grace.communicators import Allreduce
 from grace.component import Component, Context
 from grace.compressor import Tensor
-from grace.errors import ConfigError
 from grace.exchange import Exchange, Group, Outcome, Traffic
 from grace.memory import Memory
-from grace.registry import make
-from grace.rows import RowAllgather
+from grace.pieces import Piece, grouped
+from grace.plans import Plan
 from grace.variable import Variable
-
-FIRST_GROUP_BYTES = 1 << 20
-"""Where there are several groups, the one that is ready first is small, so that the engine starts early."""
-
-
-def build_communicator(compressor: Any, memory: Any, communicator: Any) -> Communicator:
-    """The communicator that the user's three choices mean; each is a spec, an object or None (default).
-
-    Raises:
-        ConfigError: unknown names or parameters, or parts that do not go together.
-
-    >>> build_communicator("topk", None, None).describe()
-    'allgather, topk, residual'
-    """
-    if isinstance(communicator, Communicator):
-        if compressor is not None or memory is not None:
-            raise ConfigError("the communicator object holds its compressor and memory; do not pass them as well")
-        return communicator
-    chosen: Any = make("compressor", "none" if compressor is None else compressor)
-    name, parameters = _communicator_spec(chosen.traits.communicator if communicator is None else communicator)
-    from grace.registry import known
-
-    if name not in known("communicator"):
-        make("communicator", name)  # raises, naming what is known
-    cls: Any = known("communicator")[name]
-    return cls(chosen, memory, **parameters)
-
-
-def _communicator_spec(spec: Any) -> tuple[str, dict[str, Any]]:
-    from grace import specs
-
-    return specs.parse(spec)
 
 
 class Exchanger:
-    """Assigns variables to groups, and exchanges them step by step.
+    """Assigns pieces of variables to groups, and exchanges them step by step.
 
-    Variables that the compressor would not shrink ride dense, together. Groups hold up to ``group_bytes`` of
-    gradient (the first of several 1 MiB), in reverse order of declaration, as backward produces them; those with the
-    earliest complete gradients come first. All ranks start group 0, 1, 2, ... in that order whatever becomes
-    ready first.
+    All ranks start group 0, 1, 2, ... in that order whatever becomes ready first.
 
     Args:
         variables: in declaration order; names are unique.
-        communicator: for all that it shrinks.
+        pieces: of these variables, in the same order.
         backend: the engine.
         context: shared by all components.
-        group_bytes: bytes of gradient per group.
-        parts: names of variables that may share a group; all may, if left out.
+        name: what was chosen for all variables, for messages and checkpoints: a communicator's description, or a
+            strategy's id.
     """
 
     def __init__(
         self,
         variables: Sequence[Variable],
-        communicator: Communicator,
+        pieces: Sequence[Piece],
         backend: Backend,
         context: Context,
-        group_bytes: int,
-        parts: Sequence[Sequence[str]] | None = None,
+        name: str = "",
     ):
-        self.variables, self.communicator, self.backend, self.context = (
-            list(variables),
-            communicator,
-            backend,
-            context,
-        )
-        self.dense = Allreduce("none")
+        self.variables, self.backend, self.context, self.name = list(variables), backend, context, name
+        self.pieces = {piece.variable.name: piece for piece in pieces}
+        self.pieces_of: dict[str, list[Piece]] = {variable.name: [] for variable in self.variables}
+        for piece in pieces:
+            self.pieces_of[piece.whole.name].append(piece)
+        self.groups = grouped([piece for piece in pieces if not piece.period])
+        self.averages = grouped([piece for piece in pieces if piece.period])
+        self.communicators = list({id(piece.communicator): piece.communicator for piece in pieces}.values())
         context.rank, context.size = backend.rank, backend.size
-        for part in (communicator, self.dense):
-            part.bind(context, backend)
-        shapes = {variable.name: variable.shape for variable in self.variables if variable.sparse}
-        if shapes:
-            self.sparse = RowAllgather(communicator.compressor, communicator.memory, shapes)
-            self.sparse.bind(context, backend)
+        for communicator in self.communicators:
+            communicator.bind(context, backend)
+        self.averaging = Allreduce("none")
+        self.averaging.bind(context, backend)
+        self.stateful = any(communicator.stateful for communicator in self.communicators)
         self.traffic = Traffic()
         self.settings: list[tuple[str, str]] = []
-        self.groups = self._plan(group_bytes, parts)
         self.numel = sum(variable.numel for variable in self.variables)
         self._begun: list[Exchange] = []
-        self._overflow = False
+        self._averaged_at = 0
+        self._courier: Courier | None = None
+        self.computing: Callable[[], Any] = contextlib.nullcontext
+        """The context that exchanges beside training compute in."""
 
     @property
-    def components(self) -> dict[str, Component]:
-        """The parts that keep state, by kind."""
-        return self.communicator.components
+    def components(self) -> list[tuple[str, Component]]:
+        """The parts that keep state, with what they are: "compressor", "memory", ..."""
+        found = [item for communicator in self.communicators for item in communicator.components.items()]
+        return list({id(part.state): (kind, part) for kind, part in reversed(found)}.values())[::-1]
 
-    # -- planning --------------------------------------------------------------------------------------
+    def state(self) -> dict[str, dict[str, Any]]:
+        """What the components remember: by kind, and by the piece's name."""
+        merged: dict[str, dict[str, Any]] = {}
+        for kind, component in self.components:
+            merged.setdefault(kind, {}).update(component.state)
+        return merged
 
-    def choose(self, variable: Variable) -> Communicator:
-        """The communicator for one variable: the user's if it shrinks the gradient, else dense."""
-        if variable.sparse:
-            return self.sparse
-        traits = self.communicator.compressor.traits
-        if traits.exact:
-            return self.communicator
-        bits = self.communicator.compressor.wire_bits(variable.shape)
-        if variable.numel == 0 or (bits is not None and bits >= variable.bits):
-            return self.dense
-        return self.communicator
-
-    def _plan(self, group_bytes: int, parts: Sequence[Sequence[str]] | None) -> list[Group]:
-        position = {variable.name: i for i, variable in enumerate(self.variables)}
-        part_of = {name: i for i, names in enumerate(parts or []) for name in names}
-        kinds: dict[Any, tuple[Communicator, list[list[Variable]]]] = {}
-        several = sum(variable.nbytes for variable in self.variables) > group_bytes
-        first = min(group_bytes, FIRST_GROUP_BYTES) if several else group_bytes
-        for variable in reversed(self.variables):
-            communicator = self.choose(variable)
-            exact = communicator.compressor.traits.exact
-            dtype = variable.dtype if exact and not communicator.memory.stateful else "float32"
-            key = (id(communicator), dtype, variable.device, part_of.get(variable.name))
-            _, groups = kinds.setdefault(key, (communicator, []))
-            limit: float = first if len(groups) == 1 else group_bytes
-            if variable.sparse:  # its rows are few, whatever the variable's size
-                limit = math.inf
-            if not groups or sum(v.nbytes for v in groups[-1]) + variable.nbytes > limit:
-                groups.append([])
-            groups[-1].append(variable)
-        ordered = sorted(
-            ((communicator, members[::-1]) for communicator, groups in kinds.values() for members in groups),
-            key=lambda item: -position[item[1][0].name],
-        )
-        return [Group(index, communicator, members) for index, (communicator, members) in enumerate(ordered)]
+    def views(self, group: Group, tensors: Callable[[str], Any]) -> list[Any]:
+        """The pieces of a group, cut out of the whole variables' tensors."""
+        pieces = [self.pieces[variable.name] for variable in group.variables]
+        return [piece.of(tensors(piece.whole.name)) for piece in pieces]
 
     def agree(self) -> None:
         """Compare with the other ranks what this one is about to do.
@@ -149,10 +90,19 @@ class Exchanger:
             RankError: they differ; the message names the first difference.
         """
         agree(self.backend, [*self.settings, *self.facts()])
+        for communicator in self.communicators:
+            communicator.open(self.courier)
+
+    def courier(self) -> Courier:
+        """The thread that runs exchanges beside training; every rank asks for it first at the same moment."""
+        if self._courier is None:
+            self._courier = Courier(self.backend.beside(), lambda: self.computing())
+            self.backend.at_shutdown(self._courier.land)
+        return self._courier
 
     def facts(self) -> list[tuple[str, str]]:
         """What all ranks must agree on."""
-        facts = [("the seed", str(self.context.seed)), ("the communicator", self.communicator.describe())]
+        facts = [("the seed", str(self.context.seed)), ("the choice", self.name)]
         facts += [(f"variable {v.name!r}", v.describe()) for v in self.variables]
         facts += [("the groups", str([[v.name for v in group.variables] for group in self.groups]))]
         return facts
@@ -161,7 +111,7 @@ class Exchanger:
 
     def start(self, group: Group, gradients: Sequence[Tensor], present: Sequence[bool]) -> Exchange:
         """Begin the exchange of one group. Groups must be started in order, each once a step."""
-        exchange = group.communicator.begin(group, gradients, present, self.communicator.stateful, self.traffic)
+        exchange = group.communicator.begin(group, gradients, present, self.stateful, self.traffic)
         self._begun.append(exchange)
         return exchange
 
@@ -174,6 +124,21 @@ class Exchanger:
             outcomes += exchange.finish(outs(exchange.group))
         self.settle(outcomes)
         return outcomes
+
+    def due(self) -> list[Group]:
+        """Those that are averaged after this step; none if it was asked before in this step."""
+        if self.context.step == self._averaged_at:
+            return []
+        self._averaged_at = self.context.step
+        return [group for group in self.averages if self.context.step % self._period(group) == 0]
+
+    def _period(self, group: Group) -> int:
+        return self.pieces[group.variables[0].name].period
+
+    def mean(self, group: Group, values: Sequence[Tensor]) -> list[Tensor]:
+        """The mean over ranks of what a group's pieces hold, in their own dtype; blocks."""
+        exchange = self.averaging.begin(group, values, [True] * len(values), False, self.traffic)
+        return [outcome.value for outcome in exchange.finish([None] * len(values))]
 
     def under_way(self, group: Group) -> bool:
         """Whether the group's exchange was begun and not finished."""
@@ -189,7 +154,7 @@ class Exchanger:
 
         A variable that no rank had a gradient for keeps its state as well."""
         keep = keep and not any(outcome.overflow for outcome in outcomes)
-        for component in self.components.values():
+        for component in self._stepping():
             for outcome in outcomes:
                 if outcome.value is None:
                     component.state.rollback(outcome.variable.name)
@@ -213,47 +178,48 @@ class Exchanger:
     def abandon(self) -> None:
         """Forget the exchanges begun, which the engine has given up, and what they changed."""
         self._begun = []
-        for component in self.components.values():
+        for component in self._stepping():
             component.state.rollback()
+
+    def _stepping(self) -> list[Component]:
+        """The parts whose state is kept or not at the end of a step."""
+        return [part for c in self.communicators if not c.delayed for part in c.components.values()]
 
     def share(self, root: int) -> None:
         """Give every rank the root's step counter, loss scale, and state of the parts whose state all ranks share."""
-        shared = {kind: part for kind, part in self.components.items() if part.shared_state}
-        mine = (self.context.step, self.context.loss_scale, {kind: dict(part.state) for kind, part in shared.items()})
+        shared = [part for _, part in self.components if part.shared_state]
+        mine = (self.context.step, self.context.loss_scale, [dict(part.state) for part in shared])
         answers = self.backend.allgather_object(mine if self.backend.rank == root else None)
         self.context.step, self.context.loss_scale, states = answers[root]
-        for kind, part in shared.items():
+        for part, state in zip(shared, states, strict=True):
             part.state.clear()
-            part.state.update(states[kind])
+            part.state.update(state)
             part.state.commit()
 
     def rescale(self, loss_scale: float) -> None:
         """The loss scale is now this: memories follow."""
         if loss_scale != self.context.loss_scale:
-            for component in self.components.values():
-                if isinstance(component, Memory):
+            for kind, component in self.components:
+                if isinstance(component, Memory) and kind != "answer_memory":  # which follows when it answers
                     component.rescale(loss_scale / self.context.loss_scale)
             self.context.loss_scale = loss_scale
 
 
 def build_exchanger(
     variables: Callable[[], Sequence[Variable]],
-    choices: tuple[Any, Any, Any],
+    choose: Callable[[], Plan],
     backend: Backend,
     context: Context,
-    group_bytes: int,
     settings: Sequence[tuple[str, str]] = (),
     check: Callable[[Communicator], None] = lambda communicator: None,
-    parts: Callable[[], Sequence[Sequence[str]] | None] = lambda: None,
     later: bool = False,
 ) -> Exchanger:
     """Check everything on this rank, then compare it with the others: either every rank goes on or none.
 
     Args:
         variables: lists the variables, or raises what is wrong with them.
-        choices: compressor, memory and communicator as the user gave them.
+        choose: what the user chose, or raises why it cannot be.
         check: raises if this communicator does not suit the run.
-        parts: names of variables that may share a group, asked for after ``variables``.
         later: no collective now; the ranks compare when somebody calls the exchanger's ``agree()``.
         settings: further (what, value) facts that all ranks must share.
 
@@ -262,14 +228,27 @@ def build_exchanger(
         RankError: another rank's are, or they differ.
     """
     exchanger: Exchanger | None = None
+    plan: Plan | None = None
+    found: list[Variable] = []
+    error: Exception | None = None
     try:
-        communicator = build_communicator(*choices)
-        check(communicator)
-        exchanger = Exchanger(variables(), communicator, backend, context, group_bytes, parts())
+        plan = choose()
+        found = list(variables())
+    except Exception as raised:
+        error = raised
+    if plan is not None:
+        found = plan.hand_out(found, backend, error, later)
+    try:
+        if error is not None or plan is None:
+            raise error or AssertionError
+        pieces = plan.pieces(found)
+        for communicator in {id(piece.communicator): piece.communicator for piece in pieces}.values():
+            check(communicator)
+        exchanger = Exchanger(found, pieces, backend, context, plan.name)
         exchanger.settings = list(settings)
-    except Exception as error:
+    except Exception as raised:
         if not later:
-            agree(backend, [], error)
+            agree(backend, [], raised)
         raise
     if not later:
         exchanger.agree()

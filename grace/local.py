@@ -28,5 +28,11 @@ class LocalBackend(Backend):
     def broadcast(self, tensor: Tensor, root: int) -> Handle:
         return Handle(lambda: None, tensor)
 
+    def gather(self, tensor: Tensor, root: int) -> Handle:
+        return Handle(lambda: None, [tensor])
+
+    def beside(self) -> LocalBackend:
+        return LocalBackend()
+
     def allgather_object(self, value: Any) -> list[Any]:
         return [value]

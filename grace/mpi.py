@@ -105,6 +105,18 @@ class MPIBackend(Backend):
         staged = _Staged(tensor, written=self.rank != root)
         return self._handle(self.comm.Ibcast([staged.memory, MPI.BYTE], root), staged)
 
+    def gather(self, tensor: Tensor, root: int) -> Handle:
+        if root != self.rank:
+            self.count(kernels_of(tensor).nbytes(tensor))
+            staged = _Staged(tensor)
+            return self._handle(self.comm.Igather([staged.memory, MPI.BYTE], None, root), staged).map(lambda _: [])
+        sent, received = _Staged(tensor), _Staged(tensor, rows=self.size)
+        request = self.comm.Igather([sent.memory, MPI.BYTE], [received.memory, sent.memory.nbytes, MPI.BYTE], root)
+        return self._handle(request, received, sent).map(lambda whole: _rows(whole, self.size))
+
+    def beside(self) -> MPIBackend:
+        return MPIBackend(self.comm, self.timeout)
+
     def allgather_object(self, value: Any) -> list[Any]:
         return self.comm.allgather(value)
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from grace.communicators.allgather import Allgather
 from grace.compressor import Compressor, Tensor, Traits
 from grace.errors import ConfigError
-from grace.exchange import Exchange, Outcome
+from grace.exchange import Exchange, Group, Outcome
 from grace.kernels import kernels_of
 from grace.memories.none import NoMemory
 from grace.memories.residual import Residual
@@ -32,6 +32,16 @@ class Slices(NamedTuple):
 
     values: Tensor
     rows: Tensor
+
+    def between(self, start: int, stop: int) -> Slices:
+        """The rows in [start, stop), numbered from ``start``.
+
+        >>> import numpy as np
+        >>> Slices(np.float32([[1], [2], [4]]), np.array([3, 0, 3])).between(2, 5).rows
+        array([1, 1])
+        """
+        inside = (self.rows >= start) & (self.rows < stop)
+        return Slices(self.values[inside], self.rows[inside] - start)
 
 
 def summed(slices: Slices) -> Slices:
@@ -56,6 +66,8 @@ class RowCompressor(Compressor):
 
     def __init__(self, inner: Compressor):
         self.inner = inner
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        """Of the whole variables."""
         self.rows: dict[str, Tensor] = {}
         self.received: dict[str, Tensor] = {}
 
@@ -73,10 +85,9 @@ class RowCompressor(Compressor):
 
     def aggregate(self, payloads, ctx, out, count):
         """The mean of all ranks' rows, as the values of the distinct ones; their numbers go to ``received``."""
-        own, (_, *shape), name = ctx
-        k = kernels_of(payloads[0][-1])
+        own, (own_rows, *shape), name = ctx
+        k, like = kernels_of(payloads[0][-1]), payloads[0][-1]
         payloads = [payload for payload in payloads if k.to_list(payload[-1][:1]) != [NOTHING]]
-        like = self.rows[name]
         if not payloads:
             self.received[name] = k.zeros((0,), "int32", like)
             return k.zeros((0, *shape), "float32", like)
@@ -85,7 +96,7 @@ class RowCompressor(Compressor):
         for payload in payloads:
             n = payload[-1].shape[0]
             zeros = k.zeros((n, *shape), "float32", like)
-            inner = own if n == self.rows[name].shape[0] else self.inner.compress(zeros, name)[1]
+            inner = own if n == own_rows else self.inner.compress(zeros, name)[1]
             values = self.inner.accumulate(payload[:-1], inner, zeros)
             total = k.add_rows(total, places[start : start + n], values, 1.0)
             start += n
@@ -96,8 +107,8 @@ class RowCompressor(Compressor):
 class RowMemory(Memory):
     """A residual that is kept for the whole variable, and read and written at the rows that come."""
 
-    def __init__(self, inner: Residual, compressor: RowCompressor, shapes: dict[str, tuple[int, ...]]):
-        self.inner, self.compressor, self.shapes = inner, compressor, shapes
+    def __init__(self, inner: Residual, compressor: RowCompressor):
+        self.inner, self.compressor = inner, compressor
 
     @property
     def state(self):
@@ -117,20 +128,25 @@ class RowMemory(Memory):
         left = compressor.accumulate(payload, ctx, tensor, -1.0)
         kept = self.state.get(name)
         if kept is None:
-            kept = k.zeros(self.shapes[name], "float32", tensor)
+            kept = k.zeros(self.compressor.shapes[name], "float32", tensor)
         elif k.mutable:  # what is committed must not change before this is
             kept = k.combine(1.0, kept, 0.0, kept)
         self.state[name] = k.put_rows(kept, payload[-1], left)
+
+
+def values_of(group: Group, gradients: Sequence[Slices]) -> list[Tensor]:
+    """The values of distinct rows; the group's compressor is told the rows."""
+    slices = [summed(gradient) for gradient in gradients]
+    compressor: Any = group.communicator.compressor
+    compressor.rows = {v.name: s.rows for v, s in zip(group.variables, slices, strict=True)}
+    return [s.values for s in slices]
 
 
 class RowExchange(Exchange):
     """An exchange whose gradients and outcomes are :class:`Slices`."""
 
     def __init__(self, group, gradients: Sequence[Slices], *args: Any):
-        slices = [summed(gradient) for gradient in gradients]
-        compressor: Any = group.communicator.compressor
-        compressor.rows = {v.name: s.rows for v, s in zip(group.variables, slices, strict=True)}
-        super().__init__(group, [s.values for s in slices], *args)
+        super().__init__(group, values_of(group, gradients), *args)
 
     def finish(self, outs, wait=True):
         """The mean's distinct rows, per variable."""
@@ -149,26 +165,38 @@ class RowExchange(Exchange):
 class RowAllgather(Allgather):
     """The all-gather of sparse gradients, with the user's compressor and memory.
 
+    Args:
+        compressor, memory: the user's.
+        name: a variable that has such gradients, for messages.
+
     Raises:
         ConfigError: they cannot serve sparse gradients; the message says why, and what can.
     """
 
-    def __init__(self, compressor: Compressor, memory: Memory, shapes: dict[str, tuple[int, ...]]):
-        why = unfit(compressor, memory)
-        if why:
-            raise ConfigError(
-                f"the gradient of {next(iter(shapes))!r} is sparse, and {why}. Pass sparse_as_dense=True to exchange "
-                "it as a dense one, or choose another method"
-            )
-        rows = RowCompressor(compressor)
-        kept = RowMemory(memory, rows, shapes) if isinstance(memory, Residual) else memory
-        super().__init__(rows, kept)
+    def __init__(self, compressor: Compressor, memory: Memory, name: str):
+        super().__init__(*by_rows(compressor, memory, name))
 
     def _check(self) -> None:
         """Done by :func:`unfit`."""
 
     def begin(self, *args):
         return RowExchange(*args)
+
+
+def by_rows(compressor: Compressor, memory: Memory, name: str) -> tuple[RowCompressor, Memory]:
+    """Both, as they work on rows.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    why = unfit(compressor, memory)
+    if why:
+        raise ConfigError(
+            f"the gradient of {name!r} is sparse, and {why}. Pass sparse_as_dense=True to exchange "
+            "it as a dense one, or choose another method"
+        )
+    rows = RowCompressor(compressor)
+    return rows, RowMemory(memory, rows) if isinstance(memory, Residual) else memory
 
 
 def unfit(compressor: Compressor, memory: Memory) -> str:

@@ -91,7 +91,7 @@ def shutdown() -> None:
     """Leave the run, and close what ``init`` opened."""
     global _current
     if _current is not None:
-        _current.shutdown()
+        _current.close()
     _current = None
 
 

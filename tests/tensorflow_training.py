@@ -11,6 +11,7 @@ import tensorflow as tf
 
 import grace
 import grace.tensorflow
+from grace.plans import Choices
 from grace.reduction import Reduction
 from grace.tensorflow.session import Session
 
@@ -46,7 +47,7 @@ LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 def session_of(compressor: Any, communicator: Any = None, **options: Any) -> Session:
     """What optimizers and tapes exchange gradients through."""
-    return Session((compressor, None, communicator), grace.init(), reduction=Reduction(), **options)
+    return Session(Choices(compressor, None, communicator), grace.init(), reduction=Reduction(), **options)
 
 
 def variables_of(shapes: dict[str, tuple[int, ...]], dtype: str = "float32") -> list[tf.Variable]:
@@ -56,7 +57,7 @@ def variables_of(shapes: dict[str, tuple[int, ...]], dtype: str = "float32") -> 
 
 def state_of(session: Any) -> dict[str, dict[str, Any]]:
     """Copies of what the compressor and the memory remember, as arrays."""
-    return {kind: _arrays(dict(part.state)) for kind, part in session.exchanger.components.items()}
+    return {kind: _arrays(values) for kind, values in session.exchanger.state().items()}
 
 
 def _arrays(value: Any) -> Any:

@@ -9,6 +9,7 @@ from grace.agreement import agree
 from grace.component import Context
 from grace.exchanger import build_exchanger
 from grace.local import LocalBackend
+from grace.plans import Uniform
 from grace.variable import Variable
 
 
@@ -58,7 +59,7 @@ def test_a_rank_that_fails_still_takes_part_in_the_comparison():
         raise ConfigError("no names")
 
     with pytest.raises(ConfigError, match="no names"):
-        build_exchanger(variables, ("topk", None, None), backend, Context(), 1 << 20)
+        build_exchanger(variables, lambda: Uniform("topk", None, None), backend, Context())
     assert backend.calls == 1
 
 
@@ -67,7 +68,8 @@ def test_whatever_ranks_must_share_is_a_fact(change):
     def facts(seed=0, variables=VARIABLES, dtype="float32", compressor="topk", size=1 << 20, **s):
         listed, backend, sent = [Variable(name, shape, dtype) for name, shape in variables], LocalBackend(), []
         backend.allgather_object = lambda value: sent.append(value) or [value]
-        build_exchanger(lambda: listed, (compressor, None, None), backend, Context(seed=seed), size, list(s.items()))
+        uniform = Uniform(compressor, None, None, size)
+        build_exchanger(lambda: listed, lambda: uniform, backend, Context(seed=seed), list(s.items()))
         return sent
 
     changed = {

@@ -61,8 +61,8 @@ def test_list_shows_a_compressors_traits(listing, name):
 def test_list_names_all_legal_communicators(listing):
     text = " ".join(listing.split())
     (topk,) = re.findall(r"topk sparsification .*?Also with ([a-z, ]+)\.", text)
-    assert topk == "broadcast"
-    assert legal_communicators(make("compressor", "topk")) == ["allgather", "broadcast"]
+    assert topk == "broadcast, reduce_broadcast"
+    assert legal_communicators(make("compressor", "topk")) == ["allgather", "broadcast", "reduce_broadcast"]
 
 
 def test_list_shows_memories_communicators_and_short_names(listing):

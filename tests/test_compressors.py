@@ -21,6 +21,7 @@ from grace.compressor import Compressor
 from grace.exchange import Traffic
 from grace.exchanger import Exchanger
 from grace.local import LocalBackend
+from grace.pieces import uniform
 from grace.variable import Variable
 
 SPECS = [
@@ -103,7 +104,7 @@ def test_powersgd_takes_rank_rows_and_columns():
 def test_traffic_counts_the_bytes_of_wire_bits_and_a_small_header(spec):
     communicator = communicator_of(spec)
     variables = [Variable("a", (40, 30)), Variable("b", (30, 20, 2))]
-    exchanger = Exchanger(variables, communicator, LocalBackend(), Context(), 1 << 20)
+    exchanger = Exchanger(variables, uniform(variables, communicator), LocalBackend(), Context())
     for _ in range(3):
         (group,) = exchanger.groups
         exchanger.start(group, [data("gaussian", v.shape) for v in group.variables], [True, True])

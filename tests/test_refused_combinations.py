@@ -12,7 +12,7 @@ import warnings
 import pytest
 
 import grace
-from grace.exchanger import build_communicator
+from grace.plans import build_communicator
 from grace.registry import make
 
 AR, AG, BC, SR = "allreduce", "allgather", "broadcast", "scatter_reduce"

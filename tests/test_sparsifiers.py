@@ -14,10 +14,9 @@ from grace.communicators import Allgather
 from grace.component import Context
 from grace.compressors.dgc import DGC
 from grace.compressors.topk import kept
-from grace.exchanger import Exchanger
 from grace.indices import decode
 from grace.kernels import kernels_of
-from grace.local import LocalBackend
+from grace.pieces import uniform
 from grace.registry import legal_communicators
 from grace.variable import Variable
 
@@ -60,9 +59,9 @@ def test_sizes_differ_and_are_declared_to(spec):
 def test_what_has_no_known_size_is_compressed(spec):
     variables = [Variable("w", (3,), "float32"), Variable("empty", (0,), "float32")]
     communicator = Allgather(spec)
-    exchanger = Exchanger(variables, communicator, LocalBackend(), Context(), 1 << 20)
-    assert exchanger.choose(variables[0]) is communicator
-    assert exchanger.choose(variables[1]) is not communicator
+    pieces = uniform(variables, communicator)
+    assert pieces[0].communicator is communicator
+    assert pieces[1].communicator is not communicator
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (3, 5), (257,), (2, 0, 3)])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import grace
 from grace import ConfigError, specs
 from grace.communicators import Allgather
-from grace.exchanger import build_communicator
+from grace.plans import build_communicator
 from grace.registry import KINDS, legal_communicators
 
 UNIT = st.floats(0, 1, exclude_min=True)

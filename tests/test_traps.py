@@ -20,10 +20,11 @@ import grace
 from grace.backend import Handle
 from grace.communicators import Allgather, Allreduce
 from grace.component import Context
-from grace.exchanger import Exchanger, build_communicator
 from grace.kernels.random import Stream
 from grace.local import LocalBackend
 from grace.memories.efsignsgd import EFSignSGDMemory
+from grace.pieces import uniform
+from grace.plans import build_communicator
 from grace.torch.kernels import TorchKernels
 from grace.variable import Variable
 
@@ -222,8 +223,9 @@ def test_powersgd_does_not_redraw_q_at_each_step(convert):
 @frameworks
 def test_powersgd_compresses_convolution_kernels(convert):
     """As (output channels) x (the rest): 1x1 kernels too, and a kernel of rank 1 in that sense comes back whole."""
-    exchanger = Exchanger([Variable("w", (64, 32, 1, 1))], Allreduce("powersgd"), LocalBackend(), Context(), 1 << 20)
-    assert exchanger.groups[0].communicator is exchanger.communicator
+    powersgd = Allreduce("powersgd")
+    (piece,) = uniform([Variable("w", (64, 32, 1, 1))], powersgd)
+    assert piece.communicator is powersgd
     for shape in ((64, 32, 1, 1), (8, 3, 3, 3)):
         x = np.outer(data("gaussian", shape[0]), data("gaussian", shape[1:], 1)).reshape(shape)
         (p, q), _ = make("powersgd").compress(convert(x), "w")

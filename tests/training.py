@@ -113,7 +113,7 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor | None]:
 
 def state_of(optimizer: Any) -> dict[str, dict[str, Any]]:
     """Copies of what the compressor and the memory remember."""
-    return {kind: copied(dict(c.state)) for kind, c in optimizer._grace.exchanger.components.items()}
+    return copied(optimizer._grace.exchanger.state())
 
 
 def copied(value: Any) -> Any:

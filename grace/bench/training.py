@@ -63,7 +63,7 @@ class Settings:
     framework: str = "torch"
 
     def __post_init__(self) -> None:
-        from grace.exchanger import build_communicator
+        from grace.plans import build_communicator
 
         for key in ("methods", "seeds"):
             value = list(dict.fromkeys(getattr(self, key)))

@@ -20,7 +20,7 @@ from grace.bench.launch import redirect_stderr
 from grace.bench.task import Task, task_class, trainer_class
 from grace.bench.training import Settings
 from grace.errors import GraceError
-from grace.exchanger import build_communicator
+from grace.plans import build_communicator
 
 WARMUP_STEPS = 3
 """Run on a throw-away copy of the network first: kernels are compiled and buffers allocated there."""

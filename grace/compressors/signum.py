@@ -37,6 +37,10 @@ class Signum(SignSGD):
     def __post_init__(self):
         self.check_number("momentum", 0, 1)
 
+    def answering(self):
+        """Votes have no momentum of their own."""
+        return SignSGD()
+
     def compress(self, tensor, name):
         k = kernels_of(tensor)
         # without the loss scale, which may change between steps

@@ -63,6 +63,10 @@ class Kernels(ValueKernels, SparseKernels):
         """Concatenate 1-d tensors of one dtype, into ``out`` if given."""
 
     @abc.abstractmethod
+    def concat(self, tensors: list[Tensor], axis: int) -> Tensor:
+        """A new tensor of several of one dtype, one behind the other along an axis."""
+
+    @abc.abstractmethod
     def to_bytes(self, x: Tensor) -> Tensor:
         """The memory of any contiguous tensor as uint8."""
 

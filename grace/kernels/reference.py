@@ -52,6 +52,9 @@ class NumpyKernels(ValueReference, SparseReference, Kernels):
     def join(self, tensors, out=None):
         return np.concatenate(tensors, out=out)
 
+    def concat(self, tensors, axis):
+        return np.concatenate(tensors, axis)
+
     def to_bytes(self, x):
         return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
 

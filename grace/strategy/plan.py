@@ -235,7 +235,7 @@ def faults(plan: Plan, world_size: int) -> Iterator[tuple[str, str]]:
 
 def part_faults(part: Part, variable: Variable, world_size: int) -> Iterator[tuple[str, str]]:
     """What is wrong with a part."""
-    from grace.exchanger import build_communicator
+    from grace.plans import build_communicator
     from grace.rows import unfit
 
     sync = part.sync

@@ -66,6 +66,9 @@ class TensorFlowKernels(ValueTensorFlow, SparseTensorFlow, Kernels):
     def join(self, tensors, out=None):
         return tf.concat(tensors, 0)
 
+    def concat(self, tensors, axis):
+        return tf.concat(tensors, axis)
+
     def to_bytes(self, x):
         return self.flat(tf.bitcast(x, tf.uint8))
 

@@ -14,6 +14,7 @@ from grace.backend import Backend
 from grace.communicator import Communicator
 from grace.errors import ConfigError
 from grace.exchange import Traffic
+from grace.plans import Choices
 from grace.reduction import Reduction
 from grace.runtime import current
 from grace.tensorflow.loss_scale import finite_everywhere
@@ -77,6 +78,7 @@ class DistributedMixin:
         filled = [gradient_of.get(_key(v), tf.zeros(v.shape, v.dtype)) for v in variables]
         try:
             super().apply(filled, variables)  # type: ignore[misc]
+            self._grace.average()
         finally:
             object.__setattr__(self, "_step", _Step())
 
@@ -89,7 +91,7 @@ class DistributedMixin:
         gradient_of = {_key(v): g for v, g in zip(step.variables, grads, strict=True)}
         gradients = [None if _key(v) in step.absent else gradient_of.get(_key(v)) for v in variables]
         means = dict(zip(map(_key, variables), self._grace(gradients, variables, self.learning_rate), strict=True))
-        step.found = {key: means[key].found for key in step.absent}
+        step.found = {key: means[key].found for key in step.absent | self._grace.late}
         return super()._clip_gradients([_usable(means[_key(v)], v) for v in step.variables])  # type: ignore[misc]
 
     def _where_found(self, variable: Any, update: Any) -> None:
@@ -160,6 +162,7 @@ def DistributedOptimizer(
     memory: Any = None,
     communicator: Any = None,
     *,
+    strategy: Any = None,
     op: Any = "average",
     gradient_predivide_factor: float = 1.0,
     process_set: Any = None,
@@ -182,6 +185,9 @@ def DistributedOptimizer(
         compressor: spec ("topk(ratio=0.01)"), dict or object; "none" if left out.
         memory: the same; the compressor's default if left out.
         communicator: the same, or a Communicator object that holds all three; the compressor's default.
+        strategy: how each variable is exchanged, instead of one method for all: a strategy file's path, a
+            :class:`~grace.strategy.Strategy`, or a builder's spec ("parallax(compressor=qsgd)") or object. Rank 0's
+            counts. If nothing is given, the file that ``grace launch --strategy`` names.
         op: "average" or "sum" over ranks (or Horovod's constants; Adasum is refused).
         gradient_predivide_factor: divide gradients by it before the exchange, and multiply the average with it.
         process_set: a Horovod process set; all ranks if left out.
@@ -218,7 +224,7 @@ def DistributedOptimizer(
 
         backend = HorovodBackend(process_set)
     session = Session(
-        (compressor, memory, communicator),
+        Choices(compressor, memory, communicator, strategy),
         current() if backend is None else backend,
         reduction=Reduction(op, gradient_predivide_factor),
         group_bytes=group_bytes,
@@ -226,6 +232,7 @@ def DistributedOptimizer(
         sparse_as_dense=sparse_as_dense,
         broadcast=broadcast,
         check=lambda chosen: check_memory(chosen, inner),
+        averages=True,
     )
     cls = type(inner)
     inner.__class__ = type(cls.__name__, (DistributedMixin, cls), {"__module__": cls.__module__})

@@ -123,7 +123,7 @@ def load_model(
 
     Args:
         path: what ``model.save`` wrote on this rank, or :func:`save_model` on rank 0.
-        choices: compressor, memory and communicator; as they were, if all three are left out.
+        choices: compressor, memory and communicator; as they were, if all are left out (and ``strategy`` is).
         memory_state: "strict", or "reset" to start with empty memories.
         custom_objects: for ``keras.saving.load_model``.
         options: further ones of :func:`~grace.tensorflow.DistributedOptimizer`; as they were, if left out.
@@ -143,8 +143,8 @@ def load_model(
             "distributed, or pass memory_state='reset'"
         )
     if saved is not None:
-        parts = {"compressor", "memory", "communicator"}
-        chosen = parts if choices or options.keys() & parts else set()  # all three, or none of them
+        parts = {"compressor", "memory", "communicator", "strategy"}
+        chosen = parts if choices or options.keys() & parts else set()  # all, or none of them
         options = {**{key: value for key, value in saved["options"].items() if key not in chosen}, **options}
     DistributedOptimizer(model.optimizer, *choices, **options)
     if saved is not None and saved["state"] is not None:

@@ -16,9 +16,11 @@ from grace.communicator import Communicator
 from grace.component import Context
 from grace.errors import ConfigError
 from grace.exchange import Group, Traffic
-from grace.exchanger import Exchanger, build_communicator, build_exchanger
+from grace.exchanger import Exchanger, build_exchanger
+from grace.plans import Choices, Plan
 from grace.reduction import Reduction, check_integer
 from grace.rows import Slices
+from grace.tensorflow.cutting import cut, put
 from grace.tensorflow.medium import Tensors, medium_for
 from grace.tensorflow.staging import GraphRun, HostRun
 from grace.tensorflow.variables import broadcast_variables, names_of, value_of
@@ -48,7 +50,7 @@ class Session:
     compare their variables and settings, and start from rank 0's values.
 
     Args:
-        choices: compressor, memory and communicator as the user gave them.
+        choices: compressor, memory, communicator and strategy as the user gave them.
         backend: the engine.
         reduction: mean or sum.
         group_bytes: bytes of gradient that are exchanged in one collective.
@@ -56,11 +58,12 @@ class Session:
         sparse_as_dense: exchange tf.IndexedSlices as dense gradients.
         broadcast: start from rank 0's values.
         check: raises if a communicator does not suit the optimizer.
+        averages: whether somebody calls :meth:`average` after each step.
     """
 
     def __init__(
         self,
-        choices: tuple[Any, Any, Any],
+        choices: Choices,
         backend: Backend,
         *,
         reduction: Reduction,
@@ -69,6 +72,7 @@ class Session:
         sparse_as_dense: bool = False,
         broadcast: bool = True,
         check: Callable[[Communicator], None] = lambda communicator: None,
+        averages: bool = False,
     ):
         if backend.framework not in ("", "tensorflow"):
             raise ConfigError(
@@ -77,7 +81,7 @@ class Session:
             )
         self.choices, self.backend, self.reduction = choices, backend, reduction
         self.group_bytes, self.sparse_as_dense, self.broadcast = group_bytes, sparse_as_dense, broadcast
-        self.check = check
+        self.check, self.averages = check, averages
         self.lr = 1.0
         self.context = Context(seed=seed, lr=lambda name: self.lr)
         self.before, self.after = reduction.factors(backend.size)
@@ -85,6 +89,9 @@ class Session:
         self.names: list[str] = []
         self.exchanger: Exchanger | None = None
         self.saved: tuple[Any, str] | None = None
+        self.plan: Plan | None = None
+        self.late: set[int] = set()
+        """The ids of variables of which a step may bring nothing yet."""
         self._function: Any = None
         self.needs_lr = False
         self.medium = Tensors()
@@ -115,12 +122,17 @@ class Session:
             ("broadcast", str(self.broadcast)),
             ("sparse_as_dense", str(self.sparse_as_dense)),
         ]
-        exchanger = build_exchanger(
-            described, self.choices, self.backend, self.context, self.group_bytes, facts, self.check
-        )
+        exchanger = build_exchanger(described, self._choose, self.backend, self.context, facts, self.check)
+        if exchanger.averages and not self.averages:
+            raise ConfigError(
+                "sync none(period) averages variables after the optimizer's step, which a tape does not know: use "
+                "grace.DistributedOptimizer"
+            )
         self.variables, self.names = list(variables), names
-        self.medium = medium_for([exchanger.communicator, *exchanger.components.values()])
-        self.needs_lr = exchanger.communicator.memory.needs_lr
+        self.medium = medium_for([*exchanger.communicators, *(part for _, part in exchanger.components)])
+        exchanger.computing = self.medium.computing
+        self.needs_lr = any(communicator.memory.needs_lr for communicator in exchanger.communicators)
+        self.late = {id(value_of(variables[i])) for i in self._delayed(exchanger)}
         error: Exception | None = None
         try:
             if self.saved is not None:
@@ -133,6 +145,16 @@ class Session:
         for group in exchanger.groups:  # Horovod's errors name operations: let them say a variable
             group.label = f"{self.label}.{group.index}.{re.sub('[^A-Za-z0-9_.]', '_', group.variables[0].name)}"
         return exchanger
+
+    def _choose(self) -> Plan:
+        self.plan = self.choices.plan(self.group_bytes)
+        return self.plan
+
+    def _delayed(self, exchanger: Exchanger) -> list[int]:
+        """The places of variables of which a step may bring nothing yet."""
+        pieces = exchanger.pieces_of
+        late = [any(p.communicator.delayed for p in pieces[v.name]) for v in exchanger.variables]
+        return [i for i, is_late in enumerate(late) if is_late]
 
     # -- a step ----------------------------------------------------------------------------------------
 
@@ -203,6 +225,47 @@ class Session:
             return tf.IndexedSlices(final(value.values), value.rows, tf.constant(variable.shape, tf.int32)), found
         return final(value), found
 
+    @tf.autograph.experimental.do_not_convert
+    def average(self) -> None:
+        """After the optimizer's step: average what ranks train on their own, if it is time to."""
+        exchanger = self.exchanger
+        for group in [] if exchanger is None else exchanger.averages:
+            pieces = [exchanger.pieces[variable.name] for variable in group.variables]  # type: ignore[union-attr]
+            variables = [value_of(self.variables[self.names.index(piece.whole.name)]) for piece in pieces]
+
+            def write(pieces=pieces, variables=variables) -> int:
+                values = [tf.convert_to_tensor(variable) for variable in variables]
+                own = [cut(piece, value) for piece, value in zip(pieces, values, strict=True)]
+                for piece, variable, mean in zip(pieces, variables, self._means(own), strict=True):
+                    put(piece, variable, mean)
+                return 0
+
+            due = tf.py_function(lambda group=group: self._is_due(group), [], tf.bool)
+            tf.cond(due, write, lambda: 0)
+
+    def _is_due(self, group: Group) -> bool:
+        assert self.exchanger is not None
+        if group is self.exchanger.averages[0]:
+            self.due = [id(other) for other in self.exchanger.due()]
+        return id(group) in self.due
+
+    def _means(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Of each, the mean over ranks, in its own dtype."""
+        backend, sizes = self.backend, [value.shape.num_elements() for value in values]
+        flat = tf.concat([tf.reshape(value, [-1]) for value in values], 0)
+
+        def total(flat: tf.Tensor) -> tf.Tensor:
+            return backend.allreduce(tf.identity(flat)).wait()
+
+        if backend.pairs_by_name:
+            engine: Any = backend
+            flat = engine.sum_of(flat, f"{self.label}.average.{values[0].dtype.name}")
+        else:
+            flat = tf.py_function(total, [flat], flat.dtype)
+        flat = flat / tf.cast(backend.size, flat.dtype)
+        parts = tf.split(flat, sizes)
+        return [tf.reshape(part, value.shape) for part, value in zip(parts, values, strict=True)]
+
     def all_true(self, flag: tf.Tensor) -> tf.Tensor:
         """Whether the flag (a scalar) is true on all ranks, on all ranks."""
         tensor = tf.reshape(tf.cast(flag, tf.float32), [1])
@@ -241,10 +304,8 @@ class Session:
 
     def options(self) -> dict[str, Any]:
         """The user's choices, as :func:`~grace.tensorflow.DistributedOptimizer` takes them."""
-        chosen = build_communicator(*self.choices) if self.exchanger is None else self.exchanger.communicator
-        parts = {"compressor": chosen.compressor, "memory": chosen.memory, "communicator": chosen}
         return {
-            **{kind: part.to_dict() for kind, part in parts.items()},
+            **(self.plan or self.choices.plan(self.group_bytes)).options(),
             "op": self.reduction.op,
             "gradient_predivide_factor": self.reduction.predivide,
             "sparse_as_dense": self.sparse_as_dense,

@@ -13,10 +13,9 @@ from grace.errors import ExchangeError
 from grace.exchange import Group, Outcome, Traffic
 from grace.exchanger import Exchanger
 from grace.kernels import kernels_of
+from grace.pieces import Piece
 from grace.rows import Slices
-
-Pair = tuple[Any, Any]
-"""What an exchange brought for one variable, and whether any rank had a gradient."""
+from grace.tensorflow.cutting import Pair, cut, joined
 
 
 class Run:
@@ -32,14 +31,27 @@ class Run:
         self.session, self.exchanger = session, exchanger
         self.place = {variable.name: i for i, variable in enumerate(exchanger.variables)}
         self.present = list(present)
+        self.pieces = [piece for piece in exchanger.pieces.values() if not piece.period]
+        self.order = {piece.variable.name: i for i, piece in enumerate(self.pieces)}
 
-    def of(self, group: Group, values: Sequence[Any]) -> list[Any]:
-        """Those of a group's variables."""
-        return [values[self.place[variable.name]] for variable in group.variables]
+    def of(self, group: Group, given: Sequence[Any]) -> list[Any]:
+        """A group's pieces of the variables' gradients."""
+        pieces = [self.exchanger.pieces[variable.name] for variable in group.variables]
+        return [cut(piece, given[self.place[piece.whole.name]]) for piece in pieces]
 
-    def begin(self, group: Group, given: Sequence[Any], rate: Any) -> Any:
+    def begin(self, group: Group, pieces: Sequence[Any], rate: Any) -> Any:
         """Start a group, with eager tensors."""
-        return self.session.start(group, given, self.of(group, self.present), rate)
+        wholes = [self.exchanger.pieces[variable.name].whole.name for variable in group.variables]
+        return self.session.start(group, pieces, [self.present[self.place[name]] for name in wholes], rate)
+
+    def wholes(self, pairs: dict[str, Pair], given: Sequence[Any]) -> list[Pair]:
+        """What the exchange brought for each variable, from what it brought for each piece."""
+
+        def own(piece: Piece) -> Pair:
+            place = self.place[piece.whole.name]
+            return cut(piece, given[place]), self.present[place]
+
+        return [joined(self.exchanger.pieces_of[v.name], pairs, own) for v in self.exchanger.variables]
 
     def outs(self, group: Group) -> list[Any]:
         """Where the aggregates of a group are written."""
@@ -83,8 +95,11 @@ class HostRun(Run):
         with self.computing():
             for group in self.exchanger.groups:
                 self.begin(group, self.of(group, given), rate)
-            outcomes = self._by_variable(self.exchanger.finish(self.outs))
-        return [(o.value, False) if o.value is None else (self.outside(o.value), True) for o in outcomes]
+            outcomes = self.exchanger.finish(self.outs)
+        pairs: dict[str, Pair] = {
+            o.variable.name: (None, False) if o.value is None else (self.outside(o.value), True) for o in outcomes
+        }
+        return self.wholes(pairs, given)
 
     def in_graph(self, given: Sequence[Any], rate: tf.Tensor) -> list[Pair]:
         """Operations that do it when the graph runs."""
@@ -102,14 +117,14 @@ class HostRun(Run):
 
         def finish() -> list[tf.Tensor]:
             with self.computing():
-                return self.tensors(self._by_variable(self.exchanger.finish(self.outs)))
+                outcomes = self.exchanger.finish(self.outs)
+                outcomes.sort(key=lambda outcome: self.order[outcome.variable.name])
+                return [*self.tensors(outcomes), tf.constant(True)]
 
+        variables = [piece.variable for piece in self.pieces]
         with tf.control_dependencies(token):
-            flat = tf.py_function(finish, [], _dtypes(self.exchanger.variables))
-        return _packed(self.exchanger.variables, flat)
-
-    def _by_variable(self, outcomes: list[Outcome]) -> list[Outcome]:
-        return sorted(outcomes, key=lambda outcome: self.place[outcome.variable.name])
+            flat = tf.py_function(finish, [], [*_dtypes(variables), tf.bool])
+        return self.wholes(_packed(variables, flat[:-1]), given)
 
 
 class GraphRun(Run):
@@ -131,22 +146,29 @@ class GraphRun(Run):
         flags = []
         for group in self.exchanger.groups:
             brought = self._group(group, self.of(group, given), rate)
-            flags += [found for _, found in brought]
-            pairs.update(zip((variable.name for variable in group.variables), brought, strict=True))
+            pairs.update(brought)
+            flags += [found for _, found in brought.values()]
         done = tf.py_function(self._settle, flags, tf.int32)
+        wholes = self.wholes(pairs, given)
         with tf.control_dependencies([done]):  # the next step must find this one ended
-            values = tf.nest.map_structure(tf.identity, [pairs[v.name][0] for v in self.exchanger.variables])
-        return [(value, pairs[v.name][1]) for v, value in zip(self.exchanger.variables, values, strict=True)]
+            values = tf.nest.map_structure(tf.identity, [value for value, _ in wholes])
+        return [(value, found) for value, (_, found) in zip(values, wholes, strict=True)]
 
-    def _group(self, group: Group, mine: list[Any], rate: tf.Tensor) -> list[Pair]:
+    def _group(self, group: Group, mine: list[Any], rate: tf.Tensor) -> dict[str, Pair]:
         backend: Any = self.exchanger.backend
         with tf.init_scope():
-            plan = self._rehearse(group)
+            plan = [] if group.communicator.delayed else self._rehearse(group)
 
         def start(*tensors: Any) -> list[tf.Tensor]:
             return self._start(group, tf.nest.pack_sequence_as(mine, tensors[:-1]), tensors[-1])
 
+        def start_and_go_on(*tensors: Any) -> list[tf.Tensor]:
+            start(*tensors)
+            return self._last(group)()
+
         inputs, function = [*tf.nest.flatten(mine), rate], start
+        if not plan:  # its collectives are started beside training
+            return _packed(group.variables, tf.py_function(start_and_go_on, inputs, _dtypes(group.variables)))
         for i, operations in enumerate(plan):
             sent = tf.py_function(
                 function, inputs, [kernels_of(operation.tensor).dtype(operation.tensor) for operation in operations]
@@ -217,7 +239,7 @@ class GraphRun(Run):
         backend: Any = self.exchanger.backend
         sent, communicator = backend.sent_bytes, group.communicator
         zeros = [self.session.inside(_zeros(variable)) for variable in group.variables]
-        stateful = self.exchanger.communicator.stateful
+        stateful = self.exchanger.stateful
         plan = []
         with self.computing():
             with backend.recording() as operations:
@@ -229,7 +251,7 @@ class GraphRun(Run):
                 with backend.recording() as operations:
                     exchange.advance()
         backend.sent_bytes = sent
-        for component in self.exchanger.components.values():
+        for _, component in self.exchanger.components:
             component.state.rollback()
         return plan
 
@@ -250,8 +272,8 @@ def _dtypes(variables: Sequence[Any]) -> list[tf.DType]:
     return kinds
 
 
-def _packed(variables: Sequence[Any], flat: Sequence[tf.Tensor]) -> list[Pair]:
-    rest, pairs = iter(flat), []
+def _packed(variables: Sequence[Any], flat: Sequence[tf.Tensor]) -> dict[str, Pair]:
+    rest, pairs = iter(flat), {}
     for variable in variables:
         value: Any = next(rest)
         if variable.sparse:
@@ -263,5 +285,5 @@ def _packed(variables: Sequence[Any], flat: Sequence[tf.Tensor]) -> list[Pair]:
             value.set_shape(variable.shape)
         found = next(rest)
         found.set_shape([])
-        pairs.append((value, found))
+        pairs[variable.name] = (value, found)
     return pairs

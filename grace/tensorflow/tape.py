@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from grace.backend import Backend
 from grace.errors import ConfigError
+from grace.plans import Choices
 from grace.reduction import Reduction
 from grace.runtime import current
 from grace.tensorflow.saving import Remembered
@@ -22,8 +23,8 @@ class GradientExchange(Session):
     restores what this rank remembers.
 
     Args:
-        compressor, memory, communicator, op, gradient_predivide_factor, backend, sparse_as_dense, broadcast, seed,
-            group_bytes: as for :func:`~grace.tensorflow.DistributedOptimizer`.
+        compressor, memory, communicator, strategy, op, gradient_predivide_factor, backend, sparse_as_dense,
+            broadcast, seed, group_bytes: as for :func:`~grace.tensorflow.DistributedOptimizer`.
 
     >>> import grace
     >>> engine = grace.init("local")
@@ -41,6 +42,7 @@ class GradientExchange(Session):
         memory: Any = None,
         communicator: Any = None,
         *,
+        strategy: Any = None,
         op: Any = "average",
         gradient_predivide_factor: float = 1.0,
         backend: Backend | None = None,
@@ -50,7 +52,7 @@ class GradientExchange(Session):
         group_bytes: int = GROUP_BYTES,
     ):
         super().__init__(
-            (compressor, memory, communicator),
+            Choices(compressor, memory, communicator, strategy),
             current() if backend is None else backend,
             reduction=Reduction(op, gradient_predivide_factor),
             group_bytes=group_bytes,

@@ -11,8 +11,8 @@ from grace.component import Context
 from grace.errors import ConfigError
 from grace.exchange import Exchange, Group, Outcome, Traffic
 from grace.exchanger import Exchanger, build_exchanger
+from grace.plans import Uniform
 from grace.torch.backends.distributed import TorchBackend
-from grace.torch.optimizer import GROUP_BYTES
 from grace.torch.parameters import check_memory, variables
 from grace.torch.saving import on_devices
 
@@ -74,7 +74,7 @@ class DDPState:
             kinds: dict[Any, Group] = {}
             for name in names:
                 variable = self.by_name[name]
-                communicator = self.exchanger.choose(variable)
+                communicator = self.exchanger.pieces[name].communicator
                 key = (id(communicator), variable.dtype)
                 kinds.setdefault(key, Group(len(kinds), communicator, [])).variables.append(variable)
             self.plans[names] = list(kinds.values())
@@ -90,7 +90,7 @@ class DDPState:
                 self.exchanger.rescale(self.grad_scaler.get_scale())
         names = tuple(self.names[p] for p in bucket.parameters())
         views = dict(zip(names, bucket.gradients(), strict=True))
-        guard, future_buffer = self.exchanger.communicator.stateful, bucket.buffer()
+        guard, future_buffer = self.exchanger.stateful, bucket.buffer()
         exchanges: list[Exchange] = []
         for group in self.groups(names):
             gradients = [views[v.name] for v in group.variables]
@@ -174,12 +174,14 @@ def register_ddp_hook(
         return variables({name: p for name, p in model.module.named_parameters() if p.requires_grad})
 
     backend = TorchBackend(model.process_group)
-    choices = (compressor, memory, communicator)
 
     def check(communicator):
         check_memory(communicator.memory, optimizer)
 
-    exchanger = build_exchanger(list_variables, choices, backend, context, GROUP_BYTES, check=check)
+    def choose():
+        return Uniform(compressor, memory, communicator)
+
+    exchanger = build_exchanger(list_variables, choose, backend, context, check=check)
     state = DDPState(model, exchanger, optimizer, grad_scaler)
     context.lr = state.lr
 

@@ -56,8 +56,9 @@ class OptimizerState(StateHandler):
 
     def _say(self, former: int, now: int) -> None:
         session = self.value._grace
-        if former != now and session.context.rank == 0 and session.exchanger.communicator.memory.stateful:
-            what = session.exchanger.communicator.memory.spec
+        kept = {c.memory.spec for c in session.exchanger.communicators if c.memory.stateful}
+        if former != now and session.context.rank == 0 and kept:
+            what = ", ".join(sorted(kept))
             warnings.warn(
                 f"the number of ranks changed from {former} to {now}: ranks that went on keep their memories ({what}); "
                 "those of ranks that ended are lost, and new ranks start with none",

@@ -11,7 +11,7 @@ import torch
 from horovod.torch.optimizer import _DistributedOptimizer
 
 from grace.errors import ConfigError
-from grace.exchange import Group
+from grace.plans import Choices
 from grace.torch.saving import StateMixin
 from grace.torch.session import Session
 
@@ -32,19 +32,23 @@ class HorovodSession(Session):
         self._reset()
 
     def _reset(self) -> None:
-        self.waiting = [len(group.variables) for group in self.exchanger.groups]
+        self.waiting = self.waiting_for()
         self.versions = {}
 
-    def group(self, p: torch.nn.Parameter) -> Group:
-        """The group that a parameter travels in."""
-        return self.group_of[self.name_of[p]]
+    def alone(self, p: torch.nn.Parameter) -> bool:
+        """Whether Horovod may exchange a parameter's sparse gradient: nothing else travels with it."""
+        name = self.name_of[p]
+        whole = self.exchanger.pieces.get(name)
+        if whole is None or whole.variable.sparse:  # Grace exchanges it by rows
+            return False
+        return all(len(group.variables) == 1 for group in self.groups_of[name])
 
     def offer(self, p: torch.nn.Parameter) -> None:
         """A gradient is complete: start the exchange of its group if it is the last one."""
-        group = self.group(p)
-        self.waiting[group.index] -= 1
-        if self.waiting[group.index] == 0:
-            self.start(group)
+        for group in self.groups_of[self.name_of[p]]:
+            self.waiting[group.index] -= 1
+            if self.waiting[group.index] == 0:
+                self.start(group)
 
     def count_sparse(self, gradient: torch.Tensor) -> None:
         """Count what an exchange of a sparse gradient sends: its indices and values, to every other rank."""
@@ -61,8 +65,8 @@ class HorovodSession(Session):
             if exchange.communicator.sums and exchange.group.buffer.dtype == torch.bfloat16:
                 self.unsummed = f"{exchange.communicator.describe()}, in bfloat16, which Horovod does not sum itself"
         for outcome in self.finish():
-            p = self.parameters[outcome.variable.name]
-            if p.grad is None:  # as Horovod: what nobody had a gradient for is zero
+            p = self.parameters[self.exchanger.pieces[outcome.variable.name].whole.name]
+            if p.grad is None and not outcome.pending:  # as Horovod: what nobody had a gradient for is zero
                 p.grad = torch.zeros_like(p)
         self._reset()
 
@@ -79,10 +83,10 @@ class HorovodSession(Session):
         backend.rejoin()
         self.context.rank, self.context.size = backend.rank, backend.size
         self.before, self.after = self.reduction.factors(backend.size)
-        shards = self.exchanger.components.get("shard_memory")
-        if shards is not None and backend.size != former:
-            shards.state.clear()
-            shards.state.commit()
+        for kind, part in self.exchanger.components:
+            if kind == "shard_memory" and backend.size != former:
+                part.state.clear()
+                part.state.commit()
 
     def before_step(self) -> None:
         """``step()`` is about to run: synchronize as Horovod's ``step()`` does."""
@@ -95,7 +99,7 @@ class HorovodSession(Session):
 def _allreduce_grad_async(self: Any, p: torch.nn.Parameter) -> tuple[Any, None]:
     """Exchange one gradient. A sparse one that is not to be made dense goes Horovod's way, uncompressed."""
     session = self._grace
-    if p.grad is not None and p.grad.is_sparse and not self.sparse_as_dense and len(session.group(p).variables) == 1:
+    if p.grad is not None and p.grad.is_sparse and not self.sparse_as_dense and session.alone(p):
         session.count_sparse(p.grad)
         return self._sparse_allreduce_grad_async(p, self._parameter_names[p])
     session.offer(p)
@@ -197,10 +201,11 @@ REPLACED = {
 def distribute(
     optimizer: torch.optim.Optimizer,
     named_parameters: Any,
-    choices: tuple[Any, Any, Any],
+    choices: Choices,
     backend: Any,
     options: dict[str, Any],
     before_step: Callable,
+    after_step: Callable,
 ) -> Any:
     """Make the optimizer a Horovod DistributedOptimizer that exchanges through Grace; in place.
 
@@ -209,9 +214,10 @@ def distribute(
     class of the object). ``step`` is left out of it: a hook does what it does, since learning-rate schedulers
     made earlier have bound the user's ``step``.
     """
-    pairs = None if named_parameters is None else list(named_parameters)
+    module = isinstance(named_parameters, torch.nn.Module)
+    pairs: Any = named_parameters if named_parameters is None or module else list(named_parameters)
     session = HorovodSession(optimizer, pairs, choices, backend, **options) if backend.included else None
-    names = pairs
+    names: Any = pairs.named_parameters() if module else pairs
     if session is not None:
         known = {p: name for name, p in session.parameters.items()}
         others = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
@@ -241,4 +247,5 @@ def distribute(
         made._register_hooks()  # on one rank Horovod registers none, but compression shows its effect
     if session is not None:
         made.register_step_pre_hook(before_step)
+        made.register_step_post_hook(after_step)
     return made

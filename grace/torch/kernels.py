@@ -61,6 +61,9 @@ class TorchKernels(ValueTorch, SparseTorch, Kernels):
     def join(self, tensors, out=None):
         return torch.cat(tensors, out=out) if out is not None else torch.cat(tensors)
 
+    def concat(self, tensors, axis):
+        return torch.cat(tensors, axis)
+
     def to_bytes(self, x):
         if not x.numel():  # an empty tensor may have strides that torch cannot view as bytes
             return torch.empty(0, dtype=torch.uint8, device=x.device)

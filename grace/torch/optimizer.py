@@ -10,6 +10,7 @@ import torch
 
 from grace.backend import Backend
 from grace.errors import ConfigError, ExchangeError
+from grace.plans import Choices
 from grace.reduction import Reduction
 from grace.runtime import current
 from grace.torch.backends.distributed import TorchBackend
@@ -41,7 +42,7 @@ class HookedSession(Session):
 
     def _reset(self) -> None:
         self.counts = dict.fromkeys(self.parameters, 0)
-        self.waiting = [len(group.variables) for group in self.exchanger.groups]
+        self.waiting = self.waiting_for()
         self.next_group = 0
         self.versions = {}
 
@@ -58,7 +59,8 @@ class HookedSession(Session):
                 )
             self.counts[name] += 1
             if self.counts[name] == self.passes:
-                self.waiting[self.group_of[name].index] -= 1
+                for group in self.groups_of[name]:
+                    self.waiting[group.index] -= 1
                 while self.next_group < len(self.waiting) and self.waiting[self.next_group] == 0:
                     self._start_next()
 
@@ -137,11 +139,12 @@ class DistributedMixin(StateMixin):
 
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
-    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    named_parameters: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]] | None = None,
     compressor: Any = None,
     memory: Any = None,
     communicator: Any = None,
     *,
+    strategy: Any = None,
     backward_passes_per_step: int = 1,
     op: Any = "average",
     gradient_predivide_factor: float = 1.0,
@@ -165,10 +168,14 @@ def DistributedOptimizer(
 
     Args:
         optimizer: any torch optimizer.
-        named_parameters: ``model.named_parameters()``; names are what state and messages are keyed by.
+        named_parameters: ``model.named_parameters()``; names are what state and messages are keyed by. Or the model
+            itself: then sparse gradients (``Embedding(sparse=True)``) are exchanged by rows.
         compressor: spec ("topk(ratio=0.01)"), dict or object; "none" if left out.
         memory: the same; the compressor's default if left out.
         communicator: the same, or a Communicator object that holds all three; the compressor's default.
+        strategy: how each variable is exchanged, instead of one method for all: a strategy file's path, a
+            :class:`~grace.strategy.Strategy`, or a builder's spec ("parallax(compressor=qsgd)") or object. Rank 0's
+            counts. If nothing is given, the file that ``grace launch --strategy`` names.
         backward_passes_per_step: exchange after this many backward passes, whose gradients add up.
         op: "average" or "sum" over ranks (or Horovod's constants; Adasum is refused).
         gradient_predivide_factor: divide gradients by it before the exchange, and multiply the average with it.
@@ -179,7 +186,8 @@ def DistributedOptimizer(
         process_set: a Horovod process set; likewise.
         backend: a Backend object, instead of that of ``grace.init()``.
         grad_scaler: the ``torch.amp.GradScaler`` in use, so that memories follow the loss scale.
-        sparse_as_dense: exchange sparse gradients as dense ones (they are refused otherwise).
+        sparse_as_dense: exchange sparse gradients as dense ones (they are refused otherwise, unless
+            ``named_parameters`` is the model).
         broadcast: start every rank from rank 0's parameter values.
         seed: of the random numbers of stochastic methods; the same on all ranks.
         group_bytes: bytes of gradient that are exchanged in one collective.
@@ -215,16 +223,17 @@ def DistributedOptimizer(
         "sparse_as_dense": sparse_as_dense,
         "broadcast": broadcast,
     }
-    choices = (compressor, memory, communicator)
+    choices = Choices(compressor, memory, communicator, strategy)
     if backend.name == "horovod":
         from grace.torch.horovod import distribute
 
-        return distribute(optimizer, named_parameters, choices, backend, options, before_step)
+        return distribute(optimizer, named_parameters, choices, backend, options, before_step, after_step)
     session = HookedSession(optimizer, named_parameters, choices, backend, **options)
     cls = type(optimizer)
     optimizer.__class__ = type(cls.__name__, (DistributedMixin, cls), {"__module__": cls.__module__})
     optimizer._grace = session  # type: ignore[attr-defined]
     optimizer.register_step_pre_hook(before_step)
+    optimizer.register_step_post_hook(after_step)
     return optimizer
 
 
@@ -236,6 +245,11 @@ def _backend(process_group: Any, process_set: Any) -> Backend:
 
         return HorovodBackend(process_set)
     return current() if process_group is None else TorchBackend(process_group)
+
+
+def after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Average what ranks train on their own, when it is time to."""
+    optimizer._grace.average()
 
 
 def before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

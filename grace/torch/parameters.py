@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -26,9 +26,12 @@ def named(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[str, 
     wanted = {p: f"{g}.{i}" for g, group in enumerate(groups) for i, p in enumerate(group["params"])}
     if named_parameters is None:
         return {_own_name(groups, position): p for p, position in wanted.items() if p.requires_grad}
-    pairs = list(named_parameters)
+    module = isinstance(named_parameters, torch.nn.Module)
+    pairs = list(named_parameters.named_parameters() if module else named_parameters)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-        raise ConfigError("named_parameters must be pairs of (name, parameter), as model.named_parameters() gives")
+        raise ConfigError(
+            "named_parameters must be the model, or pairs of (name, parameter), as model.named_parameters() gives"
+        )
     twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
     if twice:
         raise ConfigError(f"named_parameters has the name {twice[0]!r} more than once; names must be unique")
@@ -53,8 +56,27 @@ def _own_name(groups: list[dict[str, Any]], position: str) -> str:
     return names[index] if names else f"group{group}.param{index}"
 
 
-def variables(parameters: Mapping[str, torch.nn.Parameter]) -> list[Variable]:
+def sparse_of(model: Any) -> set[torch.nn.Parameter]:
+    """The parameters of a model whose gradients come as rows: those of embeddings made with ``sparse=True``; none if
+    it is no module.
+
+    >>> len(sparse_of(torch.nn.Embedding(3, 2, sparse=True)))
+    1
+    """
+    if not isinstance(model, torch.nn.Module):
+        return set()
+    layers: list[Any] = [layer for layer in model.modules() if getattr(layer, "sparse", False) is True]
+    return {layer.weight for layer in layers}
+
+
+def variables(
+    parameters: Mapping[str, torch.nn.Parameter], sparse: Collection[torch.nn.Parameter] = ()
+) -> list[Variable]:
     """The variables of named parameters.
+
+    Args:
+        parameters: by name.
+        sparse: those whose gradients come as rows.
 
     Raises:
         ConfigError: a dtype that Grace does not exchange.
@@ -66,7 +88,7 @@ def variables(parameters: Mapping[str, torch.nn.Parameter]) -> list[Variable]:
             raise ConfigError(
                 f"parameter {name!r} is {p.dtype}; Grace exchanges float16, bfloat16, float32 and float64"
             )
-        found.append(Variable(name, tuple(p.shape), dtype, str(p.device)))
+        found.append(Variable(name, tuple(p.shape), dtype, str(p.device), p in sparse))
     return found
 
 

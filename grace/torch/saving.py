@@ -61,15 +61,18 @@ class StateMixin:
         return self._grace.exchanger.traffic
 
 
+def _device_of(key: Any, parameters: dict[str, torch.nn.Parameter], usual: Any) -> Any:
+    """Of a variable, or of one that a piece is of."""
+    whole = key if key in parameters else str(key).rpartition("/part_")[0]
+    return parameters[whole].device if whole in parameters else usual
+
+
 def on_devices(saved: Any, parameters: dict[str, torch.nn.Parameter], device: Any = "cpu") -> Any:
     """The saved state with each variable's tensors on its parameter's device."""
     if isinstance(saved, torch.Tensor):
         return saved.to(device, copy=True)
     if isinstance(saved, dict):
-        return {
-            key: on_devices(value, parameters, parameters[key].device if key in parameters else device)
-            for key, value in saved.items()
-        }
+        return {key: on_devices(value, parameters, _device_of(key, parameters, device)) for key, value in saved.items()}
     if isinstance(saved, list):
         return [on_devices(value, parameters, device) for value in saved]
     return saved

@@ -15,8 +15,11 @@ from grace.component import Context
 from grace.errors import ConfigError, ExchangeError
 from grace.exchange import Group, Outcome
 from grace.exchanger import build_exchanger
+from grace.pieces import Piece
+from grace.plans import Choices
 from grace.reduction import Reduction, check_integer
-from grace.torch.parameters import broadcast_parameters, check_memory, named, variables
+from grace.rows import Slices
+from grace.torch.parameters import broadcast_parameters, check_memory, named, sparse_of, variables
 
 
 def parts(
@@ -62,7 +65,7 @@ class Session:
     Args:
         optimizer: the user's.
         parameters: ``named_parameters`` as the user gave them.
-        choices: compressor, memory and communicator, likewise.
+        choices: compressor, memory, communicator and strategy, likewise.
         backend: the engine.
         passes: backward passes per step.
         reduction: what the result is.
@@ -78,7 +81,7 @@ class Session:
         self,
         optimizer: torch.optim.Optimizer,
         parameters: Any,
-        choices: tuple[Any, Any, Any],
+        choices: Choices,
         backend: Backend,
         *,
         passes: int,
@@ -98,7 +101,7 @@ class Session:
             check_integer("group_bytes", group_bytes)
             reduction.check()
             self.parameters = named(optimizer, parameters)
-            return variables(self.parameters)
+            return variables(self.parameters, () if sparse_as_dense else sparse_of(parameters))
 
         self.context = Context(seed=seed, lr=self._lr)
         facts = [
@@ -108,20 +111,22 @@ class Session:
             ("broadcast", str(broadcast)),
             ("grad_scaler", "none" if grad_scaler is None else "given"),
         ]
+
+        def choose():
+            together = lambda: parts(self.parameters, groups, each=backend.pairs_by_name)  # noqa: E731
+            return choices.plan(group_bytes, together, sparse_known=isinstance(parameters, torch.nn.Module))
+
         self.exchanger = build_exchanger(
-            list_variables,
-            choices,
-            backend,
-            self.context,
-            group_bytes,
-            facts,
-            self._check,
-            lambda: parts(self.parameters, groups, each=backend.pairs_by_name),
-            later=backend.elastic,
+            list_variables, choose, backend, self.context, facts, self._check, later=backend.elastic
         )
+        if grad_scaler is not None and self.exchanger.averages:
+            raise ConfigError(
+                "sync none(period): ranks that train on their own would skip different steps with a grad_scaler. "
+                "Leave it out, or synchronize every step"
+            )
         self.reduction = reduction
         self.before, self.after = reduction.factors(backend.size)
-        self.group_of = {v.name: group for group in self.exchanger.groups for v in group.variables}
+        self.groups_of = {name: self._holding(name) for name in self.parameters}
         self.param_group = {
             name: index
             for index, group in enumerate(optimizer.param_groups)
@@ -129,6 +134,7 @@ class Session:
             if any(p is other for other in group["params"])
         }
         self.versions: dict[str, tuple[torch.Tensor, int]] = {}
+        self.written: dict[str, torch.Tensor] = {}
         if broadcast and not backend.elastic:
             broadcast_parameters(self.parameters, 0, backend)
 
@@ -136,7 +142,18 @@ class Session:
         check_memory(communicator.memory, self.optimizer)
 
     def _lr(self, name: str) -> float:
-        return float(self.optimizer.param_groups[self.param_group[name]]["lr"])
+        whole = self.exchanger.pieces[name].whole.name
+        return float(self.optimizer.param_groups[self.param_group[whole]]["lr"])
+
+    def waiting_for(self) -> list[int]:
+        """Of how many parameters each group waits for gradients."""
+        pieces = self.exchanger.pieces
+        return [len({pieces[v.name].whole.name for v in group.variables}) for group in self.exchanger.groups]
+
+    def _holding(self, name: str) -> list[Group]:
+        """The groups that a parameter's pieces travel in."""
+        names = {piece.variable.name for piece in self.exchanger.pieces_of[name]}
+        return [group for group in self.exchanger.groups if not names.isdisjoint(v.name for v in group.variables)]
 
     # -- gradients in ----------------------------------------------------------------------------------
 
@@ -147,24 +164,37 @@ class Session:
             self.exchanger.rescale(self.grad_scaler.get_scale())
         gradients, present = [], []
         for variable in group.variables:
-            p = self.parameters[variable.name]
+            piece = self.exchanger.pieces[variable.name]
+            name, p = piece.whole.name, self.parameters[piece.whole.name]
             present.append(p.grad is not None)
-            gradient = torch.zeros_like(p) if p.grad is None else self._dense(variable.name, p)
-            gradients.append(gradient if self.before == 1.0 else gradient * self.before)
+            gradient = piece.of(self._rows(name, p) if variable.sparse else self._dense(name, p))
+            gradients.append(_times(gradient, self.before))
             if p.grad is not None:
-                self.versions[variable.name] = (p.grad, p.grad._version)
+                self.versions[name] = (p.grad, p.grad._version)
         self.exchanger.start(group, gradients, present)
 
     def _dense(self, name: str, p: torch.nn.Parameter) -> torch.Tensor:
-        assert p.grad is not None
+        if p.grad is None:
+            return torch.zeros_like(p)
         if p.grad.layout is not torch.strided:
             if not self.sparse_as_dense:
                 raise ConfigError(
-                    f"the gradient of {name!r} is sparse ({p.grad.layout}); pass sparse_as_dense=True to exchange "
-                    "it as a dense one, or make the layer dense (Embedding(sparse=False))"
+                    f"the gradient of {name!r} is sparse ({p.grad.layout}); pass the model itself as "
+                    "named_parameters to exchange it by rows, or sparse_as_dense=True to exchange it as a dense one, "
+                    "or make the layer dense (Embedding(sparse=False))"
                 )
             p.grad = p.grad.to_dense()
         return p.grad.contiguous()
+
+    def _rows(self, name: str, p: torch.nn.Parameter) -> Slices:
+        gradient = p.grad
+        if gradient is None:
+            return Slices(p.new_zeros((0, *p.shape[1:])), torch.zeros(0, dtype=torch.int64, device=p.device))
+        if gradient.layout is torch.strided:
+            return Slices(gradient, torch.arange(p.shape[0], device=p.device))
+        if gradient.layout is not torch.sparse_coo or gradient.sparse_dim() != 1:
+            raise ConfigError(f"the gradient of {name!r} is sparse in another way than by rows ({gradient.layout})")
+        return Slices(gradient._values(), gradient._indices()[0])
 
     # -- means out -------------------------------------------------------------------------------------
 
@@ -173,18 +203,49 @@ class Session:
         """Await the exchanges begun and write what they brought into ``p.grad``."""
         self._check_untouched()
         outcomes = self.exchanger.finish(self._outs)
+        rows: dict[str, list[Slices]] = {}
         for outcome in outcomes:
-            p = self.parameters[outcome.variable.name]
+            piece = self.exchanger.pieces[outcome.variable.name]
+            p = self.parameters[piece.whole.name]
             if outcome.value is None:
-                continue
-            if outcome.value is not p.grad:
-                if p.grad is None:
-                    p.grad = torch.empty_like(p)
-                p.grad.copy_(outcome.value)
-            if self.after != 1.0:
-                p.grad.mul_(self.after)
-        self.versions = {}
+                if outcome.pending:
+                    self._wipe(piece, p)
+            elif isinstance(outcome.value, Slices):
+                rows.setdefault(piece.whole.name, []).append(piece.back(_times(outcome.value, self.after)))
+            else:
+                self._write(piece, p, outcome.value)
+        for name, found in rows.items():
+            p = self.parameters[name]
+            numbers = torch.cat([slices.rows.to(p.device, torch.int64) for slices in found])
+            values = torch.cat([slices.values.to(p.dtype) for slices in found])
+            p.grad = torch.sparse_coo_tensor(numbers[None], values, p.shape)
+        self.versions, self.written = {}, {}
         return outcomes
+
+    def _write(self, piece: Piece, p: torch.nn.Parameter, value: torch.Tensor) -> None:
+        view = self.written.get(piece.variable.name)
+        if value is not view:
+            if p.grad is None:
+                p.grad = torch.empty_like(p) if piece.axis is None else torch.zeros_like(p)
+            view = piece.of(p.grad)
+            view.copy_(value)  # type: ignore[union-attr]
+        if self.after != 1.0:
+            view.mul_(self.after)
+
+    def _wipe(self, piece: Piece, p: torch.nn.Parameter) -> None:
+        """Nothing has come for a piece yet: this rank's own gradient must not be taken for the mean."""
+        if piece.axis is None or p.grad is None or p.grad.layout is not torch.strided:
+            p.grad = None
+        else:
+            piece.of(p.grad).zero_()
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """After the optimizer's step: average what ranks train on their own, if it is time to."""
+        for group in self.exchanger.due():
+            views = self.exchanger.views(group, lambda name: self.parameters[name].data)
+            for view, mean in zip(views, self.exchanger.mean(group, views), strict=True):
+                view.copy_(mean)
 
     def _check_untouched(self) -> None:
         states = getattr(self.grad_scaler, "_per_optimizer_states", {})  # torch counts no version for unscale_()
@@ -203,7 +264,17 @@ class Session:
         traits = group.communicator.compressor.traits
         outs: list[torch.Tensor | None] = []
         for variable in group.variables:
-            grad = self.parameters[variable.name].grad
-            usable = grad is not None and grad.is_contiguous() and (traits.exact or grad.dtype == torch.float32)
-            outs.append(grad if usable else None)
+            piece = self.exchanger.pieces[variable.name]
+            grad = self.parameters[piece.whole.name].grad
+            view = None if grad is None or grad.layout is not torch.strided else piece.of(grad)
+            usable = view is not None and view.is_contiguous() and (traits.exact or view.dtype == torch.float32)
+            outs.append(view if usable else None)
+            if usable and view is not None:
+                self.written[variable.name] = view
         return outs
+
+
+def _times(gradient: Any, factor: float) -> Any:
+    if factor == 1.0:
+        return gradient
+    return Slices(gradient.values * factor, gradient.rows) if isinstance(gradient, Slices) else gradient * factor

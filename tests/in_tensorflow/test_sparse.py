@@ -11,6 +11,7 @@ tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 import grace
 from conftest import launched
+from grace.plans import Choices
 from grace.rows import NOTHING, RowAllgather, Slices, unfit
 
 ROWS, WIDTH = 12, 3
@@ -192,7 +193,7 @@ def test_what_cannot_serve_rows_is_refused_by_name(compressor, memory, why):
     from grace.reduction import Reduction
     from grace.tensorflow.session import Session
 
-    exchange = Session((compressor, memory, None), grace.init("local"), reduction=Reduction())
+    exchange = Session(Choices(compressor, memory, None), grace.init("local"), reduction=Reduction())
     with pytest.raises(grace.ConfigError, match=f"'Variable' is sparse, and .*({why}).* sparse_as_dense=True"):
         exchange([slices(0, 0)], [tf.Variable(tf.zeros([ROWS, WIDTH]))])
 
@@ -204,7 +205,7 @@ def test_every_method_serves_rows_or_says_why_not():
         memory = grace.make("memory", chosen.traits.memory)
         if unfit(chosen, memory):
             continue
-        communicator = RowAllgather(chosen, memory, {"emb": (ROWS, WIDTH)})
+        communicator = RowAllgather(chosen, memory, "emb")
         assert communicator.step is not None
         rows = tf.constant([5, NOTHING + 1, 5], tf.int64)
         from grace.exchange import Group, Traffic

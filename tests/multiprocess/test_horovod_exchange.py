@@ -6,7 +6,6 @@ import time
 
 import pytest
 import torch
-from conftest import launched
 from training import (
     Given,
     digest,
@@ -21,6 +20,7 @@ from training import (
 )
 
 import grace
+from conftest import launched
 
 pytestmark = pytest.mark.ranks
 
@@ -287,7 +287,7 @@ def uneven(method):
         optimizer.zero_grad()
         model.backward(made_up(SHAPES, step, grace.rank()))
         optimizer.step()
-    shared = {k: dict(c.state) for k, c in optimizer._grace.exchanger.components.items() if c.shared_state}
+    shared = {k: dict(c.state) for k, c in optimizer._grace.exchanger.components if c.shared_state}
     return last, joined, (optimizer._grace.context.step, digest(shared), digest(weights(model)))
 
 

@@ -47,7 +47,7 @@ def counted(compressor, communicator, group_bytes):
         v.name
         for group in optimizer._grace.exchanger.groups
         for v in group.variables
-        if group.communicator is optimizer._grace.exchanger.dense
+        if group.communicator.describe() != optimizer._grace.exchanger.name
     ]
     return optimizer.traffic, backend.handed, groups, dense
 

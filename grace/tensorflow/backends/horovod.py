@@ -24,9 +24,9 @@ class Operation:
     """One collective of an exchange: what is sent, and what came.
 
     Attributes:
-        kind: the engine's operation: "allreduce", "allgather", "alltoall" or "broadcast".
+        kind: the engine's operation: "allreduce", "allgather", "alltoall", "gather" or "broadcast".
         tensor: what this rank sends.
-        root: whose tensor is broadcast.
+        root: whose tensor is broadcast, or who gathers.
         rows: how many equal parts the result is cut into; 0 if it stays whole.
         received: what came, once it did.
     """
@@ -42,6 +42,8 @@ class Operation:
         if not self.rows:
             return self.received
         length = self.received.shape[0] // self.rows
+        if not length:
+            return []
         return [self.received[i * length : (i + 1) * length] for i in range(self.rows)]
 
 
@@ -61,6 +63,7 @@ class HorovodBackend(Backend):
     framework = "tensorflow"
     pairs_by_name = True
     concatenates = True
+    _calls_are = "grace.call"
 
     def __init__(self, process_set: Any = None, owns: bool = False):
         if not hvd.is_initialized():
@@ -104,7 +107,8 @@ class HorovodBackend(Backend):
         if self._recorded is not None:
             self._recorded.append(operation)
         else:
-            operation.received = self.run(operation, operation.tensor, f"grace.call{next(self._calls)}")
+            name = self.label or f"{self._calls_are}{next(self._calls)}"
+            operation.received = self.run(operation, operation.tensor, name)
         return Handle(lambda: None, later=operation.result)
 
     def allreduce(self, tensor: tf.Tensor) -> Handle:
@@ -128,6 +132,16 @@ class HorovodBackend(Backend):
             self.count((self.size - 1) * kernels_of(tensor).nbytes(tensor))
         return self._start(Operation("broadcast", tensor, root))
 
+    def gather(self, tensor: tf.Tensor, root: int) -> Handle:
+        if root != self.rank:
+            self.count(kernels_of(tensor).nbytes(tensor))
+        return self._start(Operation("gather", tensor, root, self.size))
+
+    def beside(self) -> HorovodBackend:
+        other = HorovodBackend(self.process_set)
+        other._calls_are = f"{self._calls_are}.beside"
+        return other
+
     def run(self, operation: Operation, tensor: tf.Tensor, name: str) -> tf.Tensor:
         """Horovod's operation on ``tensor``, eagerly or in a graph, under a name that all ranks give it."""
         options = {"name": name, "ignore_name_scope": True, "process_set": self.process_set}
@@ -135,6 +149,9 @@ class HorovodBackend(Backend):
             return hvd.allgather(tensor, **options)
         if operation.kind == "alltoall":
             return _received(hvd.alltoall(tensor, **options))
+        if operation.kind == "gather":
+            splits = tf.size(tensor) * tf.one_hot(operation.root, self.size, dtype=tf.int32)
+            return _received(hvd.alltoall(tensor, splits=splits, **options))
         if operation.kind == "broadcast":
             ranks = self.process_set.ranks
             return hvd.broadcast(tensor, ranks[operation.root] if ranks else operation.root, **options)
@@ -159,8 +176,10 @@ class HorovodBackend(Backend):
 
     def rehearse(self, operation: Operation) -> tf.Tensor:
         """What a run of it would bring if all ranks sent the same; nothing is sent."""
-        copies = self.size if operation.kind == "allgather" else 1
+        copies = self.size if operation.kind in ("allgather", "gather") else 1
         k = kernels_of(operation.tensor)
+        if operation.kind == "gather" and operation.root != self.rank:
+            return operation.tensor[:0]
         return k.join([operation.tensor] * copies) if copies > 1 else operation.tensor
 
     def allgather_object(self, value: Any) -> list[Any]:

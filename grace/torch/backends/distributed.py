@@ -65,8 +65,23 @@ class TorchBackend(Backend):
     def broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
         if root == self.rank:
             self.count((self.size - 1) * tensor.nbytes)
-        source = root if self.group is None else dist.get_global_rank(self.group, root)
-        return _handle(dist.broadcast(tensor, source, group=self.group, async_op=True), tensor)
+        return _handle(dist.broadcast(tensor, self._global(root), group=self.group, async_op=True), tensor)
+
+    def gather(self, tensor: torch.Tensor, root: int) -> Handle:
+        gathered: list[torch.Tensor] = []
+        if root == self.rank:
+            gathered = list(tensor.new_empty((self.size, tensor.numel())).unbind())
+        else:
+            self.count(tensor.nbytes)
+        work = dist.gather(tensor, gathered or None, self._global(root), group=self.group, async_op=True)
+        return _handle(work, gathered)
+
+    def beside(self) -> TorchBackend:
+        ranks = None if self.group is None else dist.get_process_group_ranks(self.group)
+        return TorchBackend(dist.new_group(ranks, use_local_synchronization=ranks is not None))
+
+    def _global(self, rank: int) -> int:
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
     def allgather_object(self, value: Any) -> list[Any]:
         gathered: list[Any] = [None] * self.size

@@ -74,6 +74,7 @@ class HorovodBackend(Backend):
         self._label, self._in_label = label, 0
 
     _label, _in_label = "", 0
+    _calls_are = "grace.call"
     _optimizers: ClassVar[weakref.WeakKeyDictionary[Any, int]] = weakref.WeakKeyDictionary()
 
     def count_optimizer(self) -> int:
@@ -87,7 +88,7 @@ class HorovodBackend(Backend):
             self._in_label += 1
             return f"{self.label}.{self._in_label}"
         self._calls += 1
-        return f"grace.call{self._calls}"
+        return f"{self._calls_are}{self._calls}"
 
     def allreduce(self, tensor: torch.Tensor) -> Handle:
         self.count(2 * (self.size - 1) / self.size * tensor.nbytes)
@@ -138,6 +139,25 @@ class HorovodBackend(Backend):
         source = self.process_set.ranks[root] if self.process_set.ranks else root
         work = hvd.broadcast_async_(tensor, source, name=self._name(), process_set=self.process_set)
         return Handle(Operation(work, lambda output: None), tensor)
+
+    def gather(self, tensor: torch.Tensor, root: int) -> Handle:
+        if root != self.rank:
+            self.count(tensor.nbytes)
+        splits = torch.zeros(self.size, dtype=torch.int32)
+        splits[root] = tensor.numel()
+        work = hvd.alltoall_async(tensor, splits, name=self._name(), process_set=self.process_set)
+        gathered: list[torch.Tensor] = []
+
+        def received(output: Any) -> None:
+            if root == self.rank:
+                gathered.extend(_received(output).view(self.size, -1).unbind())
+
+        return Handle(Operation(work, received), gathered)
+
+    def beside(self) -> HorovodBackend:
+        other = HorovodBackend(self.process_set)
+        other._calls_are = f"{self._calls_are}.beside"
+        return other
 
     def allgather_object(self, value: Any) -> list[Any]:
         raw = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)

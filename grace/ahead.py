@@ -1,0 +1,234 @@
+"""Exchanges that run on while training goes ahead: bounded staleness, and none."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from grace.backend import Handle
+from grace.compressor import Tensor
+from grace.exchange import Exchange, Group, Outcome, Traffic
+from grace.kernels import kernels_of
+
+PATIENCE, PATIENCE_AT_EXIT = 60.0, 5.0
+"""Seconds to wait at the end for other ranks that are behind: in ``grace.shutdown()``, and in a script that forgot
+it (or failed)."""
+
+
+class Courier:
+    """A thread that runs exchanges one after the other, over a backend of its own.
+
+    Every rank hands over the same exchanges in the same order, so that theirs are the same at every moment.
+
+    Args:
+        backend: see :meth:`grace.backend.Backend.beside`.
+        computing: the context that an exchange computes in.
+    """
+
+    def __init__(self, backend: Any, computing: Callable[[], Any] = contextlib.nullcontext):
+        self.backend, self.computing = backend, computing
+        self.todo: queue.SimpleQueue[Flight] = queue.SimpleQueue()
+        self.under_way: deque[Flight] = deque()
+        self.failure: Exception | None = None
+        atexit.register(self.land, PATIENCE_AT_EXIT)
+        threading.Thread(target=self._run, name="grace courier", daemon=True).start()
+
+    def land(self, seconds: float = PATIENCE) -> None:
+        """Wait until all that was handed over has landed: other ranks may need this one for theirs."""
+        deadline = time.monotonic() + seconds
+        while self.under_way and self.failure is None and time.monotonic() < deadline:
+            self.under_way[0].landed.wait(0.05)
+            while self.under_way and self.under_way[0].landed.is_set():
+                self.under_way.popleft()
+
+    def send(self, flight: Flight) -> None:
+        """Hand over the next exchange."""
+        while self.under_way and self.under_way[0].landed.is_set():
+            self.under_way.popleft()
+        self.under_way.append(flight)
+        self.todo.put(flight)
+
+    def _run(self) -> None:
+        while True:
+            flight = self.todo.get()
+            try:
+                if self.failure is None:
+                    with self.computing():
+                        flight.fly()
+            except Exception as error:  # the training thread raises it
+                self.failure = error
+            flight.landed.set()
+
+
+class Flight:
+    """One exchange, from the moment it was handed to the courier until its mean is applied."""
+
+    def __init__(self, exchange: Exchange, courier: Courier):
+        self.exchange, self.courier = exchange, courier
+        self.landed = threading.Event()
+        self.outcomes: list[Outcome] | None = None
+        self.dropped = False
+        self.loss_scale = exchange.communicator.context.loss_scale
+
+    def fly(self) -> None:
+        """Run all its collectives, and keep what the destination's memory learnt."""
+        exchange: Any = self.exchange
+        exchange.take_off()
+        while exchange.advance():
+            pass
+        exchange.wait()
+        memory = getattr(exchange.communicator, "answer_memory", None)
+        if memory is not None:
+            memory.state.commit()
+
+    def collect(self, outs: Sequence[Tensor | None]) -> list[Outcome]:
+        """What it brought; blocks until it is there."""
+        self.landed.wait()
+        if self.outcomes is None:
+            if self.courier.failure is not None:
+                raise self.exchange.lost(self.courier.failure) from self.courier.failure
+            self.outcomes = self.exchange.finish(outs, wait=False)
+        return self.outcomes
+
+
+def launched_later(kind: type[Exchange]) -> type[Exchange]:
+    """An exchange of this kind whose first collective the courier starts."""
+
+    class Later(kind):  # type: ignore[misc, valid-type]
+        """Starts nothing before ``take_off``."""
+
+        first: Any = None
+
+        def _launch(self, collective: Callable[[Tensor], Handle], tensor: Tensor) -> None:
+            if self.first is None:
+                self.first = (collective, tensor)
+            else:
+                super()._launch(collective, tensor)
+
+        def take_off(self) -> None:
+            """Start the first collective."""
+            super()._launch(*self.first)
+
+    return Later
+
+
+class AheadExchange(Exchange):
+    """Sends this step's payloads on their way, and brings the mean of an earlier step.
+
+    What a memory or a compressor learnt by compressing is kept at once if the gradient was finite: the payload will be
+    applied whatever becomes of this step.
+    """
+
+    def __init__(
+        self,
+        kind: type[Exchange],
+        group: Group,
+        gradients: Sequence[Tensor],
+        present: Sequence[bool],
+        guard: bool,
+        traffic: Traffic,
+    ):
+        communicator: Any = group.communicator
+        self.group, self.communicator, self.kernels = group, communicator, kernels_of(_values(gradients[0]))
+        self.traits = communicator.compressor.traits
+        self.names = [variable.name for variable in group.variables]
+        self.flights: deque[Flight] = communicator.flights.setdefault(group.variables[0].name, deque())
+        # buffers of its own: those of the step before may still be under way
+        own = dataclasses.replace(group, wire=None, buffer=None, communicator=communicator.aside())
+        self.traffic, self.loss_scale = traffic, communicator.context.loss_scale
+        inner = launched_later(kind)(own, gradients, present, guard, Traffic())
+        self.flight = Flight(inner, communicator.courier)
+        self._keep(gradients, present)
+        self.flights.append(self.flight)
+        communicator.courier.send(self.flight)
+        self.handle = Handle(lambda: None)
+
+    def _keep(self, gradients: Sequence[Any], present: Sequence[bool]) -> None:
+        parts = [part for kind, part in self.communicator.components.items() if kind != "answer_memory"]
+        if self.communicator.stateful:
+            for name, gradient, here in zip(self.names, gradients, present, strict=True):
+                if not here or not bool(self.kernels.all_finite(_values(gradient))):
+                    for part in parts:
+                        part.state.rollback(name)
+        for part in parts:
+            part.state.commit()
+
+    def advance(self) -> bool:
+        """The courier does."""
+        return False
+
+    def wait(self) -> None:
+        """Nothing that training has to wait for; the step is discarded, and what it brings will be dropped."""
+        self.flight.dropped = True
+
+    def finish(self, outs: Sequence[Tensor | None], wait: bool = True) -> list[Outcome]:
+        """The mean of ``staleness`` steps ago, or the sum of the means that have come if there is no bound."""
+        communicator: Any = self.communicator
+        due: list[Flight] = []
+        if communicator.sync:
+            if len(self.flights) > communicator.staleness:
+                due = [self.flights.popleft()]
+        else:
+            while self.flights and self.flights[0].landed.is_set():
+                due.append(self.flights.popleft())
+        brought = [self._collected(flight, outs if len(due) == 1 else [None] * len(outs)) for flight in due]
+        brought = [outcomes for outcomes in brought if outcomes]
+        if not brought:
+            return [Outcome(variable, None, False, pending=True) for variable in self.group.variables]
+        return [self._sum(i, [outcomes[i] for outcomes in brought]) for i in range(len(self.names))]
+
+    def _collected(self, flight: Flight, outs: Sequence[Tensor | None]) -> list[Outcome]:
+        outcomes = flight.collect(outs)
+        counted, traffic = flight.exchange.traffic, self.traffic
+        for name, nbytes in counted.payload_bytes.items():
+            traffic.payload_bytes[name] = traffic.payload_bytes.get(name, 0) + nbytes
+        traffic.header_bytes += counted.header_bytes
+        traffic.sent_bytes += counted.sent_bytes
+        traffic.codec_seconds += counted.codec_seconds
+        flight.exchange.traffic = Traffic()
+        scale = self.communicator.context.loss_scale / flight.loss_scale
+        if scale != 1:
+            outcomes = [
+                dataclasses.replace(o, value=None if o.value is None else times(o.value, scale)) for o in outcomes
+            ]
+        return [] if flight.dropped else outcomes
+
+    def _sum(self, i: int, outcomes: list[Outcome]) -> Outcome:
+        values = [outcome.value for outcome in outcomes if outcome.value is not None]
+        if not values:
+            return Outcome(self.group.variables[i], None, False, pending=True)
+        total = values[0]
+        for value in values[1:]:
+            total = add(total, value)
+        # an overflow shows as NaN, but it is an earlier step's: this one's state is kept
+        return Outcome(self.group.variables[i], total, False)
+
+
+def add(a: Any, b: Any) -> Any:
+    """The sum of two means: tensors, or rows of sparse ones."""
+    from grace.rows import Slices
+
+    if isinstance(a, Slices):
+        k = kernels_of(a.values)
+        return Slices(k.concat([a.values, b.values], 0), k.concat([a.rows, b.rows], 0))
+    return kernels_of(a).add(a, b)
+
+
+def times(value: Any, factor: float) -> Any:
+    """A mean in other units."""
+    from grace.rows import Slices
+
+    if isinstance(value, Slices):
+        return Slices(times(value.values, factor), value.rows)
+    return kernels_of(value).divide(value, value, 1 / factor)
+
+
+def _values(gradient: Any) -> Any:
+    return getattr(gradient, "values", gradient) if isinstance(gradient, tuple) else gradient

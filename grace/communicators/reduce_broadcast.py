@@ -1,0 +1,170 @@
+"""ReduceBroadcast: a parameter server. One rank reduces, and sends the mean round; compressed both ways."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+from grace.communicator import Communicator
+from grace.component import Component, Context
+from grace.compressor import Compressor
+from grace.errors import ConfigError
+from grace.memory import Memory
+
+
+class ReduceBroadcast(Communicator):
+    """Every rank sends its payload to one destination, which sends the mean to all.
+
+        1. all ranks send their payloads to the destination (a gather)
+        2. it decodes and averages them in float32, adds what its own memory kept, and compresses the mean
+        3. the answer goes to everybody (a broadcast)
+
+    Payloads that may be summed are added up instead, and their sum is sent round: nothing is lost on the way back.
+    Else the second compression is by the same method with a memory of its own, kept at the destination, of the same
+    kind as the first's. Source: Li et al., OSDI 2014 (parameter server); Tang et al., ICML 2019, arXiv 1905.05957
+    (compression both ways with two memories).
+
+    With ``staleness`` s > 0 the exchange runs in a thread of its own: the mean of step t is applied in step t + s, so
+    that a rank may run up to s steps ahead of the slowest. The first s steps change nothing. With ``sync=False``
+    nobody waits: a step applies the sum of the means that have come since the last one.
+
+    Args:
+        compressor, memory: specs or objects.
+        destination: the rank that reduces.
+        staleness: how many steps a rank may run ahead.
+        sync: False for no bound.
+        local_replication: send the answer once to each node, where one rank hands it to the others.
+
+    Raises:
+        ConfigError: the parts do not go together.
+
+    >>> ReduceBroadcast("topk", destination=0).describe()
+    'reduce_broadcast, topk, residual'
+    """
+
+    name = "reduce_broadcast"
+    cost = "p; 2(W-1)p in and out of the destination"
+    answer_memory: Memory | None = None
+
+    def __init__(
+        self,
+        compressor: Any = "none",
+        memory: Any = None,
+        destination: int = 0,
+        staleness: int = 0,
+        sync: bool = True,
+        local_replication: bool = False,
+    ):
+        self.destination, self.staleness, self.sync = destination, staleness, sync
+        self.local_replication = local_replication
+        self.check_integer("destination", 0)
+        self.check_integer("staleness", 0)
+        for key in ("sync", "local_replication"):
+            self.check_choice(key, (True, False))
+        if not sync and staleness:
+            raise ConfigError("reduce_broadcast: staleness goes with sync=True only; without it there is no bound")
+        super().__init__(compressor, memory)
+        self.sums = self.compressor.traits.summable  # type: ignore[misc]
+        if self.delayed and self.compressor.traits.rounds > 1:
+            raise ConfigError(
+                f"reduce_broadcast: {self.compressor.spec} needs what a step brought to begin the next, and with "
+                f"{'sync=False' if not sync else f'staleness={staleness}'} it comes later. Leave that out, or choose "
+                "another method"
+            )
+        self.answers: Compressor = copy.deepcopy(self.compressor.answering())
+        self.answer_memory = copy.deepcopy(self.memory)
+        self.answer_context = Context()
+        self._dense: ReduceBroadcast | None = None
+        self.flights: dict[str, Any] = {}
+        self.courier: Any = None
+        self.bind(self.context)
+
+    @classmethod
+    def parameters(cls) -> dict[str, Any]:
+        """What its spec may say."""
+        return {"destination": 0, "staleness": 0, "sync": True, "local_replication": False}
+
+    @property
+    def delayed(self) -> bool:
+        """Whether means are applied later than in their own step."""
+        return not self.sync or self.staleness > 0
+
+    @classmethod
+    def accepts(cls, compressor):
+        traits, sparsifier = compressor.traits, getattr(compressor, "sparsifier", None)
+        if sparsifier is not None and sparsifier.traits.summable and not traits.summable:
+            return "its positions are drawn, and a mean of such values cannot be compressed again"
+        return None
+
+    @property
+    def components(self) -> dict[str, Component]:
+        """Both parts, and the memory of the answers."""
+        if self.answer_memory is None or self.sums:
+            return super().components
+        return {**super().components, "answer_memory": self.answer_memory}
+
+    def bind(self, context: Context, backend=None) -> None:
+        """Join a run, the way back too."""
+        super().bind(context, backend)
+        if self.answer_memory is not None:
+            # the answer to a step is made when all ranks have sent, at whatever step this one is by then
+            self.answer_context = dataclasses.replace(context)
+            self.answers.bind(self.answer_context)
+            self.answer_memory.bind(self.answer_context)
+        if backend is not None and self.destination >= backend.size:
+            raise ConfigError(
+                f"reduce_broadcast: rank {self.destination} cannot be the destination, there are {backend.size} ranks"
+            )
+
+    def open(self, courier):
+        """Exchanges that are applied later run beside training."""
+        if self.delayed:
+            self.courier = courier()
+
+    def aside(self) -> ReduceBroadcast:
+        """The same with the courier's backend."""
+        other = copy.copy(self)
+        other.backend = self.courier.backend
+        return other
+
+    def rescale_answers(self, loss_scale: float) -> None:
+        """The memory of the answers follows the loss scale when it answers a step that has another."""
+        if self.answer_memory is not None and loss_scale != self.answer_context.loss_scale:
+            self.answer_memory.rescale(loss_scale / self.answer_context.loss_scale)
+            self.answer_context.loss_scale = loss_scale
+
+    def resumed(self) -> None:
+        """The memory of the answers is in the units of the checkpoint."""
+        self.answer_context.loss_scale = self.context.loss_scale
+
+    def broadcast(self, wire):
+        """The way back."""
+        return self.backend.broadcast(wire, self.destination)
+
+    def dense(self, usual: Communicator) -> Communicator:
+        """The same destination, uncompressed."""
+        if self.compressor.traits.exact and not self.memory.stateful:
+            return self
+        if self._dense is None:
+            self._dense = ReduceBroadcast("none", "none", **self._options())
+        return self._dense
+
+    def for_rows(self, name: str) -> Communicator:
+        """The same destination, for rows."""
+        from grace.rows_reduced import RowReduceBroadcast
+
+        return RowReduceBroadcast(self.compressor, self.memory, name, self._options())
+
+    def _options(self) -> dict[str, Any]:
+        return {key: getattr(self, key) for key in self.parameters()}
+
+    def begin(self, *args):
+        from grace.ahead import AheadExchange
+        from grace.reduce import ReduceExchange
+
+        return AheadExchange(ReduceExchange, *args) if self.delayed else ReduceExchange(*args)
+
+    def communicate(self, wire):
+        """The way to the destination."""
+        return self.backend.gather(wire, self.destination)

@@ -1,0 +1,175 @@
+"""The exchange of ReduceBroadcast: payloads to one destination, and its answer back to all."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from grace.compressor import Payload, Tensor
+from grace.exchange import Exchange, Outcome
+from grace.wire import MISSING, OVERFLOW, Wire, mark
+
+
+class ReduceExchange(Exchange):
+    """A gather and a broadcast, as often as the method has rounds.
+
+    Where the numbers of elements depend on the data, the sizes of the payloads go ahead of both.
+    """
+
+    def _start(self, gradients: Sequence[Tensor]) -> None:
+        self.answered = self.announced = False
+        communicator: Any = self.communicator
+        self.root, self.back = communicator.destination, communicator.answers
+        self.step, self.loss_scale = communicator.context.step, communicator.context.loss_scale
+        super()._start(gradients)
+
+    @property
+    def here(self) -> bool:
+        """Whether this rank is the destination."""
+        return self.communicator.backend.rank == self.root
+
+    def advance(self) -> bool:
+        """Start the next dependent collective; False if there is none (left)."""
+        if self.sizing:
+            self._send_sized()
+        elif not self.answered:
+            self._answer()
+        elif self.announced:
+            self._send_announced()
+        elif self.round < self.traits.rounds:
+            self.answered = False
+            super().advance()  # takes the mean, and sends the next payload
+        else:
+            return False
+        return True
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        communicator: Any = self.communicator
+        self._launch(lambda t: communicator.broadcast(t).map(lambda received: [received]), tensor)
+
+    # -- at the destination ----------------------------------------------------------------------------
+
+    def _answer(self) -> None:
+        """All payloads are here: send the answer round."""
+        self.wait()
+        began = time.perf_counter()
+        if self.communicator.sums:
+            buffer = self._total()
+            self._count_answer(self.wire, buffer)
+        else:
+            buffer = self._mean_compressed()
+        self.answered = True
+        self.traffic.codec_seconds += time.perf_counter() - began
+        if not self.announced:
+            self._broadcast(buffer)
+            return
+        self.answer = buffer
+        sizes = self.answer_wire.sizes() if self.here else [0] * len(self.wire.shapes)
+        announced = self.kernels.full(sizes, "int64", self.group.buffer)
+        if self.here:
+            self.traffic.header_bytes += self.kernels.nbytes(announced)
+        self._broadcast(announced)
+
+    def _total(self) -> Tensor:
+        """The sum of all ranks' wires, added in float32 (or float64) and rounded once; elsewhere, room for it."""
+        k, wires = self.kernels, self.handle.result()
+        if not self.here:
+            return k.zeros((self.wire.length,), self.wire.dtype, self.group.buffer)
+        if len(wires) == 1:
+            return k.join([wires[0]])
+        wide = "float64" if self.wire.dtype == "float64" else "float32"
+        total = k.zeros((self.wire.length,), wide, self.group.buffer)
+        for wire in wires:
+            total = k.add(total, wire)
+        return k.cast(total, self.wire.dtype)
+
+    def _mean_compressed(self) -> Tensor:
+        """The compressed means, as a wire; elsewhere, room for it."""
+        k, communicator = self.kernels, self.communicator
+        answer: Any = communicator
+        self.announced = not self.traits.fixed_size
+        if not self.here:
+            return k.zeros((self.wire.length,), "uint8", self.group.buffer)
+        answer.answer_context.step = self.step
+        answer.rescale_answers(self.loss_scale)
+        wires = self.handle.result()
+        layouts = self.layouts or [self.wire] * len(wires)
+        wires = [buffer[: layout.length] for layout, buffer in zip(layouts, wires, strict=True)]
+        statuses = [layout.statuses(buffer) for layout, buffer in zip(layouts, wires, strict=True)]
+        received = [layout.unpack(buffer) for layout, buffer in zip(layouts, wires, strict=True)]
+        payloads, marks = [], []
+        for i, name in enumerate(self.names):
+            ranks = [rank[i] for rank in statuses]
+            mean, payload, ctx = self._compressed_mean(i, [payloads_of[i] for payloads_of in received], answer)
+            ok = k.all_finite(mean) and max(ranks) < OVERFLOW
+            if all(status == MISSING for status in ranks) or not ok:
+                answer.answer_memory.state.rollback(name)
+            else:
+                answer.answer_memory.update(mean, name, self.back, payload, ctx)
+            payloads.append(payload)
+            marks.append(MISSING if max(ranks) == MISSING else mark(True, bool(ok), False))
+        self.answer_wire = Wire(k, payloads, False)
+        buffer = self.answer_wire.pack(payloads, marks)
+        self._count_answer(self.answer_wire, buffer)
+        return buffer
+
+    def _compressed_mean(self, i: int, payloads: list[Payload], answer: Any) -> tuple[Tensor, Payload, Any]:
+        """One variable's mean with what the memory of the answers adds to it, and its payload."""
+        name, size = self.names[i], self.communicator.context.size
+        mean = self.kernels.zeros(self.group.variables[i].shape, "float32", self.group.buffer)
+        mean = self.compressor.aggregate(payloads, self.encoded[i][1], mean, size)
+        mean = answer.answer_memory.compensate(mean, name)
+        payload, ctx = self.back.compress(mean, f"{name}/answer")
+        return mean, payload, ctx
+
+    def _count_answer(self, wire: Wire, buffer: Tensor) -> None:
+        if not self.here or self.communicator.context.size == 1:
+            return
+        counts, total = self.traffic.payload_bytes, 0
+        for name, nbytes in zip(self.names, wire.payload_bytes, strict=True):
+            counts[name] = counts.get(name, 0) + nbytes
+            total += nbytes
+        self.traffic.header_bytes += self.kernels.nbytes(buffer) - total
+
+    # -- everywhere ------------------------------------------------------------------------------------
+
+    def _send_announced(self) -> None:
+        """The answer's sizes are known: send it."""
+        self.wait()
+        (sizes,) = self.handle.result()
+        self.answer_wire = self.wire.resized(self.kernels.to_list(sizes))
+        self.announced = False
+        buffer = self.answer if self.here else None
+        if buffer is None:
+            buffer = self.kernels.zeros((self.answer_wire.length,), "uint8", self.group.buffer)
+        self._broadcast(buffer)
+
+    def finish(self, outs: Sequence[Tensor | None], wait: bool = True) -> list[Outcome]:
+        """Decode the answer."""
+        if self.communicator.sums:
+            return super().finish(outs, wait)
+        if wait:
+            self.wait()
+        began = time.perf_counter()
+        (buffer,) = self.handle.result()
+        wire = self.wire if self.traits.fixed_size else self.answer_wire
+        statuses, payloads, outcomes = wire.statuses(buffer), wire.unpack(buffer), []
+        for i, variable in enumerate(self.group.variables):
+            value = self._decoded(i, payloads[i], outs[i])
+            overflow = statuses[i] >= OVERFLOW
+            if overflow:
+                value = self._spoilt(value)
+            outcomes.append(Outcome(variable, None if statuses[i] == MISSING else value, overflow))
+        self.traffic.codec_seconds += time.perf_counter() - began
+        return outcomes
+
+    def _spoilt(self, value: Any) -> Any:
+        """A rank's gradient was not finite, so that the mean is not."""
+        return self.kernels.add(value, value, math.nan)
+
+    def _decoded(self, i: int, payload: Payload, out: Tensor | None) -> Tensor:
+        if out is None:
+            out = self.kernels.zeros(self.group.variables[i].shape, "float32", self.group.buffer)
+        return self.back.aggregate([payload], self.encoded[i][1], out, 1)

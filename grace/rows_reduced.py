@@ -1,0 +1,71 @@
+"""ReduceBroadcast for sparse gradients: rows to one destination, the rows of the mean back to all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from grace.communicators.reduce_broadcast import ReduceBroadcast
+from grace.compressor import Compressor
+from grace.kernels import kernels_of
+from grace.memory import Memory
+from grace.reduce import ReduceExchange
+from grace.rows import NOTHING, Slices, by_rows, values_of
+
+
+class RowReduceExchange(ReduceExchange):
+    """An exchange whose gradients and outcomes are :class:`~grace.rows.Slices`; the answer holds all ranks' rows."""
+
+    def __init__(self, group, gradients: Sequence[Slices], *args: Any):
+        super().__init__(group, values_of(group, gradients), *args)
+
+    def _compressed_mean(self, i, payloads, answer):
+        name, k = self.names[i], self.kernels
+        values = self.compressor.aggregate(payloads, self.encoded[i][1], None, self.communicator.context.size)
+        compressor: Any = self.compressor
+        rows = compressor.received[name]
+        if not rows.shape[0]:
+            rows = k.full([NOTHING], "int32", rows)
+            values = k.zeros((1, *values.shape[1:]), "float32", values)
+        answers: Any = self.back
+        answers.rows[name] = answers.rows[f"{name}/answer"] = rows
+        mean = answer.answer_memory.compensate(values, name)
+        payload, ctx = answers.compress(mean, f"{name}/answer")
+        return mean, payload, ctx
+
+    def _decoded(self, i, payload, out):
+        rows = payload[-1]
+        k, shape = kernels_of(rows), self.group.variables[i].shape[1:]
+        if k.to_list(rows[:1]) == [NOTHING]:
+            return Slices(k.zeros((0, *shape), "float32", rows), rows[:0])
+        answers: Any = self.back
+        zeros = k.zeros((rows.shape[0], *shape), "float32", rows)
+        ctx = answers.inner.compress(zeros, self.names[i])[1]
+        return Slices(answers.accumulate(payload, (ctx,), zeros), rows)
+
+    def _spoilt(self, value):
+        return Slices(super()._spoilt(value.values), value.rows)
+
+
+class RowReduceBroadcast(ReduceBroadcast):
+    """The user's compressor and memory on rows, both ways.
+
+    Raises:
+        ConfigError: they cannot serve sparse gradients; the message says why, and what can.
+    """
+
+    def __init__(self, compressor: Compressor, memory: Memory, name: str, options: dict[str, Any]):
+        super().__init__(*by_rows(compressor, memory, name), **options)
+        answers: Any = self.answers
+        kept: Any = self.answer_memory
+        answers.shapes = self.compressor.shapes  # type: ignore[attr-defined]
+        if hasattr(kept, "compressor"):
+            kept.compressor = answers
+
+    def _check(self) -> None:
+        """Done by :func:`~grace.rows.unfit`."""
+
+    def begin(self, *args):
+        from grace.ahead import AheadExchange
+
+        return AheadExchange(RowReduceExchange, *args) if self.delayed else RowReduceExchange(*args)

@@ -1,0 +1,203 @@
+"""Strategies executed: rank 0's is handed to all ranks, checked against the model, and made into an exchange plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from grace.backend import Backend
+from grace.communicator import Communicator
+from grace.communicators.reduce_broadcast import ReduceBroadcast
+from grace.errors import ConfigError, RankError
+from grace.pieces import Chooser, Piece
+from grace.plans import build_communicator
+from grace.registry import make
+from grace.strategy.builder import Builder
+from grace.strategy.plan import Part, Strategy
+from grace.variable import Variable
+
+REDUCED_BYTES = 25 << 20
+"""Bytes of gradient that go to one destination at once."""
+
+
+class Executed:
+    """The plan of a strategy; see :class:`grace.plans.Plan`.
+
+    Args:
+        given: a strategy, a document, a file's path, or a builder or its spec; only rank 0's counts.
+        sparse_known: whether the model's variables tell which are sparse; else the strategy does.
+    """
+
+    def __init__(self, given: Any, sparse_known: bool = True):
+        self.given, self.sparse_known = given, sparse_known
+        self.name = ""
+        self.strategy: Strategy | None = None
+
+    def hand_out(
+        self, variables: list[Variable], backend: Backend, error: Exception | None, later: bool
+    ) -> list[Variable]:
+        """Rank 0 makes the strategy, and gives it to all.
+
+        Raises:
+            ConfigError: it is not there, or wrong (on rank 0), or it is for another number of ranks.
+            RankError: (on the others) rank 0 could not make it, or another rank has no strategy.
+        """
+        if later:
+            raise ConfigError("a strategy is for a fixed number of ranks: it cannot be executed in elastic mode")
+        nodes = _tell(backend, _node(), error)
+        made: Strategy | None = None
+        if backend.rank == 0:
+            try:
+                made = resolve(self.given, variables, Ranks(nodes), self.sparse_known)
+            except Exception as raised:
+                error = raised
+        self.strategy = strategy = _tell(backend, made, error)[0]
+        self.name = f"strategy {strategy.id}"
+        if self.sparse_known:
+            return variables
+        sparse = {plan.variable.name for plan in strategy.plans if plan.variable.sparse}
+        return [dataclasses.replace(v, sparse=v.name in sparse) for v in variables]
+
+    def pieces(self, variables: Sequence[Variable]) -> list[Piece]:
+        """What is exchanged, and how.
+
+        Raises:
+            ConfigError: the strategy is for another model.
+        """
+        assert self.strategy is not None
+        self.strategy.check_model(variables)
+        return compiled(self.strategy, variables)
+
+    def options(self) -> dict[str, Any]:
+        """The strategy as a document."""
+        given = self.given if self.strategy is None else self.strategy
+        return {"strategy": given.to_dict() if isinstance(given, (Strategy, Builder)) else given}
+
+
+@dataclasses.dataclass
+class Ranks:
+    """The cluster that the ranks say they are.
+
+    >>> Ranks(["a", "b", "a"]).ranks
+    [0, 1, 0]
+    """
+
+    names: Sequence[str]
+
+    @property
+    def world_size(self) -> int:
+        """How many there are."""
+        return len(self.names)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The number of the node that each runs on."""
+        order = list(dict.fromkeys(self.names))
+        return [order.index(name) for name in self.names]
+
+
+def resolve(given: Any, variables: Sequence[Variable], cluster: Any, sparse_known: bool = True) -> Strategy:
+    """The strategy that is meant: rules are resolved, and builders build.
+
+    Raises:
+        ConfigError: there is no such file or builder, or the strategy is for another number of ranks.
+
+    >>> resolve("parallax", [Variable("w", (2, 2))], Ranks(["here"])).plans[0].parts[0].sync.type
+    'allreduce'
+    """
+    if isinstance(given, dict) and "name" in given:
+        given = make("builder", given)
+    if isinstance(given, str) and not _is_file(given):
+        given = make("builder", given)
+    if isinstance(given, Builder):
+        return given.build(variables, cluster)
+    if not isinstance(given, Strategy):
+        from grace.strategy import schema
+
+        document, where = given, "the strategy"
+        if isinstance(given, (str, Path)):
+            where = str(given)
+            try:
+                document = schema.read_text(Path(given).read_text(), where)
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"cannot read the strategy {where}: {error}") from error
+        elif not isinstance(given, dict):
+            raise ConfigError(
+                f"strategy must be a file's path, a Strategy, or a builder or its spec, not a {type(given).__name__}"
+            )
+        ruled = isinstance(document, dict) and document.get("rules")
+        given = schema.parse(document, where, variables if sparse_known or ruled else None)
+    if given.world_size != cluster.world_size:
+        raise ConfigError(
+            f"the strategy is for {given.world_size} ranks, this run has {cluster.world_size}: build it again "
+            f"(grace strategy build -n {cluster.world_size}), or start as many"
+        )
+    return given
+
+
+def _is_file(text: str) -> bool:
+    return text.endswith((".yaml", ".yml", ".json")) or Path(text).exists()
+
+
+def compiled(strategy: Strategy, variables: Sequence[Variable]) -> list[Piece]:
+    """The pieces of all variables; parts that are exchanged alike share one communicator."""
+    made: dict[Any, Communicator] = {}
+    choose, pieces = Chooser(), []
+    for plan, variable in zip(strategy.plans, variables, strict=True):
+        plan = dataclasses.replace(plan, variable=variable)  # which knows its device
+        bounds = plan.bounds() or [(0, 0)]
+        for part, own, (start, stop) in zip(plan.parts, plan.part_variables(), bounds, strict=True):
+            key = _key(part)
+            if key not in made:
+                made[key] = _communicator(part)
+            sync = part.sync
+            place: dict[str, Any] = {"axis": plan.axis, "start": start, "stop": stop}
+            if sync.type == "none":
+                pieces.append(Piece(own, variable, made[key], sync.period, period=sync.period, **place))
+                continue
+            reduced = sync.type == "reduce_broadcast"
+            limit = REDUCED_BYTES if reduced and not own.sparse else None
+            travels = key if reduced else (sync.type, sync.group)
+            pieces.append(Piece(own, variable, choose(own, made[key]), travels, limit, part.priority, **place))
+    return pieces
+
+
+def _key(part: Part) -> Any:
+    sync = dataclasses.replace(part.sync, group=0)
+    return (
+        sync,
+        make("compressor", part.compressor).spec,
+        None if part.memory is None else make("memory", part.memory).spec,
+    )
+
+
+def _communicator(part: Part) -> Communicator:
+    sync = part.sync
+    if sync.type == "none":
+        return build_communicator("none", "none", "allreduce")
+    if sync.type == "reduce_broadcast":
+        options = {key: getattr(sync, key) for key in ReduceBroadcast.parameters()}
+        return ReduceBroadcast(part.compressor, part.memory, **options)
+    return build_communicator(part.compressor, part.memory, sync.type)
+
+
+def _node() -> str:
+    """What this rank's node is called."""
+    return os.environ.get("GRACE_NODE") or socket.gethostname()
+
+
+def _tell(backend: Backend, value: Any, error: Exception | None) -> list[Any]:
+    """Every rank's value; if one failed, its error there, and a RankError elsewhere."""
+    answers = backend.allgather_object((("told", value), None if error is None else str(error)))
+    if error is not None:
+        raise error
+    for rank, (answer, failure) in enumerate(answers):
+        if failure is not None:
+            raise RankError(f"rank {rank} refused to start: {failure}")
+        if not isinstance(answer, tuple):
+            raise RankError(f"rank {rank} was given no strategy, rank {backend.rank} one: give all ranks the same")
+    return [answer[1] for answer, _ in answers]

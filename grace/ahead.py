@@ -70,16 +70,24 @@ class Courier:
 class Flight:
     """One exchange, from the moment it was handed to the courier until its mean is applied."""
 
-    def __init__(self, exchange: Exchange, courier: Courier):
-        self.exchange, self.courier = exchange, courier
+    def __init__(self, exchange: Any, courier: Courier | None, loss_scale: float):
+        self.exchange, self.courier, self.loss_scale = exchange, courier, loss_scale
         self.landed = threading.Event()
         self.outcomes: list[Outcome] | None = None
+        self.traffic = Traffic()
         self.dropped = False
-        self.loss_scale = exchange.communicator.context.loss_scale
+
+    @classmethod
+    def over(cls, outcomes: list[Outcome], loss_scale: float) -> Flight:
+        """One of a checkpoint, which has brought this."""
+        flight = cls(None, None, loss_scale)
+        flight.outcomes = outcomes
+        flight.landed.set()
+        return flight
 
     def fly(self) -> None:
         """Run all its collectives, and keep what the destination's memory learnt."""
-        exchange: Any = self.exchange
+        exchange = self.exchange
         exchange.take_off()
         while exchange.advance():
             pass
@@ -92,10 +100,19 @@ class Flight:
         """What it brought; blocks until it is there."""
         self.landed.wait()
         if self.outcomes is None:
-            if self.courier.failure is not None:
+            if self.courier is not None and self.courier.failure is not None:
                 raise self.exchange.lost(self.courier.failure) from self.courier.failure
             self.outcomes = self.exchange.finish(outs, wait=False)
+            self.traffic = self.exchange.traffic
+            self.exchange = None
         return self.outcomes
+
+    def values(self, loss_scale: float) -> dict[str, Any]:
+        """What it brought, by the pieces' names, in the units of this loss scale; empty if it was dropped."""
+        outcomes = self.collect([None] * len(self.exchange.names)) if self.outcomes is None else self.outcomes
+        found = {o.variable.name: o.value for o in outcomes if o.value is not None and not self.dropped}
+        scale = loss_scale / self.loss_scale
+        return found if scale == 1 else {name: scaled(value, scale) for name, value in found.items()}
 
 
 def launched_later(kind: type[Exchange]) -> type[Exchange]:
@@ -139,12 +156,12 @@ class AheadExchange(Exchange):
         self.group, self.communicator, self.kernels = group, communicator, kernels_of(_values(gradients[0]))
         self.traits = communicator.compressor.traits
         self.names = [variable.name for variable in group.variables]
-        self.flights: deque[Flight] = communicator.flights.setdefault(group.variables[0].name, deque())
+        self.flights: deque[Flight] = communicator.flights[group.variables[0].name]
         # buffers of its own: those of the step before may still be under way
         own = dataclasses.replace(group, wire=None, buffer=None, communicator=communicator.aside())
         self.traffic, self.loss_scale = traffic, communicator.context.loss_scale
         inner = launched_later(kind)(own, gradients, present, guard, Traffic())
-        self.flight = Flight(inner, communicator.courier)
+        self.flight = Flight(inner, communicator.courier, self.loss_scale)
         self._keep(gradients, present)
         self.flights.append(self.flight)
         communicator.courier.send(self.flight)
@@ -172,12 +189,10 @@ class AheadExchange(Exchange):
         """The mean of ``staleness`` steps ago, or the sum of the means that have come if there is no bound."""
         communicator: Any = self.communicator
         due: list[Flight] = []
-        if communicator.sync:
-            if len(self.flights) > communicator.staleness:
-                due = [self.flights.popleft()]
-        else:
-            while self.flights and self.flights[0].landed.is_set():
-                due.append(self.flights.popleft())
+        while self.flights and (
+            len(self.flights) > communicator.staleness if communicator.sync else self.flights[0].landed.is_set()
+        ):
+            due.append(self.flights.popleft())
         brought = [self._collected(flight, outs if len(due) == 1 else [None] * len(outs)) for flight in due]
         brought = [outcomes for outcomes in brought if outcomes]
         if not brought:
@@ -186,24 +201,19 @@ class AheadExchange(Exchange):
 
     def _collected(self, flight: Flight, outs: Sequence[Tensor | None]) -> list[Outcome]:
         outcomes = flight.collect(outs)
-        counted, traffic = flight.exchange.traffic, self.traffic
+        counted, traffic = flight.traffic, self.traffic
         for name, nbytes in counted.payload_bytes.items():
             traffic.payload_bytes[name] = traffic.payload_bytes.get(name, 0) + nbytes
         traffic.header_bytes += counted.header_bytes
         traffic.sent_bytes += counted.sent_bytes
         traffic.codec_seconds += counted.codec_seconds
-        flight.exchange.traffic = Traffic()
-        scale = self.communicator.context.loss_scale / flight.loss_scale
-        if scale != 1:
-            outcomes = [
-                dataclasses.replace(o, value=None if o.value is None else times(o.value, scale)) for o in outcomes
-            ]
-        return [] if flight.dropped else outcomes
+        values = flight.values(self.communicator.context.loss_scale)
+        return [] if flight.dropped else [dataclasses.replace(o, value=values.get(o.variable.name)) for o in outcomes]
 
     def _sum(self, i: int, outcomes: list[Outcome]) -> Outcome:
         values = [outcome.value for outcome in outcomes if outcome.value is not None]
         if not values:
-            return Outcome(self.group.variables[i], None, False, pending=True)
+            return Outcome(self.group.variables[i], None, False)
         total = values[0]
         for value in values[1:]:
             total = add(total, value)
@@ -221,13 +231,13 @@ def add(a: Any, b: Any) -> Any:
     return kernels_of(a).add(a, b)
 
 
-def times(value: Any, factor: float) -> Any:
+def scaled(value: Any, factor: float) -> Any:
     """A mean in other units."""
     from grace.rows import Slices
 
     if isinstance(value, Slices):
-        return Slices(times(value.values, factor), value.rows)
-    return kernels_of(value).divide(value, value, 1 / factor)
+        return Slices(scaled(value.values, factor), value.rows)
+    return kernels_of(value).combine(factor, value, 0.0, value)
 
 
 def _values(gradient: Any) -> Any:

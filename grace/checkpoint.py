@@ -14,6 +14,7 @@ from typing import Any
 from grace.errors import ConfigError
 from grace.exchanger import Exchanger
 from grace.recut import Cuts, recut
+from grace.rows import Slices
 
 VERSION = 1
 
@@ -31,6 +32,7 @@ def save(exchanger: Exchanger) -> dict[str, Any]:
         "rank": context.rank,
         "size": context.size,
         "state": exchanger.state(),
+        "pending": [{name: plain(value) for name, value in step.items()} for step in exchanger.pending()],
     }
 
 
@@ -52,7 +54,8 @@ def gather(exchanger: Exchanger) -> dict[str, Any]:
     """All ranks' state in one; every rank must call it."""
     saved = save(exchanger)
     shared = _shared_kinds(exchanger)
-    own = {kind: values for kind, values in saved["state"].items() if kind not in shared}
+    own: dict[str, Any] = {kind: values for kind, values in saved["state"].items() if kind not in shared}
+    own["pending"] = saved["pending"]
     everyone = exchanger.backend.allgather_object(own)
     return {**saved, "ranks": everyone}
 
@@ -94,15 +97,30 @@ def load(exchanger: Exchanger, saved: dict[str, Any] | None, memory: str = "stri
         id(c): {p.variable.name for p in exchanger.pieces.values() if p.communicator is c}
         for c in exchanger.communicators
     }
+    for _, component in exchanger.components:
+        component.state.clear()
     for communicator in exchanger.communicators:
         for kind, component in communicator.components.items():
-            component.state.clear()
-            mine = names[id(communicator)]
-            component.state.update({name: v for name, v in values.get(kind, {}).items() if name in mine})
+            own = names[id(communicator)]
+            component.state.update({name: v for name, v in values.get(kind, {}).items() if name in own})
             component.state.commit()
     context.step, context.loss_scale = saved["step"], saved["loss_scale"]
     for communicator in exchanger.communicators:
         communicator.resumed()
+    same = "ranks" in saved and saved["size"] == context.size
+    mine = saved["ranks"][context.rank] if same else saved
+    steps = mine.get("pending", []) if memory == "strict" else []
+    exchanger.restore_pending([{name: rich(value) for name, value in step.items()} for step in steps])
+
+
+def plain(value: Any) -> Any:
+    """A mean as it is saved: rows as a dict of tensors."""
+    return {"values": value.values, "rows": value.rows} if isinstance(value, Slices) else value
+
+
+def rich(value: Any) -> Any:
+    """The inverse of :func:`plain`."""
+    return Slices(value["values"], value["rows"]) if isinstance(value, dict) else value
 
 
 def _check_names(exchanger: Exchanger, saved: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from grace.agreement import agree
-from grace.ahead import Courier
+from grace.ahead import Courier, Flight, add
 from grace.backend import Backend
 from grace.communicator import Communicator
 from grace.communicators import Allreduce
@@ -61,6 +61,7 @@ class Exchanger:
         self.numel = sum(variable.numel for variable in self.variables)
         self._begun: list[Exchange] = []
         self._averaged_at = 0
+        self.owed: dict[str, Any] = {}
         self._courier: Courier | None = None
         self.computing: Callable[[], Any] = contextlib.nullcontext
         """The context that exchanges beside training compute in."""
@@ -121,7 +122,7 @@ class Exchanger:
             pass
         outcomes = []
         for exchange in self._begun:
-            outcomes += exchange.finish(outs(exchange.group))
+            outcomes += self.with_owed(exchange.finish(outs(exchange.group)))
         self.settle(outcomes)
         return outcomes
 
@@ -139,6 +140,44 @@ class Exchanger:
         """The mean over ranks of what a group's pieces hold, in their own dtype; blocks."""
         exchange = self.averaging.begin(group, values, [True] * len(values), False, self.traffic)
         return [outcome.value for outcome in exchange.finish([None] * len(values))]
+
+    def with_owed(self, outcomes: list[Outcome]) -> list[Outcome]:
+        """Add what a checkpoint's run still had to apply, and this one does not delay."""
+        for outcome in outcomes:
+            if outcome.variable.name in self.owed:
+                owed = self.owed.pop(outcome.variable.name)
+                outcome.value = owed if outcome.value is None else add(outcome.value, owed)
+        return outcomes
+
+    def pending(self) -> list[dict[str, Any]]:
+        """Means that are still to be applied, by piece, of the oldest step first; waits until they are there."""
+        steps: list[dict[str, Any]] = []
+        for group in self._delayed():
+            flights: Any = group.communicator.flights[group.variables[0].name]  # type: ignore[attr-defined]
+            steps = [*({} for _ in range(len(flights) - len(steps))), *steps]
+            for step, flight in zip(steps[len(steps) - len(flights) :], flights, strict=True):
+                step.update(flight.values(self.context.loss_scale))
+        return [self.owed, *steps] if self.owed else steps
+
+    def restore_pending(self, steps: Sequence[dict[str, Any]]) -> None:
+        """Go on from what :meth:`pending` gave."""
+        delayed: set[str] = set()
+        for group in self._delayed():
+            names = {variable.name for variable in group.variables}
+            delayed |= names
+            flights: Any = group.communicator.flights[group.variables[0].name]  # type: ignore[attr-defined]
+            flights.clear()
+            for step in steps:
+                outcomes = [Outcome(v, step.get(v.name), False) for v in group.variables]
+                flights.append(Flight.over(outcomes, self.context.loss_scale))
+        self.owed = {}
+        for step in steps:
+            for name, value in step.items():
+                if name not in delayed:
+                    self.owed[name] = add(self.owed[name], value) if name in self.owed else value
+
+    def _delayed(self) -> list[Group]:
+        return [group for group in self.groups if group.communicator.delayed]
 
     def under_way(self, group: Group) -> bool:
         """Whether the group's exchange was begun and not finished."""

@@ -31,20 +31,40 @@ def recut(saved: dict[str, Any], now: Cuts, rank: int) -> dict[str, Any]:
         ConfigError: a memory cannot be carried over; the message names the variable.
     """
     before: Cuts = saved.get("pieces") or {name: {"axis": None} for name in now}
-    return {
-        **saved,
-        "state": _state(saved["state"], before, now, rank, saved.get("ranks")),
-        **(
-            {"ranks": [_state(one, before, now, i, saved["ranks"]) for i, one in enumerate(saved["ranks"])]}
-            if "ranks" in saved
-            else {}
-        ),
-    }
+    ranks = saved.get("ranks")
+    new = {**saved, "state": _state(saved["state"], before, now, rank, ranks)}
+    new["pending"] = _pending(saved.get("pending", []), before, now)
+    if ranks is not None:
+        new["ranks"] = [
+            {**_state(one, before, now, i, ranks), "pending": _pending(one.get("pending", []), before, now)}
+            for i, one in enumerate(ranks)
+        ]
+    return new
+
+
+def _pending(steps: list[dict[str, Any]], before: Cuts, now: Cuts) -> list[dict[str, Any]]:
+    """Means that are still to be applied, cut anew."""
+    new: list[dict[str, Any]] = []
+    for step in steps:
+        new.append({})
+        for name, cut in now.items():
+            old = before[name]
+            if (old["axis"], old.get("sizes")) == (cut["axis"], cut["sizes"]):
+                new[-1].update({part: step[part] for part in _names(name, cut) if part in step})
+            elif any(isinstance(step.get(part), dict) for part in _names(name, old)):
+                raise ConfigError(
+                    f"the checkpoint holds rows of {name!r} that were still to be applied, and this run cuts it "
+                    f"otherwise. Use the same partition for it, {RESET}"
+                )
+            else:
+                new[-1].update(_carried(name, old, cut, step))
+    return new
 
 
 def _state(
     state: dict[str, dict[str, Any]], before: Cuts, now: Cuts, rank: int, ranks: list[Any] | None
 ) -> dict[str, dict[str, Any]]:
+    state = {kind: values for kind, values in state.items() if kind != "pending"}
     new: dict[str, dict[str, Any]] = {kind: {} for kind in state}
     for name, cut in now.items():
         old = before[name]

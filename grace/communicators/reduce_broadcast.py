@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import defaultdict, deque
 from typing import Any
 
 from grace.communicator import Communicator
@@ -76,7 +77,7 @@ class ReduceBroadcast(Communicator):
         self.answer_memory = copy.deepcopy(self.memory)
         self.answer_context = Context()
         self._dense: ReduceBroadcast | None = None
-        self.flights: dict[str, Any] = {}
+        self.flights: dict[str, deque] = defaultdict(deque)
         self.courier: Any = None
         self.bind(self.context)
 

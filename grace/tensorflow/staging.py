@@ -213,7 +213,7 @@ class GraphRun(Run):
                 exchange = self.running[group.index]
                 if exchange.advance():
                     raise ExchangeError(f"the exchange of {group.describe()} takes more collectives than it did before")
-                outcomes = exchange.finish(self.outs(group))
+                outcomes = self.exchanger.with_owed(exchange.finish(self.outs(group)))
                 self.outcomes += outcomes
                 return self.tensors(outcomes)
 

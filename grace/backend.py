@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from grace.errors import ExchangeError
@@ -130,6 +130,14 @@ class Backend(abc.ABC):
         """Another backend over the same ranks, whose collectives may be started by another thread, in an order of
         their own. Every rank must call it."""
         raise NotImplementedError(f"{self.name} cannot be used by two threads")
+
+    def among(self, ranks: Sequence[int]) -> Backend | None:
+        """Another backend over some of the ranks, for those; None for the others. Every rank must call it.
+
+        Args:
+            ranks: ascending.
+        """
+        raise NotImplementedError(f"{self.name} makes no backends over some of its ranks")
 
     @abc.abstractmethod
     def allgather_object(self, value: Any) -> list[Any]:

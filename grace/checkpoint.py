@@ -29,8 +29,9 @@ def save(exchanger: Exchanger) -> dict[str, Any]:
         "step": context.step,
         "seed": context.seed,
         "loss_scale": context.loss_scale,
-        "rank": context.rank,
-        "size": context.size,
+        "rank": exchanger.backend.rank,
+        "size": exchanger.backend.size,
+        "hierarchical": exchanger.hierarchical,
         "state": exchanger.state(),
         "pending": [{name: plain(value) for name, value in step.items()} for step in exchanger.pending()],
     }
@@ -91,8 +92,9 @@ def load(exchanger: Exchanger, saved: dict[str, Any] | None, memory: str = "stri
     if memory == "strict":
         _check_names(exchanger, saved)
         if saved["components"] != now:
-            saved = recut(saved, cuts_of(exchanger), context.rank)
+            saved = recut(saved, cuts_of(exchanger), exchanger.backend.rank)
         values = {kind: _for_rank(exchanger, saved, kind) for kind in saved["state"]}
+        _check_leader(exchanger, saved, values)
     names = {
         id(c): {p.variable.name for p in exchanger.pieces.values() if p.communicator is c}
         for c in exchanger.communicators
@@ -107,8 +109,8 @@ def load(exchanger: Exchanger, saved: dict[str, Any] | None, memory: str = "stri
     context.step, context.loss_scale = saved["step"], saved["loss_scale"]
     for communicator in exchanger.communicators:
         communicator.resumed()
-    same = "ranks" in saved and saved["size"] == context.size
-    mine = saved["ranks"][context.rank] if same else saved
+    same = "ranks" in saved and saved["size"] == exchanger.backend.size
+    mine = saved["ranks"][exchanger.backend.rank] if same else saved
     steps = mine.get("pending", []) if memory == "strict" else []
     exchanger.restore_pending([{name: rich(value) for name, value in step.items()} for step in steps])
 
@@ -136,6 +138,18 @@ def _check_names(exchanger: Exchanger, saved: dict[str, Any]) -> None:
                 )
 
 
+def _check_leader(exchanger: Exchanger, saved: dict[str, Any], values: dict[str, dict[str, Any]]) -> None:
+    """With hierarchical reduction memories live where a rank speaks for its node."""
+    hierarchy = exchanger.hierarchy
+    moved = hierarchy is not None and not hierarchy.leads
+    if any(values.values()) and (moved or bool(saved.get("hierarchical")) != exchanger.hierarchical):
+        raise ConfigError(
+            "the checkpoint holds memories of ranks that speak for their nodes (hierarchical reduction), and the nodes "
+            "are others now, or the reduction is. Resume on the same cluster with the same setting, or call "
+            "load_state_dict(state, memory='reset')"
+        )
+
+
 def _shared_kinds(exchanger: Exchanger) -> set[str]:
     """What any rank's copy restores on all. A kind is shared if all components of that kind that keep something are."""
     kinds = {kind for kind, part in exchanger.components if part.shared_state}
@@ -143,7 +157,7 @@ def _shared_kinds(exchanger: Exchanger) -> set[str]:
 
 
 def _for_rank(exchanger: Exchanger, saved: dict[str, Any], kind: str) -> dict[str, Any]:
-    context, rank, size = exchanger.context, saved["rank"], saved["size"]
+    context, rank, size = exchanger.backend, saved["rank"], saved["size"]
     own = saved["state"][kind]
     if kind in _shared_kinds(exchanger):
         return own

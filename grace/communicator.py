@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from grace.backend import Backend, Handle
@@ -110,8 +110,11 @@ class Communicator(Component):
         """Whether what a step exchanges is applied in a later one; it then keeps its state by itself."""
         return False
 
-    def open(self, courier: Callable[[], Any]) -> None:
-        """All ranks have agreed and are about to start; ``courier()`` is for exchanges that run beside training."""
+    def follow(self, speaker: Sequence[int]) -> None:
+        """One rank of each node takes part from now on: the number of the one that speaks for each of all ranks."""
+
+    def open(self, exchanger: Any) -> None:
+        """All ranks have agreed and are about to start; every rank comes here at the same moment."""
 
     def resumed(self) -> None:
         """The state was loaded from a checkpoint."""

@@ -13,8 +13,11 @@ from grace.communicator import Communicator
 from grace.communicators import Allreduce
 from grace.component import Component, Context
 from grace.compressor import Tensor
+from grace.errors import ConfigError
 from grace.exchange import Exchange, Group, Outcome, Traffic
+from grace.hierarchy import Hierarchy
 from grace.memory import Memory
+from grace.nodes import Levels, levels, node_name
 from grace.pieces import Piece, grouped
 from grace.plans import Plan
 from grace.variable import Variable
@@ -32,6 +35,7 @@ class Exchanger:
         context: shared by all components.
         name: what was chosen for all variables, for messages and checkpoints: a communicator's description, or a
             strategy's id.
+        hierarchical: the ranks of a node reduce among themselves first.
     """
 
     def __init__(
@@ -41,6 +45,7 @@ class Exchanger:
         backend: Backend,
         context: Context,
         name: str = "",
+        hierarchical: bool = False,
     ):
         self.variables, self.backend, self.context, self.name = list(variables), backend, context, name
         self.pieces = {piece.variable.name: piece for piece in pieces}
@@ -50,9 +55,11 @@ class Exchanger:
         self.groups = grouped([piece for piece in pieces if not piece.period])
         self.averages = grouped([piece for piece in pieces if piece.period])
         self.communicators = list({id(piece.communicator): piece.communicator for piece in pieces}.values())
-        context.rank, context.size = backend.rank, backend.size
-        for communicator in self.communicators:
-            communicator.bind(context, backend)
+        self.hierarchical = hierarchical
+        self.hierarchy: Hierarchy | None = None
+        self._nodes: list[str] = []
+        self._levels: dict[tuple[int, int], Levels] = {}
+        self._bind(backend)
         self.averaging = Allreduce("none")
         self.averaging.bind(context, backend)
         self.stateful = any(communicator.stateful for communicator in self.communicators)
@@ -65,6 +72,14 @@ class Exchanger:
         self._courier: Courier | None = None
         self.computing: Callable[[], Any] = contextlib.nullcontext
         """The context that exchanges beside training compute in."""
+
+    def _bind(self, backend: Backend) -> None:
+        """Who the communicators exchange with."""
+        self.context.rank, self.context.size = backend.rank, backend.size
+        for communicator in self.communicators:
+            if self.hierarchy is not None:
+                communicator.follow(self.hierarchy.levels.speaker)
+            communicator.bind(self.context, backend)
 
     @property
     def components(self) -> list[tuple[str, Component]]:
@@ -91,8 +106,24 @@ class Exchanger:
             RankError: they differ; the message names the first difference.
         """
         agree(self.backend, [*self.settings, *self.facts()])
+        if self.hierarchical:
+            self.hierarchy = Hierarchy(self.backend, self.node_names())
+            self._bind(self.hierarchy.backend)
         for communicator in self.communicators:
-            communicator.open(self.courier)
+            communicator.open(self)
+
+    def node_names(self) -> list[str]:
+        """Of the node of each rank; every rank must ask at the same moment."""
+        if not self._nodes:
+            self._nodes = self.backend.allgather_object(node_name())
+        return self._nodes
+
+    def levels(self, backend: Backend, leader: int) -> Levels:
+        """The nodes' ranks and their leaders over a backend; every rank must ask at the same moment."""
+        key = (id(backend), leader)
+        if key not in self._levels:
+            self._levels[key] = levels(backend, self.node_names(), leader)
+        return self._levels[key]
 
     def courier(self) -> Courier:
         """The thread that runs exchanges beside training; every rank asks for it first at the same moment."""
@@ -112,7 +143,10 @@ class Exchanger:
 
     def start(self, group: Group, gradients: Sequence[Tensor], present: Sequence[bool]) -> Exchange:
         """Begin the exchange of one group. Groups must be started in order, each once a step."""
-        exchange = group.communicator.begin(group, gradients, present, self.stateful, self.traffic)
+        if self.hierarchy is None:
+            exchange = group.communicator.begin(group, gradients, present, self.stateful, self.traffic)
+        else:
+            exchange = self.hierarchy.begin(group, gradients, present, self.stateful, self.traffic)
         self._begun.append(exchange)
         return exchange
 
@@ -122,7 +156,8 @@ class Exchanger:
             pass
         outcomes = []
         for exchange in self._begun:
-            outcomes += self.with_owed(exchange.finish(outs(exchange.group)))
+            brought = exchange.finish(outs(exchange.group))
+            outcomes += self.with_owed(brought if self.hierarchy is None else self.hierarchy.shared(exchange, brought))
         self.settle(outcomes)
         return outcomes
 
@@ -252,6 +287,7 @@ def build_exchanger(
     settings: Sequence[tuple[str, str]] = (),
     check: Callable[[Communicator], None] = lambda communicator: None,
     later: bool = False,
+    hierarchical: bool = False,
 ) -> Exchanger:
     """Check everything on this rank, then compare it with the others: either every rank goes on or none.
 
@@ -260,6 +296,7 @@ def build_exchanger(
         choose: what the user chose, or raises why it cannot be.
         check: raises if this communicator does not suit the run.
         later: no collective now; the ranks compare when somebody calls the exchanger's ``agree()``.
+        hierarchical: the ranks of a node reduce among themselves first.
         settings: further (what, value) facts that all ranks must share.
 
     Raises:
@@ -283,7 +320,8 @@ def build_exchanger(
         pieces = plan.pieces(found)
         for communicator in {id(piece.communicator): piece.communicator for piece in pieces}.values():
             check(communicator)
-        exchanger = Exchanger(found, pieces, backend, context, plan.name)
+        exchanger = Exchanger(found, pieces, backend, context, plan.name, hierarchical)
+        _check_delays(exchanger, later)
         exchanger.settings = list(settings)
     except Exception as raised:
         if not later:
@@ -292,3 +330,18 @@ def build_exchanger(
     if not later:
         exchanger.agree()
     return exchanger
+
+
+def _check_delays(exchanger: Exchanger, later: bool) -> None:
+    """Refuse what cannot be delayed."""
+    delayed = [c for c in exchanger.communicators if c.delayed]
+    if delayed and (later or exchanger.hierarchical):
+        where = "in elastic mode" if later else "with hierarchical reduction"
+        raise ConfigError(f"{delayed[0].describe()} applies means in later steps, which is not possible {where}")
+    if later and exchanger.hierarchical:
+        raise ConfigError("hierarchical reduction is not possible in elastic mode")
+    if exchanger.hierarchical and exchanger.backend.pairs_by_name:
+        raise ConfigError(
+            "hierarchical reduction is not for Horovod, whose ranks exchange in any order. Set "
+            "HOROVOD_HIERARCHICAL_ALLREDUCE=1 for sums, or use torch.distributed or MPI"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from grace.backend import Backend, Handle, Tensor
@@ -33,6 +34,9 @@ class LocalBackend(Backend):
 
     def beside(self) -> LocalBackend:
         return LocalBackend()
+
+    def among(self, ranks: Sequence[int]) -> LocalBackend | None:
+        return LocalBackend() if 0 in ranks else None
 
     def allgather_object(self, value: Any) -> list[Any]:
         return [value]

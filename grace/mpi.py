@@ -8,6 +8,7 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,10 @@ class MPIBackend(Backend):
 
     def beside(self) -> MPIBackend:
         return MPIBackend(self.comm, self.timeout)
+
+    def among(self, ranks: Sequence[int]) -> MPIBackend | None:
+        comm = self.comm.Split(0 if self.rank in ranks else MPI.UNDEFINED, self.rank)
+        return None if comm == MPI.COMM_NULL else MPIBackend(comm, self.timeout)
 
     def allgather_object(self, value: Any) -> list[Any]:
         return self.comm.allgather(value)

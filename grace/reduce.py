@@ -21,7 +21,7 @@ class ReduceExchange(Exchange):
     def _start(self, gradients: Sequence[Tensor]) -> None:
         self.answered = self.announced = False
         communicator: Any = self.communicator
-        self.root, self.back = communicator.destination, communicator.answers
+        self.root, self.back = communicator.root, communicator.answers
         self.step, self.loss_scale = communicator.context.step, communicator.context.loss_scale
         super()._start(gradients)
 

@@ -7,10 +7,12 @@ import dataclasses
 from collections import defaultdict, deque
 from typing import Any
 
+from grace.backend import Handle
 from grace.communicator import Communicator
 from grace.component import Component, Context
 from grace.compressor import Compressor
 from grace.errors import ConfigError
+from grace.kernels import kernels_of
 from grace.memory import Memory
 
 
@@ -59,6 +61,8 @@ class ReduceBroadcast(Communicator):
     ):
         self.destination, self.staleness, self.sync = destination, staleness, sync
         self.local_replication = local_replication
+        self.root = destination
+        """The destination among those that take part, if one speaks for several."""
         self.check_integer("destination", 0)
         self.check_integer("staleness", 0)
         for key in ("sync", "local_replication"):
@@ -79,6 +83,8 @@ class ReduceBroadcast(Communicator):
         self._dense: ReduceBroadcast | None = None
         self.flights: dict[str, deque] = defaultdict(deque)
         self.courier: Any = None
+        self.followed = False
+        self.levels: Any = None
         self.bind(self.context)
 
     @classmethod
@@ -113,15 +119,24 @@ class ReduceBroadcast(Communicator):
             self.answer_context = dataclasses.replace(context)
             self.answers.bind(self.answer_context)
             self.answer_memory.bind(self.answer_context)
-        if backend is not None and self.destination >= backend.size:
+        if backend is not None and not self.followed and self.root >= backend.size:
             raise ConfigError(
-                f"reduce_broadcast: rank {self.destination} cannot be the destination, there are {backend.size} ranks"
+                f"reduce_broadcast: rank {self.root} cannot be the destination, there are {backend.size} ranks"
             )
 
-    def open(self, courier):
-        """Exchanges that are applied later run beside training."""
+    def follow(self, speaker):
+        """The destination is the one that speaks for it."""
+        self.root, self.followed = speaker[self.destination], True
+
+    def open(self, exchanger):
+        """Exchanges that are applied later run beside training; replication needs to know the nodes."""
         if self.delayed:
-            self.courier = courier()
+            self.courier = exchanger.courier()
+        if self.local_replication and exchanger.backend.size > 1:
+            backend = self.courier.backend if self.delayed else exchanger.backend
+            if backend.pairs_by_name and backend.framework == "tensorflow":
+                raise ConfigError("reduce_broadcast: local_replication is not for Horovod with TensorFlow: use MPI")
+            self.levels = exchanger.levels(backend, self.root)
 
     def aside(self) -> ReduceBroadcast:
         """The same with the courier's backend."""
@@ -140,8 +155,23 @@ class ReduceBroadcast(Communicator):
         self.answer_context.loss_scale = self.context.loss_scale
 
     def broadcast(self, wire):
-        """The way back."""
-        return self.backend.broadcast(wire, self.destination)
+        """The way back: to all, or to one rank of each node, which hands it on."""
+        if self.levels is None:
+            return self.backend.broadcast(wire, self.root)
+        way, answer, arrived, ahead = self.levels, wire, False, None
+        if way.leaders is not None:
+            before = way.leaders.sent_bytes
+            ahead = way.leaders.broadcast(wire, way.speaker[self.root])
+            self.backend.count(way.leaders.sent_bytes - before)
+            self.backend.count((way.node.size - 1) * kernels_of(wire).nbytes(wire))
+
+        def wait() -> None:
+            nonlocal answer, arrived
+            if not arrived:
+                arrived = True
+                answer = way.node.broadcast(wire if ahead is None else ahead.wait(), way.first).wait()
+
+        return Handle(wait, later=lambda: answer)
 
     def dense(self, usual: Communicator) -> Communicator:
         """The same destination, uncompressed."""
@@ -168,4 +198,4 @@ class ReduceBroadcast(Communicator):
 
     def communicate(self, wire):
         """The way to the destination."""
-        return self.backend.gather(wire, self.destination)
+        return self.backend.gather(wire, self.root)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from grace.backend import Backend
 from grace.communicator import Communicator
 from grace.communicators.reduce_broadcast import ReduceBroadcast
 from grace.errors import ConfigError, RankError
+from grace.nodes import Ranks, node_name
 from grace.pieces import Chooser, Piece
 from grace.plans import build_communicator
 from grace.registry import make
@@ -48,7 +47,7 @@ class Executed:
         """
         if later:
             raise ConfigError("a strategy is for a fixed number of ranks: it cannot be executed in elastic mode")
-        nodes = _tell(backend, _node(), error)
+        nodes = _tell(backend, node_name(), error)
         made: Strategy | None = None
         if backend.rank == 0:
             try:
@@ -76,28 +75,6 @@ class Executed:
         """The strategy as a document."""
         given = self.given if self.strategy is None else self.strategy
         return {"strategy": given.to_dict() if isinstance(given, (Strategy, Builder)) else given}
-
-
-@dataclasses.dataclass
-class Ranks:
-    """The cluster that the ranks say they are.
-
-    >>> Ranks(["a", "b", "a"]).ranks
-    [0, 1, 0]
-    """
-
-    names: Sequence[str]
-
-    @property
-    def world_size(self) -> int:
-        """How many there are."""
-        return len(self.names)
-
-    @property
-    def ranks(self) -> list[int]:
-        """The number of the node that each runs on."""
-        order = list(dict.fromkeys(self.names))
-        return [order.index(name) for name in self.names]
 
 
 def resolve(given: Any, variables: Sequence[Variable], cluster: Any, sparse_known: bool = True) -> Strategy:
@@ -183,11 +160,6 @@ def _communicator(part: Part) -> Communicator:
         options = {key: getattr(sync, key) for key in ReduceBroadcast.parameters()}
         return ReduceBroadcast(part.compressor, part.memory, **options)
     return build_communicator(part.compressor, part.memory, sync.type)
-
-
-def _node() -> str:
-    """What this rank's node is called."""
-    return os.environ.get("GRACE_NODE") or socket.gethostname()
 
 
 def _tell(backend: Backend, value: Any, error: Exception | None) -> list[Any]:

@@ -169,6 +169,7 @@ def DistributedOptimizer(
     backend: Backend | None = None,
     sparse_as_dense: bool = False,
     broadcast: bool = True,
+    hierarchical: bool = False,
     seed: int = 0,
     group_bytes: int = GROUP_BYTES,
 ) -> Any:
@@ -194,6 +195,9 @@ def DistributedOptimizer(
         backend: a Backend object, instead of that of ``grace.init()``.
         sparse_as_dense: exchange tf.IndexedSlices as dense gradients, instead of by rows.
         broadcast: start every rank from rank 0's trainable variables, at the first exchange.
+        hierarchical: the ranks of a node average their gradients first, uncompressed, and one of them exchanges for
+            all; for several ranks on each node of a slow network. Ranks are on one node if their hosts' names (or
+            GRACE_NODE) are the same. Not for Horovod.
         seed: of the random numbers of stochastic methods; the same on all ranks.
         group_bytes: bytes of gradient that are exchanged in one collective.
 
@@ -231,6 +235,7 @@ def DistributedOptimizer(
         seed=seed,
         sparse_as_dense=sparse_as_dense,
         broadcast=broadcast,
+        hierarchical=hierarchical,
         check=lambda chosen: check_memory(chosen, inner),
         averages=True,
     )

@@ -59,6 +59,7 @@ class Session:
         broadcast: start from rank 0's values.
         check: raises if a communicator does not suit the optimizer.
         averages: whether somebody calls :meth:`average` after each step.
+        hierarchical: the ranks of a node reduce among themselves first.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Session:
         broadcast: bool = True,
         check: Callable[[Communicator], None] = lambda communicator: None,
         averages: bool = False,
+        hierarchical: bool = False,
     ):
         if backend.framework not in ("", "tensorflow"):
             raise ConfigError(
@@ -81,7 +83,7 @@ class Session:
             )
         self.choices, self.backend, self.reduction = choices, backend, reduction
         self.group_bytes, self.sparse_as_dense, self.broadcast = group_bytes, sparse_as_dense, broadcast
-        self.check, self.averages = check, averages
+        self.check, self.averages, self.hierarchical = check, averages, hierarchical
         self.lr = 1.0
         self.context = Context(seed=seed, lr=lambda name: self.lr)
         self.before, self.after = reduction.factors(backend.size)
@@ -121,8 +123,11 @@ class Session:
             ("group_bytes", str(self.group_bytes)),
             ("broadcast", str(self.broadcast)),
             ("sparse_as_dense", str(self.sparse_as_dense)),
+            ("hierarchical", str(self.hierarchical)),
         ]
-        exchanger = build_exchanger(described, self._choose, self.backend, self.context, facts, self.check)
+        exchanger = build_exchanger(
+            described, self._choose, self.backend, self.context, facts, self.check, hierarchical=self.hierarchical
+        )
         if exchanger.averages and not self.averages:
             raise ConfigError(
                 "sync none(period) averages variables after the optimizer's step, which a tape does not know: use "
@@ -310,6 +315,7 @@ class Session:
             "gradient_predivide_factor": self.reduction.predivide,
             "sparse_as_dense": self.sparse_as_dense,
             "broadcast": self.broadcast,
+            "hierarchical": self.hierarchical,
             "seed": self.context.seed,
             "group_bytes": self.group_bytes,
         }

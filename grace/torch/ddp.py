@@ -177,6 +177,11 @@ def register_ddp_hook(
 
     def check(communicator):
         check_memory(communicator.memory, optimizer)
+        if communicator.delayed:
+            raise ConfigError(
+                f"{communicator.describe()} applies means in later steps, which DDP's hook cannot: use "
+                "grace.DistributedOptimizer"
+            )
 
     def choose():
         return Uniform(compressor, memory, communicator)

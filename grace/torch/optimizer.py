@@ -156,6 +156,7 @@ def DistributedOptimizer(
     grad_scaler: Any = None,
     sparse_as_dense: bool = False,
     broadcast: bool = True,
+    hierarchical: bool = False,
     seed: int = 0,
     group_bytes: int = GROUP_BYTES,
 ) -> Any:
@@ -189,6 +190,9 @@ def DistributedOptimizer(
         sparse_as_dense: exchange sparse gradients as dense ones (they are refused otherwise, unless
             ``named_parameters`` is the model).
         broadcast: start every rank from rank 0's parameter values.
+        hierarchical: the ranks of a node average their gradients first, uncompressed, and one of them exchanges for
+            all; for several ranks on each node of a slow network. Ranks are on one node if their hosts' names (or
+            GRACE_NODE) are the same. Not for Horovod.
         seed: of the random numbers of stochastic methods; the same on all ranks.
         group_bytes: bytes of gradient that are exchanged in one collective.
 
@@ -222,6 +226,7 @@ def DistributedOptimizer(
         "grad_scaler": grad_scaler,
         "sparse_as_dense": sparse_as_dense,
         "broadcast": broadcast,
+        "hierarchical": hierarchical,
     }
     choices = Choices(compressor, memory, communicator, strategy)
     if backend.name == "horovod":

@@ -75,6 +75,7 @@ class Session:
         grad_scaler: the scaler whose scale memories follow.
         sparse_as_dense: exchange sparse gradients as dense ones.
         broadcast: start from rank 0's parameter values.
+        hierarchical: the ranks of a node reduce among themselves first.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Session:
         grad_scaler: Any,
         sparse_as_dense: bool,
         broadcast: bool,
+        hierarchical: bool,
     ):
         self.optimizer, self.grad_scaler, self.sparse_as_dense = optimizer, grad_scaler, sparse_as_dense
         self.parameters: dict[str, torch.nn.Parameter] = {}
@@ -109,6 +111,7 @@ class Session:
             ("the reduction", str(reduction)),
             ("group_bytes", str(group_bytes)),
             ("broadcast", str(broadcast)),
+            ("hierarchical", str(hierarchical)),
             ("grad_scaler", "none" if grad_scaler is None else "given"),
         ]
 
@@ -117,7 +120,7 @@ class Session:
             return choices.plan(group_bytes, together, sparse_known=isinstance(parameters, torch.nn.Module))
 
         self.exchanger = build_exchanger(
-            list_variables, choose, backend, self.context, facts, self._check, later=backend.elastic
+            list_variables, choose, backend, self.context, facts, self._check, backend.elastic, hierarchical
         )
         if grad_scaler is not None and self.exchanger.averages:
             raise ConfigError(
@@ -218,7 +221,7 @@ class Session:
             p = self.parameters[name]
             numbers = torch.cat([slices.rows.to(p.device, torch.int64) for slices in found])
             values = torch.cat([slices.values.to(p.dtype) for slices in found])
-            p.grad = torch.sparse_coo_tensor(numbers[None], values, p.shape)
+            p.grad = torch.sparse_coo_tensor(numbers[None], values, p.shape, check_invariants=False)
         self.versions, self.written = {}, {}
         return outcomes
 

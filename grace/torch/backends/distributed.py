@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -79,6 +80,11 @@ class TorchBackend(Backend):
     def beside(self) -> TorchBackend:
         ranks = None if self.group is None else dist.get_process_group_ranks(self.group)
         return TorchBackend(dist.new_group(ranks, use_local_synchronization=ranks is not None))
+
+    def among(self, ranks: Sequence[int]) -> TorchBackend | None:
+        local = self.size != dist.get_world_size()  # or else all ranks of the default group would have to make it
+        group = dist.new_group([self._global(rank) for rank in ranks], use_local_synchronization=local)
+        return TorchBackend(group) if self.rank in ranks else None
 
     def _global(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)

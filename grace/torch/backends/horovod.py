@@ -6,6 +6,7 @@ import os
 import pickle
 import time
 import weakref
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import horovod.torch as hvd
@@ -136,8 +137,7 @@ class HorovodBackend(Backend):
     def broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
         if root == self.rank:
             self.count((self.size - 1) * tensor.nbytes)
-        source = self.process_set.ranks[root] if self.process_set.ranks else root
-        work = hvd.broadcast_async_(tensor, source, name=self._name(), process_set=self.process_set)
+        work = hvd.broadcast_async_(tensor, self._global(root), name=self._name(), process_set=self.process_set)
         return Handle(Operation(work, lambda output: None), tensor)
 
     def gather(self, tensor: torch.Tensor, root: int) -> Handle:
@@ -159,6 +159,15 @@ class HorovodBackend(Backend):
         other._calls_are = f"{self._calls_are}.beside"
         return other
 
+    def among(self, ranks: Sequence[int]) -> HorovodBackend | None:
+        process_set = _process_set(hvd, [self._global(rank) for rank in ranks])
+        if self.rank not in ranks:
+            return None
+        return HorovodBackend(process_set)
+
+    def _global(self, rank: int) -> int:
+        return self.process_set.ranks[rank] if self.process_set.ranks else rank
+
     def allgather_object(self, value: Any) -> list[Any]:
         raw = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = [int(part) for part in self.allgather(torch.tensor([len(raw)])).wait()]
@@ -168,6 +177,16 @@ class HorovodBackend(Backend):
     def shutdown(self) -> None:
         if self.owns and hvd.is_initialized():
             hvd.shutdown()
+
+
+def _process_set(engine: Any, ranks: list[int]) -> Any:
+    """Horovod's set of these ranks."""
+    try:
+        return engine.add_process_set(ranks)
+    except Exception as error:
+        raise ConfigError(
+            f"Horovod makes no set of the ranks {ranks}: {error}. Start it with HOROVOD_DYNAMIC_PROCESS_SETS=1"
+        ) from error
 
 
 def _received(output: Any) -> torch.Tensor:

@@ -1,0 +1,160 @@
+"""Hierarchical reduction: the ranks of a node reduce among themselves first, and one of them speaks for the node.
+
+    1. the ranks of each node average their gradients, uncompressed
+    2. the leaders of the nodes exchange these, compressed, each weighted by the ranks that it speaks for
+    3. every leader hands the result to its node
+
+The result is the mean over all ranks, equally weighted, whatever the nodes' sizes. Memories live at the leaders.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from grace.backend import Backend
+from grace.communicators import Allreduce
+from grace.component import Context
+from grace.exchange import Exchange, Group, Outcome, Traffic
+from grace.kernels import kernels_of
+from grace.local import LocalBackend
+from grace.nodes import levels
+from grace.rows import Slices
+
+GONE, HERE, SPOILT = 0.0, 1.0, 2.0
+
+
+class Hierarchy:
+    """The two levels around an exchange.
+
+    Args:
+        backend: over all ranks.
+        names: of the node of each rank.
+    """
+
+    def __init__(self, backend: Backend, names: Sequence[str]):
+        self.levels = levels(backend, names)
+        node = self.levels.node
+        self.weight = node.size * self.levels.nodes / backend.size
+        self.traffic = Traffic()
+        self.inside = Allreduce("none")
+        self.inside.bind(Context(rank=node.rank, size=node.size), node)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank speaks for its node."""
+        return self.levels.leaders is not None
+
+    @property
+    def backend(self) -> Backend:
+        """What communicators run over: the leaders; nobody elsewhere."""
+        return self.levels.leaders or LocalBackend()
+
+    def begin(
+        self, group: Group, gradients: Sequence[Any], present: Sequence[bool], guard: bool, traffic: Traffic
+    ) -> Exchange:
+        """Reduce among the node's ranks, and start the leaders' exchange."""
+        self.like = gradients[0].values if group.variables[0].sparse else gradients[0]
+        self.traffic = traffic
+        reduced, found = self.reduced(group, gradients, present, traffic)
+        if not self.leads:
+            return Followed(group)
+        return group.communicator.begin(group, reduced, found, guard, traffic)
+
+    def reduced(
+        self, group: Group, gradients: Sequence[Any], present: Sequence[bool], traffic: Traffic
+    ) -> tuple[list[Any], list[bool]]:
+        """The node's gradients, as its leader exchanges them; blocks."""
+        inside = self.inside.for_rows("") if group.variables[0].sparse else self.inside
+        if inside is not self.inside:
+            inside.bind(self.inside.context, self.levels.node)
+            inside.compressor.shapes = {v.name: v.shape for v in group.variables}  # type: ignore[attr-defined]
+        # rows sum up in float32, and so do dense gradients that the leaders will compress
+        widened = gradients if group.variables[0].sparse or _exact(group) else [_wide(g) for g in gradients]
+        variables = group.variables if _exact(group) else [replace(v, dtype="float32") for v in group.variables]
+        own = Group(group.index, inside, variables, label=f"{group.label}.node")
+        exchange = inside.begin(own, widened, present, False, traffic)
+        while exchange.advance():
+            pass
+        outcomes = exchange.finish([None] * len(own.variables))
+        reduced = [
+            _times(given if outcome.value is None else outcome.value, self.weight)
+            for given, outcome in zip(gradients, outcomes, strict=True)
+        ]
+        return reduced, [outcome.value is not None for outcome in outcomes]
+
+    def shared(self, exchange: Exchange, brought: Sequence[Outcome]) -> list[Outcome]:
+        """What the leader's exchange brought, on all ranks of the node; blocks."""
+        node, first, group, like = self.levels.node, self.levels.first, exchange.group, self.like
+        if node.size == 1:
+            return list(brought)
+        outcomes, before = brought if self.leads else None, node.sent_bytes
+        k = kernels_of(like)
+        marks = k.full([_mark(outcome) for outcome in outcomes or ()] or [GONE] * len(group.variables), "float32", like)
+        told = k.to_list(node.broadcast(marks, first).wait())
+        shared = []
+        for i, variable in enumerate(group.variables):
+            value = outcomes[i].value if outcomes is not None else None
+            if told[i] != GONE:
+                value = (
+                    self._rows(k, variable, value, like) if variable.sparse else self._dense(k, group, i, value, like)
+                )
+            shared.append(Outcome(variable, None if told[i] == GONE else value, told[i] == SPOILT))
+        self.traffic.sent_bytes += node.sent_bytes - before
+        return shared
+
+    def _dense(self, k: Any, group: Group, i: int, value: Any, like: Any) -> Any:
+        variable = group.variables[i]
+        dtype = variable.dtype if _exact(group) else "float32"
+        buffer = k.zeros((variable.numel,), dtype, like) if value is None else k.flat(value)
+        return k.reshape(self.levels.node.broadcast(buffer, self.levels.first).wait(), variable.shape)
+
+    def _rows(self, k: Any, variable: Any, value: Any, like: Any) -> Slices:
+        node, first = self.levels.node, self.levels.first
+        count = k.full([0 if value is None else value.rows.shape[0]], "int64", like)
+        n = int(k.to_list(node.broadcast(count, first).wait())[0])
+        rows = k.zeros((n,), "int32", like) if value is None else k.cast(value.rows, "int32")
+        shape = (n, *variable.shape[1:])
+        values = k.zeros((math.prod(shape),), "float32", like) if value is None else k.flat(value.values)
+        if not n:
+            return Slices(k.reshape(values, shape), rows)
+        rows = node.broadcast(rows, first).wait()
+        return Slices(k.reshape(node.broadcast(values, first).wait(), shape), rows)
+
+
+def _exact(group: Group) -> bool:
+    return group.communicator.compressor.traits.exact and not group.communicator.memory.stateful
+
+
+def _wide(gradient: Any) -> Any:
+    return kernels_of(gradient).cast(gradient, "float32")
+
+
+def _mark(outcome: Outcome) -> float:
+    return GONE if outcome.value is None else SPOILT if outcome.overflow else HERE
+
+
+def _times(value: Any, factor: float) -> Any:
+    if factor == 1:
+        return value
+    if isinstance(value, Slices):
+        return Slices(_times(value.values, factor), value.rows)
+    return kernels_of(value).divide(value, value, 1 / factor)
+
+
+class Followed(Exchange):
+    """The exchange of a rank whose node's leader does it: waits for nothing, and brings nothing."""
+
+    def __init__(self, group: Group):
+        self.group = group
+
+    def advance(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        return None
+
+    def finish(self, outs, wait=True):
+        return [Outcome(variable, None, False) for variable in self.group.variables]

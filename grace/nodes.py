@@ -1,0 +1,89 @@
+"""Which ranks share a machine, and backends over them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grace.backend import Backend
+
+
+def node_name() -> str:
+    """What this rank's node is called: GRACE_NODE, or the host's name."""
+    return os.environ.get("GRACE_NODE") or socket.gethostname()
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The cluster that the ranks say they are.
+
+    Attributes:
+        names: of the node that each rank is on.
+
+    >>> Ranks(["a", "b", "a"]).ranks
+    [0, 1, 0]
+    """
+
+    names: Sequence[str]
+
+    @property
+    def world_size(self) -> int:
+        """How many there are."""
+        return len(self.names)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The number of the node that each runs on."""
+        order = list(dict.fromkeys(self.names))
+        return [order.index(name) for name in self.names]
+
+    def members(self, leader: int | None = None) -> list[list[int]]:
+        """The ranks of each node, the one first that speaks for the node: ``leader`` on its own, else the lowest.
+
+        >>> Ranks(["a", "b", "a"]).members(leader=2)
+        [[2, 0], [1]]
+        """
+        nodes: list[list[int]] = [[] for _ in set(self.ranks)]
+        for rank, node in enumerate(self.ranks):
+            nodes[node].append(rank)
+        return [sorted(node, key=lambda rank: (rank != leader, rank)) for node in nodes]
+
+
+@dataclass
+class Levels:
+    """The two levels of a cluster, as one rank sees them.
+
+    Attributes:
+        node: a backend over the ranks of its node.
+        first: the rank in ``node`` that speaks for it.
+        leaders: a backend over those of all nodes; None if this rank is not one of them.
+        nodes: how many there are.
+        speaker: for each of all ranks, the number in ``leaders`` of the one that speaks for it.
+    """
+
+    node: Backend
+    first: int
+    leaders: Backend | None
+    nodes: int
+    speaker: list[int]
+
+
+def levels(backend: Backend, names: Sequence[str], leader: int | None = None) -> Levels:
+    """Backends over each node's ranks, and over the nodes' leaders. Every rank must call it.
+
+    Args:
+        backend: over all ranks.
+        names: of the node of each rank.
+        leader: speaks for its node; of other nodes the lowest rank does.
+    """
+    members = Ranks(names).members(leader)
+    leaders = sorted(node[0] for node in members)
+    over_leaders = backend.among(leaders)
+    node_of = {rank: node for node in members for rank in node}
+    backends = [backend.among(sorted(node)) for node in members]  # all ranks make all of them
+    own = next(made for made in backends if made is not None)
+    mine = node_of[backend.rank]
+    speaker = [leaders.index(node_of[rank][0]) for rank in range(backend.size)]
+    return Levels(own, sorted(mine).index(mine[0]), over_leaders, len(members), speaker)

@@ -50,6 +50,15 @@ def _widened(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
+@functools.cache
+def _sums() -> dict[str, Any]:
+    """Of numbers that MPI does not know; one process may create only a few operations."""
+    return {
+        "float16": MPI.Op.Create(_add_halves, commute=True),
+        "bfloat16": MPI.Op.Create(_add_bfloats, commute=True),
+    }
+
+
 class MPIBackend(Backend):
     """Collectives of one MPI communicator, for tensors in host memory; others are staged through it.
 
@@ -67,10 +76,7 @@ class MPIBackend(Backend):
         self.timeout = timeout
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
         self.pending: list[Any] = []
-        self.sums = {
-            "float16": MPI.Op.Create(_add_halves, commute=True),
-            "bfloat16": MPI.Op.Create(_add_bfloats, commute=True),
-        }
+        self.sums = _sums()
         _abort_on_errors(self.comm)
 
     def describe(self) -> str:

@@ -24,7 +24,7 @@ class GradientExchange(Session):
 
     Args:
         compressor, memory, communicator, strategy, op, gradient_predivide_factor, backend, sparse_as_dense,
-            broadcast, seed, group_bytes: as for :func:`~grace.tensorflow.DistributedOptimizer`.
+            broadcast, seed, hierarchical, group_bytes: as for :func:`~grace.tensorflow.DistributedOptimizer`.
 
     >>> import grace
     >>> engine = grace.init("local")
@@ -48,6 +48,7 @@ class GradientExchange(Session):
         backend: Backend | None = None,
         sparse_as_dense: bool = False,
         broadcast: bool = True,
+        hierarchical: bool = False,
         seed: int = 0,
         group_bytes: int = GROUP_BYTES,
     ):
@@ -59,6 +60,7 @@ class GradientExchange(Session):
             seed=seed,
             sparse_as_dense=sparse_as_dense,
             broadcast=broadcast,
+            hierarchical=hierarchical,
             check=_check,
         )
         self.grace_state = Remembered(self)

@@ -17,6 +17,7 @@ import tensorflow as tf
 from grace.backend import Backend, Handle
 from grace.errors import ConfigError
 from grace.kernels import kernels_of
+from grace.tensorflow.memory import as_array, as_tensor
 
 
 @dataclass
@@ -108,7 +109,11 @@ class HorovodBackend(Backend):
             self._recorded.append(operation)
         else:
             name = self.label or f"{self._calls_are}{next(self._calls)}"
-            operation.received = self.run(operation, operation.tensor, name)
+            given = operation.tensor
+            if isinstance(given, np.ndarray):  # the exchange computes with arrays
+                operation.received = as_array(self.run(operation, as_tensor(given), name))
+            else:
+                operation.received = self.run(operation, given, name)
         return Handle(lambda: None, later=operation.result)
 
     def allreduce(self, tensor: tf.Tensor) -> Handle:

@@ -3,7 +3,8 @@
 The rules: state is keyed by variable name. What is the same on every rank (PowerSGD's Q) loads anywhere. What
 belongs to a rank (residuals) loads on that rank of a run of the same size; from a checkpoint that holds all
 ranks it also loads on a different number of ranks, where every rank starts with the mean over the saved
-ranks, which keeps the mean over ranks of what is still to be sent. Under another strategy memories are cut and
+ranks, which keeps the mean over ranks of what is still to be sent. What a destination keeps of its answers goes
+to the rank that is the destination now. Under another strategy memories are cut and
 joined as its parts are (:mod:`grace.recut`). Anything else is refused, not dropped.
 """
 
@@ -91,7 +92,7 @@ def load(exchanger: Exchanger, saved: dict[str, Any] | None, memory: str = "stri
     values: dict[str, dict[str, Any]] = {}
     if memory == "strict":
         _check_names(exchanger, saved)
-        if saved["components"] != now:
+        if saved["components"] != now or saved["size"] != exchanger.backend.size:
             saved = recut(saved, cuts_of(exchanger), exchanger.backend.rank)
         values = {kind: _for_rank(exchanger, saved, kind) for kind in saved["state"]}
         _check_leader(exchanger, saved, values)
@@ -99,7 +100,7 @@ def load(exchanger: Exchanger, saved: dict[str, Any] | None, memory: str = "stri
         id(c): {p.variable.name for p in exchanger.pieces.values() if p.communicator is c}
         for c in exchanger.communicators
     }
-    for _, component in exchanger.components:
+    for _, component in exchanger.components:  # two communicators may share one, for dense gradients and for rows
         component.state.clear()
     for communicator in exchanger.communicators:
         for kind, component in communicator.components.items():
@@ -165,6 +166,8 @@ def _for_rank(exchanger: Exchanger, saved: dict[str, Any], kind: str) -> dict[st
         everyone = [state[kind] for state in saved["ranks"]]
         if size == context.size:
             return everyone[context.rank]
+        if kind == "answer_memory":  # cut for this rank: what a destination keeps is no mean over ranks
+            return own
         if kind == "shard_memory" and any(everyone):
             raise ConfigError(
                 f"the checkpoint holds {size} shards' memories of the second compression of scatter_reduce, this run "

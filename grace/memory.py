@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, ClassVar
 
 from grace.component import Component
@@ -45,6 +46,10 @@ class Memory(Component):
         It runs while the payload is in flight, and ``tensor`` may be overwritten.
         For methods of several rounds it runs after them, with the aggregated payload."""
         raise TypeError(f"{type(self).__name__} must define update(tensor, name, compressor, payload, ctx)")
+
+    def answering(self) -> Memory:
+        """The memory of a destination's answers (a mean that is compressed once more): a copy of this one."""
+        return copy.deepcopy(self)
 
     @classmethod
     def accepts(cls, compressor: Compressor) -> str | None:

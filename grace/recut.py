@@ -70,7 +70,7 @@ def _state(
         old = before[name]
         unchanged = old == cut
         for kind, values in state.items():
-            if unchanged:
+            if unchanged and (kind != "answer_memory" or ranks is None):
                 names = _names(name, cut)
                 new[kind].update({part: values[part] for part in names if part in values})
             elif kind == "memory":

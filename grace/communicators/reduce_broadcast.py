@@ -25,7 +25,7 @@ class ReduceBroadcast(Communicator):
 
     Payloads that may be summed are added up instead, and their sum is sent round: nothing is lost on the way back.
     Else the second compression is by the same method with a memory of its own, kept at the destination, of the same
-    kind as the first's. Source: Li et al., OSDI 2014 (parameter server); Tang et al., ICML 2019, arXiv 1905.05957
+    kind as the first's (a residual if that applies momentum, which must not be applied twice). Source: Li et al., OSDI 2014 (parameter server); Tang et al., ICML 2019, arXiv 1905.05957
     (compression both ways with two memories).
 
     With ``staleness`` s > 0 the exchange runs in a thread of its own: the mean of step t is applied in step t + s, so
@@ -78,7 +78,7 @@ class ReduceBroadcast(Communicator):
                 "another method"
             )
         self.answers: Compressor = copy.deepcopy(self.compressor.answering())
-        self.answer_memory = copy.deepcopy(self.memory)
+        self.answer_memory = self.memory.answering()
         self.answer_context = Context()
         self._dense: ReduceBroadcast | None = None
         self.flights: dict[str, deque] = defaultdict(deque)

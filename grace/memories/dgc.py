@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from grace.kernels import kernels_of
+from grace.memories.residual import Residual
 from grace.memory import Memory
 
 
@@ -56,6 +57,10 @@ class DGCMemory(Memory):
         if compressor.traits.category not in ("sparsification", "hybrid"):
             return "it clears the momentum of the entries that were sent, so it is for sparsifiers"
         return None
+
+    def answering(self):
+        """The momentum is in what ranks send, and clipping too: a destination keeps what its answers leave out."""
+        return Residual()
 
     def compensate(self, tensor, name):
         k = kernels_of(tensor)

@@ -62,7 +62,8 @@ class HorovodSession(Session):
         # ranks begin in any order, but must end in one: an end may have a collective of its own to wait for
         self.exchanger._begun.sort(key=lambda exchange: exchange.group.index)
         for exchange in self.exchanger._begun:
-            if exchange.communicator.sums and exchange.group.buffer.dtype == torch.bfloat16:
+            buffer = exchange.group.buffer
+            if exchange.communicator.sums and buffer is not None and buffer.dtype == torch.bfloat16:
                 self.unsummed = f"{exchange.communicator.describe()}, in bfloat16, which Horovod does not sum itself"
         for outcome in self.finish():
             p = self.parameters[self.exchanger.pieces[outcome.variable.name].whole.name]

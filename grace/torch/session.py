@@ -206,7 +206,7 @@ class Session:
         """Await the exchanges begun and write what they brought into ``p.grad``."""
         self._check_untouched()
         outcomes = self.exchanger.finish(self._outs)
-        rows: dict[str, list[Slices]] = {}
+        rows = self._own_rows()
         for outcome in outcomes:
             piece = self.exchanger.pieces[outcome.variable.name]
             p = self.parameters[piece.whole.name]
@@ -224,6 +224,15 @@ class Session:
             p.grad = torch.sparse_coo_tensor(numbers[None], values, p.shape, check_invariants=False)
         self.versions, self.written = {}, {}
         return outcomes
+
+    def _own_rows(self) -> dict[str, list[Slices]]:
+        """This rank's rows of parts that are not synchronized, of sparse variables that are in other parts."""
+        rows = {}
+        for name, pieces in self.exchanger.pieces_of.items():
+            own, p = [piece for piece in pieces if piece.period and piece.variable.sparse], self.parameters[name]
+            if own and len(own) < len(pieces) and p.grad is not None:
+                rows[name] = [piece.back(piece.of(self._rows(name, p))) for piece in own]
+        return rows
 
     def _write(self, piece: Piece, p: torch.nn.Parameter, value: torch.Tensor) -> None:
         view = self.written.get(piece.variable.name)

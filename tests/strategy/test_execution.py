@@ -1,0 +1,59 @@
+"""Executed strategies: whatever the builder, uncompressed training is plain all-reduce training."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import strategies
+from conftest import ranks_of
+from strategies import BUILDERS, assert_close, executed, mixed, on_the_mean, spec_for
+from training import digest
+
+import grace
+from grace.strategy.builders.all_reduce import AllReduce
+
+pytestmark = pytest.mark.ranks
+
+STEPS = range(4)
+
+
+def trained(builder):
+    """Weights after some steps."""
+    model = mixed(seed=grace.rank())  # rank 0's count
+    optimizer = executed(model, spec_for(builder, grace.size()))
+    strategies.train(model, optimizer, STEPS)
+    return strategies.weights(model)
+
+
+@functools.cache
+def expected(size):
+    return on_the_mean(mixed(), size, STEPS)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3], ids=["1rank", "2ranks", "2+1ranks"])
+@pytest.mark.parametrize("builder", BUILDERS)
+def test_every_builder_trains_like_plain_all_reduce(builder, size):
+    answers = ranks_of(size).run(trained, builder)
+    assert len(set(map(digest, answers))) == 1
+    assert_close(answers[0], expected(size))
+
+
+class Spy(AllReduce):
+    """A builder that tells what cluster it was given."""
+
+    seen: list[int]
+
+    def build(self, variables, resources):
+        self.seen = list(resources.ranks)
+        return super().build(variables, resources)
+
+
+def cluster_seen():
+    spy = Spy()
+    executed(mixed(), spy)
+    return getattr(spy, "seen", None)
+
+
+def test_builders_see_the_nodes_that_ranks_say_they_are_on(three_ranks):
+    assert three_ranks.run(cluster_seen) == [[0, 0, 1], None, None]  # only rank 0 builds

@@ -1,0 +1,188 @@
+"""Rank 0's strategy counts; where something is wrong every rank says so, and none waits for another."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from strategies import Tables, executed, mixed, mixed_loss, sgd, strategy_of, train, weights, whole
+from training import digest
+
+import grace
+from grace.registry import make
+from grace.strategy import schema
+from grace.strategy.builder import OneNode
+from grace.strategy.plan import Part
+from grace.torch.parameters import sparse_of, variables
+
+pytestmark = pytest.mark.ranks
+
+SECONDS = 30
+
+
+def saved(path, size, builder="partitioned_ps(min_shard_bytes=0)", model=None):
+    """A strategy in a file."""
+    model = mixed() if model is None else model
+    found = variables(dict(model.named_parameters()), sparse_of(model))
+    schema.dump(make("builder", builder).build(found, OneNode(size)), path)
+    return str(path)
+
+
+def each(given, models=None):
+    """What comes of each rank's own strategy: the kind of error and its message, or the weights' hash.
+
+    Afterwards the ranks are still in step: they train with plain all-reduce.
+    """
+    rank = grace.rank()
+    make_model = mixed if models is None or not models[rank] else models[rank]
+    model = make_model()
+    try:
+        if given[rank] == "nothing":
+            optimizer = grace.DistributedOptimizer(sgd(model.parameters()), model)
+        else:
+            optimizer = executed(model, given[rank])
+        train(model, optimizer, range(2))
+        answer = ("trained", digest(weights(model)))
+    except grace.GraceError as error:
+        answer = (type(error).__name__, str(error))
+    after = mixed()
+    train(after, grace.DistributedOptimizer(sgd(after.parameters()), after), range(2))
+    return answer, digest(weights(after))
+
+
+def answers_of(ranks, given, models=None):
+    """Every rank's answer; all must be in step after it."""
+    found = ranks.run(each, given, models, timeout=SECONDS)
+    assert len({after for _, after in found}) == 1
+    return [answer for answer, _ in found]
+
+
+def test_only_rank_0s_strategy_counts(ranks, tmp_path):
+    here, others = saved(tmp_path / "s.yaml", ranks.size), ["/nowhere/s.yaml"] * (ranks.size - 1)
+    answers = answers_of(ranks, [here, *others])
+    assert answers == answers_of(ranks, [here] * ranks.size)
+    assert {kind for kind, _ in answers} == {"trained"}
+    assert answers_of(ranks, [here, *(["ps(compressor=topk)"] * (ranks.size - 1))]) == answers
+
+
+def check_refused(answers, *texts, own="ConfigError"):
+    """Rank 0 says what is wrong; the others do too, or that rank 0 cannot start."""
+    assert answers[0][0] == own
+    assert {kind for kind, _ in answers[1:]} <= {"RankError", "ConfigError"}
+    for text in texts:
+        assert all(text in message for _, message in answers), answers
+
+
+def test_a_file_that_rank_0_has_not(ranks, tmp_path):
+    there = saved(tmp_path / "s.yaml", ranks.size)
+    answers = answers_of(ranks, ["/nowhere/s.yaml", *([there] * (ranks.size - 1))])
+    check_refused(answers, "cannot read the strategy /nowhere/s.yaml")
+
+
+@pytest.mark.parametrize("form", ["file", "object"])
+def test_a_strategy_for_another_number_of_ranks(ranks, tmp_path, form):
+    path = saved(tmp_path / "s.yaml", 4)
+    given = path if form == "file" else schema.load(path)
+    answers = answers_of(ranks, [given] * ranks.size)
+    check_refused(answers, "is for 4 ranks", f"this run has {ranks.size}")
+
+
+def another():
+    """The mixed model with another matrix."""
+    model = mixed()
+    model.prime = torch.nn.Parameter(torch.zeros(14, 6))
+    model.dense = torch.nn.Linear(14, 4)
+    return model
+
+
+@pytest.mark.parametrize("form", ["file", "object"])
+def test_a_strategy_for_another_model(ranks, tmp_path, form):
+    path = saved(tmp_path / "s.yaml", ranks.size, model=another())
+    given = path if form == "file" else schema.load(path)
+    answers = answers_of(ranks, [given] * ranks.size)
+    check_refused(answers, "'prime'", "14")
+
+
+def test_a_rank_with_another_model(ranks, tmp_path):
+    here = saved(tmp_path / "s.yaml", ranks.size)
+    last = [None] * (ranks.size - 1) + [another]
+    answers = answers_of(ranks, [here] * ranks.size, last)
+    assert answers[-1][0] == "ConfigError"
+    assert {kind for kind, _ in answers[:-1]} == {"RankError"}
+    assert all("'prime'" in message for _, message in answers)
+
+
+@pytest.mark.parametrize("which", [0, -1])
+def test_a_rank_without_a_strategy(ranks, tmp_path, which):
+    given = [saved(tmp_path / "s.yaml", ranks.size)] * ranks.size
+    given[which] = "nothing"
+    answers = answers_of(ranks, given)
+    assert {kind for kind, _ in answers} <= {"RankError", "ConfigError"}, answers
+    assert all("strategy" in message for _, message in answers), answers
+
+
+def test_all_ranks_but_one_without_a_strategy(three_ranks, tmp_path):
+    for which in range(3):
+        given = ["nothing"] * 3
+        given[which] = saved(tmp_path / "s.yaml", 3)
+        answers = answers_of(three_ranks, given)
+        assert {kind for kind, _ in answers} <= {"RankError", "ConfigError"}, answers
+
+
+def test_a_rank_whose_parameters_are_refused(ranks, tmp_path):
+    here = saved(tmp_path / "s.yaml", ranks.size)
+    answers = answers_of(ranks, [here] * ranks.size, [None] * (ranks.size - 1) + [of_whole_numbers])
+    assert answers[-1][0] == "ConfigError"
+    assert {kind for kind, _ in answers[:-1]} == {"RankError"}
+    assert all("complex" in message for _, message in answers)
+
+
+def of_whole_numbers():
+    model = mixed()
+    model.odd = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    return model
+
+
+@pytest.mark.parametrize("given", ["no_such_builder", "parallax(chunks=2)", 7, {"version": 1, "variables": 3}])
+def test_what_is_no_strategy(two_ranks, given):
+    check_refused(answers_of(two_ranks, [given] * 2))
+
+
+def sparse_in_the_strategy_only():
+    """The model's embedding is dense, but the strategy says that it is sparse."""
+    strategy = strategy_of(whole("t.weight", (5, 2), Part(), sparse=True), size=grace.size())
+    model = Tables({}, {"t": (5, 2)})
+    model.t.sparse = False
+    try:
+        executed(model, strategy)
+    except grace.GraceError as error:
+        return str(error)
+    return ""
+
+
+def test_a_variable_that_is_sparse_in_the_strategy_only(two_ranks):
+    for message in two_ranks.run(sparse_in_the_strategy_only, timeout=SECONDS):
+        assert "'t.weight'" in message
+        assert "sparse" in message
+
+
+def test_a_step_after_the_hand_out_is_the_strategys(two_ranks, tmp_path):
+    """What is broadcast is the whole strategy: changing a destination changes who remembers the answers."""
+    path = saved(tmp_path / "s.json", 2, "ps(compressor='topk(ratio=0.3)')")
+    first = schema.load(path)
+    plans = tuple(
+        replace(plan, parts=tuple(replace(part, sync=replace(part.sync, destination=1)) for part in plan.parts))
+        for plan in first.plans
+    )
+    moved = replace(first, plans=plans)
+    assert two_ranks.run(who_answers, first) == [True, False]
+    assert two_ranks.run(who_answers, moved) == [False, True]
+
+
+def who_answers(strategy):
+    model = mixed()
+    optimizer = executed(model, strategy if grace.rank() == 0 else "ps")
+    mixed_loss(model, 0).backward()
+    optimizer.step()
+    return bool(optimizer._grace.exchanger.state().get("answer_memory"))

@@ -1,0 +1,321 @@
+"""Training under strategies: models of several kinds, optimizers, accumulation, and how a strategy is given."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import ranks_of
+from strategies import (
+    BUILDERS,
+    Mixed,
+    Tables,
+    assert_close,
+    executed,
+    mixed,
+    mixed_loss,
+    on_the_mean,
+    sgd,
+    spec_for,
+    strategy_of,
+    train,
+    weights,
+    whole,
+)
+from training import digest
+
+import grace
+from examples.torch import models
+from grace.registry import make
+from grace.strategy import schema
+from grace.strategy.builder import OneNode
+from grace.strategy.plan import Part, Sync
+from grace.torch.parameters import sparse_of, variables
+
+pytestmark = pytest.mark.ranks
+
+MAIN = ("ps_load_balancing", "partitioned_ps(min_shard_bytes=64)", "parallax", "partitioned_all_reduce")
+
+
+def strategy_for(spec, size):
+    """The strategy of a builder for the mixed model."""
+    model = mixed()
+    return make("builder", spec).build(variables(dict(model.named_parameters()), sparse_of(model)), OneNode(size))
+
+
+# -- models ------------------------------------------------------------------------------------------------
+
+
+class Looped(torch.nn.Module):
+    """Uses one matrix three times, and one embedding twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(10, 6, sparse=True)
+        self.matrix = torch.nn.Parameter(torch.randn(6, 6) / 3)
+        self.head = torch.nn.Linear(6, 4)
+
+    def forward(self, words):
+        hidden = self.table(words[:, 0])
+        for _ in range(3):
+            hidden = torch.tanh(hidden @ self.matrix + self.table(words[:, 1]))
+        return self.head(hidden)
+
+
+SMALL = {"lstm": {"vocabulary": 64, "width": 8, "hidden": 12}, "transformer": {"width": 16, "blocks": 1}}
+
+
+def made(name):
+    torch.manual_seed(5)
+    return Looped() if name == "looped" else getattr(models, name)(**SMALL[name])
+
+
+def loss_for(name):
+    if name == "looped":
+        return mixed_loss
+
+    def loss(model, step, rank=None):
+        seed = 100 * step + (grace.rank() if rank is None else rank)
+        return models.loss(name, model, models.batch(name, seed=seed, size=2, length=8))
+
+    return loss
+
+
+def adagrad(parameters):
+    """An optimizer with state that takes sparse gradients."""
+    return torch.optim.Adagrad(parameters, lr=0.1)
+
+
+OPTIMIZERS = {"sgd": sgd, "adagrad": adagrad}
+
+
+def trained(name, builder, optimizer):
+    model = made(name)
+    train(model, executed(model, builder, OPTIMIZERS[optimizer]), range(3), loss_for(name))
+    return weights(model)
+
+
+@pytest.mark.parametrize("builder", ["parallax", "partitioned_ps(min_shard_bytes=64)"])
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [("looped", "sgd"), ("looped", "adagrad"), ("lstm", "sgd"), ("lstm", "adagrad"), ("transformer", "sgd")],
+)
+def test_models_of_several_kinds_train_like_one_process(ranks, name, optimizer, builder):
+    answers = ranks.run(trained, name, builder, optimizer)
+    assert len(set(map(digest, answers))) == 1
+    wanted = on_the_mean(made(name), ranks.size, range(3), OPTIMIZERS[optimizer], loss_for(name))
+    # Adagrad divides by the root of what may be nearly nothing
+    assert_close(answers[0], wanted, 1e-3 if optimizer == "adagrad" else 2e-5)
+
+
+# -- accumulation, clipping --------------------------------------------------------------------------------
+
+
+def accumulated(builder, how):
+    """Two backward passes a step."""
+    model = mixed()
+    optimizer = executed(model, builder, backward_passes_per_step=2 if how == "passes" else 1)
+    for step in range(0, 4, 2):
+        optimizer.zero_grad()
+        if how == "passes":
+            mixed_loss(model, step).backward()
+        else:
+            with optimizer.no_sync():
+                mixed_loss(model, step).backward()
+        mixed_loss(model, step + 1).backward()
+        optimizer.step()
+    return weights(model)
+
+
+def both_losses(model, step, rank=None):
+    return mixed_loss(model, 2 * step, rank) + mixed_loss(model, 2 * step + 1, rank)
+
+
+@pytest.mark.parametrize("how", ["passes", "no_sync"])
+@pytest.mark.parametrize("builder", MAIN)
+def test_accumulated_gradients(two_ranks, builder, how):
+    answers = two_ranks.run(accumulated, builder, how)
+    assert digest(answers[0]) == digest(answers[1])
+    assert_close(answers[0], on_the_mean(mixed(), 2, range(2), loss=both_losses))
+
+
+def clipped(builder):
+    """The mean's norm, and weights after steps with clipped dense gradients."""
+    model, norms = mixed(), []
+    optimizer = executed(model, builder)
+    dense = [p for name, p in model.named_parameters() if name != "words.weight"]
+    for step in range(3):
+        optimizer.zero_grad()
+        mixed_loss(model, step).backward()
+        optimizer.synchronize()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(dense, 0.1)))
+        optimizer.step()
+    return norms, digest(weights(model)), [float(torch.stack([p.grad.norm() for p in dense]).norm())]
+
+
+@pytest.mark.parametrize("builder", MAIN)
+def test_clipping_after_synchronize(two_ranks, builder):
+    answers = two_ranks.run(clipped, builder)
+    assert answers[0] == answers[1]
+    assert min(answers[0][0]) > 0.1
+    assert answers[0][2] == [pytest.approx(0.1, rel=1e-3)]
+
+
+def clipped_too_early(builder):
+    model = mixed()
+    optimizer = executed(model, builder)
+    mixed_loss(model, 0).backward()
+    model.prime.grad.mul_(0.5)
+    try:
+        optimizer.step()
+    except grace.ExchangeError as error:
+        return str(error)
+    return ""
+
+
+def test_gradients_changed_under_way_are_refused_in_parts_too():
+    (message,) = ranks_of(1).run(clipped_too_early, "partitioned_ps(min_shard_bytes=0)")
+    assert "'prime' was changed after its exchange began" in message
+
+
+def with_priorities(priorities):
+    """The order of groups, and weights: any order gives the same."""
+    model = Tables({"a": (4,), "b": (4,), "c": (4,)})
+    parts = [Part(Sync("allreduce", group=i), priority=p) for i, p in enumerate(priorities)]
+    plans = [whole(name, (4,), part) for name, part in zip("abc", parts, strict=True)]
+    optimizer = executed(model, strategy_of(*plans))
+    model.backward({name: torch.full((4,), float(grace.rank() + i)) for i, name in enumerate("abc")})
+    optimizer.step()
+    order = [v.name for group in optimizer._grace.exchanger.groups for v in group.variables]
+    return order, {name: p.tolist() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("priorities", "order"), [((0, 0, 0), "cba"), ((-1, 5, 0), "acb"), ((2, 1, 1), "cba")])
+def test_parts_of_a_lower_priority_start_first(two_ranks, priorities, order):
+    for got, values in two_ranks.run(with_priorities, priorities):
+        assert "".join(got) == order
+        assert values == {name: pytest.approx([-0.1 * (0.5 + i)] * 4) for i, name in enumerate("abc")}
+
+
+# -- how a strategy is given -------------------------------------------------------------------------------
+
+
+def given(strategy, environment=None, **choices):
+    """Weights after training with what a user gave, or the error."""
+    before = os.environ.get("GRACE_STRATEGY")
+    os.environ.update({} if environment is None else {"GRACE_STRATEGY": environment})
+    try:
+        model = mixed()
+        options = {} if strategy is None else {"strategy": strategy}
+        optimizer = grace.DistributedOptimizer(sgd(model.parameters()), model, **options, **choices)
+        train(model, optimizer, range(2))
+        return digest(weights(model)), optimizer._grace.exchanger.name
+    except grace.ConfigError as error:
+        return str(error), None
+    finally:
+        if environment is not None and before is None:
+            del os.environ["GRACE_STRATEGY"]
+
+
+SPEC = "partitioned_ps(min_shard_bytes=0, compressor='topk(ratio=0.3)')"
+
+
+def test_all_ways_to_give_a_strategy_mean_the_same(two_ranks, tmp_path):
+    strategy = strategy_for(SPEC, 2)
+    wanted = two_ranks.run(given, strategy)
+    assert wanted[0] == wanted[1]
+    assert wanted[0][1] == f"strategy {strategy.id}"
+    for name in ("s.yaml", "s.json"):
+        schema.dump(strategy, tmp_path / name)
+        assert two_ranks.run(given, str(tmp_path / name)) == wanted
+        assert two_ranks.run(given, tmp_path / name) == wanted
+        assert two_ranks.run(given, None, str(tmp_path / name)) == wanted
+    for form in (SPEC, make("builder", SPEC), make("builder", SPEC).to_dict(), strategy.to_dict()):
+        assert two_ranks.run(given, form) == wanted
+
+
+def test_rules_are_resolved_on_the_ranks(two_ranks, tmp_path):
+    rules = {
+        "version": 1,
+        "cluster": {"world_size": 2},
+        "rules": [
+            {"match": {"sparse": True}, "sync": {"type": "reduce_broadcast", "destination": 1}},
+            {
+                "match": {"ndim": 2, "min_bytes": 8},
+                "sync": {"type": "allreduce"},
+                "compressor": "fp16",
+                "partition": {"axis": 0, "shards": 3},
+            },
+            {"match": {}, "sync": {"type": "allreduce", "group": 1}},
+        ],
+    }
+    for name, text in {"r.yaml": yaml.safe_dump(rules), "r.json": json.dumps(rules)}.items():
+        Path(tmp_path, name).write_text(text)
+        answers = two_ranks.run(pieces, str(tmp_path / name))
+        assert answers[0] == answers[1]
+        assert answers[0] == {
+            "words.weight": "reduce_broadcast(destination=1)",
+            **{f"prime/part_{i}": "allreduce" for i in range(3)},
+            **{f"dense.weight/part_{i}": "allreduce" for i in range(3)},
+            **dict.fromkeys(["dense.bias", "scale", "empty"], "allreduce"),
+        }
+
+
+def pieces(strategy):
+    optimizer = executed(mixed(), strategy)
+    return {
+        name: f"{piece.communicator.spec}".replace("RowReduceBroadcast", "reduce_broadcast")
+        for name, piece in sorted(optimizer._grace.exchanger.pieces.items(), key=lambda item: item[0] != "words.weight")
+    }
+
+
+@pytest.mark.parametrize("choice", [{"compressor": "topk"}, {"memory": "residual"}, {"communicator": "allgather"}])
+def test_a_strategy_and_one_method_for_all_are_refused(choice, tmp_path):
+    schema.dump(strategy_for("parallax", 1), tmp_path / "s.yaml")
+    one = ranks_of(1)
+    for arguments in (("parallax", None), (None, str(tmp_path / "s.yaml"))):
+        ((message, _),) = one.run(with_choice, arguments, choice)
+        assert f"{next(iter(choice))}= for all of them" in message
+        assert ("GRACE_STRATEGY" in message) == (arguments[0] is None)
+
+
+def with_choice(arguments, choice):
+    return given(*arguments, **choice)
+
+
+def names_only(strategy):
+    """``named_parameters`` are pairs: only the strategy says what is sparse."""
+    model = mixed()
+    optimizer = grace.DistributedOptimizer(sgd(model.parameters()), model.named_parameters(), strategy=strategy)
+    train(model, optimizer, range(4))
+    return weights(model)
+
+
+def test_where_names_alone_are_given_the_strategy_says_what_is_sparse(ranks):
+    answers = ranks.run(names_only, strategy_for("parallax", ranks.size))
+    assert len(set(map(digest, answers))) == 1
+    assert_close(answers[0], on_the_mean(mixed(), ranks.size, range(4)))
+
+
+def as_sum(builder):
+    model = mixed()
+    optimizer = executed(model, spec_for(builder, grace.size()), op="sum", gradient_predivide_factor=1.0)
+    train(model, optimizer, range(1))
+    return weights(model)
+
+
+@pytest.mark.parametrize("builder", [b for b in BUILDERS if not b.startswith(("uniform", "by_type", "size"))])
+def test_sums_instead_of_means(three_ranks, builder):
+    answers = three_ranks.run(as_sum, builder)
+    wanted = on_the_mean(mixed(), 3, range(1), lambda parameters: sgd(parameters, 0.3))
+    assert_close(answers[0], wanted, 2e-6)
+
+
+def test_the_models_of_these_tests_have_what_they_should():
+    names = dict(Mixed().named_parameters())
+    assert names["empty"].numel() == 0
+    assert names["scale"].dim() == 0

@@ -23,6 +23,7 @@ VERSION = 1
 def save(exchanger: Exchanger) -> dict[str, Any]:
     """This rank's state: plain numbers, text, and tensors."""
     context = exchanger.context
+    pending = exchanger.pending()  # first: what is on its way may still change what a destination keeps
     return {
         "version": VERSION,
         "components": exchanger.name,
@@ -34,7 +35,7 @@ def save(exchanger: Exchanger) -> dict[str, Any]:
         "size": exchanger.backend.size,
         "hierarchical": exchanger.hierarchical,
         "state": exchanger.state(),
-        "pending": [{name: plain(value) for name, value in step.items()} for step in exchanger.pending()],
+        "pending": [{name: plain(value) for name, value in step.items()} for step in pending],
     }
 
 
@@ -56,8 +57,7 @@ def gather(exchanger: Exchanger) -> dict[str, Any]:
     """All ranks' state in one; every rank must call it."""
     saved = save(exchanger)
     shared = _shared_kinds(exchanger)
-    own: dict[str, Any] = {kind: values for kind, values in saved["state"].items() if kind not in shared}
-    own["pending"] = saved["pending"]
+    own = {kind: values for kind, values in saved["state"].items() if kind not in shared}
     everyone = exchanger.backend.allgather_object(own)
     return {**saved, "ranks": everyone}
 
@@ -110,9 +110,7 @@ def load(exchanger: Exchanger, saved: dict[str, Any] | None, memory: str = "stri
     context.step, context.loss_scale = saved["step"], saved["loss_scale"]
     for communicator in exchanger.communicators:
         communicator.resumed()
-    same = "ranks" in saved and saved["size"] == exchanger.backend.size
-    mine = saved["ranks"][exchanger.backend.rank] if same else saved
-    steps = mine.get("pending", []) if memory == "strict" else []
+    steps = saved.get("pending", []) if memory == "strict" else []  # of the rank whose weights these are
     exchanger.restore_pending([{name: rich(value) for name, value in step.items()} for step in steps])
 
 

@@ -35,10 +35,7 @@ def recut(saved: dict[str, Any], now: Cuts, rank: int) -> dict[str, Any]:
     new = {**saved, "state": _state(saved["state"], before, now, rank, ranks)}
     new["pending"] = _pending(saved.get("pending", []), before, now)
     if ranks is not None:
-        new["ranks"] = [
-            {**_state(one, before, now, i, ranks), "pending": _pending(one.get("pending", []), before, now)}
-            for i, one in enumerate(ranks)
-        ]
+        new["ranks"] = [_state(one, before, now, i, ranks) for i, one in enumerate(ranks)]
     return new
 
 
@@ -64,7 +61,6 @@ def _pending(steps: list[dict[str, Any]], before: Cuts, now: Cuts) -> list[dict[
 def _state(
     state: dict[str, dict[str, Any]], before: Cuts, now: Cuts, rank: int, ranks: list[Any] | None
 ) -> dict[str, dict[str, Any]]:
-    state = {kind: values for kind, values in state.items() if kind != "pending"}
     new: dict[str, dict[str, Any]] = {kind: {} for kind in state}
     for name, cut in now.items():
         old = before[name]

@@ -238,7 +238,9 @@ def rows_with_a_nan(part):
 
 
 @pytest.mark.parametrize(
-    "part", [reduced(1, "topk(ratio=0.3)"), reduced(0), Part(Sync("allgather"), "topk(ratio=0.3)")], ids=lambda p: "part"
+    "part",
+    [reduced(1, "topk(ratio=0.3)"), reduced(0), Part(Sync("allgather"), "topk(ratio=0.3)")],
+    ids=lambda p: "part",
 )
 def test_an_overflow_among_rows(ranks, part):
     for seen in ranks.run(rows_with_a_nan, part):

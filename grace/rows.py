@@ -76,6 +76,11 @@ class RowCompressor(Compressor):
         """The inner compressor's, but for what depends on the number of rows."""
         return dataclasses.replace(self.inner.traits, fixed_size=False, summable=False, exact=False)
 
+    @property
+    def spec(self) -> str:
+        """The inner compressor's."""
+        return self.inner.spec
+
     def compress(self, tensor, name):
         payload, ctx = self.inner.compress(tensor, name)
         return [*payload, self.rows[name]], (ctx, tuple(tensor.shape), name)
@@ -109,6 +114,11 @@ class RowMemory(Memory):
 
     def __init__(self, inner: Residual, compressor: RowCompressor):
         self.inner, self.compressor = inner, compressor
+
+    @property
+    def spec(self) -> str:
+        """The inner memory's."""
+        return self.inner.spec
 
     @property
     def state(self):

@@ -1,0 +1,247 @@
+"""Strategies executed in TensorFlow, over Horovod's operations in graphs and over MPI."""
+
+# ruff: noqa: E402 - what is imported after TensorFlow needs it
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+
+import grace
+from conftest import launched
+from grace.strategy.plan import Part, Plan, Strategy, Sync
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+BUILDERS = (
+    *("ps", "ps_load_balancing(sorted=true)", "partitioned_ps(min_shard_bytes=0)"),
+    *("uneven_partitioned_ps(min_shard_bytes=0)", "all_reduce(chunk_size=2)"),
+    *("partitioned_all_reduce(min_shard_bytes=0)", "random_axis_partition_all_reduce(min_shard_bytes=0, seed=3)"),
+    *("parallax", "uniform", "size_threshold(bytes=64, large=none)", "by_type(matrices=none)"),
+)
+LR = 0.1
+STEPS = 4
+
+
+def mixed():
+    """An embedding, a kernel with a prime number of rows, and a small layer."""
+    import keras
+
+    generator = np.random.default_rng(0)
+    layers = [keras.layers.Embedding(10, 6, name="words"), keras.layers.GlobalAveragePooling1D(name="pooled")]
+    layers += [keras.layers.Dense(13, "tanh", name="prime"), keras.layers.Dense(4, name="head")]
+    model = keras.Sequential([keras.layers.Input((2,), dtype="int32"), *layers])
+    for variable in model.trainable_variables:
+        variable.assign(0.5 * generator.standard_normal(variable.shape))
+    return model
+
+
+def data(step, rank):
+    """A rank's words of a step: some come twice, and ranks have different ones."""
+    generator = np.random.default_rng((step, rank))
+    return generator.integers(0, 10, (3, 2)).astype(np.int32), generator.integers(0, 4, 3)
+
+
+def gradients(model, words, labels):
+    import keras
+
+    with tf.GradientTape() as tape:
+        loss = keras.losses.sparse_categorical_crossentropy(labels, model(words), from_logits=True)
+        loss = tf.reduce_mean(loss)
+    return tape.gradient(loss, model.trainable_variables)
+
+
+def trained(model, optimizer, steps, graph):
+    def step(words, labels):
+        optimizer.apply_gradients(zip(gradients(model, words, labels), model.trainable_variables, strict=True))
+
+    run = tf.function(step) if graph else step
+    history = []
+    for number in steps:
+        run(*map(tf.constant, data(number, grace.rank())))
+        history.append([variable.numpy().copy() for variable in model.trainable_variables])
+    return history
+
+
+def on_the_mean(size, steps, staleness=0):
+    """Plain SGD in one process on the mean of all ranks' gradients, each applied so many steps later."""
+    model, means, history = mixed(), [], []
+    for number in range(steps):
+        everyone = [gradients(model, *data(number, rank)) for rank in range(size)]
+        dense = [[tf.convert_to_tensor(g).numpy() for g in gradients] for gradients in everyone]
+        means.append([sum(parts) / size for parts in zip(*dense, strict=True)])
+        if number >= staleness:
+            for variable, mean in zip(model.trainable_variables, means[number - staleness], strict=True):
+                variable.assign_sub(LR * mean)
+        history.append([variable.numpy().copy() for variable in model.trainable_variables])
+    return history
+
+
+def distributed(strategy=None, **options):
+    import keras
+
+    uneven = grace.size() == 3 and grace.rank() == 2
+    os.environ["GRACE_NODE"] = "b" if uneven else "a"
+    return grace.DistributedOptimizer(keras.optimizers.SGD(LR), strategy=strategy, **options)
+
+
+def all_builders(graph, builders=BUILDERS):
+    results = {}
+    for builder in builders:
+        model = mixed()
+        results[builder] = trained(model, distributed(builder), range(STEPS), graph)[-1]
+    return results
+
+
+@pytest.mark.parametrize(
+    ("engine", "size", "graph"),
+    [("horovodrun-gloo", 2, True), ("mpirun-mpi", 2, True), ("mpirun-mpi", 2, False), ("mpirun-mpi", 3, True)],
+)
+def test_whatever_the_builder_uncompressed_training_is_plain_training(engine, size, graph):
+    wanted = on_the_mean(size, STEPS)[-1]
+    builders = BUILDERS if size == 2 else ("ps_load_balancing(sorted=true)", "partitioned_ps(min_shard_bytes=0)")
+    answers = launched(engine, size, "tensorflow").run(all_builders, graph, builders, timeout=300)
+    for builder in builders:
+        for value, expected in zip(answers[0][builder], wanted, strict=True):
+            np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-6, err_msg=builder)
+        for other in answers[1:]:
+            assert all(np.array_equal(a, b) for a, b in zip(answers[0][builder], other[builder], strict=True)), builder
+
+
+COMPRESSED = ("topk(ratio=0.3)", "qsgd", "threshold(value=0.01)", "signsgd", "fp16")
+
+
+def compressed(graph):
+    results = {}
+    for method in COMPRESSED:
+        for builder in ("partitioned_ps(min_shard_bytes=0, compressor={!r})", "parallax(compressor={!r})"):
+            model, options = mixed(), {"sparse_as_dense": method == "signsgd"}  # votes on rows are refused
+            optimizer = distributed(builder.format(method), **options)
+            results[method, builder] = trained(model, optimizer, range(STEPS), graph)[-1]
+    return results
+
+
+@pytest.mark.parametrize(("engine", "graph"), [("horovodrun-gloo", True), ("mpirun-mpi", True), ("mpirun-mpi", False)])
+def test_compressed_both_ways_all_ranks_have_the_same_bits(engine, graph):
+    answers = launched(engine, 2, "tensorflow").run(compressed, graph, timeout=300)
+    for key, values in answers[0].items():
+        assert all(np.isfinite(value).all() for value in values)
+        for other in answers[1:]:
+            assert all(np.array_equal(a, b) for a, b in zip(values, other[key], strict=True)), key
+
+
+def stale(graph, staleness):
+    model = mixed()
+    optimizer = distributed(communicator=f"reduce_broadcast(staleness={staleness}, destination=1)")
+    history = trained(model, optimizer, range(STEPS + 1), graph)
+    optimizer.state()  # waits for what is on its way
+    return history
+
+
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
+@pytest.mark.parametrize("engine", ["horovodrun-gloo", "mpirun-mpi"])
+def test_the_mean_of_a_step_is_applied_later(engine, graph):
+    wanted = on_the_mean(2, STEPS + 1, staleness=2)
+    for history in launched(engine, 2, "tensorflow").run(stale, graph, 2):
+        for got, expected in zip(history, wanted, strict=True):
+            for value, other in zip(got, expected, strict=True):
+                np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6)
+
+
+def alone(period, cut):
+    """Fit with all variables averaged every so many steps, or the head's kernel in two parts, one of which never is."""
+    from grace.strategy.models import model_variables
+
+    model = mixed()
+    part = Part(Sync("none", period=period))
+    plans = [Plan(v, (part,)) for v in model_variables(model)]
+    if cut:
+        other = Part(Sync("none", period=100))
+        place = next(i for i, v in enumerate(model_variables(model)) if v.shape == (13, 4))
+        plans[place] = Plan(plans[place].variable, (part, other), 0, (6, 7))
+    strategy = Strategy(tuple(plans), grace.size(), 1)
+    optimizer = distributed(strategy)
+    model.compile(optimizer, "mse")
+    weights = []
+    for step in range(4):
+        words, _ = data(step, grace.rank())
+        model.fit(words, np.ones((3, 4), np.float32), batch_size=3, epochs=1, verbose=0)
+        weights.append([v.numpy().copy() for v in model.trainable_variables])
+    return weights
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
+@pytest.mark.parametrize("engine", ["horovodrun-gloo", "mpirun-mpi"])
+def test_ranks_train_on_their_own_and_meet_every_other_step(engine, cut):
+    one, two = launched(engine, 2, "tensorflow").run(alone, 2, cut)
+    for step, (mine, theirs) in enumerate(zip(one, two, strict=True)):
+        for a, b in zip(mine, theirs, strict=True):
+            a, b = (a[:6], b[:6]) if cut and a.shape == (13, 4) else (a, b)
+            assert np.array_equal(a, b) == (step % 2 == 1), step
+    if cut:
+        for mine, theirs in zip(one, two, strict=True):
+            a, b = (next(v for v in values if v.shape == (13, 4)) for values in (mine, theirs))
+            assert not np.array_equal(a[6:], b[6:])
+
+
+def fitted(strategy, folder):
+    """Two epochs of fit under a strategy; saved."""
+    import keras
+
+    model = mixed()
+    model.compile(distributed(strategy), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    words, labels = (np.concatenate(parts) for parts in zip(*(data(i, grace.rank()) for i in range(4)), strict=True))
+    model.fit(words, labels, batch_size=3, epochs=2, shuffle=False, verbose=0)
+    grace.tensorflow.save_model(model, f"{folder}/model.keras")
+    memory = model.optimizer.state()["state"]["memory"]
+    return [v.numpy() for v in model.trainable_variables], {k: np.array(v) for k, v in memory.items()}
+
+
+def loaded(folder, strategy):
+    """The same file under another strategy."""
+    os.environ["GRACE_NODE"] = "a"
+    model = grace.tensorflow.load_model(f"{folder}/model.keras", strategy=strategy)
+    model.optimizer.apply_gradients(  # the state is cut when the variables are known, before anything is exchanged
+        [(tf.zeros_like(v) if v.shape.rank == 1 else None, v) for v in model.trainable_variables]
+    )
+    memory = model.optimizer.state()["state"]["memory"]
+    return {k: np.array(v) for k, v in memory.items()}
+
+
+def test_a_file_loads_in_plain_keras_and_under_another_strategy_with_memories_cut_anew(tmp_path):
+    import keras
+
+    pool = launched("mpirun-mpi", 2, "tensorflow")
+    method = "compressor='topk(ratio=0.3)'"
+    answers = pool.run(fitted, f"partitioned_ps(min_shard_bytes=0, {method})", str(tmp_path))
+    plain = keras.saving.load_model(Path(tmp_path, "model.keras"))
+    assert type(plain.optimizer) is keras.optimizers.SGD
+    for variable, value in zip(plain.trainable_variables, answers[0][0], strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+    again = pool.run(loaded, str(tmp_path), f"all_reduce({method})")
+    for (_, cut), whole in zip(answers, again, strict=True):
+        kernels = [name for name, value in whole.items() if value.ndim == 2 and f"{name}/part_0" in cut]
+        assert len(kernels) == 3  # the embedding too
+        for name in kernels:
+            count = sum(part.startswith(f"{name}/part_") for part in cut)
+            parts = [cut[f"{name}/part_{i}"] for i in range(count)]
+            axis = next(i for i in (0, 1) if sum(part.shape[i] for part in parts) == whole[name].shape[i])
+            np.testing.assert_array_equal(np.concatenate(parts, axis), whole[name])
+
+
+def test_a_tape_knows_no_steps_to_average_after():
+    from grace.plans import Choices
+    from grace.reduction import Reduction
+    from grace.tensorflow.session import Session
+
+    variable = tf.Variable([1.0, 2.0], name="w")
+    strategy = {"version": 1, "variables": {"w": {"shape": [2], "sync": {"type": "none", "period": 2}}}}
+    session = Session(Choices(strategy=strategy), grace.init("local"), reduction=Reduction())
+    with pytest.raises(grace.ConfigError, match=r"none\(period\) averages variables after the optimizer's step"):
+        session([tf.ones(2)], [variable])
+    grace.shutdown()

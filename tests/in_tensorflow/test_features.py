@@ -94,12 +94,12 @@ def test_means_are_clipped_not_what_goes_into_them(two, graph):
 def schedule():
     import keras
 
-    w = tf.Variable([0.0])
+    w = tf.Variable(tf.zeros(64))
     rate = keras.optimizers.schedules.PiecewiseConstantDecay([1], [1.0, 0.5])
     optimizer = grace.DistributedOptimizer(keras.optimizers.SGD(rate), compressor="efsignsgd")
     seen = []
     for _ in range(4):
-        optimizer.apply_gradients([(tf.constant([1.0]), w)])
+        optimizer.apply_gradients([(tf.ones(64), w)])
         seen.append(optimizer._grace.lr)
     return seen
 

@@ -44,7 +44,7 @@ def most_bits(part: Part, shape: tuple[int, ...]) -> float:
     """
     compressor, n = make("compressor", part.compressor), math.prod(shape)
     bits = 32.0 if compressor.traits.exact else compressor.wire_bits(shape)
-    return 64.0 + (32 + index_bits(n)) * n if bits is None else math.ceil(bits * n)
+    return 64.0 + (32 + index_bits(n)) * n if bits is None else math.ceil(round(bits * n, 3))
 
 
 def carried_by(part: Part, variable: Variable) -> str:

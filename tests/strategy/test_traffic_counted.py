@@ -34,7 +34,7 @@ class Log:
     """Notes what each collective was handed, and computes what left this rank as the engine's contract says."""
 
     def __init__(self, backend):
-        self.backend, self.sent, self.buffers = backend, 0.0, 0
+        self.backend, self.sent = backend, 0.0
         world = backend.size
         for name, share in {
             "allreduce": lambda root: 2 * (world - 1) / world,
@@ -114,10 +114,7 @@ def test_rows_of_sparse_variables_send_at_most_what_the_table_says(ranks, builde
     check(strategy, ranks.run(counted, strategy, False), exact=False)
 
 
-WORST = ("threshold(value=0.0)", "adaptive(ratio=1.0)", "inceptionn(error_bound=0.0)", "dgc(ratio=1.0)")
-
-
-@pytest.mark.parametrize("compressor", [*WORST[:2], "inceptionn", WORST[3]])
+@pytest.mark.parametrize("compressor", ["threshold(value=0.0)", "adaptive(ratio=1.0)", "inceptionn", "dgc(ratio=1.0)"])
 @pytest.mark.parametrize("kind", ["reduce_broadcast", "allgather", "broadcast"])
 def test_where_the_data_decide_the_table_is_an_upper_bound(ranks, kind, compressor):
     part = Part(Sync(kind), compressor)

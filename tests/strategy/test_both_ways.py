@@ -175,7 +175,14 @@ def rows_by(compressor, kind):
 @pytest.mark.parametrize("kind", ["reduce_broadcast", "allgather"])
 @pytest.mark.parametrize(
     "compressor",
-    ["topk(ratio=0.1)", "topk(ratio=0.3)", "threshold(value=1.0)", "topk(ratio=0.1) | qsgd(levels=7)", "onebit", "fp16"],
+    [
+        "topk(ratio=0.1)",
+        "topk(ratio=0.3)",
+        "threshold(value=1.0)",
+        "topk(ratio=0.1) | qsgd(levels=7)",
+        "onebit",
+        "fp16",
+    ],
 )
 def test_rows_lose_nothing(ranks, compressor, kind):
     """What came, and what is kept on the way there (its mean) and back, is the mean of all gradients so far.
@@ -250,7 +257,9 @@ def rows_with_a_nan(part):
 
 
 @pytest.mark.parametrize(
-    "part", [reduced(1, "topk(ratio=0.3)"), reduced(0), Part(Sync("allgather"), "topk(ratio=0.3)")], ids=lambda p: "part"
+    "part",
+    [reduced(1, "topk(ratio=0.3)"), reduced(0), Part(Sync("allgather"), "topk(ratio=0.3)")],
+    ids=lambda p: "part",
 )
 def test_an_overflow_among_rows(ranks, part):
     for seen in ranks.run(rows_with_a_nan, part):

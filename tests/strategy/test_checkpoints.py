@@ -5,11 +5,24 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from conftest import ranks_of
-from strategies import BUILDERS, Mixed, Tables, cut, executed, mixed, reduced, spec_for, strategy_of, train, weights, whole
+from strategies import (
+    BUILDERS,
+    Mixed,
+    Tables,
+    cut,
+    executed,
+    mixed,
+    reduced,
+    spec_for,
+    strategy_of,
+    train,
+    weights,
+    whole,
+)
 from training import copied, digest, made_up, state_of
 
 import grace
+from conftest import ranks_of
 from grace.registry import make
 from grace.strategy.plan import Part, Sync
 

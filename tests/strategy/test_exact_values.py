@@ -142,9 +142,7 @@ def test_ranks_that_train_on_their_own_are_averaged_every_so_many_steps(ranks, p
     values = {name: [0.0] * size for name in variable_names()}
     for step in range(5):
         for name, at in values.items():
-            at[:] = [
-                v - gradient(name, given(step, rank)[name.removesuffix(".weight")]) for rank, v in enumerate(at)
-            ]
+            at[:] = [v - gradient(name, given(step, rank)[name.removesuffix(".weight")]) for rank, v in enumerate(at)]
             if (step + 1) % period == 0:
                 at[:] = [sum(at) / size] * size
             for rank in range(size):

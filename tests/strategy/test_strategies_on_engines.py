@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 
 import pytest
-from conftest import launched
 from strategies import assert_close, executed, mixed, on_the_mean, train, weights
 from training import digest, state_of
 
 import grace
+from conftest import launched
 
 pytestmark = pytest.mark.ranks
 
@@ -23,7 +23,7 @@ COMPRESSORS = ("none", "topk(ratio=0.3)", "qsgd")
 
 
 def trained(builder, compressor):
-    """Weights, what is remembered, and which error a NaN of the last rank brings: none, but gradients of NaN."""
+    """Weights, what is remembered, and what was sent."""
     joined = ", " if "(" in builder else "("
     model = mixed(seed=grace.rank())
     optimizer = executed(model, f"{builder.removesuffix(')')}{joined}compressor='{compressor}')")
@@ -50,8 +50,13 @@ def expected(builder):
     return launched("gloo", 2).run(everything, builder)
 
 
+@pytest.fixture(scope="module", params=["horovodrun-gloo", "mpirun-mpi"])
+def name(request):
+    """One engine after the other."""
+    return request.param
+
+
 @pytest.mark.parametrize("builder", MAIN)
-@pytest.mark.parametrize("name", ["horovodrun-gloo", "mpirun-mpi"])
 def test_builders_give_what_they_give_over_torch_distributed(name, builder):
     answers = launched(name, 2).run(everything, builder, timeout=60)
     for rank, answer in enumerate(answers):
@@ -63,7 +68,6 @@ def test_builders_give_what_they_give_over_torch_distributed(name, builder):
     assert_close(answers[0]["none"][0], on_the_mean(mixed(), 2, range(4)))
 
 
-@pytest.mark.parametrize("name", ["horovodrun-gloo", "mpirun-mpi"])
 def test_a_missing_file_stops_all_ranks(name):
     first, second = launched(name, 2).run(without_a_file, timeout=60)
     assert first.startswith("cannot read the strategy /nowhere/s.yaml")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from strategies import Tables, cut, executed, reduced, sgd, strategy_of, train, weights, whole
-from training import SPECS, digest, loss_of, made_up, net, state_of
+from training import SPECS, Given, digest, loss_of, made_up, net, state_of
 
 import grace
 from grace.registry import known, legal_communicators, make
@@ -297,3 +297,49 @@ def test_missing_gradients_count_as_zero_unless_all_are_missing(ranks, compresso
             assert (seen[step]["a"] is None) == (not wanted)
             if wanted:
                 np.testing.assert_allclose(seen[step]["a"], sum(wanted) / size, rtol=1e-6, atol=1e-7)
+
+
+def remembered_without_gradients():
+    """What is remembered before and after a step in which no rank has a gradient for 'a', and one after it."""
+    shapes = {"a": (8, 6), "b": (5, 5)}
+    model = Tables(shapes)
+    part = reduced(1, "topk(ratio=0.2)")
+    optimizer = executed(
+        model, strategy_of(cut("a", (8, 6), [part, reduced(0, "topk")], 0, (5, 3)), *[whole("b", (5, 5), part)])
+    )
+    seen = []
+    for step in range(4):
+        optimizer.zero_grad()
+        given = made_up(shapes, step, grace.rank())
+        model.backward({"b": given["b"]} if step == 2 else given)
+        optimizer.step()
+        state = state_of(optimizer)
+        seen.append({name: digest({kind: state[kind].get(name) for kind in state}) for name in ("a/part_0", "b")})
+    return seen
+
+
+def test_a_variable_without_gradients_keeps_what_is_remembered_of_it(ranks):
+    for seen in ranks.run(remembered_without_gradients):
+        assert seen[2]["a/part_0"] == seen[1]["a/part_0"]
+        assert seen[3]["a/part_0"] != seen[2]["a/part_0"]
+        assert seen[2]["b"] != seen[1]["b"]
+
+
+def in_a_dtype(name):
+    """The mean of whole numbers that are multiples of six, in parts."""
+    dtype = getattr(torch, name)
+    model = Given({"w": (6, 3)}, dtype)
+    parts = (reduced(1), Part(), reduced(0, "topk(ratio=1.0)"))
+    strategy = strategy_of(Plan(variables({"w": model.w})[0], parts, 0, (3, 1, 2)))
+    optimizer = executed(model, strategy)
+    model.backward({"w": np.arange(18.0).reshape(6, 3) * 6 * grace.rank()})
+    optimizer.step()
+    return str(model.w.grad.dtype), model.w.grad.float().numpy()
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float64"])
+def test_other_dtypes(ranks, name):
+    for dtype, got in ranks.run(in_a_dtype, name):
+        assert dtype == f"torch.{name}"
+        wanted = np.arange(18.0).reshape(6, 3) * 6 * sum(range(ranks.size)) / ranks.size
+        np.testing.assert_allclose(got, wanted, rtol=1e-2 if name == "bfloat16" else 1e-6)

@@ -4,8 +4,8 @@ The rules: state is keyed by variable name. What is the same on every rank (Powe
 belongs to a rank (residuals) loads on that rank of a run of the same size; from a checkpoint that holds all
 ranks it also loads on a different number of ranks, where every rank starts with the mean over the saved
 ranks, which keeps the mean over ranks of what is still to be sent. What a destination keeps of its answers goes
-to the rank that is the destination now. Under another strategy memories are cut and
-joined as its parts are (:mod:`grace.recut`). Anything else is refused, not dropped.
+to the rank that is the destination now. Under another strategy memories are cut and joined as its parts are
+(:mod:`grace.recut`). Anything else is refused, not dropped.
 """
 
 from __future__ import annotations

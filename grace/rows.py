@@ -11,17 +11,19 @@ of rows, so what the decoder needs is taken from a compression of as many zeros.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from grace.communicators.allgather import Allgather
-from grace.compressor import Compressor, Tensor, Traits
+from grace.compressor import Compressor, Payload, Tensor, Traits
 from grace.errors import ConfigError
 from grace.exchange import Exchange, Group, Outcome
 from grace.kernels import kernels_of
 from grace.memories.none import NoMemory
 from grace.memories.residual import Residual
 from grace.memory import Memory
+from grace.wire import ITEM_SIZE
 
 NOTHING = -1
 """The row number of a rank that has no rows."""
@@ -62,7 +64,10 @@ def summed(slices: Slices) -> Slices:
 
 
 class RowCompressor(Compressor):
-    """The user's compressor on the values of rows; the numbers of the rows go last in the payload."""
+    """The user's compressor on the values of rows; the numbers of the rows go last in the payload.
+
+    Positions and codes travel as bytes: how wide they are depends on the number of rows, which ranks differ in.
+    """
 
     def __init__(self, inner: Compressor):
         self.inner = inner
@@ -82,15 +87,24 @@ class RowCompressor(Compressor):
         return self.inner.spec
 
     def compress(self, tensor, name):
+        k = kernels_of(tensor)
         payload, ctx = self.inner.compress(tensor, name)
-        return [*payload, self.rows[name]], (ctx, tuple(tensor.shape), name)
+        layout = [(k.dtype(part), tuple(part.shape[1:])) for part in payload]
+        coded = [part if _floats(dtype) else k.to_bytes(part) for part, (dtype, _) in zip(payload, layout, strict=True)]
+        return [*coded, self.rows[name]], (ctx, tuple(tensor.shape), name, layout)
 
     def accumulate(self, payload, ctx, out, weight=1.0):
-        return self.inner.accumulate(payload[:-1], ctx[0], out, weight)
+        return self.inner.accumulate(_decoded(payload[:-1], ctx[3]), ctx[0], out, weight)
+
+    def context_of(self, count: int, shape: Sequence[int], name: str, like: Tensor) -> Any:
+        """What decodes a payload of so many rows of this shape, whoever made it."""
+        k = kernels_of(like)
+        payload, ctx = self.inner.compress(k.zeros((count, *shape), "float32", like), name)
+        return ctx, (count, *shape), name, [(k.dtype(part), tuple(part.shape[1:])) for part in payload]
 
     def aggregate(self, payloads, ctx, out, count):
         """The mean of all ranks' rows, as the values of the distinct ones; their numbers go to ``received``."""
-        own, (own_rows, *shape), name = ctx
+        (own_rows, *shape), name = ctx[1:3]
         k, like = kernels_of(payloads[0][-1]), payloads[0][-1]
         payloads = [payload for payload in payloads if k.to_list(payload[-1][:1]) != [NOTHING]]
         if not payloads:
@@ -100,13 +114,27 @@ class RowCompressor(Compressor):
         total, start = k.zeros((rows.shape[0], *shape), "float32", like), 0
         for payload in payloads:
             n = payload[-1].shape[0]
-            zeros = k.zeros((n, *shape), "float32", like)
-            inner = own if n == own_rows else self.inner.compress(zeros, name)[1]
-            values = self.inner.accumulate(payload[:-1], inner, zeros)
+            theirs = ctx if n == own_rows else self.context_of(n, shape, name, like)
+            values = self.accumulate(payload, theirs, k.zeros((n, *shape), "float32", like))
             total = k.add_rows(total, places[start : start + n], values, 1.0)
             start += n
         self.received[name] = rows
         return k.divide(total, total, count)
+
+
+def _floats(dtype: str) -> bool:
+    return dtype.startswith(("float", "bfloat"))
+
+
+def _decoded(payload: Payload, layout: Sequence[tuple[str, tuple[int, ...]]]) -> Payload:
+    """What the inner compressor made, out of bytes where they are no floats."""
+    k, tensors = kernels_of(payload[0]), []
+    for part, (dtype, rest) in zip(payload, layout, strict=True):
+        if not _floats(dtype):
+            count = part.shape[0] // (ITEM_SIZE[dtype] * math.prod(rest))
+            part = k.from_bytes(k.join([part]), dtype, (count, *rest))  # a copy, which is aligned
+        tensors.append(part)
+    return tensors
 
 
 class RowMemory(Memory):

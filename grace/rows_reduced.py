@@ -40,8 +40,8 @@ class RowReduceExchange(ReduceExchange):
             return Slices(k.zeros((0, *shape), "float32", rows), rows[:0])
         answers: Any = self.back
         zeros = k.zeros((rows.shape[0], *shape), "float32", rows)
-        ctx = answers.inner.compress(zeros, self.names[i])[1]
-        return Slices(answers.accumulate(payload, (ctx,), zeros), rows)
+        ctx = answers.context_of(rows.shape[0], shape, self.names[i], rows)
+        return Slices(answers.accumulate(payload, ctx, zeros), rows)
 
     def _spoilt(self, value):
         return Slices(super()._spoilt(value.values), value.rows)

@@ -25,8 +25,8 @@ class ReduceBroadcast(Communicator):
 
     Payloads that may be summed are added up instead, and their sum is sent round: nothing is lost on the way back.
     Else the second compression is by the same method with a memory of its own, kept at the destination, of the same
-    kind as the first's (a residual if that applies momentum, which must not be applied twice). Source: Li et al., OSDI 2014 (parameter server); Tang et al., ICML 2019, arXiv 1905.05957
-    (compression both ways with two memories).
+    kind as the first's (a residual if that applies momentum, which must not be applied twice). Source: Li et al.,
+    OSDI 2014 (parameter server); Tang et al., ICML 2019, arXiv 1905.05957 (compression both ways with two memories).
 
     With ``staleness`` s > 0 the exchange runs in a thread of its own: the mean of step t is applied in step t + s, so
     that a rank may run up to s steps ahead of the slowest. The first s steps change nothing. With ``sync=False``

@@ -284,4 +284,4 @@ def bits_of(part: Part, variable: Variable) -> float | None:
     if compressor.traits.exact or not variable.numel:
         return whole
     bits = compressor.wire_bits(variable.shape)
-    return None if bits is None else min(whole, math.ceil(bits * variable.numel))
+    return None if bits is None else min(whole, math.ceil(round(bits * variable.numel, 3)))  # a quotient

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from grace.strategy.plan import Part, Strategy, bits_of
+from grace.indices import index_bits
+from grace.registry import make
+from grace.strategy.plan import COLLECTIVES, Part, Strategy, bits_of
 from grace.variable import Variable
 
 
@@ -23,29 +25,63 @@ def payload(part: Part, variable: Variable) -> PartTraffic:
     >>> payload(Part(compressor="fp16"), Variable("w", (10, 4)))
     PartTraffic(nbytes=80, exact=True)
     """
+    if part.sync.type == "none":  # the variable itself, as it is
+        return PartTraffic(variable.nbytes, True)
+    if variable.sparse:  # rows that come, in float32 and whatever their number, and their numbers; all of them at most
+        shape = (max(1, variable.shape[0]), *variable.shape[1:])
+        return PartTraffic(math.ceil((most_bits(part, shape) + 32 * shape[0]) / 8), False)
     bits = bits_of(part, variable)
-    if variable.sparse:  # rows that come, and their numbers; all of them at most
-        rows = 32 * variable.shape[0] if variable.shape else 0
-        return PartTraffic(math.ceil((variable.numel * variable.bits + rows) / 8), False)
-    return PartTraffic(math.ceil((variable.numel * variable.bits if bits is None else bits) / 8), bits is not None)
+    exact = bits is not None
+    return PartTraffic(math.ceil((most_bits(part, variable.shape) if bits is None else bits) / 8), exact)
+
+
+def most_bits(part: Part, shape: tuple[int, ...]) -> float:
+    """Wire bits of a tensor of this shape, compressed; where the data decide, the most that a built-in method sends:
+    all values, and where they are.
+
+    >>> most_bits(Part(compressor="threshold"), (10,))
+    544.0
+    """
+    compressor, n = make("compressor", part.compressor), math.prod(shape)
+    bits = 32.0 if compressor.traits.exact else compressor.wire_bits(shape)
+    return 64.0 + (32 + index_bits(n)) * n if bits is None else math.ceil(round(bits * n, 3))
+
+
+def carried_by(part: Part, variable: Variable) -> str:
+    """The type of synchronization that a part really gets: what its compressor would not shrink is summed, dense.
+
+    >>> from grace.strategy.plan import Sync
+    >>> carried_by(Part(Sync("allgather"), "topk"), Variable("scalar", ()))
+    'allreduce'
+    """
+    kind = part.sync.type
+    if kind not in COLLECTIVES:
+        return kind
+    if variable.sparse:
+        return "allgather"
+    compressor = make("compressor", part.compressor)
+    if compressor.traits.exact:
+        return kind
+    bits = compressor.wire_bits(variable.shape)
+    return "allreduce" if not variable.numel or (bits is not None and bits >= variable.bits) else kind
 
 
 def sent_by(part: Part, variable: Variable, nbytes: int, world: int, rank: int) -> float:
     """Bytes that leave a rank in a step, headers not counted; as many reach it.
 
-    allreduce, scatter_reduce: 2 (W-1)/W p; allgather, broadcast, and rows of sparse variables: (W-1) p;
-    reduce_broadcast: p from every rank to the destination, which sends (W-1) p; none: an all-reduce now and then.
+    allreduce, scatter_reduce, and dense parts that their compressor would not shrink: 2 (W-1)/W p; allgather,
+    broadcast, and rows of sparse variables: (W-1) p; reduce_broadcast: p from every rank to the destination, which
+    sends (W-1) p; none: an all-reduce now and then.
 
     >>> [sent_by(Part(), Variable("w", (25,)), 100, 4, rank) for rank in (0, 1)]
     [150.0, 150.0]
     """
-    kind = part.sync.type
-    if kind in ("allgather", "broadcast") or (variable.sparse and kind not in ("reduce_broadcast", "none")):
+    kind = carried_by(part, variable)
+    if kind in ("allgather", "broadcast"):
         return (world - 1) * nbytes
     if kind == "reduce_broadcast":
-        own = rank == part.sync.destination
-        return (world - 1) * nbytes if own else nbytes
-    return 2 * (world - 1) / world * nbytes / part.sync.period
+        return (world - 1) * nbytes if rank == part.sync.destination else nbytes
+    return 2 * (world - 1) / world * nbytes / (part.sync.period if kind == "none" else 1)
 
 
 def totals(strategy: Strategy) -> list[float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from conftest import ranks_of
 from strategies import (
     BUILDERS,
     Mixed,
@@ -23,6 +22,7 @@ from strategies import (
 from training import copied, digest, made_up, state_of
 
 import grace
+from conftest import ranks_of
 from grace.registry import make
 from grace.strategy.plan import Part, Sync
 

@@ -1,0 +1,164 @@
+"""What the table of ``grace strategy show`` says is what really leaves each rank."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from strategies import BUILDERS, Tables, cut, executed, mixed, reduced, spec_for, strategy_of, train, whole
+from training import made_up
+
+import grace
+from grace.registry import make
+from grace.strategy.builder import OneNode
+from grace.strategy.plan import Part, Sync
+from grace.strategy.traffic import payload, sent_by, totals
+from grace.torch.parameters import sparse_of, variables
+
+pytestmark = pytest.mark.ranks
+
+DENSE = {"w": (13, 6), "v": (40,), "s": (), "e": (0, 3)}
+STEPS = 3
+
+
+def built(builder, compressor, size, found):
+    """A builder of the list, with the same compressor for everything."""
+    spec = make("builder", spec_for(builder, size)).to_dict()
+    keys = {"size_threshold": ("large",), "by_type": ("vectors", "matrices", "sparse")}.get(
+        spec["name"], ("compressor",)
+    )
+    return make("builder", {**spec, **dict.fromkeys(keys, compressor)}).build(found, OneNode(size))
+
+
+class Log:
+    """Notes what each collective was handed, and computes what left this rank as the engine's contract says."""
+
+    def __init__(self, backend):
+        self.backend, self.sent = backend, 0.0
+        world = backend.size
+        for name, share in {
+            "allreduce": lambda root: 2 * (world - 1) / world,
+            "allgather": lambda root: world - 1,
+            "alltoall": lambda root: (world - 1) / world,
+            "broadcast": lambda root: (world - 1) * (root == backend.rank),
+            "gather": lambda root: root != backend.rank,
+        }.items():
+            setattr(backend, name, self.noted(getattr(backend, name), share))
+
+    def noted(self, collective, share):
+        def call(tensor, root=None):
+            group = self.backend.began
+            held = getattr(group, "wire", None)
+            # what is no payload: statuses and padding
+            header = tensor.nbytes - sum(held.payload_bytes) if held is not None else 0
+            self.sent += share(root) * (tensor.nbytes - header)
+            return collective(tensor) if root is None else collective(tensor, root)
+
+        return call
+
+
+def counted(strategy, dense_only):
+    """Payload bytes per part, what was sent, and what was sent of payloads, in a step."""
+    if dense_only:
+        model = Tables(DENSE)
+    else:
+        model = mixed()
+    optimizer = executed(model, strategy)
+    exchanger = optimizer._grace.exchanger
+    log, before = Log(exchanger.backend), exchanger.backend.sent_bytes
+    if dense_only:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            model.backward(made_up(DENSE, step, grace.rank()))
+            optimizer.step()
+    else:
+        train(model, optimizer, range(STEPS))
+    traffic = optimizer.traffic
+    assert traffic.sent_bytes == exchanger.backend.sent_bytes - before
+    assert traffic.steps == STEPS
+    return traffic.payload_bytes, traffic.sent_bytes / STEPS, log.sent / STEPS, traffic.header_bytes / STEPS
+
+
+def check(strategy, answers, exact):
+    size = strategy.world_size
+    bounds = totals(strategy)
+    for rank, (payloads, sent, sent_payload, headers) in enumerate(answers):
+        for plan in strategy.plans:
+            for part, variable in zip(plan.parts, plan.part_variables(), strict=True):
+                said = payload(part, variable)
+                here = part.sync.type == "reduce_broadcast" and part.sync.destination == rank
+                count = payloads.get(variable.name, 0) / STEPS
+                most = said.nbytes * (2 if here else 1)  # the destination hands over its answer, too
+                assert count == most if said.exact and part.sync.type != "scatter_reduce" else count <= most, variable
+        if exact:
+            assert sent_payload == pytest.approx(bounds[rank])
+            # what is left are statuses and padding, each sent to size - 1 ranks at most
+            assert 0 <= sent - bounds[rank] <= (size - 1) * headers + 1
+        else:
+            assert sent <= bounds[rank] + (size - 1) * headers + 1
+
+
+@pytest.mark.parametrize("compressor", ["none", "fp16", "qsgd", "topk(ratio=0.1)"])
+@pytest.mark.parametrize("builder", BUILDERS)
+def test_dense_variables_send_what_the_table_says(ranks, builder, compressor):
+    strategy = built(builder, compressor, ranks.size, variables(dict(Tables(DENSE).named_parameters())))
+    check(strategy, ranks.run(counted, strategy, True), exact=True)
+
+
+@pytest.mark.parametrize("compressor", ["none", "fp16", "qsgd", "topk(ratio=0.1)", "topk(ratio=1.0)"])
+@pytest.mark.parametrize("builder", BUILDERS)
+def test_rows_of_sparse_variables_send_at_most_what_the_table_says(ranks, builder, compressor):
+    model = mixed()
+    found = variables(dict(model.named_parameters()), sparse_of(model))
+    strategy = built(builder, compressor, ranks.size, found)
+    check(strategy, ranks.run(counted, strategy, False), exact=False)
+
+
+@pytest.mark.parametrize("compressor", ["threshold(value=0.0)", "adaptive(ratio=1.0)", "inceptionn", "dgc(ratio=1.0)"])
+@pytest.mark.parametrize("kind", ["reduce_broadcast", "allgather", "broadcast"])
+def test_where_the_data_decide_the_table_is_an_upper_bound(ranks, kind, compressor):
+    part = Part(Sync(kind), compressor)
+    plans = [whole(name, shape, part) for name, shape in DENSE.items()]
+    strategy = strategy_of(*plans, size=ranks.size)
+    assert not payload(part, plans[0].variable).exact
+    check(strategy, ranks.run(counted, strategy, True), exact=False)
+
+
+def averaged(period):
+    own = Part(Sync("none", period=period))
+    model = Tables({"w": (5, 4)}, {"t": (6, 2)})
+    strategy = strategy_of(cut("w", (5, 4), [own, reduced(0)], 0, (2, 3)), whole("t.weight", (6, 2), own, True))
+    optimizer = executed(model, strategy)
+    for _ in range(6):
+        optimizer.zero_grad()
+        model.backward({"w": np.ones((5, 4), np.float32), "t": (np.array([1]), np.ones((1, 2), np.float32))})
+        optimizer.step()
+    return strategy, optimizer.traffic
+
+
+@pytest.mark.parametrize("period", [1, 3])
+def test_averages_now_and_then(ranks, period):
+    for rank, (strategy, traffic) in enumerate(ranks.run(averaged, period)):
+        assert traffic.payload_bytes["w/part_0"] == 6 / period * 32
+        assert traffic.payload_bytes["t.weight"] == 6 / period * 48
+        said = 6 * totals(strategy)[rank]
+        assert said <= traffic.sent_bytes <= said + 2 * traffic.header_bytes + 6 * len(strategy.plans)
+
+
+def test_the_shares_of_each_synchronization():
+    w, rows = variables({"w": torch.nn.Parameter(torch.zeros(25))})[0], whole("t", (5, 5), Part(), True).variable
+    shares = {
+        ("allreduce", "none", False): [150, 150],
+        ("scatter_reduce", "none", False): [150, 150],
+        ("allgather", "none", False): [300, 300],
+        ("allgather", "qsgd", False): [300, 300],
+        ("allgather", "topk(ratio=1.0)", False): [150, 150],  # not shrunk, so summed
+        ("reduce_broadcast", "topk(ratio=1.0)", False): [100, 300],
+        ("broadcast", "none", False): [300, 300],
+        ("reduce_broadcast", "none", False): [100, 300],
+        ("allreduce", "none", True): [300, 300],
+        ("reduce_broadcast", "none", True): [100, 300],
+    }
+    for (kind, compressor, sparse), wanted in shares.items():
+        part = Part(Sync(kind, destination=1), compressor)
+        assert [sent_by(part, rows if sparse else w, 100, 4, rank) for rank in (0, 1)] == wanted, (kind, compressor)

@@ -90,6 +90,8 @@ class Plan(Protocol):
 
     name: str
     """For messages and checkpoints."""
+    strategy: Any
+    """The strategy that is executed, if it is one."""
 
     def hand_out(
         self, variables: list[Variable], backend: Backend, error: Exception | None, later: bool
@@ -128,7 +130,7 @@ class Uniform:
         together: Callable[[], Sequence[Sequence[str]] | None] = lambda: None,
     ):
         self.choices, self.group_bytes, self.together = (compressor, memory, communicator), group_bytes, together
-        self.name = ""
+        self.name, self.strategy = "", None
         self.communicator: Communicator | None = None
 
     def hand_out(

@@ -15,32 +15,32 @@ import grace
 from grace.plans import build_communicator
 from grace.registry import make
 
-AR, AG, BC, SR = "allreduce", "allgather", "broadcast", "scatter_reduce"
+AR, AG, BC, SR, RB = "allreduce", "allgather", "broadcast", "scatter_reduce", "reduce_broadcast"
 COMMUNICATORS = {
-    "none": {AR, AG, BC, SR},
-    "cast": {AR, AG, BC, SR},
-    "fp16": {AR, AG, BC, SR},
-    "bf16": {AR, AG, BC, SR},
-    "qsgd": {AG, BC, SR},
-    "natural": {AG, BC, SR},
-    "terngrad": {AG, BC, SR},
-    "onebit": {AG, BC, SR},
-    "signsgd": {AG, BC},
-    "signum": {AG, BC},
-    "efsignsgd": {AG, BC, SR},
-    "topk": {AG, BC},
-    "randomk": {AR, AG, BC},  # its indices are of whole tensors: no shards
-    "randomk(unbiased=true)": {AR, AG, BC},
-    "threshold": {AG, BC},
-    "dgc": {AG, BC},
-    "adaptive": {AG, BC},
-    "dynamic8": {AG, BC, SR},
-    "sketch": {AG, BC},
-    "inceptionn": {AG, BC},
-    "powersgd": {AR},
-    "topk | qsgd(levels=7)": {AG, BC},
-    "dgc | efsignsgd": {AG, BC},
-    "randomk | fp16": {AR, AG, BC},
+    "none": {AR, AG, BC, SR, RB},
+    "cast": {AR, AG, BC, SR, RB},
+    "fp16": {AR, AG, BC, SR, RB},
+    "bf16": {AR, AG, BC, SR, RB},
+    "qsgd": {AG, BC, SR, RB},
+    "natural": {AG, BC, SR, RB},
+    "terngrad": {AG, BC, SR, RB},
+    "onebit": {AG, BC, SR, RB},
+    "signsgd": {AG, BC, RB},
+    "signum": {AG, BC, RB},
+    "efsignsgd": {AG, BC, SR, RB},
+    "topk": {AG, BC, RB},
+    "randomk": {AR, AG, BC, RB},  # its indices are of whole tensors: no shards
+    "randomk(unbiased=true)": {AR, AG, BC, RB},
+    "threshold": {AG, BC, RB},
+    "dgc": {AG, BC, RB},
+    "adaptive": {AG, BC, RB},
+    "dynamic8": {AG, BC, SR, RB},
+    "sketch": {AG, BC, RB},
+    "inceptionn": {AG, BC, RB},
+    "powersgd": {AR, RB},
+    "topk | qsgd(levels=7)": {AG, BC, RB},
+    "dgc | efsignsgd": {AG, BC, RB},
+    "randomk | fp16": {AR, AG, BC, RB},
     "randomk(unbiased=true) | qsgd": {AG, BC},
 }
 MEMORIES = {"none", "residual", "efsignsgd", "dgc"}
@@ -72,7 +72,7 @@ def test_the_tables_hold_the_whole_catalogue():
 
     assert names("compressor") <= set(COMMUNICATORS)
     assert names("memory") == MEMORIES
-    assert names("communicator") == {AR, AG, BC, SR}
+    assert names("communicator") == {AR, AG, BC, SR, RB}
 
 
 @compressors

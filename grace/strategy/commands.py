@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from grace.strategy.plan import Part, Strategy
-from grace.strategy.traffic import payload, totals
+from grace.strategy.traffic import links, payload
 
 app = typer.Typer(no_args_is_help=True, help="Build, show, check and compare strategies.")
 
@@ -65,9 +65,12 @@ def show(strategy: File, model: Model = None) -> None:
     console.print(table)
     console.print(f"\n{_about(read)}; id {read.id[:12]}")
     console.print("wire bytes: one rank's payload in a step; ~: at most, the data decide", style="dim")
-    sums = totals(read)
-    for rank, nbytes in enumerate(sums):
-        console.print(f"rank {rank} sends, and receives, {_size(nbytes)} a step")
+    ways = links(read)
+    sums = [sum(row) for row in ways]
+    for rank, way in enumerate(ways):
+        to = ", ".join(f"{_size(nbytes)} to rank {other}" for other, nbytes in enumerate(way) if nbytes)
+        listed = f": {to}" if 2 < len(sums) <= 8 and to else ""
+        console.print(f"rank {rank} sends, and receives, {_size(sums[rank])} a step{listed}", soft_wrap=True)
     if len(sums) > 1 and max(sums) > 1.5 * min(sums):
         busiest = sums.index(max(sums))
         console.print(

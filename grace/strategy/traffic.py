@@ -84,13 +84,31 @@ def sent_by(part: Part, variable: Variable, nbytes: int, world: int, rank: int) 
     return 2 * (world - 1) / world * nbytes / (part.sync.period if kind == "none" else 1)
 
 
-def totals(strategy: Strategy) -> list[float]:
-    """Bytes that leave each rank in a step."""
+def links(strategy: Strategy) -> list[list[float]]:
+    """Bytes that go from each rank (first index) to each other one in a step.
+
+    Sums go round a ring, from each rank to the next; what is gathered goes from everyone to everyone, as shards do.
+
+    >>> from grace.strategy.plan import Plan, Sync
+    >>> links(Strategy((Plan(Variable("w", (25,)), (Part(Sync("reduce_broadcast", destination=1)),)),), world_size=3))
+    [[0.0, 100.0, 0.0], [100.0, 0.0, 100.0], [0.0, 100.0, 0.0]]
+    """
     world = strategy.world_size
-    sums = [0.0] * world
+    sums = [[0.0] * world for _ in range(world)]
     for plan in strategy.plans:
         for part, variable in zip(plan.parts, plan.part_variables(), strict=True):
-            nbytes = payload(part, variable).nbytes
+            nbytes, kind = payload(part, variable).nbytes, carried_by(part, variable)
             for rank in range(world):
-                sums[rank] += sent_by(part, variable, nbytes, world, rank)
+                others = [other for other in range(world) if other != rank]
+                if kind in ("allreduce", "none"):
+                    others = [(rank + 1) % world] if others else []
+                elif kind == "reduce_broadcast" and rank != part.sync.destination:
+                    others = [part.sync.destination]
+                for other in others:
+                    sums[rank][other] += sent_by(part, variable, nbytes, world, rank) / len(others)
     return sums
+
+
+def totals(strategy: Strategy) -> list[float]:
+    """Bytes that leave each rank in a step."""
+    return [sum(row) for row in links(strategy)]

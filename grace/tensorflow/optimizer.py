@@ -125,6 +125,12 @@ class DistributedMixin:
             self.grace_state.deserialize(Path(dir_path, FILE).read_bytes())
 
     @property
+    def strategy(self) -> Any:
+        """The :class:`~grace.strategy.plan.Strategy` that is executed; None if there is one method for all, or before
+        the first exchange."""
+        return self._grace.strategy
+
+    @property
     def traffic(self) -> Traffic:
         """What was exchanged so far, counted."""
         return self._grace.traffic

@@ -301,6 +301,11 @@ class Session:
         return [self.inside(item) for item in value] if isinstance(value, list) else self.medium.inside(value)
 
     @property
+    def strategy(self) -> Any:
+        """The strategy that is executed; None if there is one method for all, or before the first exchange."""
+        return None if self.plan is None else self.plan.strategy
+
+    @property
     def traffic(self) -> Traffic:
         """What was exchanged so far, counted."""
         return Traffic() if self.exchanger is None else self.exchanger.traffic

@@ -56,6 +56,11 @@ class StateMixin:
         super().load_state_dict(plain)  # type: ignore[misc]
 
     @property
+    def strategy(self) -> Any:
+        """The :class:`~grace.strategy.plan.Strategy` that is executed; None if there is one method for all."""
+        return self._grace.strategy
+
+    @property
     def traffic(self) -> Traffic:
         """What was exchanged so far, counted."""
         return self._grace.exchanger.traffic

@@ -16,7 +16,7 @@ from grace.errors import ConfigError, ExchangeError
 from grace.exchange import Group, Outcome
 from grace.exchanger import build_exchanger
 from grace.pieces import Piece
-from grace.plans import Choices
+from grace.plans import Choices, Plan
 from grace.reduction import Reduction, check_integer
 from grace.rows import Slices
 from grace.torch.parameters import broadcast_parameters, check_memory, named, sparse_of, variables
@@ -115,9 +115,12 @@ class Session:
             ("grad_scaler", "none" if grad_scaler is None else "given"),
         ]
 
+        self.plan: Plan | None = None
+
         def choose():
             together = lambda: parts(self.parameters, groups, each=backend.pairs_by_name)  # noqa: E731
-            return choices.plan(group_bytes, together, sparse_known=isinstance(parameters, torch.nn.Module))
+            self.plan = choices.plan(group_bytes, together, sparse_known=isinstance(parameters, torch.nn.Module))
+            return self.plan
 
         self.exchanger = build_exchanger(
             list_variables, choose, backend, self.context, facts, self._check, backend.elastic, hierarchical
@@ -140,6 +143,11 @@ class Session:
         self.written: dict[str, torch.Tensor] = {}
         if broadcast and not backend.elastic:
             broadcast_parameters(self.parameters, 0, backend)
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy that is executed, if there is one."""
+        return None if self.plan is None else self.plan.strategy
 
     def _check(self, communicator: Communicator) -> None:
         check_memory(communicator.memory, self.optimizer)

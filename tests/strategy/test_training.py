@@ -319,3 +319,15 @@ def test_the_models_of_these_tests_have_what_they_should():
     names = dict(Mixed().named_parameters())
     assert names["empty"].numel() == 0
     assert names["scale"].dim() == 0
+
+
+def told() -> tuple[str, bool]:
+    one = executed(mixed(), "parallax")
+    two = grace.DistributedOptimizer(sgd(mixed().parameters()), None, "topk")
+    return one.strategy.id, two.strategy is None
+
+
+def test_an_optimizer_tells_its_strategy(two_ranks):
+    (first, none), (second, _) = two_ranks.run(told)
+    assert first == second
+    assert none

@@ -34,19 +34,20 @@ class Courier:
 
     def __init__(self, backend: Any, computing: Callable[[], Any] = contextlib.nullcontext):
         self.backend, self.computing = backend, computing
-        self.todo: queue.SimpleQueue[Flight] = queue.SimpleQueue()
+        self.todo: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
         self.under_way: deque[Flight] = deque()
         self.failure: Exception | None = None
         atexit.register(self.land, PATIENCE_AT_EXIT)
         threading.Thread(target=self._run, name="grace courier", daemon=True).start()
 
     def land(self, seconds: float = PATIENCE) -> None:
-        """Wait until all that was handed over has landed: other ranks may need this one for theirs."""
+        """Wait until all that was handed over has landed (other ranks may need this one for theirs), and end."""
         deadline = time.monotonic() + seconds
         while self.under_way and self.failure is None and time.monotonic() < deadline:
             self.under_way[0].landed.wait(0.05)
             while self.under_way and self.under_way[0].landed.is_set():
                 self.under_way.popleft()
+        self.todo.put(None)
 
     def send(self, flight: Flight) -> None:
         """Hand over the next exchange."""
@@ -56,8 +57,7 @@ class Courier:
         self.todo.put(flight)
 
     def _run(self) -> None:
-        while True:
-            flight = self.todo.get()
+        while (flight := self.todo.get()) is not None:
             try:
                 if self.failure is None:
                     with self.computing():
@@ -92,24 +92,25 @@ class Flight:
         while exchange.advance():
             pass
         exchange.wait()
+        self.outcomes = exchange.finish([None] * len(exchange.names), wait=False)
         memory = getattr(exchange.communicator, "answer_memory", None)
         if memory is not None:
             memory.state.commit()
 
-    def collect(self, outs: Sequence[Tensor | None]) -> list[Outcome]:
+    def collect(self) -> list[Outcome]:
         """What it brought; blocks until it is there."""
         self.landed.wait()
         if self.outcomes is None:
-            if self.courier is not None and self.courier.failure is not None:
-                raise self.exchange.lost(self.courier.failure) from self.courier.failure
-            self.outcomes = self.exchange.finish(outs, wait=False)
-            self.traffic = self.exchange.traffic
-            self.exchange = None
+            assert self.courier is not None
+            failure = self.courier.failure
+            raise self.exchange.lost(failure) from failure
+        if self.exchange is not None:
+            self.traffic, self.exchange = self.exchange.traffic, None
         return self.outcomes
 
     def values(self, loss_scale: float) -> dict[str, Any]:
         """What it brought, by the pieces' names, in the units of this loss scale; empty if it was dropped."""
-        outcomes = self.collect([None] * len(self.exchange.names)) if self.outcomes is None else self.outcomes
+        outcomes = self.collect()
         found = {o.variable.name: o.value for o in outcomes if o.value is not None and not self.dropped}
         scale = loss_scale / self.loss_scale
         return found if scale == 1 else {name: scaled(value, scale) for name, value in found.items()}
@@ -193,14 +194,14 @@ class AheadExchange(Exchange):
             len(self.flights) > communicator.staleness if communicator.sync else self.flights[0].landed.is_set()
         ):
             due.append(self.flights.popleft())
-        brought = [self._collected(flight, outs if len(due) == 1 else [None] * len(outs)) for flight in due]
+        brought = [self._collected(flight) for flight in due]
         brought = [outcomes for outcomes in brought if outcomes]
         if not brought:
             return [Outcome(variable, None, False, pending=True) for variable in self.group.variables]
         return [self._sum(i, [outcomes[i] for outcomes in brought]) for i in range(len(self.names))]
 
-    def _collected(self, flight: Flight, outs: Sequence[Tensor | None]) -> list[Outcome]:
-        outcomes = flight.collect(outs)
+    def _collected(self, flight: Flight) -> list[Outcome]:
+        outcomes = flight.collect()
         counted, traffic = flight.traffic, self.traffic
         for name, nbytes in counted.payload_bytes.items():
             traffic.payload_bytes[name] = traffic.payload_bytes.get(name, 0) + nbytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,15 +54,16 @@ class Exchanger:
         for piece in pieces:
             self.pieces_of[piece.whole.name].append(piece)
         self.groups = grouped([piece for piece in pieces if not piece.period])
-        self.averages = grouped([piece for piece in pieces if piece.period])
+        averaging = Allreduce("none")
+        averaging.bind(Context(rank=backend.rank, size=backend.size), backend)
+        alone = grouped([piece for piece in pieces if piece.period])
+        self.averages = [dataclasses.replace(group, communicator=averaging) for group in alone]
         self.communicators = list({id(piece.communicator): piece.communicator for piece in pieces}.values())
         self.hierarchical = hierarchical
         self.hierarchy: Hierarchy | None = None
         self._nodes: list[str] = []
         self._levels: dict[tuple[int, int], Levels] = {}
         self._bind(backend)
-        self.averaging = Allreduce("none")
-        self.averaging.bind(context, backend)
         self.stateful = any(communicator.stateful for communicator in self.communicators)
         self.traffic = Traffic()
         self.settings: list[tuple[str, str]] = []
@@ -173,7 +175,7 @@ class Exchanger:
 
     def mean(self, group: Group, values: Sequence[Tensor]) -> list[Tensor]:
         """The mean over ranks of what a group's pieces hold, in their own dtype; blocks."""
-        exchange = self.averaging.begin(group, values, [True] * len(values), False, self.traffic)
+        exchange = group.communicator.begin(group, values, [True] * len(values), False, self.traffic)
         return [outcome.value for outcome in exchange.finish([None] * len(values))]
 
     def with_owed(self, outcomes: list[Outcome]) -> list[Outcome]:

@@ -90,10 +90,10 @@ class ReduceExchange(Exchange):
         k, communicator = self.kernels, self.communicator
         answer: Any = communicator
         self.announced = not self.traits.fixed_size
+        answer.answer_context.step = self.step
+        answer.rescale_answers(self.loss_scale)  # everywhere: who decodes votes multiplies with it
         if not self.here:
             return k.zeros((self.wire.length,), "uint8", self.group.buffer)
-        answer.answer_context.step = self.step
-        answer.rescale_answers(self.loss_scale)
         wires = self.handle.result()
         layouts = self.layouts or [self.wire] * len(wires)
         wires = [buffer[: layout.length] for layout, buffer in zip(layouts, wires, strict=True)]

@@ -132,7 +132,7 @@ class ReduceBroadcast(Communicator):
         """Exchanges that are applied later run beside training; replication needs to know the nodes."""
         if self.delayed:
             self.courier = exchanger.courier()
-        if self.local_replication and exchanger.backend.size > 1:
+        if self.local_replication and exchanger.backend.size > 1 and not self.followed:  # one of each node takes part
             backend = self.courier.backend if self.delayed else exchanger.backend
             if backend.pairs_by_name and backend.framework == "tensorflow":
                 raise ConfigError("reduce_broadcast: local_replication is not for Horovod with TensorFlow: use MPI")

@@ -165,3 +165,62 @@ def test_memories_of_leaders_are_not_taken_for_those_of_all_ranks(three_ranks):
 def test_who_speaks_for_a_node():
     assert Ranks(["a", "b", "a", "b"]).members() == [[0, 2], [1, 3]]
     assert Ranks(["a", "b", "a", "b"]).members(leader=3) == [[0, 2], [3, 1]]
+
+
+def alone(period: int) -> dict:
+    from grace.strategy.plan import Part, Plan, Strategy, Sync
+    from grace.torch.parameters import sparse_of, variables
+
+    model = mixed()
+    found = variables(dict(model.named_parameters()), sparse_of(model))
+    plans = tuple(Plan(v, (Part(Sync("none", period=period)),)) for v in found)
+    train(model, made(model, hierarchical=True, strategy=Strategy(plans, 3, 2)), range(period))
+    return weights(model)
+
+
+def test_variables_that_are_averaged_now_and_then_are_so_over_all_ranks(three_ranks):
+    def trained_alone(rank):
+        model = mixed()
+        optimizer = sgd(model.parameters())
+        for step in range(2):
+            optimizer.zero_grad()
+            mixed_loss(model, step, rank).backward()
+            optimizer.step()
+        return weights(model)
+
+    own = [trained_alone(rank) for rank in range(3)]
+    wanted = {name: sum(values[name] for values in own) / 3 for name in own[0]}
+    for got in three_ranks.run(alone, 2):
+        assert_close(got, wanted)
+
+
+def both() -> dict:
+    model = mixed()
+    replicated = "reduce_broadcast(destination=1, local_replication=True)"
+    train(model, made(model, hierarchical=True, communicator=replicated), range(4))
+    return weights(model)
+
+
+def test_replication_has_nothing_to_do_where_one_rank_of_each_node_takes_part(three_ranks):
+    wanted = on_the_mean(mixed(), 3, range(4))
+    for got in three_ranks.run(both):
+        assert_close(got, wanted)
+
+
+def votes(options: dict) -> list[float]:
+    """The magnitude of votes before and after the loss scale changes."""
+    model = torch.nn.Linear(40, 5, bias=False)
+    optimizer = made(model, compressor="signsgd", **options)
+    seen = []
+    for scale in (1.0, 8.0):
+        optimizer._grace.exchanger.rescale(scale)
+        optimizer.zero_grad()
+        model(torch.ones(1, 40)).sum().backward()
+        optimizer.synchronize()
+        seen.append(float(model.weight.grad.abs().max()))
+    return seen
+
+
+@pytest.mark.parametrize("communicator", ["allgather", "reduce_broadcast(destination=1)"])
+def test_votes_are_in_units_of_the_loss_scale_on_all_ranks(three_ranks, communicator):
+    assert three_ranks.run(votes, {"communicator": communicator}) == [[1.0, 8.0]] * 3

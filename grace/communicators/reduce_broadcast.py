@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import defaultdict, deque
+from collections.abc import Callable
 from typing import Any
 
 from grace.backend import Handle
@@ -155,7 +156,11 @@ class ReduceBroadcast(Communicator):
         self.answer_context.loss_scale = self.context.loss_scale
 
     def broadcast(self, wire):
-        """The way back: to all, or to one rank of each node, which hands it on."""
+        """The way back."""
+        return moved(wire, self._broadcast)
+
+    def _broadcast(self, wire: Any) -> Handle:
+        """To all, or to one rank of each node, which hands it on."""
         if self.levels is None:
             return self.backend.broadcast(wire, self.root)
         way, answer, arrived, ahead = self.levels, wire, False, None
@@ -198,4 +203,17 @@ class ReduceBroadcast(Communicator):
 
     def communicate(self, wire):
         """The way to the destination."""
-        return self.backend.gather(wire, self.root)
+        return moved(wire, lambda raw: self.backend.gather(raw, self.root))
+
+
+def moved(wire: Any, collective: Callable[[Any], Handle]) -> Handle:
+    """A collective that only moves numbers, as bytes if engines may not know them (bfloat16)."""
+    k = kernels_of(wire)
+    dtype = k.dtype(wire)
+    if dtype != "bfloat16":
+        return collective(wire)
+
+    def numbers(raw: Any) -> Any:
+        return [numbers(one) for one in raw] if isinstance(raw, list) else k.from_bytes(raw, dtype, tuple(wire.shape))
+
+    return collective(k.to_bytes(wire)).map(numbers)

@@ -7,10 +7,11 @@ import functools
 import numpy as np
 import pytest
 import torch
-from conftest import launched
+from engines import ENGINES
 from training import METHODS, Given, made_up
 
 import grace
+from conftest import launched
 from grace.registry import legal_communicators, make
 
 pytestmark = pytest.mark.ranks
@@ -50,10 +51,14 @@ def expected(size: int) -> dict[tuple[str, str], dict[str, tuple[bool, np.ndarra
     return launched("gloo", size).run(everything)[0]
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=["2ranks", "3ranks"])
-def results(engine, request):
+CASES = [(engine, 2) for engine in ENGINES] + [(engine, 3) for engine in ("horovodrun-gloo", "mpirun-mpi")]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=[f"{engine}-{size}ranks" for engine, size in CASES])
+def results(request):
     """What an engine gives on each rank, and torch.distributed on as many ranks."""
-    return launched(engine, request.param).run(everything), expected(request.param)
+    engine, size = request.param
+    return launched(engine, size).run(everything), expected(size)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=[f"{m}-{c}" for m, c in PAIRS])

@@ -331,3 +331,43 @@ def test_an_optimizer_tells_its_strategy(two_ranks):
     (first, none), (second, _) = two_ranks.run(told)
     assert first == second
     assert none
+
+
+class Words(torch.nn.Module):
+    """Nothing but an embedding."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = torch.nn.Embedding(11, 4, sparse=True)
+
+
+def words_loss(model: torch.nn.Module, step: int, rank: int | None = None) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + (grace.rank() if rank is None else rank))
+    return (model.words(torch.randint(11, (4,), generator=generator)) ** 2).sum()
+
+
+def sparse_adam(parameters):
+    return torch.optim.SparseAdam(list(parameters), lr=0.05)
+
+
+def words_trained(builder: str) -> torch.Tensor:
+    model = Words()
+    train(model, executed(model, spec_for(builder, grace.size()), sparse_adam), range(5), words_loss)
+    return model.words.weight.detach().clone()
+
+
+@pytest.mark.parametrize("builder", ["parallax", "partitioned_ps(min_shard_bytes=0)", "all_reduce"])
+def test_sparse_adam_updates_the_rows_that_some_rank_had(ranks, builder):
+    model = Words()
+    optimizer = sparse_adam(model.parameters())
+    for step in range(5):
+        gradients = []
+        for rank in range(ranks.size):
+            model.zero_grad()
+            words_loss(model, step, rank).backward()
+            gradients.append(model.words.weight.grad)
+        model.words.weight.grad = (sum(gradients[1:], start=gradients[0]) / ranks.size).coalesce()
+        optimizer.step()
+    for got in ranks.run(words_trained, builder):
+        torch.testing.assert_close(got, model.words.weight.detach(), rtol=1e-5, atol=1e-6)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from engines import available, command, environment
 from strategies import assert_close, mixed, mixed_loss, on_the_mean, sgd, train, uneven, weights
 from training import copied, digest
 
@@ -224,3 +228,18 @@ def votes(options: dict) -> list[float]:
 @pytest.mark.parametrize("communicator", ["allgather", "reduce_broadcast(destination=1)"])
 def test_votes_are_in_units_of_the_loss_scale_on_all_ranks(three_ranks, communicator):
     assert three_ranks.run(votes, {"communicator": communicator}) == [[1.0, 8.0]] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not available("horovodrun-gloo"), reason="Horovod is not installed (make horovod)")
+def test_replication_over_horovods_process_sets():
+    program = Path(__file__).parents[1] / "programs" / "replicated.py"
+    for sets, wanted in (("1", "the same: True True"), ("0", "Start it with HOROVOD_DYNAMIC_PROCESS_SETS=1")):
+        done = subprocess.run(
+            command("horovodrun-gloo", 3, str(program)),
+            env={**environment(), "HOROVOD_DYNAMIC_PROCESS_SETS": sets, "PYTHONUNBUFFERED": "1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert wanted in done.stdout + done.stderr

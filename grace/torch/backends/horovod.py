@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import time
@@ -160,10 +161,12 @@ class HorovodBackend(Backend):
         return other
 
     def among(self, ranks: Sequence[int]) -> HorovodBackend | None:
-        process_set = _process_set(hvd, [self._global(rank) for rank in ranks])
+        process_set = _process_set(tuple(self._global(rank) for rank in ranks))
         if self.rank not in ranks:
             return None
-        return HorovodBackend(process_set)
+        other = HorovodBackend(process_set)
+        other._calls_are = f"grace.among{other.count_optimizer()}.call"  # there may be others over the same set
+        return other
 
     def _global(self, rank: int) -> int:
         return self.process_set.ranks[rank] if self.process_set.ranks else rank
@@ -179,13 +182,16 @@ class HorovodBackend(Backend):
             hvd.shutdown()
 
 
-def _process_set(engine: Any, ranks: list[int]) -> Any:
-    """Horovod's set of these ranks."""
+@functools.cache
+def _process_set(ranks: tuple[int, ...]) -> Any:
+    """Horovod's set of these ranks, of which there must be only one."""
+    if ranks == tuple(range(hvd.size())):
+        return hvd.global_process_set
     try:
-        return engine.add_process_set(ranks)
+        return hvd.add_process_set(list(ranks))
     except Exception as error:
         raise ConfigError(
-            f"Horovod makes no set of the ranks {ranks}: {error}. Start it with HOROVOD_DYNAMIC_PROCESS_SETS=1"
+            f"Horovod makes no set of the ranks {list(ranks)}: {error} Start it with HOROVOD_DYNAMIC_PROCESS_SETS=1"
         ) from error
 
 

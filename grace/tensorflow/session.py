@@ -92,6 +92,8 @@ class Session:
         self.exchanger: Exchanger | None = None
         self.saved: tuple[Any, str] | None = None
         self.plan: Plan | None = None
+        self.due: list[int] = []
+        """The ids of the groups that are averaged after this step."""
         self.late: set[int] = set()
         """The ids of variables of which a step may bring nothing yet."""
         self._function: Any = None
@@ -238,10 +240,10 @@ class Session:
             pieces = [exchanger.pieces[variable.name] for variable in group.variables]  # type: ignore[union-attr]
             variables = [value_of(self.variables[self.names.index(piece.whole.name)]) for piece in pieces]
 
-            def write(pieces=pieces, variables=variables) -> int:
+            def write(pieces=pieces, variables=variables, label=f"{self.label}.average.{group.index}") -> int:
                 values = [tf.convert_to_tensor(variable) for variable in variables]
                 own = [cut(piece, value) for piece, value in zip(pieces, values, strict=True)]
-                for piece, variable, mean in zip(pieces, variables, self._means(own), strict=True):
+                for piece, variable, mean in zip(pieces, variables, self._means(own, label), strict=True):
                     put(piece, variable, mean)
                 return 0
 
@@ -254,7 +256,7 @@ class Session:
             self.due = [id(other) for other in self.exchanger.due()]
         return id(group) in self.due
 
-    def _means(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
+    def _means(self, values: list[tf.Tensor], label: str) -> list[tf.Tensor]:
         """Of each, the mean over ranks, in its own dtype."""
         backend, sizes = self.backend, [value.shape.num_elements() for value in values]
         flat = tf.concat([tf.reshape(value, [-1]) for value in values], 0)
@@ -264,7 +266,7 @@ class Session:
 
         if backend.pairs_by_name:
             engine: Any = backend
-            flat = engine.sum_of(flat, f"{self.label}.average.{values[0].dtype.name}")
+            flat = engine.sum_of(flat, label)
         else:
             flat = tf.py_function(total, [flat], flat.dtype)
         flat = flat / tf.cast(backend.size, flat.dtype)

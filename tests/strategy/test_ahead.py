@@ -79,6 +79,18 @@ def test_the_mean_of_a_step_is_applied_that_many_steps_later(ranks, staleness):
             strategies.assert_close(got, expected)
 
 
+def plain_weights() -> list:
+    model = Quadratic()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    optimizer = grace.DistributedOptimizer(optimizer, model.named_parameters())
+    return trained(range(7), model, optimizer)[2]
+
+
+def test_without_staleness_the_bits_are_those_of_plain_all_reduce(two_ranks):  # of two: any order adds alike
+    for got, wanted in zip(two_ranks.run(weights_of, 0, 1), two_ranks.run(plain_weights), strict=True):
+        assert [digest(step) for step in got] == [digest(step) for step in wanted]
+
+
 def times_of(staleness: int, sleeper: int) -> list[tuple[float, float]]:
     """When each step's gradients were handed over, and when the step had ended."""
     model = Quadratic()

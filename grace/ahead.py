@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from grace.backend import Handle
@@ -161,21 +161,29 @@ class AheadExchange(Exchange):
         # buffers of its own: those of the step before may still be under way
         own = dataclasses.replace(group, wire=None, buffer=None, communicator=communicator.aside())
         self.traffic, self.loss_scale = traffic, communicator.context.loss_scale
-        inner = launched_later(kind)(own, gradients, present, guard, Traffic())
+        with self._committing(gradients, present):
+            inner = launched_later(kind)(own, gradients, present, guard, Traffic())
         self.flight = Flight(inner, communicator.courier, self.loss_scale)
-        self._keep(gradients, present)
         self.flights.append(self.flight)
         communicator.courier.send(self.flight)
         self.handle = Handle(lambda: None)
 
-    def _keep(self, gradients: Sequence[Any], present: Sequence[bool]) -> None:
+    @contextlib.contextmanager
+    def _committing(self, gradients: Sequence[Any], present: Sequence[bool]) -> Iterator[None]:
+        """Keep what is learnt here. Where this rank has no gradient nothing is sent, so what it remembers stays."""
         parts = [part for kind, part in self.communicator.components.items() if kind != "answer_memory"]
-        if self.communicator.stateful:
-            for name, gradient, here in zip(self.names, gradients, present, strict=True):
-                if not here or not bool(self.kernels.all_finite(_values(gradient))):
-                    for part in parts:
-                        part.state.rollback(name)
-        for part in parts:
+        absent = [name for name, here in zip(self.names, present, strict=True) if not here]
+        held = [{name: part.state.pop(name) for name in absent if name in part.state} for part in parts]
+        yield
+        spoilt = [
+            name
+            for name, gradient in zip(self.names, gradients, strict=True)
+            if self.communicator.stateful and not bool(self.kernels.all_finite(_values(gradient)))
+        ]
+        for part, kept in zip(parts, held, strict=True):
+            for name in [*absent, *spoilt]:
+                part.state.rollback(name)
+            part.state.update(kept)
             part.state.commit()
 
     def advance(self) -> bool:
@@ -213,8 +221,8 @@ class AheadExchange(Exchange):
 
     def _sum(self, i: int, outcomes: list[Outcome]) -> Outcome:
         values = [outcome.value for outcome in outcomes if outcome.value is not None]
-        if not values:
-            return Outcome(self.group.variables[i], None, False)
+        if not values:  # no rank had a gradient then; this rank may have one now, which is not the mean
+            return Outcome(self.group.variables[i], None, False, pending=True)
         total = values[0]
         for value in values[1:]:
             total = add(total, value)

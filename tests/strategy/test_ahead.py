@@ -249,6 +249,32 @@ def test_an_overflow_shows_when_its_step_is_applied_and_enters_no_memory(ranks):
         assert kept
 
 
+def absent() -> tuple[torch.Tensor, torch.Tensor]:
+    """Rank 1 has no gradient in its second step, and nobody in the third: what memories hold is sent once, or kept."""
+    model = Quadratic()
+    optimizer = made(ReduceBroadcast("topk(ratio=0.3)", staleness=1), model)
+    for step in range(8):
+        optimizer.zero_grad()
+        if not (step == 2 or (step == 1 and grace.rank() == 1)) and step < 4:
+            (model.w * TARGETS).sum().backward()
+        elif step >= 4:  # zeros: what is left comes out
+            (model.w * 0).sum().backward()
+        optimizer.step()
+    left = optimizer._grace.exchanger.pending()
+    state = optimizer._grace.exchanger.state()
+    owed = sum((step["w"] for step in left if "w" in step), torch.zeros(3, 4))
+    kept = state["memory"].get("w", torch.zeros(3, 4))
+    return model.w.detach() - LR * owed, LR * kept, LR * state["answer_memory"].get("w", torch.zeros(3, 4))
+
+
+def test_what_memories_hold_is_sent_once_also_where_gradients_are_missing(two_ranks):
+    answers = two_ranks.run(absent)
+    total = -LR * (3 + 2) / 2 * TARGETS  # three steps of rank 0, two of rank 1, averaged
+    kept = sum(own for _, own, _ in answers) / 2 + sum(answer for _, _, answer in answers)
+    for value, _, _ in answers:
+        torch.testing.assert_close(value - kept, total)
+
+
 def dropped() -> torch.Tensor:
     model = Quadratic()
     model.gradients = lambda step, rank: (TARGETS, torch.ones(2))

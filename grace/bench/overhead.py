@@ -1,6 +1,6 @@
 """What the exchange costs beside DistributedDataParallel, or plain Horovod: step times side by side, in one run.
 
-    torchrun --standalone --nproc-per-node 2 -m grace.bench.overhead
+    torchrun --standalone --nproc-per-node 2 -m grace.bench.overhead --strategy all_reduce --strategy partitioned_ps
     horovodrun -np 2 python -m grace.bench.overhead
 
 Both sides train the same model on the same data over the same engine. Blocks of steps alternate, so that
@@ -50,8 +50,10 @@ def stepper(kind: str, build, compressor: str):
 
         optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    else:
+    elif kind == "grace":
         optimizer = grace.DistributedOptimizer(optimizer, model.named_parameters(), compressor)
+    else:
+        optimizer = grace.DistributedOptimizer(optimizer, model.named_parameters(), strategy=kind)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -66,9 +68,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compressor", default="none")
     parser.add_argument("--rounds", type=int, default=10, help="blocks of steps per side")
+    parser.add_argument(
+        "--strategy", action="append", default=[], help="a file or a builder's spec; may be given several times"
+    )
     options = parser.parse_args()
     engine = grace.init()
-    kinds = ("horovod", "grace") if engine.name == "horovod" else ("ddp", "grace", "hook")
+    kinds = [*(("horovod", "grace") if engine.name == "horovod" else ("ddp", "grace", "hook")), *options.strategy]
     for name, build, steps in (("demo MLP", mlp, 100), ("17 M transformer", transformer, 3)):
         run = {kind: stepper(kind, build, options.compressor) for kind in kinds}
         times: dict[str, list[float]] = {kind: [] for kind in kinds}

@@ -13,11 +13,13 @@ from rich.console import Console
 
 from grace.bench import training
 from grace.bench.launch import WorkerError
+from grace.bench.link_command import link
 from grace.errors import ConfigError
 
 DEFAULT_METHODS = ", ".join(training.METHODS)
 
 app = typer.Typer(no_args_is_help=True, help="Measure compressors.")
+app.command()(link)
 
 Methods = Annotated[
     str,

@@ -8,7 +8,6 @@ import math
 
 import pytest
 import torch
-from conftest import launched
 from training import (
     Given,
     digest,
@@ -24,6 +23,7 @@ from training import (
 )
 
 import grace
+from conftest import launched
 
 pytestmark = pytest.mark.ranks
 

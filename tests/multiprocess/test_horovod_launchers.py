@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import launched
 from training import (
     OPTIMIZERS,
     copied,
@@ -20,6 +19,7 @@ from training import (
 )
 
 import grace
+from conftest import launched
 
 pytestmark = pytest.mark.ranks
 

@@ -6,12 +6,11 @@ import torch
 
 import grace
 
-os.environ["GRACE_NODE"] = "b" if os.environ["HOROVOD_RANK"] == "2" else "a"
-backend = grace.init("horovod")
-replicated = "reduce_broadcast(destination=1, local_replication=True)"
+REPLICATED = "reduce_broadcast(destination=1, local_replication=True)"
 
 
 def trained(**options):
+    """The weights of a small layer after three steps."""
     torch.manual_seed(0)
     model = torch.nn.Linear(9, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -23,9 +22,17 @@ def trained(**options):
     return model.weight.detach()
 
 
-same = torch.allclose(trained(communicator=replicated), trained(), rtol=1e-5, atol=1e-6)
-stale = trained(compressor="topk(ratio=0.5)", communicator=replicated.replace(")", ", staleness=1)"))
-everyone = backend.allgather_object((same, stale.tolist()))
-if grace.rank() == 0:
-    print("the same:", all(one for one, _ in everyone), all(value == everyone[0][1] for _, value in everyone))
-grace.shutdown()
+def main():
+    """The ranks are two on one node, and one on another."""
+    os.environ["GRACE_NODE"] = "b" if os.environ["HOROVOD_RANK"] == "2" else "a"
+    backend = grace.init("horovod")
+    same = torch.allclose(trained(communicator=REPLICATED), trained(), rtol=1e-5, atol=1e-6)
+    stale = trained(compressor="topk(ratio=0.5)", communicator=REPLICATED.replace(")", ", staleness=1)"))
+    everyone = backend.allgather_object((same, stale.tolist()))
+    if grace.rank() == 0:
+        print("the same:", all(one for one, _ in everyone), all(value == everyone[0][1] for _, value in everyone))
+    grace.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -42,7 +42,8 @@ class SparseKernels(abc.ABC):
 
     @abc.abstractmethod
     def clip_norm(self, x: Tensor, limit: float) -> Tensor:
-        """A new tensor ``x min(1, limit / ||x||_2)``; the norm in float64, the factor in float32."""
+        """A new tensor ``x min(1, limit / ||x||_2)``; the norm in float64, the factor rounded to float32 unless that
+        has no exact digits for it (below 2**-126), the product rounded once."""
 
     @abc.abstractmethod
     def one_side(self, x: Tensor, sign: int) -> tuple[Tensor, int]:

@@ -8,7 +8,7 @@ import numpy as np
 from numba import njit
 
 from grace.kernels.loops import INF_BITS, LOW31, SHIFT32, f32, f64, i32, u8, u32, u64
-from grace.kernels.sparse_reference import SparseReference, rounded_down
+from grace.kernels.sparse_reference import SparseReference, clip_factor, rounded_down
 
 BLOCK = 32  # elements that are passed over together if none is above the threshold
 
@@ -56,6 +56,12 @@ def _norm(x):
     for i in range(x.size):
         total += f64(x[i]) * f64(x[i])
     return np.sqrt(total)
+
+
+@njit(nogil=True, cache=True)
+def _scaled(x, factor, out):
+    for i in range(x.size):
+        out[i] = f32(f64(x[i]) * factor)
 
 
 @njit(nogil=True, cache=True)
@@ -114,8 +120,9 @@ class SparseFused(SparseReference):
         return out
 
     def clip_norm(self, x, limit):
-        norm = _norm(x)
-        return x * np.float32(limit / norm if norm > limit else 1.0)
+        out = self.empty(x.size, np.float32)
+        _scaled(x, clip_factor(limit, _norm(x)), out)
+        return out
 
     def one_side(self, x, sign):
         out = self.empty(x.size, np.float32)

@@ -15,6 +15,19 @@ def rounded_down(value: float) -> np.float32:
     return near if float(near) <= value else np.nextafter(near, np.float32(-np.inf))
 
 
+SMALLEST_FACTOR = 2.0**-126
+
+
+def clip_factor(limit: float, norm: float) -> float:
+    """min(1, limit / norm), rounded to float32 where that is a normal number.
+
+    >>> clip_factor(1.0, 4.0), clip_factor(1.0, 2.0**140) == 2.0**-140
+    (0.25, True)
+    """
+    factor = float(limit / norm) if norm > limit else 1.0
+    return float(np.float32(factor)) if factor >= SMALLEST_FACTOR else factor
+
+
 class SparseReference(SparseKernels):
     """A part of :class:`~grace.kernels.reference.NumpyKernels`.
 
@@ -46,7 +59,7 @@ class SparseReference(SparseKernels):
 
     def clip_norm(self, x, limit):
         norm = np.sqrt(np.square(x, dtype=np.float64).sum())
-        return x * np.float32(limit / norm if norm > limit else 1.0)
+        return (x.astype(np.float64) * clip_factor(limit, norm)).astype(np.float32)
 
     def one_side(self, x, sign):
         positive = x > 0 if sign > 0 else x < 0

@@ -6,7 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 from grace.kernels.sparse_contract import SparseKernels
-from grace.kernels.sparse_reference import rounded_down
+from grace.kernels.sparse_reference import SMALLEST_FACTOR, rounded_down
 from grace.tensorflow.graphs import INF_BITS, LOW31, number
 
 
@@ -47,7 +47,9 @@ class SparseTensorFlow(SparseKernels):
 
     def clip_norm(self, x, limit):
         norm = tf.sqrt(tf.reduce_sum(tf.square(tf.cast(x, tf.float64))))
-        return x * tf.cast(tf.where(norm > limit, limit / norm, 1.0), tf.float32)
+        factor = tf.where(norm > limit, limit / norm, 1.0)
+        factor = tf.where(factor >= SMALLEST_FACTOR, tf.cast(tf.cast(factor, tf.float32), tf.float64), factor)
+        return tf.cast(tf.cast(x, tf.float64) * factor, tf.float32)
 
     def one_side(self, x, sign):
         positive = x > 0 if sign > 0 else x < 0

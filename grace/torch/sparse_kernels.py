@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from grace.kernels.sparse_contract import SparseKernels
-from grace.kernels.sparse_reference import rounded_down
+from grace.kernels.sparse_reference import SMALLEST_FACTOR, rounded_down
 
 
 class SparseTorch(SparseKernels):
@@ -36,7 +36,9 @@ class SparseTorch(SparseKernels):
 
     def clip_norm(self, x, limit):
         norm = x.double().square().sum().sqrt()
-        return x * torch.where(norm > limit, limit / norm, 1.0).float()
+        factor = torch.where(norm > limit, limit / norm, 1.0)
+        factor = torch.where(factor >= SMALLEST_FACTOR, factor.float().double(), factor)
+        return (x.double() * factor).float()
 
     def one_side(self, x, sign):
         positive = x > 0 if sign > 0 else x < 0

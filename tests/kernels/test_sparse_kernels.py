@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from helpers import REFERENCE, agree
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from implementations import OTHERS
@@ -76,6 +76,9 @@ def test_zero_at_and_add_at(it, x, data):
 @others
 @quick
 @given(finite_vectors, st.floats(1e-6, 1e6))
+@example(np.float32([1.8779531e37]), 0.0078125)
+@example(np.float32([8.50706e37]), 1.0)
+@example(np.float32([3e38, -3e38]), 1e-3)
 def test_clip_norm(it, x, limit):
     x = it.suited("clip_norm", x)
     clipped = agree(it, "clip_norm", x, limit, exact=False)

@@ -221,7 +221,7 @@ def without_a_bound() -> tuple[float, torch.Tensor]:
 def test_without_a_bound_nobody_waits_and_nothing_is_lost(ranks):
     answers = ranks.run(without_a_bound)
     assert answers[0][0] > 0.6
-    assert all(seconds < 0.3 for seconds, _ in answers[1:])
+    assert all(seconds < answers[0][0] / 1.5 for seconds, _ in answers[1:])
     for _, value in answers:
         torch.testing.assert_close(value, -LR * 7 * (ranks.size + 1) / 2 * TARGETS)
 

@@ -71,7 +71,8 @@ def sent_by(part: Part, variable: Variable, nbytes: int, world: int, rank: int) 
 
     allreduce, scatter_reduce, and dense parts that their compressor would not shrink: 2 (W-1)/W p; allgather,
     broadcast, and rows of sparse variables: (W-1) p; reduce_broadcast: p from every rank to the destination, which
-    sends (W-1) p; none: an all-reduce now and then.
+    sends (W-1) p; none: an all-reduce now and then. Under scatter_reduce every shard has the scale that the method
+    sends of a tensor (a norm, say), which p counts once.
 
     >>> [sent_by(Part(), Variable("w", (25,)), 100, 4, rank) for rank in (0, 1)]
     [150.0, 150.0]

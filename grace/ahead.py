@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import functools
 import queue
 import threading
 import time
@@ -116,6 +117,7 @@ class Flight:
         return found if scale == 1 else {name: scaled(value, scale) for name, value in found.items()}
 
 
+@functools.cache
 def launched_later(kind: type[Exchange]) -> type[Exchange]:
     """An exchange of this kind whose first collective the courier starts."""
 
@@ -155,14 +157,13 @@ class AheadExchange(Exchange):
     ):
         communicator: Any = group.communicator
         self.group, self.communicator, self.kernels = group, communicator, kernels_of(_values(gradients[0]))
-        self.traits = communicator.compressor.traits
         self.names = [variable.name for variable in group.variables]
         self.flights: deque[Flight] = communicator.flights[group.variables[0].name]
         # buffers of its own: those of the step before may still be under way
         own = dataclasses.replace(group, wire=None, buffer=None, communicator=communicator.aside())
         self.traffic, self.loss_scale = traffic, communicator.context.loss_scale
         with self._committing(gradients, present):
-            inner = launched_later(kind)(own, gradients, present, guard, Traffic())
+            inner = launched_later(kind)(own, gradients, present, guard, Traffic())  # type: ignore[arg-type]
         self.flight = Flight(inner, communicator.courier, self.loss_scale)
         self.flights.append(self.flight)
         communicator.courier.send(self.flight)

@@ -6,7 +6,7 @@ import abc
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from grace.errors import ExchangeError
+from grace.errors import ConfigError, ExchangeError
 
 Tensor = Any
 
@@ -129,7 +129,10 @@ class Backend(abc.ABC):
     def beside(self) -> Backend:
         """Another backend over the same ranks, whose collectives may be started by another thread, in an order of
         their own. Every rank must call it."""
-        raise NotImplementedError(f"{self.name} cannot be used by two threads")
+        raise ConfigError(
+            f"{type(self).__name__} has no beside(), which exchanges beside training need: define it, or leave out "
+            "staleness and sync=False"
+        )
 
     def among(self, ranks: Sequence[int]) -> Backend | None:
         """Another backend over some of the ranks, for those; None for the others. Every rank must call it.
@@ -137,7 +140,10 @@ class Backend(abc.ABC):
         Args:
             ranks: ascending.
         """
-        raise NotImplementedError(f"{self.name} makes no backends over some of its ranks")
+        raise ConfigError(
+            f"{type(self).__name__} has no among(), which reducing node by node needs: define it, or leave out "
+            "hierarchical and local_replication"
+        )
 
     @abc.abstractmethod
     def allgather_object(self, value: Any) -> list[Any]:

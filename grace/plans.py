@@ -41,7 +41,8 @@ class Choices(NamedTuple):
         Raises:
             ConfigError: a strategy, and one method for all as well.
         """
-        strategy, given = self.strategy, [k for k in ("compressor", "memory", "communicator") if getattr(self, k)]
+        strategy = self.strategy
+        given = [key for key in ("compressor", "memory", "communicator") if getattr(self, key) is not None]
         source = "strategy="
         if strategy is None and os.environ.get(STRATEGY):
             strategy, source = os.environ[STRATEGY], f"the strategy of {STRATEGY} ({os.environ[STRATEGY]})"

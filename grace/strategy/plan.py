@@ -37,7 +37,7 @@ class Sync:
         destination: the rank that reduces.
         sync: False for no bound on how far a rank may run ahead.
         staleness: how many steps a rank may run ahead.
-        local_replication: refresh the destination's result in the background for readers on its node.
+        local_replication: send the destination's answer once to each node, where one rank hands it on.
         period: average every so many steps.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from grace.component import Context
 from grace.errors import ConfigError
 from grace.exchange import Exchange, Group, Outcome, Traffic
 from grace.exchanger import Exchanger, build_exchanger
-from grace.plans import Uniform
+from grace.plans import STRATEGY, Uniform
 from grace.torch.backends.distributed import TorchBackend
 from grace.torch.parameters import check_memory, variables
 from grace.torch.saving import on_devices
@@ -184,6 +185,11 @@ def register_ddp_hook(
             )
 
     def choose():
+        if os.environ.get(STRATEGY):
+            raise ConfigError(
+                f"{STRATEGY} names a strategy ({os.environ[STRATEGY]}), which DDP's hook cannot execute: use "
+                "grace.DistributedOptimizer, or start the program without --strategy"
+            )
         return Uniform(compressor, memory, communicator)
 
     exchanger = build_exchanger(list_variables, choose, backend, context, check=check)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
@@ -333,6 +334,13 @@ def refusals() -> list[str]:
     ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
     with pytest.raises(grace.ConfigError) as error:
         grace.torch.register_ddp_hook(ddp, communicator=ReduceBroadcast("none", staleness=1))
+    told.append(str(error.value))
+    os.environ["GRACE_STRATEGY"] = "s.yaml"
+    try:
+        with pytest.raises(grace.ConfigError) as error:
+            grace.torch.register_ddp_hook(ddp, "topk")
+    finally:
+        del os.environ["GRACE_STRATEGY"]
     return [*told, str(error.value)]
 
 
@@ -341,3 +349,4 @@ def test_where_nothing_can_be_delayed_it_is_refused(two_ranks):
         assert "which is not possible with hierarchical reduction" in told[0]
         assert "rank 9 cannot be the destination, there are 2 ranks" in told[1]
         assert "which DDP's hook cannot" in told[2]
+        assert "GRACE_STRATEGY names a strategy (s.yaml), which DDP's hook cannot execute" in told[3]

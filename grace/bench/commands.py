@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from grace.bench import training
-from grace.bench.launch import WorkerError
+from grace.bench.engines import WorkerError
 from grace.bench.link_command import link
 from grace.errors import ConfigError
 

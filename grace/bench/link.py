@@ -37,6 +37,7 @@ SMALLEST_QUEUE = 1 << 20
 FEWEST_PACKETS = 50
 """What a measurement takes to tell a rate."""
 PORT = 29500
+PROGRAMS = ("ip", "tc", "unshare")
 CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
 """Bits of Linux's capabilities: to change networks, and to make namespaces."""
 STREAM = Path(__file__).with_name("stream.py")
@@ -52,9 +53,9 @@ def possible(latency_ms: float = 0) -> str:
     """
     if sys.platform != "linux":
         return f"it needs Linux's network namespaces, and this is {sys.platform}"
-    missing = [program for program in ("ip", "tc") if shutil.which(program) is None]
+    missing = [program for program in PROGRAMS if shutil.which(program) is None]
     if missing:
-        return f"{' and '.join(missing)} cannot be found (Debian: apt-get install iproute2)"
+        return f"{' and '.join(missing)} cannot be found (Debian: apt-get install iproute2 util-linux)"
     lacking = [name for name, bit in CAPABILITIES.items() if not _effective() >> bit & 1]
     if lacking:
         return f"it needs root: this process lacks {' and '.join(lacking)}"
@@ -128,8 +129,12 @@ class Link:
         self._signals.close()
 
     def command(self, rank: int, argv: Sequence[str]) -> list[str]:
-        """The command line that runs another one as this rank, on its side of the link."""
-        return ["ip", "netns", "exec", self._namespace(self._checked(rank)), *argv]
+        """The command line that runs another one as this rank, on its side of the link.
+
+        Its host name is its address there: what looks its own name up finds the link, and no two ranks are one host.
+        """
+        name = ["unshare", "--uts", "sh", "-c", 'echo "$0" > /proc/sys/kernel/hostname; exec "$@"', self.address(rank)]
+        return ["ip", "netns", "exec", self._namespace(rank), *name, *argv]
 
     def address(self, rank: int) -> str:
         """The rank's IP address."""

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from grace._version import __version__
-from grace.bench.launch import launcher_of, run_ranks
+from grace.bench.engines import engine_of, launcher
+from grace.bench.launch import run_ranks
 from grace.bench.progress import Display
 from grace.bench.task import FRAMEWORKS, TASKS, check_framework, task_class
 from grace.errors import ConfigError, missing_extra
@@ -116,15 +117,15 @@ def run(settings: Settings, runs_file: Path | None = None) -> list[dict[str, Any
     for package, extra in EXTRAS[settings.framework].items():
         if importlib.util.find_spec(package) is None:
             raise missing_extra({"sklearn": "scikit-learn"}.get(package, package), extra)
-    launcher = launcher_of(settings.framework, settings.ranks)
+    engine = engine_of(settings.framework, settings.ranks)
     with tempfile.TemporaryDirectory(prefix="grace-bench-") as temporary:
         folder = Path(temporary)
         runs_file = folder / "runs.jsonl" if runs_file is None else runs_file
         runs_file.write_text("")
         (folder / "settings.json").write_text(json.dumps(dataclasses.asdict(settings)))
         program = ["-m", "grace.bench.worker", str(folder), str(runs_file)]
-        with Display(settings, folder / "progress.jsonl") as display:
-            run_ranks(launcher, settings.ranks, program, folder, display.update)
+        with Display(settings, folder / "progress.jsonl") as display, launcher(engine, settings.ranks) as start:
+            run_ranks(start, program, folder, display.update)
         return summarize(load_runs(runs_file), settings)
 
 

@@ -1,0 +1,86 @@
+"""Does compression pay? The rows of a scenario of ``grace bench step``, in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+LEAST_GAIN = 1.05
+"""How much faster than plain averaging a method must be to be worth its trouble."""
+PLAIN = {"torch": ("DDP",), "horovod": ("Horovod",)}
+"""The uncompressed baseline of an engine."""
+
+Row = dict[str, Any]
+
+
+def plain_row(rows: list[Row], engine: str) -> Row | None:
+    """What the others are compared with: the engine's uncompressed baseline, another engine's, or Grace's ``none``.
+
+    >>> plain_row([{"name": "none"}, {"name": "DDP"}], "mpi"), plain_row([{"name": "none"}], "torch")
+    ({'name': 'DDP'}, {'name': 'none'})
+    """
+    order = [*PLAIN.get(engine, ()), "DDP", "Horovod", "none"]
+    found = {row["name"]: row for row in rows}
+    return next((found[name] for name in order if name in found), None)
+
+
+def pays(row: Row, plain: Row) -> bool:
+    """Whether a row is clearly faster than the plain one: by 5 %, and their middle halves do not overlap.
+
+    >>> plain = {"step_ms": 100.0, "step_low_ms": 95.0}
+    >>> [pays({"step_ms": step, "step_high_ms": step + 3}, plain) for step in (50.0, 93.0, 96.0)]
+    [True, False, False]
+    """
+    return row["step_high_ms"] < plain["step_low_ms"] and plain["step_ms"] >= LEAST_GAIN * row["step_ms"]
+
+
+def words(rows: list[Row], engine: str) -> str:
+    """The verdict on a scenario, in two or three sentences.
+
+    >>> def row(name, ms, kind="grace"):
+    ...     return {"name": name, "kind": kind, "step_ms": ms, "step_low_ms": ms, "step_high_ms": ms, "pays": ms < 190}
+    >>> bound, plain = row("no communication", 50.0, "bound"), row("DDP", 200.0, "baseline")
+    >>> print(words([bound, plain, row("topk", 80.0), row("qsgd", 250.0)], "torch"))
+    Compress: topk makes a step 2.5x as fast as DDP (80.0 ms instead of 200 ms). Slower than DDP: qsgd. Without any
+    communication it would be 4.0x.
+    >>> print(words([bound, plain, row("qsgd", 250.0)], "torch"))
+    Do not compress: no method is clearly faster than DDP (200 ms a step). Slower than DDP: qsgd. Without any
+    communication it would be 4.0x as fast.
+    """
+    plain = plain_row(rows, engine)
+    bound = next((row for row in rows if row["kind"] == "bound"), None)
+    if plain is None or bound is None:
+        return "There is no uncompressed exchange to compare with."
+    if all(row["ranks"] == 1 for row in rows if "ranks" in row) and "ranks" in plain:
+        return "One rank has nobody to send to: nothing can be gained."
+    others = [row for row in rows if row is not plain and row["kind"] != "bound"]
+    paying = sorted((row for row in others if row["pays"]), key=lambda row: row["step_ms"])
+    slower = [row["name"] for row in others if row["step_low_ms"] > plain["step_high_ms"]]
+    own = [row for row in paying if row["kind"] == "grace" and row["name"] != "none"]
+    said = []
+    if own:
+        said.append(f"Compress: {_gain(own[0], plain)} ({_ms(own[0])} instead of {_ms(plain)}).")
+        if paying[0] is not own[0]:
+            said.append(f"Faster still: {', '.join(_times(row, plain) for row in paying[: paying.index(own[0])])}.")
+        if rest := [row for row in paying[paying.index(own[0]) + 1 :]]:
+            said.append(f"It pays too with {', '.join(_times(row, plain) for row in rest)}.")
+    else:
+        said.append(f"Do not compress: no method is clearly faster than {plain['name']} ({_ms(plain)} a step).")
+        if paying:
+            said.append(f"But {', '.join(_times(row, plain) for row in paying)} would be.")
+    if slower:
+        said.append(f"Slower than {plain['name']}: {', '.join(slower)}.")
+    most = plain["step_ms"] / bound["step_ms"]
+    said.append(f"Without any communication it would be {most:.1f}x{'' if own else ' as fast'}.")
+    return " ".join(said)
+
+
+def _gain(row: Row, plain: Row) -> str:
+    return f"{row['name']} makes a step {plain['step_ms'] / row['step_ms']:.1f}x as fast as {plain['name']}"
+
+
+def _times(row: Row, plain: Row) -> str:
+    return f"{row['name']} ({plain['step_ms'] / row['step_ms']:.1f}x)"
+
+
+def _ms(row: Row) -> str:
+    return f"{row['step_ms']:.3g} ms" if row["step_ms"] < 1000 else f"{row['step_ms'] / 1000:.2f} s"

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from grace.bench import training
+from grace.bench import options, step_command, training
 from grace.bench.engines import WorkerError
 from grace.bench.link_command import link
 from grace.errors import ConfigError
@@ -20,6 +20,7 @@ DEFAULT_METHODS = ", ".join(training.METHODS)
 
 app = typer.Typer(no_args_is_help=True, help="Measure compressors.")
 app.command()(link)
+app.command("step")(step_command.command)
 
 Methods = Annotated[
     str,
@@ -52,7 +53,9 @@ def demo(
     """
     if epochs is None and quick:
         epochs = training.QUICK_EPOCHS
-    settings = training.Settings(_methods(methods), ranks, epochs, _integers(seeds), framework=framework)
+    settings = training.Settings(
+        options.methods(methods), ranks, epochs, options.integers(seeds, "seeds"), framework=framework
+    )
     _train("grace demo", settings, out)
 
 
@@ -84,7 +87,9 @@ def train(
     of signsgd and signum) need a learning rate of their own: give it with --lr.
     Each run is kept in runs.jsonl when it ends, Ctrl-C included.
     """
-    settings = training.Settings(_methods(methods), ranks, epochs, _integers(seeds), task, _rates(lr or []), framework)
+    settings = training.Settings(
+        options.methods(methods), ranks, epochs, options.integers(seeds, "seeds"), task, _rates(lr or []), framework
+    )
     _train("grace bench train", settings, out or Path(f"out/train-{task}"))
 
 
@@ -118,10 +123,6 @@ def _kept(runs_file: Path) -> str:
     return f"; {count} finished {'run is' if count == 1 else 'runs are'} in {runs_file}" if count else ""
 
 
-def _methods(text: str) -> list[str]:
-    return training.every_method() if text.strip() == "all" else split(text)
-
-
 def _rates(texts: list[str]) -> dict[str, float]:
     rates = {}
     for text in texts:
@@ -133,26 +134,3 @@ def _rates(texts: list[str]) -> dict[str, float]:
         if not method:
             raise ConfigError(f"a learning rate is given as METHOD=RATE, as in signsgd=0.001, not {text!r}")
     return rates
-
-
-def split(text: str) -> list[str]:
-    """Specs separated by commas; those inside parentheses belong to a spec.
-
-    >>> split("none, qsgd(levels=7, norm=max),topk")
-    ['none', 'qsgd(levels=7, norm=max)', 'topk']
-    """
-    parts, depth = [""], 0
-    for character in text:
-        depth += {"(": 1, ")": -1}.get(character, 0)
-        if character == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return [part.strip() for part in parts if part.strip()]
-
-
-def _integers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"seeds are whole numbers separated by commas, as in 0,1,2, not {text!r}") from None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from grace.bench.follow import Follower
 from grace.bench.task import task_class
 
 
@@ -22,7 +22,7 @@ class Display:
     """
 
     def __init__(self, settings: Any, file: Path):
-        self.file, self.position = file, 0
+        self.follower = Follower(file)
         self.task = task_class(settings.task)
         self.total = (settings.epochs or self.task.epochs) * len(settings.seeds)
         self.console = Console(highlight=False)
@@ -43,15 +43,8 @@ class Display:
 
     def update(self) -> None:
         """Show what was written since the last time."""
-        if not self.file.exists():
-            return
-        with self.file.open("rb") as file:
-            file.seek(self.position)
-            written = file.read()
-        whole = written[: written.rfind(b"\n") + 1]
-        self.position += len(whole)
-        for line in whole.splitlines():
-            self._show(json.loads(line))
+        for event in self.follower.new():
+            self._show(event)
 
     def _show(self, event: dict[str, Any]) -> None:
         if "quality" not in event:
@@ -64,3 +57,41 @@ class Display:
 
     def _shown(self, quality: float) -> str:
         return f"{self.task.scale * quality:.4g} {self.task.unit}".rstrip()
+
+
+class Bar:
+    """One bar for a benchmark of several scenarios on a terminal; else a line per scenario.
+
+    Args:
+        console: where it is shown.
+    """
+
+    def __init__(self, console: Console):
+        self.console = console
+        self.bars: dict[str, TaskID] = {}
+        columns = (
+            TextColumn("{task.description:<34}"),
+            BarColumn(bar_width=20),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+        )
+        self.progress = Progress(*columns, console=console, disable=not console.is_terminal)
+
+    def __enter__(self) -> Bar:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.progress.stop()
+
+    def show(self, scenario: str, event: dict[str, Any]) -> None:
+        """An event of a scenario's ranks."""
+        if "engine" in event:
+            name = f"{scenario}, {event['engine']}"
+            if not self.console.is_terminal:
+                self.console.print(f"measuring {name} ...")
+            self.bars[scenario] = self.progress.add_task(name, total=None)
+        elif "blocks" in event:
+            self.progress.update(self.bars[scenario], total=event["blocks"])
+        elif "times_ms" in event:
+            self.progress.update(self.bars[scenario], advance=1)

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import grace
 from grace.bench import verdicts
 from grace.bench.engines import ENGINES, check_engine, has_horovod, launcher
 from grace.bench.follow import Follower
@@ -132,6 +133,7 @@ def _scenario(
         watch(scenario(ranks, rate), event)
 
     for table in tables:
+        watch(scenario(ranks, rate), {"engine": table.engine})
         _measure(settings, table.engine, ranks, rate, partial(take, table))
     conclude(results, len(before), ranks, rate, settings.engine)
 
@@ -218,6 +220,44 @@ class Table:
 def conclude(results: Results, first: int, ranks: int, rate: float | None, engine: str) -> None:
     """Write the verdict on the rows from ``first`` on into the settings."""
     results.settings.setdefault("verdict", {})[scenario(ranks, rate)] = verdicts.words(results.rows[first:], engine)
+
+
+def about(settings: Settings) -> dict[str, Any]:
+    """The settings as they are recorded; the ranks tell the rest."""
+    return {**dataclasses.asdict(settings), "verdict": {}}
+
+
+def run_here(settings: Settings, results: Results, watch: Callable[[str, Event], None]) -> bool:
+    """Measure on the ranks that a launcher has started, of which this process is one, over the network between them.
+
+    Args:
+        settings: what to run; engine, ranks and bandwidths are those that there are.
+        results: of kind "step"; filled in on rank 0.
+        watch: called on rank 0 with the scenario's name and each event.
+
+    Returns:
+        Whether this is rank 0.
+    """
+    from grace.bench.step_worker import measure
+
+    backend = grace.init()
+    settings = dataclasses.replace(settings, engine=backend.name, ranks=[backend.size], bandwidths=[None])
+    results.settings = about(settings)
+    table = Table(backend.name, backend.size, None)
+    name = scenario(backend.size, None)
+
+    def take(event: Event) -> None:
+        table.take(event)
+        results.settings.update(table.facts)
+        results.rows = judged(table.rows(), backend.name)
+        watch(name, event)
+
+    if backend.rank == 0:
+        watch(name, {"engine": backend.name})
+    measure(settings, backend, backend.name, take if backend.rank == 0 else lambda event: None)
+    if backend.rank == 0:
+        conclude(results, 0, backend.size, None, backend.name)
+    return backend.rank == 0
 
 
 def judged(rows: list[dict[str, Any]], engine: str) -> list[dict[str, Any]]:

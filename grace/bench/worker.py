@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import grace
+from grace.bench.follow import tell
 from grace.bench.launch import redirect_stderr
 from grace.bench.task import Task, task_class, trainer_class
 from grace.bench.training import Settings
@@ -86,8 +87,7 @@ def main(folder: str, runs_file: str) -> None:
 
     def record(file: str | Path, fact: dict[str, Any]) -> None:
         if grace.rank() == 0:
-            with Path(file).open("a") as lines:
-                lines.write(json.dumps(fact) + "\n")
+            tell(Path(file), fact)
 
     progress = Path(folder, "progress.jsonl")
     for method in settings.methods:

@@ -1,0 +1,67 @@
+"""What the commands of ``grace bench`` read from the command line alike."""
+
+from __future__ import annotations
+
+import os
+
+from grace.bench.rates import parse_rate
+from grace.errors import ConfigError
+
+SIZES = ("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""Where launchers say how many ranks they have started."""
+
+
+def split(text: str) -> list[str]:
+    """Specs separated by commas; those inside parentheses belong to a spec.
+
+    >>> split("none, qsgd(levels=7, norm=max),topk")
+    ['none', 'qsgd(levels=7, norm=max)', 'topk']
+    """
+    parts, depth = [""], 0
+    for character in text:
+        depth += {"(": 1, ")": -1}.get(character, 0)
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts if part.strip()]
+
+
+def methods(text: str) -> list[str]:
+    """Compressor specs, or ``all``.
+
+    >>> methods("none,topk"), len(methods("all")) > 15
+    (['none', 'topk'], True)
+    """
+    from grace.bench.training import every_method
+
+    return every_method() if text.strip() == "all" else split(text)
+
+
+def integers(text: str, what: str) -> list[int]:
+    """Whole numbers separated by commas.
+
+    >>> integers("0,1,2", "seeds")
+    [0, 1, 2]
+    >>> integers("two", "seeds")
+    Traceback (most recent call last):
+    grace.errors.ConfigError: seeds are whole numbers separated by commas, as in 0,1,2, not 'two'
+    """
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{what} are whole numbers separated by commas, as in 0,1,2, not {text!r}") from None
+
+
+def bandwidths(text: str | None) -> list[float | None]:
+    """Bits per second, separated by commas; ``none`` is a network that is left as it is.
+
+    >>> bandwidths("1gbit,none"), bandwidths(None)
+    ([1000000000.0, None], [None])
+    """
+    return [None if part.strip() == "none" else parse_rate(part) for part in (text or "none").split(",")]
+
+
+def launched() -> bool:
+    """Whether a launcher has started this process as one rank of several."""
+    return any(os.environ.get(key, "1") not in ("", "1") for key in SIZES)

@@ -1,0 +1,205 @@
+"""``grace bench step``: what a training step costs with each method, and whether compression pays."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import grace
+from grace.bench import options, step
+from grace.bench.engines import WorkerError
+from grace.bench.link import LinkError
+from grace.bench.progress import Bar
+from grace.bench.record import Results
+from grace.bench.table import human_bytes
+from grace.errors import ConfigError
+from grace.processes import signals_raise
+
+NAME = "grace bench step"
+
+
+def command(
+    model: Annotated[
+        str,
+        typer.Option(
+            help="transformer, resnet, lstm, ncf, or module:function, which returns (model, loss, samples), where "
+            "loss(model) is the loss of a batch of so many samples."
+        ),
+    ] = "transformer",
+    methods: Annotated[
+        str | None,
+        typer.Option(help="Compressor specs, separated by commas, or all.", show_default="ten, or four with --quick"),
+    ] = None,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option("--strategy", help="A strategy's file or builder to compare too; may be repeated."),
+    ] = None,
+    engine: Annotated[str, typer.Option(help="What moves Grace's payloads: torch, horovod or mpi.")] = "torch",
+    ranks: Annotated[
+        str, typer.Option("--ranks", "-n", help="Processes to train on; several numbers as in 2,4 show the scaling.")
+    ] = "2",
+    bandwidth: Annotated[
+        str | None,
+        typer.Option(
+            help="Rates of emulated links, as in 10gbit,1gbit,100mbit (Linux, root); none is the loopback.",
+            show_default="loopback",
+        ),
+    ] = None,
+    baselines: Annotated[
+        str, typer.Option(help="Of ddp and horovod, what to compare with where it is installed; or none.")
+    ] = "ddp,horovod",
+    rounds: Annotated[
+        int | None, typer.Option(help="Blocks of steps of each row.", show_default="8, or 3 with --quick")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    out: Annotated[Path, typer.Option(help="Folder for results.json, results.csv and report.html.")] = Path("out/step"),
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer methods and rounds: under two minutes.")] = False,
+) -> None:
+    """Time training steps with Grace's methods and with what people use without it.
+
+    Each step's time is split into compute (a step of the same ranks without any
+    communication), codec (Grace's encoding and decoding) and exposed
+    communication: what remains, for which the step waits. Bytes are those of
+    the rank that moved most, counted at its sockets. The rows take turns, so
+    what else the machine does hits all alike; the table has medians.
+
+    Baselines: DistributedDataParallel plain, with torch's fp16 and bf16 hooks
+    where the engine takes them, and with torch's PowerSGD hook; Horovod plain
+    and with its fp16; and no communication at all, which nothing can beat.
+
+    Started by torchrun, horovodrun or mpirun it measures over the network
+    between those ranks, as in: torchrun ... --no-python grace bench step
+    """
+    defaults = step.QUICK_METHODS if quick else step.METHODS
+    settings = step.Settings(
+        model=model,
+        methods=list(defaults) if methods is None else options.methods(methods),
+        strategies=strategy or [],
+        engine=engine,
+        baselines=[] if baselines == "none" else options.split(baselines),
+        ranks=options.integers(ranks, "--ranks"),
+        bandwidths=options.bandwidths(bandwidth),
+        rounds=rounds if rounds is not None else step.QUICK_ROUNDS if quick else step.ROUNDS,
+        device=device,
+    )
+    here = options.launched()
+    if here and bandwidth is not None:
+        raise ConfigError("--bandwidth starts ranks of its own; these ranks were started by a launcher")
+    run(settings, out, here)
+
+
+def run(settings: step.Settings, out: Path, here: bool = False, name: str = NAME) -> Results:
+    """Measure, show and save; what is finished is kept, whatever happens.
+
+    Args:
+        settings: what to run.
+        out: the folder to write to.
+        here: this process is one of several ranks; only the first writes and shows.
+        name: the command's, for messages.
+
+    Raises:
+        typer.Exit: 1 if a rank or the network failed, 130 after an interruption.
+    """
+    began = time.monotonic()
+    console = Console(highlight=False, quiet=here and grace.init().rank != 0)
+    results = Results("step", step.about(settings), command=shlex.join(["grace", *sys.argv[1:]]))
+    failure: tuple[int, str] | None = None
+    if not console.quiet:
+        results.save(out)
+    try:
+        with signals_raise(), Bar(console) as bar:
+
+            def watch(scenario: str, event: step.Event) -> None:
+                bar.show(scenario, event)
+                results.seconds = time.monotonic() - began
+                if "times_ms" in event:
+                    results.save(out)
+
+            (step.run_here if here else step.run)(settings, results, watch)
+            results.complete = True
+    except (WorkerError, LinkError) as error:
+        failure = 1, str(error)
+    except KeyboardInterrupt:
+        failure = 130, "interrupted; the ranks are ended"
+    if console.quiet:
+        return results
+    results.seconds = time.monotonic() - began
+    files = finish(results, out)
+    show(console, results)
+    if failure is not None:
+        code, message = failure
+        kept = f"; what was measured is in {files[0]}" if results.rows and code == 130 else ""
+        print(f"{name}: {message}{kept}", file=sys.stderr)
+        raise typer.Exit(code)
+    console.print(f"Wrote {', '.join(map(str, files))} after {results.seconds:.0f} s.")
+    return results
+
+
+def finish(results: Results, out: Path) -> list[Path]:
+    """Write the files."""
+    return results.save(out)
+
+
+def show(console: Console, results: Results) -> None:
+    """A table and a verdict per scenario."""
+    scenarios = dict.fromkeys((row["ranks"], row["bandwidth"]) for row in results.rows)
+    for ranks, rate in scenarios:
+        rows = [row for row in results.rows if (row["ranks"], row["bandwidth"]) == (ranks, rate)]
+        name = step.scenario(ranks, rate)
+        console.print(f"\n[bold]{results.settings['model']}, {name}[/]", soft_wrap=True)
+        console.print(table(rows))
+        console.print(results.settings.get("verdict", {}).get(name, "Interrupted before the verdict."))
+    for name, reason in results.settings.get("skipped", {}).items():
+        console.print(f"Left out: {name}: {reason}", markup=False, style="dim")
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """Rows of one scenario; times in milliseconds."""
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    made.add_column("", overflow="fold")
+    plain = next((row["name"] for row in rows if row["speedup"] == 1.0), None)
+    for header in (
+        "step\nms",
+        "±",
+        f"against\n{plain or 'plain'}",
+        "codec\nms",
+        "exposed\nms",
+        "sent\n/ rank",
+        "wire\nms",
+    ):
+        made.add_column(header, justify="right", no_wrap=True)
+    engines = dict.fromkeys(row["engine"] for row in rows)
+    for row in rows:
+        label = row["name"] + (f" ({row['engine']}'s ranks)" if row["kind"] == "bound" and len(engines) > 1 else "")
+        style = {"grace": "", "baseline": "cyan", "bound": "dim"}[row["kind"]]
+        made.add_row(
+            label,
+            number(row["step_ms"]),
+            number((row["step_high_ms"] - row["step_low_ms"]) / 2),
+            f"{row['speedup']:.2f}x" if row["speedup"] else "",
+            number(row["codec_ms"]),
+            number(row["exposed_ms"]),
+            "" if row["sent_bytes"] is None else human_bytes(row["sent_bytes"]),
+            number(row["wire_ms"]),
+            style="bold" if row["pays"] and row["kind"] == "grace" else style,
+        )
+    return made
+
+
+def number(value: float | None) -> str:
+    """Three digits, and no more than needed.
+
+    >>> [number(x) for x in (None, 0.1234, 5.678, 56.78, 5678.9)]
+    ['', '0.12', '5.68', '56.8', '5679']
+    """
+    if value is None:
+        return ""
+    return f"{value:.{max(0, 2 - max(0, len(str(int(value))) - 1))}f}"

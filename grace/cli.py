@@ -20,6 +20,7 @@ from grace import specs
 from grace._version import __version__
 from grace.bench import commands
 from grace.composition import Composed
+from grace.demo import demo
 from grace.errors import ConfigError, GraceError
 from grace.launch import launch
 from grace.registry import KINDS, aliases, known, legal_communicators, make
@@ -39,7 +40,7 @@ app = typer.Typer(
 )
 
 
-app.command("demo")(commands.demo)
+app.command("demo")(demo)
 app.command("launch", context_settings={"allow_interspersed_args": False})(launch)
 app.add_typer(commands.app, name="bench")
 app.add_typer(strategies.app, name="strategy")

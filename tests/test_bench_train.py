@@ -1,8 +1,8 @@
 """``grace bench train``, run as a user does."""
 
-import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +13,9 @@ import pytest
 import torch
 
 import grace
-from grace.bench import training
+from grace.bench import record, table, torch_tasks, training
+from grace.bench.link import possible
+from grace.bench.record import Results
 from grace.bench.task import FRAMEWORKS, TASKS, task_class, trainer_class
 from grace.bench.torch_tasks import CharacterModel
 from grace.registry import known
@@ -32,42 +34,198 @@ def framework(request):
     grace.shutdown()
 
 
-def test_a_run_over_seeds_gives_a_table_a_picture_and_the_runs(tmp_path):
-    args = ["--task", "charlm", "--epochs", "1", "--methods", "none,dgc", "--seeds", "0,1", "--lr", "dgc=0.5"]
-    command = [GRACE, "bench", "train", *args, "--out", str(tmp_path)]
+def run(*args, code=0, timeout=120, cwd=None):
+    """Run `grace bench train` at 80 columns; returns (stdout, stderr)."""
     env = {**os.environ, "COLUMNS": "80"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    assert "dgc, seed 1: perplexity " in done.stdout
-    assert max(map(len, done.stdout.splitlines())) <= 80
-    saved = json.loads((tmp_path / "results.json").read_text())
-    assert saved["task"]["metric"] == "perplexity"
-    none, dgc = saved["results"]
-    assert [run["lr"] for run in none["runs"] + dgc["runs"]] == [1.0, 1.0, 0.5, 0.5]
+    command = [GRACE, "bench", "train", *args]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=timeout, cwd=cwd)
+    assert done.returncode == code, done.stderr
+    return done.stdout, done.stderr
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    """One short run; (stdout, stderr, folder, results)."""
+    folder = tmp_path_factory.mktemp("train") / "new" / "folder"
+    # topk with every element would need 64 bits, so its gradients travel as those of none
+    args = ["--epochs", "2", "--methods", "none,topk(ratio=1.0),topk", "--seeds", "2", "--target", "0.5"]
+    (decoy := tmp_path_factory.mktemp("cwd") / "grace").mkdir()
+    (decoy / "__init__.py").write_text("raise SystemExit('the wrong grace')")
+    out, err = run(*args, "--out", str(folder), cwd=decoy.parent if sys.version_info >= (3, 11) else None)
+    return out, err, folder, record.load(folder)
+
+
+def test_the_table_has_one_row_per_method_and_nothing_is_on_stderr(short):
+    out, err, _, _ = short
+    assert err == ""
+    number = r"\d+\.\d\d"
+    accuracy = r"\d+\.\d ± \d+\.\d"
+    rows = re.findall(
+        rf"^ (\S+) +(\S+ \w?B) +({number}) +{number} +{accuracy} +(?:[+-]\S+ +)?{number} *$",
+        out,
+        re.MULTILINE,
+    )
+    assert [row[0] for row in rows] == ["none", "topk(ratio=1.0)", "topk"]
+    assert [row[1] for row in rows] == ["1.20 MB", "1.20 MB", "23.3 kB"]
+    assert "How to read it" in out
+    assert max(map(len, out.splitlines())) <= 80 + len(str(short[2])) * 3  # the last line names the files
+
+
+def test_bytes_and_bits_are_those_of_the_payloads(short):
+    *_, saved = short
+    none, _, topk = saved.rows
+    n = 301_066
+    assert saved.settings["parameters"] == n
+    assert 4 * n <= none["sent_bytes_per_step"] <= 4 * n + 64
+    assert none["bits_per_element"] == pytest.approx(32, abs=0.01)
+    bits = grace.make("compressor", "topk").wire_bits
+    payload = sum(bits(tuple(p.shape)) * p.numel() / 8 for p in torch_tasks.network(0).parameters())
+    assert payload <= topk["sent_bytes_per_step"] <= payload + 256
+    assert topk["bits_per_element"] == pytest.approx(8 * topk["sent_bytes_per_step"] / n)
+    assert topk["relative_volume"] == topk["sent_bytes_per_step"] / none["sent_bytes_per_step"]
+    assert none["relative_volume"] == none["relative_throughput"] == 1
+
+
+def test_every_method_starts_from_the_same_weights_and_sees_the_same_data(short):
+    *_, saved = short
+    none, dense, _ = saved.rows
+    for mine, other in zip(none["runs"], dense["runs"], strict=True):
+        assert [point[-1] for point in mine["curve"]] == [point[-1] for point in other["curve"]]
+    first, second = (run["curve"] for run in none["runs"])
+    assert [point[-1] for point in first] != [point[-1] for point in second]  # seeds differ
+
+
+def test_times_are_those_of_the_steps(short):
+    *_, saved = short
+    for row in saved.rows:
+        assert 0 < row["codec_ms"] < row["step_ms"] < 1000
+        for run in row["runs"]:
+            assert run["samples_per_s"] == pytest.approx(64 * run["steps"] / run["train_seconds"])
+            seconds = [point[2] for point in run["curve"]]
+            assert seconds == sorted(seconds)
+            assert seconds[-1] == run["train_seconds"]
+            assert run["train_seconds"] > 0.4e-3 * run["step_ms"] * run["steps"]
+
+
+def test_the_target_is_reached_at_the_first_point_that_is_good_enough(short):
+    *_, saved = short
+    assert saved.settings["target"] == 0.5
+    for row in saved.rows:
+        firsts = [next(point for point in run["curve"] if point[-1] >= 0.5) for run in row["runs"]]
+        assert row["reached"] == 2
+        assert row["seconds_to_target"] == pytest.approx(sum(point[2] for point in firsts) / 2)
+        assert row["bytes_to_target"] == pytest.approx(sum(point[1] for point in firsts) / 2)
+
+
+def test_results_record_how_they_were_made(short):
+    *_, folder, saved = short
+    assert saved.command.startswith("grace bench train --epochs 2 --methods 'none,topk(ratio=1.0),topk' --seeds 2")
+    assert saved.complete
+    assert saved.seconds > 1
+    assert saved.versions["torch"] == torch.__version__
+    assert (saved.settings["ranks"], saved.settings["epochs"], saved.settings["seeds"]) == (2, 2, [0, 1])
+    made = saved.rows[2]["runs"][1]
+    assert (made["method"], made["seed"], made["steps"]) == ("topk", 1, 2 * (1437 // 64))
+    sent = [point[1] for point in made["curve"]]
+    assert sent == sorted(sent)
+    epochs, total, _, quality = made["curve"][-1]
+    assert (epochs, quality) == (2, made["quality"])
+    assert total == made["sent_bytes_per_step"] * made["steps"]
+    assert {path.name for path in folder.iterdir()} == {"results.json", "results.csv", "report.html"}
+
+
+def test_perplexity_is_better_when_it_is_lower(tmp_path):
+    args = ["--task", "charlm", "--epochs", "1", "--methods", "none,dgc", "--seeds", "1", "--lr", "dgc=0.5"]
+    out, err = run(*args, "--target", "15", "--out", str(tmp_path))
+    assert err == ""
+    assert "dgc, seed 0: perplexity " in out
+    saved = record.load(tmp_path)
+    assert saved.settings["metric"] == "perplexity"
+    none, dgc = saved.rows
+    assert (none["lr"], dgc["lr"]) == (1.0, 0.5)
     characters = len(CharacterModel().characters)
     assert 2 < none["quality"] < characters / 2  # it has learned, and held-out text is not predicted perfectly
-    assert f"{none['quality']:.2f}" in done.stdout
-    lines = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
-    assert lines == none["runs"] + dgc["runs"]
-    assert (tmp_path / "perplexity.png").stat().st_size > 10_000
+    assert f"{none['quality']:.2f}" in out
+    assert none["reached"] == (min(point[-1] for point in none["curve"]) <= 15)
+
+
+OWN = """
+import torch
+from grace.bench.torch_tasks import InTorch
+
+class Line(InTorch):
+    about, metric, lr, epochs, batch, higher_is_better = "a line", "error", 0.1, 1, 8, False
+    count = 64
+
+    def __init__(self):
+        self.x = torch.linspace(-1, 1, 64)[:, None]
+
+    def network(self, seed):
+        torch.manual_seed(seed)
+        return torch.nn.Linear(1, 1)
+
+    def loss(self, model, share):
+        return (model(self.x[share]) - 3 * self.x[share]).square().mean()
+
+    def quality(self, model):
+        return float(self.loss(model, torch.arange(64)).detach())
+"""
+
+
+def test_a_task_of_ones_own(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN)
+    out, _ = run("--task", "mine:Line", "--methods", "none", "--seeds", "1", "--out", "out", cwd=tmp_path)
+    assert re.search(r"^none, seed 0: error \d\.\d\d$", out, re.MULTILINE)
+    saved = record.load(tmp_path / "out")
+    assert (saved.settings["metric"], saved.settings["target"]) == ("error", None)
+    assert saved.rows[0]["quality"] < saved.rows[0]["curve"][0][-1]
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("mine:Lines", "mine has no function 'Lines'"),
+        ("nothere:Line", "cannot import nothere"),
+        ("mine:torch.nn", "mine has no function"),
+        ("mine:wrong", "must return a grace.bench.task.Task, not int"),
+        ("lines", "known: charlm, digits, or module:function"),
+    ],
+)
+def test_a_task_that_is_none_is_refused(tmp_path, task, message):
+    (tmp_path / "mine.py").write_text(f"{OWN}\ndef wrong(): return 1")
+    _, err = run("--task", task, "--methods", "none", code=2, cwd=tmp_path)
+    assert message in err
+
+
+@pytest.mark.skipif(bool(possible()), reason=f"no link can be emulated here: {possible()}")
+def test_over_a_slow_link_fewer_bytes_are_there_sooner(tmp_path):
+    args = ["--methods", "none,topk", "--epochs", "1", "--seeds", "1", "--bandwidth", "50mbit,none"]
+    out, err = run(*args, "--out", str(tmp_path))
+    assert err == ""
+    assert "topk, seed 0, 50mbit: accuracy" in out
+    rows = {(row["method"], row["bandwidth"]): row for row in record.load(tmp_path).rows}
+    assert len(rows) == 4
+    wire = 8e3 * rows["none", 5e7]["sent_bytes_per_step"] / 5e7
+    assert wire * 0.95 < rows["none", 5e7]["step_ms"] < wire * 1.25 + rows["none", None]["step_ms"]
+    assert rows["topk", 5e7]["step_ms"] < 0.5 * rows["none", 5e7]["step_ms"]
+    assert rows["topk", 5e7]["relative_throughput"] > 2
 
 
 def test_an_interrupted_benchmark_keeps_what_is_finished(tmp_path):
-    seeds = ",".join(map(str, range(200)))
-    command = [GRACE, "bench", "train", "--methods", "none", "--epochs", "1", "--seeds", seeds, "--out", str(tmp_path)]
+    command = [GRACE, "bench", "train", "--methods", "none", "--epochs", "1", "--seeds", "200", "--out", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    runs = tmp_path / "runs.jsonl"
     deadline = time.monotonic() + 60
-    while not (runs.exists() and runs.read_text()):
+    while not ((tmp_path / "results.json").exists() and record.load(tmp_path).rows):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130
-    count = len(training.load_runs(runs))
-    assert 0 < count < 200
-    assert f"{count} finished {'run is' if count == 1 else 'runs are'} in {runs}" in err
+    assert err == f"grace bench train: interrupted; the ranks are ended; what is finished is in {tmp_path}\n"
+    saved = record.load(tmp_path)
+    assert not saved.complete
+    assert 0 < len(saved.rows[0]["runs"]) < 200
+    assert "interrupted" in (tmp_path / "report.html").read_text()
 
 
 def test_every_method_is_the_whole_catalogue():
@@ -129,5 +287,70 @@ def test_held_out_text_is_not_trained_on():
     assert task.quality(model) == pytest.approx(len(task.characters), rel=0.1)  # knows nothing yet
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_ranks_shares_of_a_batch_make_up_the_same_batch(ranks):
+    task = torch_tasks.Digits()
+    whole = task.shares(1, 0, seed=3, epoch=2)
+    shares = [task.shares(ranks, rank, seed=3, epoch=2) for rank in range(ranks)]
+    for i, batch in enumerate(whole):
+        assert sorted(int(x) for share in shares for x in share[i]) == sorted(batch.tolist())
+
+
+def test_the_network_depends_on_its_seed_and_leaves_the_global_generator_alone():
+    before = torch.get_rng_state()
+    one, same, other = (torch_tasks.network(seed)[0].weight for seed in (1, 1, 2))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_fifth_of_each_digits_images_is_held_out():
+    data = torch_tasks.Digits()
+    assert (len(data.train_x), len(data.test_x)) == (1437, 360)
+    assert torch.bincount(data.test_y).min() >= 34
+    assert torch.equal(data.test_x, torch_tasks.Digits().test_x)
+
+
 def test_a_method_without_runs_has_no_result():
     assert training.summarize([], training.Settings(methods=["none"])) == []
+
+
+def made(quality, method="none"):
+    """What a rank tells of a run."""
+    curve = [[1, 8, 0.1, quality], [2, 16, 0.2, quality]]
+    return {key: 10 * quality for key in training.MEANS} | {
+        "quality": quality, "method": method, "lr": 0.1, "curve": curve
+    }  # fmt: skip
+
+
+def test_results_are_means_over_seeds():
+    settings = training.Settings(methods=["none"], seeds=[0, 1])
+    (row,) = training.summarize([made(0.5), made(1.0)], settings)
+    assert (row["quality"], row["quality_spread"], row["sent_bytes_per_step"]) == (0.75, 0.25, 7.5)
+    assert [point[-1] for point in row["curve"]] == [0.75, 0.75]
+    assert (row["reached"], row["seconds_to_target"]) == (1, None)  # not every seed reached 95 %
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "words"),
+    [
+        ({"none": 0.97, "topk": 0.95, "qsgd": 0.96}, "worst against none is topk's (-2.0 points)."),
+        ({"none": 0.97, "topk": 0.98}, "no method's accuracy is worse than that of none."),
+        ({"topk": 0.98}, "sending fewer pays."),
+    ],
+)
+def test_the_advice_tells_what_accuracy_was_lost(accuracies, words):
+    settings = training.Settings(methods=list(accuracies))
+    rows = training.summarize([made(accuracy, method) for method, accuracy in accuracies.items()], settings)
+    assert table.advice(rows, Results("train", settings.about())).endswith(words)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_method_reaches_the_uncompressed_accuracy_minus_1_5_points_over_3_seeds(tmp_path):
+    run("--seeds", "3", "--out", str(tmp_path), timeout=500)
+    qualities = {row["method"]: row["quality"] for row in record.load(tmp_path).rows}
+    assert list(qualities) == list(training.METHODS)
+    assert qualities["none"] > 0.95
+    for method, accuracy in qualities.items():
+        assert accuracy >= qualities["none"] - 0.015, (method, qualities)

@@ -27,6 +27,8 @@ class CharacterModel(Task):
     about = "characters of Python's manual, LSTM"
     metric = "perplexity"
     higher_is_better = False
+    target = 5.5
+    quick_epochs = 4
     lr, epochs, clip, batch = 1.0, 16, 1.0, 32
 
     def __init__(self) -> None:

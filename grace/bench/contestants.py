@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import grace
+import grace.torch
 from grace.bench.step import BOUND
 from grace.exchange import Traffic
 
@@ -20,7 +21,8 @@ ONE_BUCKET = 100_000
 """MB. torch's PowerSGD hook may pair the collectives of several buckets wrongly over gloo, and abort."""
 POWERSGD_RANK = 4
 
-Trained = tuple[nn.Module, torch.optim.Optimizer]
+Trained = tuple[nn.Module, torch.optim.Optimizer, Any]
+"""What trains over ranks, and whose ``traffic`` is to be read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Stepper:
         model = copy.deepcopy(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
         self.contestant, self.loss = contestant, loss
-        self.model, self.optimizer = contestant.build(model, optimizer)
+        self.model, self.optimizer, self.exchange = contestant.build(model, optimizer)
 
     def __call__(self) -> None:
         self.optimizer.zero_grad()
@@ -57,12 +59,12 @@ class Stepper:
     @property
     def traffic(self) -> Traffic | None:
         """What Grace's exchange has counted."""
-        return getattr(self.optimizer, "traffic", None)
+        return getattr(self.exchange, "traffic", None)
 
 
 def bound() -> Contestant:
     """Every rank trains alone: what no exchange can be faster than."""
-    return Contestant(BOUND, "bound", lambda model, optimizer: (model, optimizer))
+    return Contestant(BOUND, "bound", lambda model, optimizer: (model, optimizer, None))
 
 
 def torch_baselines() -> list[Contestant]:
@@ -73,7 +75,7 @@ def torch_baselines() -> list[Contestant]:
         def build(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
             wrapped = _ddp(model, **options)
             wrapped.register_comm_hook(state(), hook)
-            return wrapped, optimizer
+            return wrapped, optimizer, None
 
         return build
 
@@ -81,11 +83,11 @@ def torch_baselines() -> list[Contestant]:
         return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=2)
 
     return [
-        Contestant("DDP", "baseline", lambda model, optimizer: (_ddp(model), optimizer)),
+        Contestant("DDP", "baseline", lambda model, optimizer: (_ddp(model), optimizer, None)),
         Contestant("DDP fp16 hook", "baseline", hooked(default_hooks.fp16_compress_hook)),
         Contestant("DDP bf16 hook", "baseline", hooked(default_hooks.bf16_compress_hook)),
         Contestant(
-            f"DDP PowerSGD hook, rank {POWERSGD_RANK}",
+            f"DDP PowerSGD({POWERSGD_RANK}) hook",
             "baseline",
             hooked(powerSGD_hook.powerSGD_hook, power, bucket_cap_mb=ONE_BUCKET),
         ),
@@ -100,7 +102,7 @@ def horovod_baselines() -> list[Contestant]:
         def wrap(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
             hvd.broadcast_parameters(model.state_dict(), root_rank=0)
             names = model.named_parameters()
-            return model, hvd.DistributedOptimizer(optimizer, names, compression=compression)
+            return model, hvd.DistributedOptimizer(optimizer, names, compression=compression), None
 
         return wrap
 
@@ -114,16 +116,29 @@ def method(spec: str) -> Contestant:
     """A compressor with its default memory and communicator, in Grace's optimizer."""
 
     def build(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
-        return model, grace.DistributedOptimizer(optimizer, model.named_parameters(), compressor=spec)
+        optimizer = grace.DistributedOptimizer(optimizer, model.named_parameters(), compressor=spec)
+        return model, optimizer, optimizer
 
     return Contestant(spec, "grace", build, spec)
+
+
+def in_hook(spec: str) -> Contestant:
+    """The same as a communication hook of DistributedDataParallel."""
+
+    def build(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
+        wrapped = _ddp(model)
+        state = grace.torch.register_ddp_hook(wrapped, spec)
+        return wrapped, optimizer, state
+
+    return Contestant(f"{spec} in DDP's hook", "grace", build, spec)
 
 
 def strategy(spec: str) -> Contestant:
     """A strategy, of a file or a builder, in Grace's optimizer."""
 
     def build(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
-        return model, grace.DistributedOptimizer(optimizer, model.named_parameters(), strategy=spec)
+        optimizer = grace.DistributedOptimizer(optimizer, model.named_parameters(), strategy=spec)
+        return model, optimizer, optimizer
 
     return Contestant(f"strategy {spec}", "grace", build, None)
 

@@ -16,6 +16,7 @@ class Digits(Task):
 
     about = "scikit-learn's digits"
     metric, unit, scale = "accuracy", "%", 100.0
+    target = 0.95
     lr, epochs, batch = 0.1, 20, 64
 
     def __init__(self) -> None:

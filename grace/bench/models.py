@@ -6,16 +6,14 @@ differ by rank, and stay the same from step to step, since only time is measured
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from grace.bench.functions import load_function
 from grace.errors import ConfigError
 
 
@@ -74,11 +72,21 @@ def ncf(rank: int) -> Workload:
     return _ratings(rank, 100_000, 50_000, 256)
 
 
+def mlp(rank: int) -> Workload:
+    """The network of ``grace bench train --task digits``, 301,066 parameters; a batch has 64 images of 8 x 8."""
+    from grace.bench.torch_tasks import network
+
+    generator = torch.Generator().manual_seed(rank)
+    x, y = torch.rand(64, 64, generator=generator), torch.randint(10, (64,), generator=generator)
+    return _classify(network(seed=0), x, y)
+
+
 MODELS: dict[str, Callable[[int], Workload]] = {
     "transformer": transformer,
     "resnet": resnet,
     "lstm": lstm,
     "ncf": ncf,
+    "mlp": mlp,
 }
 
 
@@ -94,10 +102,10 @@ def workload(name: str, rank: int) -> Workload:
 
     >>> small = workload("lstm", rank=0)
     >>> small.samples, sum(p.numel() for p in small.model.parameters())
-    (8, 10577200)
+    (8, 10576400)
     >>> workload("vgg", rank=0)
     Traceback (most recent call last):
-    grace.errors.ConfigError: unknown model 'vgg'; known: transformer, resnet, lstm, ncf, or module:function
+    grace.errors.ConfigError: unknown model 'vgg'; known: transformer, resnet, lstm, ncf, mlp, or module:function
     """
     if name in MODELS:
         return MODELS[name](rank)
@@ -107,26 +115,6 @@ def workload(name: str, rank: int) -> Workload:
     if not callable(made[1]):
         raise ConfigError(f"{name}() must return a loss that takes the model, not {type(made[1]).__name__}")
     return Workload(made[0], made[1], made[2] if len(made) == 3 else 1)
-
-
-def load_function(name: str, what: str, known: Any) -> Callable[..., Any]:
-    """The function of ``module:function``; modules are looked for in the current folder too.
-
-    Raises:
-        ConfigError: there is none; the message says what is missing.
-    """
-    module_name, colon, function = name.partition(":")
-    if not (module_name and colon and function):
-        raise ConfigError(f"unknown {what} {name!r}; known: {', '.join(known)}, or module:function")
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)
-    try:
-        found = getattr(importlib.import_module(module_name), function, None)
-    except ImportError as error:
-        raise ConfigError(f"{what} {name!r}: cannot import {module_name}: {error}") from error
-    if not callable(found):
-        raise ConfigError(f"{what} {name!r}: {module_name} has no function {function!r}")
-    return found
 
 
 def _tokens(rank: int, size: int, length: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -53,6 +53,20 @@ def integers(text: str, what: str) -> list[int]:
         raise ConfigError(f"{what} are whole numbers separated by commas, as in 0,1,2, not {text!r}") from None
 
 
+def seeds(text: str) -> list[int]:
+    """How many seeds from 0 on, or the seeds themselves.
+
+    >>> seeds("3"), seeds("0,7"), seeds("5,")
+    ([0, 1, 2], [0, 7], [5])
+    """
+    found = integers(text.rstrip(","), "seeds")
+    if "," in text or len(found) > 1:
+        return found
+    if found[0] < 1:
+        raise ConfigError(f"--seeds must be at least 1, or seeds separated by commas, not {text}")
+    return list(range(found[0]))
+
+
 def bandwidths(text: str | None) -> list[float | None]:
     """Bits per second, separated by commas; ``none`` is a network that is left as it is.
 

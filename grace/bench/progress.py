@@ -1,38 +1,34 @@
-"""The progress of a training benchmark: what the first rank writes down, and what is shown of it."""
+"""The progress of benchmarks, as it is shown."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from grace.bench.follow import Follower
-from grace.bench.task import task_class
+from grace.bench.rates import show_rate
+from grace.bench.table import shown
 
 
 class Display:
-    """One bar per method on a terminal, else one line per run.
+    """The progress of training: one bar per method and network on a terminal, else one line per run.
 
     Args:
+        console: where it is shown.
         settings: what is run.
-        file: what the first rank writes, one JSON object a line: ``{"method"}`` when it begins with one,
-            ``{"quality"}`` after each epoch, and ``{"method", "seed", "quality"}`` after each run.
     """
 
-    def __init__(self, settings: Any, file: Path):
-        self.follower = Follower(file)
-        self.task = task_class(settings.task)
-        self.total = (settings.epochs or self.task.epochs) * len(settings.seeds)
-        self.console = Console(highlight=False)
+    def __init__(self, console: Console, settings: Any):
+        self.console, self.task = console, settings.about()
+        self.total = self.task["epochs"] * len(settings.seeds)
         columns = (
             TextColumn("{task.description:<18}"),
             BarColumn(bar_width=28),
             TextColumn("{task.fields[quality]:>7}"),
             TimeElapsedColumn(),
         )
-        self.progress = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
+        self.progress = Progress(*columns, console=console, disable=not console.is_terminal)
 
     def __enter__(self) -> Display:
         self.progress.start()
@@ -41,22 +37,17 @@ class Display:
     def __exit__(self, *error: Any) -> None:
         self.progress.stop()
 
-    def update(self) -> None:
-        """Show what was written since the last time."""
-        for event in self.follower.new():
-            self._show(event)
-
-    def _show(self, event: dict[str, Any]) -> None:
-        if "quality" not in event:
-            self.bar = self.progress.add_task(event["method"], total=self.total, quality="")
-        elif "method" not in event:
-            self.progress.update(self.bar, advance=1, quality=self._shown(event["quality"]))
-        elif not self.console.is_terminal:
-            method, seed, quality = event["method"], event["seed"], self._shown(event["quality"])
-            self.console.print(f"{method}, seed {seed}: {self.task.metric} {quality}")
-
-    def _shown(self, quality: float) -> str:
-        return f"{self.task.scale * quality:.4g} {self.task.unit}".rstrip()
+    def show(self, rate: float | None, event: dict[str, Any]) -> None:
+        """An event of the ranks over a network."""
+        where = "" if rate is None else f", {show_rate(rate)}"
+        if "method" in event:
+            self.bar = self.progress.add_task(event["method"] + where, total=self.total, quality="")
+        elif "quality" in event:
+            self.progress.update(self.bar, advance=1, quality=shown(self.task, event["quality"]))
+        elif "run" in event and not self.console.is_terminal:
+            run = event["run"]
+            quality = f"{self.task['metric']} {shown(self.task, run['quality'])}"
+            self.console.print(f"{run['method']}, seed {run['seed']}{where}: {quality}")
 
 
 class Bar:

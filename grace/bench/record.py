@@ -9,6 +9,7 @@ import io
 import json
 import os
 import platform
+import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -108,13 +109,12 @@ def load(path: Path | str) -> Results:
 
 
 def machine() -> dict[str, Any]:
-    """This machine: platform, processor, cores that may be used, memory in bytes, and GPUs if torch knows of any."""
+    """This machine: platform, processor, cores that may be used, memory in bytes, and GPUs if torch is imported."""
     facts: dict[str, Any] = {"platform": platform.platform(), "processor": _processor(), "cores": _cores()}
     with contextlib.suppress(ValueError, OSError, AttributeError):
         facts["memory_bytes"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with contextlib.suppress(ImportError, RuntimeError):
-        import torch
-
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
         facts["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return facts
 

@@ -16,6 +16,7 @@ import grace
 from grace.bench import verdicts
 from grace.bench.engines import ENGINES, check_engine, has_horovod, launcher
 from grace.bench.follow import Follower
+from grace.bench.functions import load_function
 from grace.bench.launch import run_ranks
 from grace.bench.link import Link
 from grace.bench.rates import show_rate
@@ -31,6 +32,9 @@ ROUNDS, QUICK_ROUNDS = 8, 3
 BASELINES = ("ddp", "horovod")
 BOUND = "no communication"
 """The contestant whose ranks train alone: what no exchange can be faster than."""
+
+MODELS = ("transformer", "resnet", "lstm", "ncf", "mlp")
+"""Functions of :mod:`grace.bench.models`."""
 
 Event = dict[str, Any]
 
@@ -48,6 +52,8 @@ class Settings:
         ranks: numbers of processes on this machine, one scenario each.
         bandwidths: bits per second of emulated links, one scenario each; None for loopback.
         rounds: blocks of steps per row; the rows take turns.
+        device: "cpu" or "cuda".
+        ddp_hook: whether the methods are measured as hooks of DistributedDataParallel too.
 
     Raises:
         ConfigError: a value cannot work.
@@ -69,6 +75,7 @@ class Settings:
     bandwidths: list[float | None] = dataclasses.field(default_factory=lambda: [None])
     rounds: int = ROUNDS
     device: str = "cpu"
+    ddp_hook: bool = False
 
     def __post_init__(self) -> None:
         from grace.plans import build_communicator
@@ -89,6 +96,12 @@ class Settings:
             for rate in self.bandwidths:
                 if rate is not None:
                     Link(ranks, rate)
+        if self.device not in ("cpu", "cuda"):
+            raise ConfigError(f"--device is cpu or cuda, not {self.device!r}")
+        if self.ddp_hook and self.engine != "torch":
+            raise ConfigError("--ddp-hook is for --engine torch: DistributedDataParallel has no other engine")
+        if self.model not in MODELS:
+            load_function(self.model, "model", MODELS)
         if self.rounds < 1:
             raise ConfigError(f"--rounds must be at least 1, not {self.rounds}")
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,13 +12,11 @@ from rich.table import Table
 
 import grace
 from grace.bench import options, step
-from grace.bench.engines import WorkerError
-from grace.bench.link import LinkError
 from grace.bench.progress import Bar
 from grace.bench.record import Results
+from grace.bench.running import Running
 from grace.bench.table import human_bytes
 from grace.errors import ConfigError
-from grace.processes import signals_raise
 
 NAME = "grace bench step"
 
@@ -30,7 +25,7 @@ def command(
     model: Annotated[
         str,
         typer.Option(
-            help="transformer, resnet, lstm, ncf, or module:function, which returns (model, loss, samples), where "
+            help="transformer, resnet, lstm, ncf, mlp, or module:function, which returns (model, loss, samples), where "
             "loss(model) is the loss of a batch of so many samples."
         ),
     ] = "transformer",
@@ -59,6 +54,7 @@ def command(
     rounds: Annotated[
         int | None, typer.Option(help="Blocks of steps of each row.", show_default="8, or 3 with --quick")
     ] = None,
+    ddp_hook: Annotated[bool, typer.Option("--ddp-hook", help="Measure the methods as DDP's hooks too.")] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     out: Annotated[Path, typer.Option(help="Folder for results.json, results.csv and report.html.")] = Path("out/step"),
     quick: Annotated[bool, typer.Option("--quick", help="Fewer methods and rounds: under two minutes.")] = False,
@@ -89,6 +85,7 @@ def command(
         bandwidths=options.bandwidths(bandwidth),
         rounds=rounds if rounds is not None else step.QUICK_ROUNDS if quick else step.ROUNDS,
         device=device,
+        ddp_hook=ddp_hook,
     )
     here = options.launched()
     if here and bandwidth is not None:
@@ -96,7 +93,7 @@ def command(
     run(settings, out, here)
 
 
-def run(settings: step.Settings, out: Path, here: bool = False, name: str = NAME) -> Results:
+def run(settings: step.Settings, out: Path, here: bool = False, name: str = NAME) -> Running:
     """Measure, show and save; what is finished is kept, whatever happens.
 
     Args:
@@ -108,44 +105,24 @@ def run(settings: step.Settings, out: Path, here: bool = False, name: str = NAME
     Raises:
         typer.Exit: 1 if a rank or the network failed, 130 after an interruption.
     """
-    began = time.monotonic()
     console = Console(highlight=False, quiet=here and grace.init().rank != 0)
-    results = Results("step", step.about(settings), command=shlex.join(["grace", *sys.argv[1:]]))
-    failure: tuple[int, str] | None = None
-    if not console.quiet:
-        results.save(out)
-    try:
-        with signals_raise(), Bar(console) as bar:
+    running = Running(name, "step", step.about(settings), None if console.quiet else out)
+
+    def measure() -> None:
+        with Bar(console) as bar:
 
             def watch(scenario: str, event: step.Event) -> None:
                 bar.show(scenario, event)
-                results.seconds = time.monotonic() - began
                 if "times_ms" in event:
-                    results.save(out)
+                    running.save()
 
-            (step.run_here if here else step.run)(settings, results, watch)
-            results.complete = True
-    except (WorkerError, LinkError) as error:
-        failure = 1, str(error)
-    except KeyboardInterrupt:
-        failure = 130, "interrupted; the ranks are ended"
-    if console.quiet:
-        return results
-    results.seconds = time.monotonic() - began
-    files = finish(results, out)
-    show(console, results)
-    if failure is not None:
-        code, message = failure
-        kept = f"; what was measured is in {files[0]}" if results.rows and code == 130 else ""
-        print(f"{name}: {message}{kept}", file=sys.stderr)
-        raise typer.Exit(code)
-    console.print(f"Wrote {', '.join(map(str, files))} after {results.seconds:.0f} s.")
-    return results
+            (step.run_here if here else step.run)(settings, running.results, watch)
 
-
-def finish(results: Results, out: Path) -> list[Path]:
-    """Write the files."""
-    return results.save(out)
+    running.measure(measure)
+    if not console.quiet:
+        show(console, running.results)
+    running.finish(console)
+    return running
 
 
 def show(console: Console, results: Results) -> None:
@@ -163,7 +140,7 @@ def show(console: Console, results: Results) -> None:
 
 def table(rows: list[dict[str, Any]]) -> Table:
     """Rows of one scenario; times in milliseconds."""
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
     made.add_column("", overflow="fold")
     plain = next((row["name"] for row in rows if row["speedup"] == 1.0), None)
     for header in (

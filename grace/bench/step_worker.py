@@ -23,7 +23,16 @@ import torch
 import grace
 import grace.torch
 from grace.backend import Backend
-from grace.bench.contestants import Contestant, Stepper, bound, horovod_baselines, method, strategy, torch_baselines
+from grace.bench.contestants import (
+    Contestant,
+    Stepper,
+    bound,
+    horovod_baselines,
+    in_hook,
+    method,
+    strategy,
+    torch_baselines,
+)
 from grace.bench.follow import tell
 from grace.bench.launch import redirect_stderr
 from grace.bench.models import workload
@@ -81,6 +90,8 @@ def _contestants(settings: Settings, engine: str, ranks: int) -> list[Contestant
             found += horovod_baselines()
     if engine == settings.engine:
         found += [method(spec) for spec in settings.methods] + [strategy(spec) for spec in settings.strategies]
+        if settings.ddp_hook and ranks > 1:
+            found += [in_hook(spec) for spec in settings.methods]
     return found
 
 

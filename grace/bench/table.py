@@ -7,8 +7,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from grace.bench.task import task_class
-from grace.bench.training import Settings
+from grace.bench.record import Results
 
 
 def human_bytes(count: float, digits: int = 3) -> str:
@@ -27,72 +26,88 @@ def human_bytes(count: float, digits: int = 3) -> str:
     return f"{count:.{decimals}f} {units[0]}"
 
 
-def results_table(results: list[dict[str, Any]], settings: Settings) -> Table:
-    """One row per method; its quality relative to that of "none", if that is there."""
-    task = task_class(settings.task)
-    plain = _plain(results)
-    others = len(results) > 1
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+def results_table(rows: list[dict[str, Any]], results: Results) -> Table:
+    """One row per method, over one network; its quality relative to that of "none", if that is there."""
+    task = results.settings
+    plain = _plain(rows)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("method", overflow="fold")
-    headers = ["bytes sent\n/ step", "bits /\nelement", "codec\nms", "step\nms"]
-    for header in [
-        *headers,
-        f"{task.metric}\n{task.unit}".strip(),
-        *(["against\nnone"] if plain is not None and others else []),
-    ]:
+    headers = [
+        "sent\n/ step",
+        "bits /\nelement",
+        "step\nms",
+        f"{task['metric']}\n{task['unit']}".strip(),
+    ]
+    headers += ["against\nnone"] if plain is not None and len(rows) > 1 else []
+    headers += [f"s until\n{shown(task, task['target'])}"] if task["target"] is not None else []
+    for header in headers:
         table.add_column(header, justify="right", no_wrap=True)
-    for result in results:
-        quality = f"{task.scale * result['quality']:.{1 if task.unit else 2}f}"
-        if len(settings.seeds) > 1:
-            quality += f" ± {task.scale * result['quality_spread']:.{1 if task.unit else 2}f}"
-        row = [
-            result["method"],
-            human_bytes(result["sent_bytes_per_step"]),
-            f"{result['bits_per_element']:.2f}",
-            f"{result['codec_ms']:.2f}",
-            f"{result['step_ms']:.2f}",
+    for row in rows:
+        quality = shown(task, row["quality"], unit=False)
+        if len(task["seeds"]) > 1:
+            quality += f" ± {shown(task, row['quality_spread'], unit=False)}"
+        cells = [
+            row["method"],
+            human_bytes(row["sent_bytes_per_step"]),
+            f"{row['bits_per_element']:.2f}",
+            f"{row['step_ms']:.2f}",
             quality,
         ]
-        if plain is not None and others:
-            row.append(difference(task, result["quality"], plain) if result["method"] != "none" else "")
-        table.add_row(*row)
+        if plain is not None and len(rows) > 1:
+            cells.append(difference(task, row["quality"], plain) if row["method"] != "none" else "")
+        if task["target"] is not None:
+            seconds, missed = row["seconds_to_target"], f"{row['reached']} of {len(row['runs'])}"
+            cells.append(missed if seconds is None else f"{seconds:.2f}")
+        table.add_row(*cells)
     return table
 
 
-def difference(task: Any, quality: float, plain: float) -> str:
+def shown(task: dict[str, Any], quality: float, unit: bool = True) -> str:
+    """A quality as people read it.
+
+    >>> accuracy = {"scale": 100.0, "unit": "%"}
+    >>> shown(accuracy, 0.9514), shown(accuracy, 0.9514, unit=False), shown({"scale": 1.0, "unit": ""}, 4.678)
+    ('95.1 %', '95.1', '4.68')
+    """
+    text = f"{task['scale'] * quality:.{1 if task['unit'] else 2}f}"
+    return f"{text} {task['unit']}" if unit and task["unit"] else text
+
+
+def difference(task: dict[str, Any], quality: float, plain: float) -> str:
     """How a quality differs from the uncompressed one: in points where it is in percent, else relatively.
 
-    >>> difference(task_class("digits"), 0.95, 0.97), difference(task_class("charlm"), 5.5, 5.0)
+    >>> difference({"unit": "%"}, 0.95, 0.97), difference({"unit": ""}, 5.5, 5.0)
     ('-2.0', '+10.0 %')
     """
-    if task.unit == "%":
+    if task["unit"] == "%":
         return f"{100 * (quality - plain):+.1f}"
     return f"{100 * (quality / plain - 1):+.1f} %"
 
 
-def _plain(results: list[dict[str, Any]]) -> float | None:
-    return next((result["quality"] for result in results if result["method"] == "none"), None)
+def _plain(rows: list[dict[str, Any]]) -> float | None:
+    return next((row["quality"] for row in rows if row["method"] == "none"), None)
 
 
-def advice(results: list[dict[str, Any]], settings: Settings) -> str:
+def advice(rows: list[dict[str, Any]], results: Results) -> str:
     """How to read the table, for someone who sees it for the first time."""
-    if settings.ranks == 1:
+    task = results.settings
+    if task["ranks"] == 1:
         return "One rank has nobody to send to: use --ranks 2 to compare bytes."
-    task = task_class(settings.task)
     text = (
         "How to read it: bytes sent are those that left each rank in a step, counted, and bits those of one number of "
-        "the gradient; codec is the time to encode and decode them, a part of the step. Within one machine bytes are "
-        "almost free, so compression does not make the step faster; over a slow network the step waits for its bytes, "
-        "and there sending fewer pays."
+        "the gradient."
     )
-    if settings.epochs is not None and settings.epochs < task.epochs:
-        return f"{text} After so few epochs ({settings.epochs}) the {task.metric} says little yet."
-    plain = _plain(results)
-    if plain is None or len(results) == 1:
+    if task["bandwidths"] == [None]:
+        text += (
+            " Within one machine bytes are almost free, so compression does not make the step faster; over a slow "
+            "network the step waits for its bytes, and there sending fewer pays."
+        )
+    plain = _plain(rows)
+    if plain is None or len(rows) == 1:
         return text
-    sign = -1 if task.higher_is_better else 1
-    worst = max((r for r in results if r["method"] != "none"), key=lambda r: sign * r["quality"])
+    sign = -1 if task["higher_is_better"] else 1
+    worst = max((row for row in rows if row["method"] != "none"), key=lambda row: sign * row["quality"])
     if sign * (worst["quality"] - plain) <= 0:
-        return f"{text} Here no method's {task.metric} is worse than that of none."
-    lost = difference(task, worst["quality"], plain) + (" points" if task.unit == "%" else "")
-    return f"{text} Here the {task.metric} that is worst against none is {worst['method']}'s ({lost})."
+        return f"{text} Here no method's {task['metric']} is worse than that of none."
+    lost = difference(task, worst["quality"], plain) + (" points" if task["unit"] == "%" else "")
+    return f"{text} Here the {task['metric']} that is worst against none is {worst['method']}'s ({lost})."

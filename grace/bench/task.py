@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import abc
 import importlib
+from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
+from grace.bench.functions import load_function
 from grace.errors import ConfigError
 
 TASKS = {"digits": "Digits", "charlm": "CharacterModel"}
 """Of each module ``grace.bench.TASK`` the class of a task; it is filled in by ``grace.bench.FRAMEWORK_tasks``."""
 FRAMEWORKS = ("torch", "tensorflow")
+FACTS = ("about", "metric", "unit", "scale", "higher_is_better", "target", "epochs", "quick_epochs", "lr", "batch")
 
 
 class Task(abc.ABC):
@@ -34,6 +38,10 @@ class Task(abc.ABC):
     clip: ClassVar[float | None] = None
     """The largest norm of the averaged gradient of all parameters."""
     epochs: ClassVar[int]
+    quick_epochs: ClassVar[int | None] = None
+    """Enough to see that methods learn, where ``epochs`` take minutes."""
+    target: ClassVar[float | None] = None
+    """A quality that is worth reaching: how long that takes is measured."""
     batch: ClassVar[int]
     """Examples in a global batch, whatever the number of ranks."""
 
@@ -104,19 +112,40 @@ class Trainer(abc.ABC):
         """The task's, of the model as it is."""
 
 
-def task_class(name: str, framework: str | None = None) -> type[Task]:
-    """The class of a task in a framework; without one, of its facts and data.
+def task_class(name: str, framework: str | None = None) -> Callable[[], Task]:
+    """What makes a task in a framework; without one, of its facts and data.
+
+    Args:
+        name: one of ``TASKS``, or ``module:function``, whose function (or class) returns a Task.
+        framework: "torch" or "tensorflow".
 
     >>> task_class("digits").metric
     'accuracy'
     >>> task_class("mnist")
     Traceback (most recent call last):
-    grace.errors.ConfigError: unknown task 'mnist'; known: charlm, digits
+    grace.errors.ConfigError: unknown task 'mnist'; known: charlm, digits, or module:function
     """
     if name not in TASKS:
-        raise ConfigError(f"unknown task {name!r}; known: {', '.join(sorted(TASKS))}")
+        return partial(_own, name, load_function(name, "task", sorted(TASKS)))
     module = name if framework is None else f"{check_framework(framework)}_tasks"
     return getattr(importlib.import_module(f"grace.bench.{module}"), TASKS[name])
+
+
+def _own(name: str, function: Callable[[], Any]) -> Task:
+    task = function()
+    if not isinstance(task, Task):
+        raise ConfigError(f"{name}() must return a grace.bench.task.Task, not {type(task).__name__}")
+    return task
+
+
+def facts(name: str) -> dict[str, Any]:
+    """What is true of a task in every framework.
+
+    >>> facts("charlm")["metric"], facts("charlm")["higher_is_better"]
+    ('perplexity', False)
+    """
+    task: Any = task_class(name) if name in TASKS else task_class(name)()
+    return {key: getattr(task, key) for key in FACTS}
 
 
 def trainer_class(framework: str) -> type[Trainer]:

@@ -17,14 +17,31 @@ from grace.bench.task import Task, Trainer
 from grace.exchange import Traffic
 
 
-class _InTorch(Task):
-    """What tasks share here."""
+class InTorch(Task):
+    """A task in torch: what is left to say is ``count``, ``network``, ``loss`` and ``quality``, and the facts.
+
+    >>> class Sine(InTorch):
+    ...     about, metric, higher_is_better, lr, epochs, batch, count = "a sine", "error", False, 0.1, 5, 16, 256
+    ...
+    ...     def network(self, seed):
+    ...         torch.manual_seed(seed)
+    ...         return nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 1))
+    ...
+    ...     def loss(self, model, share):
+    ...         x = share[:, None] / 128 - 1
+    ...         return (model(x) - torch.sin(4 * x)).square().mean()
+    ...
+    ...     def quality(self, model):
+    ...         return float(self.loss(model, torch.arange(256)).detach())
+    >>> 0 < Sine().quality(Sine().network(seed=0)) < 2
+    True
+    """
 
     def order(self, count: int, seed: int) -> torch.Tensor:
         return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
 
 
-class Digits(_InTorch, digits.Digits):
+class Digits(InTorch, digits.Digits):
     """The digits, as tensors."""
 
     def __init__(self) -> None:
@@ -55,7 +72,7 @@ def network(seed: int) -> nn.Sequential:
         return nn.Sequential(nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10))
 
 
-class CharacterModel(_InTorch, charlm.CharacterModel):
+class CharacterModel(InTorch, charlm.CharacterModel):
     """The text, as tensors."""
 
     def __init__(self) -> None:

@@ -6,32 +6,31 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
-import os
-import platform
 import statistics
 import tempfile
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from grace._version import __version__
 from grace.bench.engines import engine_of, launcher
+from grace.bench.follow import Follower
 from grace.bench.launch import run_ranks
-from grace.bench.progress import Display
-from grace.bench.task import FRAMEWORKS, TASKS, check_framework, task_class
+from grace.bench.link import Link
+from grace.bench.record import Results
+from grace.bench.task import FRAMEWORKS, check_framework, facts
 from grace.errors import ConfigError, missing_extra
 from grace.registry import aliases, known
 
 METHODS = ("none", "fp16", "qsgd", "topk(ratio=0.01)", "powersgd(rank=2)")
-QUICK_EPOCHS = 2
 COMPOSITIONS = ("topk | efsignsgd", "topk | qsgd(levels=7, bucket_size=64, norm=max)")
-MEANS = ("quality", "sent_bytes_per_step", "bits_per_element", "codec_ms", "step_ms")
+MEANS = (
+    "quality", "sent_bytes_per_step", "bits_per_element", "codec_ms", "step_ms", "samples_per_s", "train_seconds",
+)  # fmt: skip
 """What is averaged over seeds."""
-SHOWN = {"sklearn": "bench", "matplotlib": "bench"}
-EXTRAS = {name: {name: name, "numba": name, **SHOWN} for name in FRAMEWORKS}
+EXTRAS = {name: {name: name, "numba": name, "sklearn": "bench"} for name in FRAMEWORKS}
 """The packages that a benchmark of a framework needs, and the extra that installs each."""
-PACKAGES = ("torch", "tensorflow", "keras", "horovod", "mpi4py", "numpy", "numba", "scikit-learn")
-"""Whose versions are recorded."""
+
+Event = dict[str, Any]
 
 
 @dataclasses.dataclass
@@ -43,9 +42,11 @@ class Settings:
         ranks: processes on this machine.
         epochs: passes over the training data; the task's own number if left out.
         seeds: one training run each, of initial weights and data order; the same for every method.
-        task: "digits" or "charlm".
+        task: "digits", "charlm", or "module:function", whose function returns a :class:`~grace.bench.task.Task`.
         rates: learning rates of methods that need another than the task's.
         framework: "torch" or "tensorflow".
+        bandwidths: bits per second of emulated links, one after the other; None for loopback.
+        target: the quality whose time is measured; the task's own if left out.
 
     Raises:
         ConfigError: a value cannot work.
@@ -62,11 +63,13 @@ class Settings:
     task: str = "digits"
     rates: dict[str, float] = dataclasses.field(default_factory=dict)
     framework: str = "torch"
+    bandwidths: list[float | None] = dataclasses.field(default_factory=lambda: [None])
+    target: float | None = None
 
     def __post_init__(self) -> None:
         from grace.plans import build_communicator
 
-        for key in ("methods", "seeds"):
+        for key in ("methods", "seeds", "bandwidths"):
             value = list(dict.fromkeys(getattr(self, key)))
             if not value:
                 raise ConfigError(f"{key}: at least one is needed")
@@ -76,9 +79,8 @@ class Settings:
                 raise ConfigError(f"{key} must be at least 1, not {getattr(self, key)}")
         if not all(0 <= seed < 2**32 for seed in self.seeds):
             raise ConfigError(f"seeds must be in [0, 2**32), not {self.seeds}")
-        if self.task not in TASKS:
-            raise ConfigError(f"unknown task {self.task!r}; known: {', '.join(sorted(TASKS))}")
         check_framework(self.framework)
+        self.facts = facts(self.task)
         for method in self.methods:
             build_communicator(method, None, None)
         for method, rate in self.rates.items():
@@ -86,6 +88,15 @@ class Settings:
                 raise ConfigError(f"a learning rate is given for {method!r}, which is not among the methods")
             if not rate > 0:
                 raise ConfigError(f"the learning rate of {method} must be positive, not {rate}")
+        for bandwidth in self.bandwidths:
+            if bandwidth is not None:
+                Link(self.ranks, bandwidth)
+
+    def about(self) -> dict[str, Any]:
+        """The settings and the task's facts, as they are recorded."""
+        target = self.facts["target"] if self.target is None else self.target
+        epochs = self.epochs or self.facts["epochs"]
+        return {**self.facts, **dataclasses.asdict(self), "target": target, "epochs": epochs}
 
 
 def every_method() -> list[str]:
@@ -100,82 +111,107 @@ def every_method() -> list[str]:
     return ["none", *rest, *COMPOSITIONS]
 
 
-def run(settings: Settings, runs_file: Path | None = None) -> list[dict[str, Any]]:
-    """Train with every method and seed over ranks on this machine; one result per method.
-
-    Each result holds the means over seeds of ``quality``, ``sent_bytes_per_step``, ``bits_per_element``,
-    ``codec_ms`` and ``step_ms`` (medians over steps), ``curve`` (bytes sent, quality), and the ``runs``.
+def run(settings: Settings, results: Results, watch: Callable[[float | None, Event], None]) -> None:
+    """Train with every method and seed over ranks on this machine; each run is added to the results when it ends.
 
     Args:
         settings: what to run.
-        runs_file: where each run is recorded, one JSON object a line, when it ends; so what is finished is kept.
+        results: of kind "train"; its rows are filled in.
+        watch: called with a bandwidth and each event of its ranks, see :mod:`grace.bench.worker`.
 
     Raises:
         MissingExtraError: a package or a launcher is not installed.
+        LinkError: a network cannot be emulated here.
         WorkerError: a rank failed.
     """
     for package, extra in EXTRAS[settings.framework].items():
         if importlib.util.find_spec(package) is None:
             raise missing_extra({"sklearn": "scikit-learn"}.get(package, package), extra)
     engine = engine_of(settings.framework, settings.ranks)
-    with tempfile.TemporaryDirectory(prefix="grace-bench-") as temporary:
-        folder = Path(temporary)
-        runs_file = folder / "runs.jsonl" if runs_file is None else runs_file
-        runs_file.write_text("")
+    for rate in settings.bandwidths:
+        _over(rate, engine, settings, results, watch)
+
+
+def _over(
+    rate: float | None,
+    engine: str,
+    settings: Settings,
+    results: Results,
+    watch: Callable[[float | None, Event], None],
+) -> None:
+    """Everything over one network."""
+    before, runs = list(results.rows), list[dict[str, Any]]()
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grace-bench-")))
         (folder / "settings.json").write_text(json.dumps(dataclasses.asdict(settings)))
-        program = ["-m", "grace.bench.worker", str(folder), str(runs_file)]
-        with Display(settings, folder / "progress.jsonl") as display, launcher(engine, settings.ranks) as start:
-            run_ranks(start, program, folder, display.update)
-        return summarize(load_runs(runs_file), settings)
+        link = None if rate is None else stack.enter_context(Link(settings.ranks, rate))
+        start = stack.enter_context(launcher(engine, settings.ranks, link))
+        follower = Follower(folder / "events.jsonl")
+
+        def take() -> None:
+            for event in follower.new():
+                if "run" in event:
+                    runs.append(event["run"])
+                    results.settings["parameters"] = event["run"]["parameters"]
+                    results.rows = [*before, *summarize(runs, settings, rate)]
+                watch(rate, event)
+
+        run_ranks(start, ["-m", "grace.bench.worker", str(folder)], folder, take)
 
 
-def load_runs(runs_file: Path) -> list[dict[str, Any]]:
-    """The runs that ended."""
-    return [json.loads(line) for line in runs_file.read_text().splitlines()]
-
-
-def summarize(runs: list[dict[str, Any]], settings: Settings) -> list[dict[str, Any]]:
-    """One result per method that has runs: means over its runs."""
-    results = []
+def summarize(runs: list[dict[str, Any]], settings: Settings, rate: float | None = None) -> list[dict[str, Any]]:
+    """One row per method that has runs over this bandwidth: means over its runs, and how they compare with ``none``."""
+    about = settings.about()
+    rows = []
     for method in settings.methods:
         own = [run for run in runs if run["method"] == method]
         if not own:
             continue
-        means = {key: statistics.fmean(run[key] for run in own) for key in MEANS}
-        points = zip(*(run["curve"] for run in own), strict=True)
-        curve = [[statistics.fmean(values) for values in zip(*point, strict=True)] for point in points]
         qualities = [run["quality"] for run in own]
-        spread = (max(qualities) - min(qualities)) / 2
-        results.append({"method": method, **means, "quality_spread": spread, "curve": curve, "runs": own})
-    return results
+        rows.append(
+            {
+                "method": method,
+                "bandwidth": rate,
+                "ranks": settings.ranks,
+                "lr": own[0]["lr"],
+                **{key: statistics.fmean(run[key] for run in own) for key in MEANS},
+                "quality_spread": (max(qualities) - min(qualities)) / 2,
+                "relative_volume": None,
+                "relative_throughput": None,
+                **_to_target(own, about["target"], about["higher_is_better"]),
+                "curve": _mean_curve([run["curve"] for run in own]),
+                "runs": own,
+            }
+        )
+    plain = next((row for row in rows if row["method"] == "none"), None)
+    for row in rows:
+        if plain is not None:
+            row["relative_throughput"] = row["samples_per_s"] / plain["samples_per_s"]
+            if plain["sent_bytes_per_step"]:
+                row["relative_volume"] = row["sent_bytes_per_step"] / plain["sent_bytes_per_step"]
+    return rows
 
 
-def save(folder: Path, results: list[dict[str, Any]], settings: Settings, command: str) -> list[Path]:
-    """Write ``results.json`` and, unless one rank sent nothing, a picture; returns what was written."""
-    from grace.bench.picture import draw
-
-    task = task_class(settings.task)
-    facts = {
-        "command": command,
-        "task": {"name": settings.task, "about": task.about, "metric": task.metric},
-        "settings": dataclasses.asdict(settings),
-        "versions": _versions(),
-        "machine": {"platform": platform.platform(), "cpus": os.cpu_count()},
-        "results": results,
-    }
-    files = [folder / "results.json"]
-    files[0].write_text(json.dumps(facts, indent=1))
-    if settings.ranks > 1:
-        files.append(folder / f"{task.metric}.png")
-        draw(files[1], results, settings)
-    return files
+def _mean_curve(curves: list[list[list[float]]]) -> list[list[float]]:
+    points = zip(*curves, strict=True)
+    return [[statistics.fmean(values) for values in zip(*point, strict=True)] for point in points]
 
 
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "grace": __version__}
-    for package in PACKAGES:
-        # TensorFlow comes as tensorflow-cpu too
-        for name in [package, *([f"{package}-cpu"] if package == "tensorflow" else [])]:
-            with contextlib.suppress(PackageNotFoundError):
-                versions[package] = version(name)
-    return versions
+def _to_target(runs: list[dict[str, Any]], target: float | None, higher_is_better: bool) -> dict[str, Any]:
+    """What it took to reach the target for the first time: means over the runs, if all of them did.
+
+    >>> run = {"curve": [[0.5, 10, 1.0, 0.8], [1, 20, 2.0, 0.9], [2, 40, 4.0, 0.7]]}
+    >>> _to_target([run], 0.85, True)
+    {'reached': 1, 'epochs_to_target': 1.0, 'bytes_to_target': 20.0, 'seconds_to_target': 2.0}
+    >>> _to_target([run], 0.95, True)
+    {'reached': 0, 'epochs_to_target': None, 'bytes_to_target': None, 'seconds_to_target': None}
+    """
+    sign = 1 if higher_is_better else -1
+    firsts = []
+    for run in runs if target is not None else []:
+        good = [point for point in run["curve"] if sign * (point[-1] - target) >= 0]
+        firsts += good[:1]
+    all_did = bool(runs) and len(firsts) == len(runs)
+    names = ("epochs_to_target", "bytes_to_target", "seconds_to_target")
+    means = {name: statistics.fmean(p[i] for p in firsts) if all_did else None for i, name in enumerate(names)}
+    return {"reached": len(firsts), **means}

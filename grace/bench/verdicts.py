@@ -40,7 +40,7 @@ def words(rows: list[Row], engine: str) -> str:
     ...     return {"name": name, "kind": kind, "step_ms": ms, "step_low_ms": ms, "step_high_ms": ms, "pays": ms < 190}
     >>> bound, plain = row("no communication", 50.0, "bound"), row("DDP", 200.0, "baseline")
     >>> print(words([bound, plain, row("topk", 80.0), row("qsgd", 250.0)], "torch"))
-    Compress: topk makes a step 2.5x as fast as DDP (80.0 ms instead of 200 ms). Slower than DDP: qsgd. Without any
+    Compress: topk makes a step 2.5x as fast as DDP (80 ms instead of 200 ms). Slower than DDP: qsgd. Without any
     communication it would be 4.0x.
     >>> print(words([bound, plain, row("qsgd", 250.0)], "torch"))
     Do not compress: no method is clearly faster than DDP (200 ms a step). Slower than DDP: qsgd. Without any

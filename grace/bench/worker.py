@@ -1,6 +1,10 @@
-"""One rank of a training benchmark; started by a launcher, see :mod:`grace.bench.launch`.
+"""One rank of a training benchmark; started as :mod:`grace.bench.launch` does.
 
-Usage: LAUNCHER ... -m grace.bench.worker FOLDER RUNS.jsonl, where FOLDER holds settings.json
+Usage: python -m grace.bench.worker FOLDER, where FOLDER holds settings.json; rank 0 writes events.jsonl:
+
+    {"method"}             it begins with a method
+    {"quality"}            after each epoch
+    {"run": {...}}         after each run
 """
 
 from __future__ import annotations
@@ -49,53 +53,57 @@ def _steps(
     trainer = trainer_class(settings.framework)(task, method, seed, lr, momentum)
     marks = {round(1.15**power) for power in range(100)}
     step_seconds, codec_seconds, curve = [], [], []
+    trained, per_epoch = 0.0, 1
     for epoch in range(1 if limit else epochs):
         trainer.set_lr(lr * (1 + math.cos(math.pi * epoch / epochs)) / 2)
-        for share in task.shares(grace.size(), grace.rank(), seed, epoch)[:limit]:
+        shares = task.shares(grace.size(), grace.rank(), seed, epoch)[:limit]
+        per_epoch = len(shares)
+        for i, share in enumerate(shares, start=1):
             codec_before = trainer.traffic.codec_seconds
             began = time.perf_counter()
             trainer.step(share)
             step_seconds.append(time.perf_counter() - began)
+            trained += step_seconds[-1]
             traffic = trainer.traffic
             codec_seconds.append(traffic.codec_seconds - codec_before)
-            if traffic.steps in marks:
-                curve.append((traffic.sent_bytes, trainer.quality()))
+            if traffic.steps in marks or i == per_epoch:
+                curve.append((epoch + i / per_epoch, traffic.sent_bytes, trained, trainer.quality()))
         if report is not None:
-            report(trainer.quality())
+            report(curve[-1][-1])
     traffic = trainer.traffic
-    curve.append((traffic.sent_bytes, trainer.quality()))
     return {
         "method": method,
         "seed": seed,
         "lr": lr,
         "steps": traffic.steps,
-        "quality": curve[-1][1],
+        "parameters": traffic.elements // traffic.steps,
+        "quality": curve[-1][-1],
         "sent_bytes_per_step": traffic.sent_bytes / traffic.steps,
         "bits_per_element": traffic.bits_per_element,
         "codec_ms": 1e3 * statistics.median(codec_seconds),
         "step_ms": 1e3 * statistics.median(step_seconds),
+        "train_seconds": trained,
+        "samples_per_s": traffic.steps * task.batch / trained,
         "curve": curve,
     }
 
 
-def main(folder: str, runs_file: str) -> None:
-    """Train with every method and seed; rank 0 records the progress and each run."""
+def main(folder: str) -> None:
+    """Train with every method and seed; rank 0 tells of the progress and of each run."""
     redirect_stderr(Path(folder))
     settings = Settings(**json.loads(Path(folder, "settings.json").read_text()))
     trainer_class(settings.framework).join(int(os.environ.get("OMP_NUM_THREADS", "1")))
     task = task_class(settings.task, settings.framework)()
 
-    def record(file: str | Path, fact: dict[str, Any]) -> None:
+    def record(event: dict[str, Any]) -> None:
         if grace.rank() == 0:
-            tell(Path(file), fact)
+            tell(Path(folder, "events.jsonl"), event)
 
-    progress = Path(folder, "progress.jsonl")
     for method in settings.methods:
-        record(progress, {"method": method})
+        record({"method": method})
         for seed in settings.seeds:
-            result = train(method, seed, settings, task, lambda quality: record(progress, {"quality": quality}))
-            record(runs_file, result)
-            record(progress, {key: result[key] for key in ("method", "seed", "quality")})
+            run = train(method, seed, settings, task, lambda quality: record({"quality": quality}))
+            record({"run": run})
     grace.shutdown()
 
 

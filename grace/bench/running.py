@@ -1,0 +1,70 @@
+"""What the commands of ``grace bench`` do alike: measure, keep what is finished, and say how it ended."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from grace.bench.engines import WorkerError
+from grace.bench.link import LinkError
+from grace.bench.record import Results
+from grace.processes import signals_raise
+
+
+class Running:
+    """A benchmark that is under way.
+
+    Args:
+        name: the command's, for messages.
+        kind: of the results.
+        settings: to be recorded.
+        out: the folder to write to; None writes nothing.
+    """
+
+    def __init__(self, name: str, kind: str, settings: dict[str, Any], out: Path | None):
+        self.results = Results(kind, settings, command=shlex.join(["grace", *sys.argv[1:]]))
+        self.name, self.out, self.began = name, out, time.monotonic()
+        self.code, self.message = 0, ""
+        self.save()
+
+    def save(self) -> None:
+        """Write what is there."""
+        self.results.seconds = time.monotonic() - self.began
+        if self.out is not None:
+            self.results.save(self.out)
+
+    def measure(self, function: Callable[[], None]) -> None:
+        """Call what fills in the results; how it ends is noted, and what is there is written."""
+        try:
+            with signals_raise():
+                function()
+            self.results.complete = True
+        except (WorkerError, LinkError) as error:
+            self.code, self.message = 1, str(error)
+        except KeyboardInterrupt:
+            kept = f"; what is finished is in {self.out}" if self.results.rows else ""
+            self.code, self.message = 130, f"interrupted; the ranks are ended{kept}"
+        finally:
+            self.save()
+
+    def finish(self, console: Console) -> None:
+        """Say what was written, or how it failed.
+
+        Raises:
+            typer.Exit: 1 if a rank or a network failed, 130 after an interruption.
+        """
+        if self.out is None:
+            return
+        if self.code:
+            print(f"{self.name}: {self.message}", file=sys.stderr)
+            raise typer.Exit(self.code)
+        names = ("results.json", "results.csv")
+        files = ", ".join(str(self.out / name) for name in names)
+        console.print(f"\nWrote {files} after {self.results.seconds:.0f} s.", soft_wrap=True)

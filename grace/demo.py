@@ -1,0 +1,5 @@
+"""``grace demo``."""
+
+
+def demo() -> None:
+    """x"""

@@ -1,0 +1,299 @@
+"""``grace bench step``, run as a user does."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from grace.bench import engines, record, step, verdicts
+from grace.bench.link import possible
+from grace.bench.step import BOUND
+
+pytestmark = pytest.mark.ranks
+
+GRACE = str(Path(sys.executable).with_name("grace"))
+REASON = possible()
+linked = pytest.mark.skipif(bool(REASON), reason=f"no link can be emulated here: {REASON}")
+
+WIDE = """
+import torch
+
+def wide():  # 2 M parameters that cost next to nothing to compute
+    model = torch.nn.Linear(2000, 1000)
+    return model, lambda model: model(torch.ones(2, 2000)).square().mean(), 2
+
+def number(): return 7
+def pair(): return torch.nn.Linear(2, 2), 3
+"""
+BYTES = 4 * 2_001_000
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where a model of one's own lies."""
+    path = tmp_path_factory.mktemp("step")
+    (path / "mine.py").write_text(WIDE)
+    return path
+
+
+def run(folder, *args, code=0, launcher=(), timeout=240):
+    """Run the command at 80 columns; returns (stdout, stderr, results)."""
+    env = {**os.environ, "COLUMNS": "80", "OMP_NUM_THREADS": "1"}
+    command = [*launcher, GRACE, "bench", "step", *args, "--out", "out"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=timeout, cwd=folder)
+    assert done.returncode == code, done.stderr
+    return done.stdout, done.stderr, record.load(folder / "out") if code == 0 else None
+
+
+@pytest.fixture(scope="module")
+def slow(folder):
+    """Over a link of 100 Mbit/s, with all baselines that there are."""
+    if REASON:
+        pytest.skip(f"no link can be emulated here: {REASON}")
+    args = ["--model", "mine:wide", "--methods", "none,qsgd,topk", "--rounds", "3", "--bandwidth", "100mbit"]
+    return run(folder, *args)
+
+
+@pytest.fixture(scope="module")
+def rows(slow):
+    """Rows of that by name, of torch's ranks."""
+    return {row["name"]: row for row in slow[2].rows if row["engine"] == "torch"}
+
+
+def exchanged(row):
+    """What an undisturbed step takes besides computing: other load on the machine makes some steps longer."""
+    return min(row["times_ms"]) - row["compute_ms"]
+
+
+def test_a_step_is_as_long_as_its_bytes_over_the_bandwidth(rows):
+    for name, ratio in (("DDP", 1), ("DDP fp16 hook", 2), ("none", 1)):
+        row = rows[name]
+        assert row["sent_bytes"] == pytest.approx(BYTES / ratio, rel=0.01)
+        assert row["received_bytes"] == pytest.approx(BYTES / ratio, rel=0.01)
+        assert row["wire_ms"] == pytest.approx(8e3 * BYTES / ratio / 1e8, rel=0.01)
+        assert exchanged(row) == pytest.approx(row["wire_ms"], rel=0.15), name
+
+
+def test_the_upper_bound_does_not_know_of_the_network(folder, rows):
+    bound = rows[BOUND]
+    assert bound["kind"] == "bound"
+    assert bound["sent_bytes"] < 10_000
+    assert bound["exposed_ms"] == 0
+    assert bound["step_ms"] == bound["compute_ms"] < 0.1 * rows["DDP"]["step_ms"]
+    assert bound["speedup"] == max(row["speedup"] for row in rows.values())
+
+
+def test_a_step_is_compute_and_codec_and_exposed_communication(rows):
+    for row in rows.values():
+        parts = row["compute_ms"] + (row["codec_ms"] or 0) + row["exposed_ms"]
+        assert row["step_ms"] == pytest.approx(parts)
+        assert row["step_low_ms"] <= row["step_ms"] <= row["step_high_ms"]
+        assert row["samples_per_s"] == pytest.approx(2 * 2 * 1e3 / row["step_ms"])
+        assert row["speedup"] == rows["DDP"]["step_ms"] / row["step_ms"]
+        assert len(row["times_ms"]) == row["steps"] >= 3
+        assert (row["codec_ms"] is None) == (row["kind"] != "grace")
+
+
+def test_fewer_bytes_pay_on_a_slow_link_and_the_verdict_says_so(slow, rows):
+    out, err, results = slow
+    assert err == ""
+    assert rows["qsgd"]["sent_bytes"] == pytest.approx(BYTES / 4, rel=0.02)
+    assert rows["topk"]["pays"]
+    assert rows["qsgd"]["pays"]
+    assert rows["none"]["pays"] is False
+    assert rows["DDP"]["pays"] is None
+    words = results.settings["verdict"]["2 ranks at 100mbit"]
+    assert words.startswith("Compress: topk makes a step ")
+    assert " ".join(words.split()) in " ".join(out.split())
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_what_the_engine_refuses_is_left_out_and_named(slow):
+    out, _, results = slow
+    ran = {row["name"] for row in results.rows}
+    left_out = results.settings.get("skipped", {})
+    assert {"DDP fp16 hook", "DDP bf16 hook", "DDP PowerSGD(4) hook"} <= ran | set(left_out)
+    assert not ran & set(left_out)
+    for name in left_out:
+        assert f"Left out: {name}: " in out
+
+
+def test_horovods_baselines_are_measured_in_the_same_run(slow, rows):
+    if not engines.has_horovod("torch"):
+        pytest.skip("Horovod is not installed (make horovod)")
+    own = {row["name"]: row for row in slow[2].rows if row["engine"] == "horovod"}
+    assert set(own) == {BOUND, "Horovod", "Horovod fp16"}
+    assert own["Horovod"]["sent_bytes"] == pytest.approx(BYTES, rel=0.02)
+    assert own["Horovod"]["step_ms"] - own["Horovod"]["compute_ms"] == pytest.approx(
+        own["Horovod"]["wire_ms"], rel=0.15
+    )
+    assert own["Horovod fp16"]["sent_bytes"] == pytest.approx(BYTES / 2, rel=0.02)
+
+
+def test_files_have_the_rows_and_how_they_were_made(slow, folder):
+    *_, results = slow
+    assert results.command.startswith("grace bench step --model mine:wide --methods none,qsgd,topk")
+    assert results.complete
+    assert results.settings["parameters"] == BYTES // 4
+    lines = (folder / "out" / "results.csv").read_text().splitlines()
+    assert len(lines) == 1 + len(results.rows)
+    assert "mine:wide" in (folder / "out" / "report.html").read_text()
+
+
+@linked
+@pytest.mark.parametrize("engine", ["horovod", "mpi"])
+def test_grace_over_other_engines(folder, engine):
+    if engine == "horovod" and not engines.has_horovod("torch"):
+        pytest.skip("Horovod is not installed (make horovod)")
+    if engine == "mpi" and engines.mpirun() is None:
+        pytest.skip("MPI is not installed")
+    args = ["--model", "mine:wide", "--methods", "none,topk", "--engine", engine, "--rounds", "2"]
+    *_, results = run(folder, *args, "--baselines", engine if engine == "horovod" else "none", "--bandwidth", "200mbit")
+    rows = {row["name"]: row for row in results.rows}
+    assert {row["engine"] for row in results.rows} == {engine}
+    assert rows["none"]["sent_bytes"] == pytest.approx(BYTES, rel=0.02)
+    assert rows["none"]["step_ms"] > 0.95 * rows["none"]["wire_ms"]
+    assert rows["topk"]["sent_bytes"] < 0.03 * BYTES
+    assert rows["topk"]["pays"]
+    assert ("Horovod" in rows) == (engine == "horovod")
+
+
+def test_several_numbers_of_ranks_strategies_and_the_hook(folder):
+    args = ["--model", "mine:wide", "--methods", "topk", "--strategy", "ps_load_balancing", "--ddp-hook", "-n", "1,2,3"]
+    out, _, results = run(folder, *args, "--rounds", "1", "--baselines", "ddp")
+    names = {ranks: [row["name"] for row in results.rows if row["ranks"] == ranks] for ranks in (1, 2, 3)}
+    own = ["topk", "strategy ps_load_balancing"]
+    assert names[1] == [BOUND, *own]
+    assert set(names[2]) == set(names[3]) > {BOUND, "DDP", *own, "topk in DDP's hook"}
+    assert "nobody to send to" in results.settings["verdict"]["1 rank on loopback"]
+    by_ranks = {row["ranks"]: row["sent_bytes"] for row in results.rows if row["name"] == "topk"}
+    assert by_ranks[3] == pytest.approx(2 * by_ranks[2], rel=0.1)  # it gathers: each rank sends to every other
+    assert "mine:wide, 3 ranks on loopback" in out
+
+
+def test_ranks_that_a_launcher_has_started_measure_their_own_network(folder):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    out, _, results = run(folder, "--model", "mine:wide", "--methods", "topk", "--rounds", "2", launcher=torchrun)
+    assert out.count("mine:wide, 2 ranks") == 1  # rank 0 alone speaks
+    assert {row["name"] for row in results.rows} >= {BOUND, "DDP", "topk"}
+    assert results.complete
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--model", "vgg"], "unknown model 'vgg'; known: transformer, resnet, lstm, ncf, mlp, or module:function"),
+        (["--engine", "smoke"], "unknown engine 'smoke'; known: torch, horovod, mpi"),
+        (["--methods", "topq"], "did you mean 'topk'?"),
+        (["--bandwidth", "1gb"], "a bandwidth is a number"),
+        (["--baselines", "nccl"], "unknown baseline 'nccl'; known: ddp, horovod, or none"),
+        (["--baselines", "none", "--methods", ""], "nothing is to be compared"),
+        (["-n", "two"], "--ranks are whole numbers separated by commas"),
+        (["-n", "0"], "--ranks must be between 1 and 1000, not 0"),
+        (["--rounds", "0"], "--rounds must be at least 1, not 0"),
+        (["--device", "tpu"], "--device is cpu or cuda, not 'tpu'"),
+    ],
+)
+def test_a_mistake_is_one_line_before_anything_starts(folder, args, message):
+    out, err, _ = run(folder, *args, code=2)
+    assert out == ""
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "code", "message"),
+    [
+        ("mine:number", 1, "must return (model, loss) or (model, loss, samples)"),
+        ("mine:pair", 1, "must return a loss that takes the model, not int"),
+        ("mine:nothing", 2, "mine has no function 'nothing'"),
+        ("nowhere:f", 2, "cannot import nowhere"),
+    ],
+)
+def test_a_model_that_is_none_is_refused(folder, model, code, message):
+    _, err, _ = run(folder, "--model", model, "--baselines", "ddp", code=code)
+    assert message in err
+
+
+@linked
+def test_an_interrupted_run_keeps_what_is_finished_and_removes_the_network(folder, tmp_path):
+    before = set(_namespaces())
+    args = [
+        "--model",
+        "mine:wide",
+        "--methods",
+        "topk",
+        "--rounds",
+        "5000",
+        "--bandwidth",
+        "100mbit",
+        "--baselines",
+        "ddp",
+    ]
+    process = subprocess.Popen(
+        [GRACE, "bench", "step", *args, "--out", str(tmp_path)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+    )
+    deadline = time.monotonic() + 90
+    while not ((tmp_path / "results.json").exists() and record.load(tmp_path).rows):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert set(_namespaces()) - before
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == f"grace bench step: interrupted; the ranks are ended; what is finished is in {tmp_path}\n"
+    saved = record.load(tmp_path)
+    assert not saved.complete
+    assert BOUND in {row["name"] for row in saved.rows}
+    assert not set(_namespaces()) - before
+
+
+def _namespaces():
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    return re.findall(r"^(grace-\S+)", listed, re.MULTILINE)
+
+
+def row(name, ms, kind="grace", spread=1.0):
+    return {
+        "name": name, "kind": kind, "ranks": 2, "step_ms": ms, "step_low_ms": ms - spread, "step_high_ms": ms + spread
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("others", "words"),
+    [
+        ([row("topk", 50)], "Compress: topk makes a step 2.0x as fast as DDP (50 ms instead of 100 ms)."),
+        ([row("topk", 98)], "Do not compress: no method is clearly faster than DDP (100 ms a step)."),
+        ([row("topk", 90, spread=12)], "Do not compress"),  # within the spread
+        ([row("DDP fp16 hook", 60, "baseline"), row("topk", 99)], "But DDP fp16 hook (1.7x) would be."),
+        ([row("DDP fp16 hook", 40, "baseline"), row("topk", 50)], "Faster still: DDP fp16 hook (2.5x)."),
+        ([row("topk", 50), row("qsgd", 70)], "It pays too with qsgd (1.4x)."),
+        ([row("topk", 50), row("qsgd", 170)], "Slower than DDP: qsgd."),
+        ([row("none", 80)], "Do not compress"),  # that is Grace's exchange, not compression
+    ],
+)
+def test_the_verdict(others, words):
+    rows = [row(BOUND, 25, "bound"), row("DDP", 100, "baseline"), *others]
+    said = verdicts.words(step.judged(rows, "torch"), "torch")
+    assert words in said
+    assert "Without any communication it would be 4.0x" in said
+
+
+@linked
+def test_a_sweep_has_a_verdict_for_every_bandwidth(folder):
+    args = ["--model", "mine:wide", "--methods", "topk", "--rounds", "1", "--baselines", "ddp"]
+    out, _, results = run(folder, *args, "--bandwidth", "100mbit,5gbit")
+    assert list(results.settings["verdict"]) == ["2 ranks at 100mbit", "2 ranks at 5gbit"]
+    ddp = {row["bandwidth"]: row["step_ms"] for row in results.rows if row["name"] == "DDP"}
+    assert ddp[1e8] > 5 * ddp[5e9]
+    assert out.index("2 ranks at 100mbit") < out.index("2 ranks at 5gbit")

@@ -19,8 +19,8 @@ from rich.text import Text
 from grace import specs
 from grace._version import __version__
 from grace.bench import commands
+from grace.bench.all_command import demo
 from grace.composition import Composed
-from grace.demo import demo
 from grace.errors import ConfigError, GraceError
 from grace.launch import launch
 from grace.registry import KINDS, aliases, known, legal_communicators, make

@@ -169,19 +169,23 @@ def test_components_of_other_packages_are_listed_and_described(tmp_path):
         (["describe", "topk(ratio=7)"], "ratio must be a number in (0, 1], not 7"),
         (["describe", "topk | signsgd"], "signsgd cannot compress values"),
         (["describe", "topk |"], "a composition has two parts"),
-        (["bench", "train", "--task", "mnist"], "unknown task 'mnist'; known: charlm, digits"),
+        (["bench", "train", "--task", "mnist"], "unknown task 'mnist'; known: charlm, digits, or module:function"),
         (["bench", "train", "--framework", "jax"], "unknown framework 'jax'; known: torch, tensorflow"),
         (["bench", "train", "--lr", "qsgd"], "METHOD=RATE, as in signsgd=0.001, not 'qsgd'"),
         (["bench", "train", "--lr", "signum=0.1"], "for 'signum', which is not among the methods"),
         (["bench", "train", "--lr", "qsgd=-1"], "the learning rate of qsgd must be positive, not -1"),
         (["describe", "topk("], "cannot read the spec 'topk('"),
-        (["demo", "--ranks", "0"], "ranks must be at least 1, not 0"),
-        (["demo", "--epochs", "0"], "epochs must be at least 1, not 0"),
-        (["demo", "--methods", "none,topq(ratio=1)"], "unknown compressor 'topq' (did you mean 'topk'?)"),
-        (["demo", "--methods", ","], "methods: at least one is needed"),
-        (["demo", "--seeds", "0,x"], "seeds are whole numbers separated by commas, as in 0,1,2, not '0,x'"),
-        (["demo", "--seeds", "-1"], "seeds must be in [0, 2**32)"),
+        (["bench", "train", "--ranks", "0"], "ranks must be at least 1, not 0"),
+        (["bench", "train", "--epochs", "0"], "epochs must be at least 1, not 0"),
+        (["bench", "train", "--methods", "none,topq(ratio=1)"], "unknown compressor 'topq' (did you mean 'topk'?)"),
+        (["bench", "train", "--methods", ","], "methods: at least one is needed"),
+        (["bench", "train", "--seeds", "0,x"], "seeds are whole numbers separated by commas, as in 0,1,2, not '0,x'"),
+        (["bench", "train", "--seeds", "0,-1"], "seeds must be in [0, 2**32)"),
+        (["bench", "train", "--seeds", "0"], "--seeds must be at least 1, or seeds separated by commas, not 0"),
+        (["demo", "--ranks", "0"], "--ranks must be between 1 and 1000, not 0"),
         (["demo", "--out", "/dev/null/here"], "cannot write to /dev/null/here"),
+        (["bench", "all", "--task", "mnist"], "unknown task 'mnist'"),
+        (["bench", "train", "--out", "/dev/null/here"], "cannot write to /dev/null/here"),
     ],
 )
 def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(args, message):
@@ -197,8 +201,11 @@ def test_help_lists_commands_and_options():
     for command in ("list", "describe", "demo", "bench"):
         assert re.search(rf"│ {command} ", text)
     text = run("demo", "--help")[0]
-    for option in ("--methods", "--ranks", "--epochs", "--seeds", "--out", "--quick"):
+    for option in ("--ranks", "--out"):
         assert option in text
     text = run("bench", "train", "--help")[0]
-    for option in ("--task", "--methods", "--ranks", "--epochs", "--seeds", "--lr", "--out"):
+    for option in ("--task", "--methods", "--ranks", "--epochs", "--seeds", "--lr", "--out", "--quick", "--bandwidth"):
         assert option in text
+    text = run("bench", "--help")[0]
+    for command in ("all", "kernels", "step", "train", "compare", "link"):
+        assert re.search(rf"│ {command} ", text)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from rich.console import Console
 from grace.bench.engines import WorkerError
 from grace.bench.link import LinkError
 from grace.bench.record import Results
+from grace.errors import missing_extra
 from grace.processes import signals_raise
 
 
@@ -29,6 +31,8 @@ class Running:
     """
 
     def __init__(self, name: str, kind: str, settings: dict[str, Any], out: Path | None):
+        if out is not None:
+            need_report()
         self.results = Results(kind, settings, command=shlex.join(["grace", *sys.argv[1:]]))
         self.name, self.out, self.began = name, out, time.monotonic()
         self.code, self.message = 0, ""
@@ -54,17 +58,44 @@ class Running:
         finally:
             self.save()
 
-    def finish(self, console: Console) -> None:
-        """Say what was written, or how it failed.
+    def report(self, results: Sequence[Results] | None = None, out: Path | None = None) -> Path | None:
+        """Write ``report.html`` on what is there; of several benchmarks, if their results are given."""
+        from grace.bench.report import write_report
+
+        folder, found = out or self.out, [self.results] if results is None else results
+        if folder is None or not any(each.rows for each in found):
+            return None
+        return write_report(folder / "report.html", found)
+
+    def fail(self) -> None:
+        """Say how it failed, if it did.
 
         Raises:
             typer.Exit: 1 if a rank or a network failed, 130 after an interruption.
         """
-        if self.out is None:
-            return
         if self.code:
             print(f"{self.name}: {self.message}", file=sys.stderr)
             raise typer.Exit(self.code)
-        names = ("results.json", "results.csv")
-        files = ", ".join(str(self.out / name) for name in names)
-        console.print(f"\nWrote {files} after {self.results.seconds:.0f} s.", soft_wrap=True)
+
+    def finish(self, console: Console) -> None:
+        """Write the report, and say what was written, or how it failed.
+
+        Raises:
+            typer.Exit: as :meth:`fail`.
+        """
+        report = self.report()
+        self.fail()
+        if self.out is not None:
+            files = [self.out / name for name in ("results.json", "results.csv")] + ([report] if report else [])
+            listed = ", ".join(map(str, files))
+            console.print(f"\nWrote {listed} after {self.results.seconds:.0f} s.", soft_wrap=True)
+
+
+def need_report() -> None:
+    """Refuse to begin where the report could not be drawn at the end.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise missing_extra("matplotlib", "bench")

@@ -90,23 +90,22 @@ def command(
     here = options.launched()
     if here and bandwidth is not None:
         raise ConfigError("--bandwidth starts ranks of its own; these ranks were started by a launcher")
-    run(settings, out, here)
+    run(settings, out, here).finish(Console(highlight=False))
 
 
-def run(settings: step.Settings, out: Path, here: bool = False, name: str = NAME) -> Running:
+def run(settings: step.Settings, out: Path, here: bool = False) -> Running:
     """Measure, show and save; what is finished is kept, whatever happens.
 
     Args:
         settings: what to run.
         out: the folder to write to.
         here: this process is one of several ranks; only the first writes and shows.
-        name: the command's, for messages.
 
-    Raises:
-        typer.Exit: 1 if a rank or the network failed, 130 after an interruption.
+    Returns:
+        How it ended, and the results.
     """
     console = Console(highlight=False, quiet=here and grace.init().rank != 0)
-    running = Running(name, "step", step.about(settings), None if console.quiet else out)
+    running = Running(NAME, "step", step.about(settings), None if console.quiet else out)
 
     def measure() -> None:
         with Bar(console) as bar:
@@ -121,7 +120,6 @@ def run(settings: step.Settings, out: Path, here: bool = False, name: str = NAME
     running.measure(measure)
     if not console.quiet:
         show(console, running.results)
-    running.finish(console)
     return running
 
 

@@ -87,17 +87,13 @@ def command(
     )
     if quick and epochs is None:
         settings.epochs = settings.facts["quick_epochs"]
-    run(settings, out or Path(f"out/train-{task.replace(':', '-')}"))
+    run(settings, out or Path(f"out/train-{task.replace(':', '-')}")).finish(Console(highlight=False))
 
 
-def run(settings: training.Settings, out: Path, name: str = NAME) -> Running:
-    """Train, show and save.
-
-    Raises:
-        typer.Exit: 1 if a rank or a network failed, 130 after an interruption.
-    """
+def run(settings: training.Settings, out: Path) -> Running:
+    """Train, show and save; how it ended is in what it returns."""
     console = Console(highlight=False)
-    running = Running(name, "train", settings.about(), out)
+    running = Running(NAME, "train", settings.about(), out)
     console.print(f"Starting {settings.ranks} {'rank' if settings.ranks == 1 else 'ranks'} ...\n")
 
     def measure() -> None:
@@ -112,7 +108,6 @@ def run(settings: training.Settings, out: Path, name: str = NAME) -> Running:
 
     running.measure(measure)
     show(console, running)
-    running.finish(console)
     return running
 
 

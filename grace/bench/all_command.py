@@ -1,0 +1,156 @@
+"""``grace bench all`` and ``grace demo``: what compression costs, whether it pays, and whether models still learn."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from grace.bench import kernels_command, options, step, step_command, train_command, training
+from grace.bench.link import possible
+from grace.bench.rates import parse_rate, show_rate
+from grace.bench.record import Results
+from grace.bench.running import Running, need_report
+
+BANDWIDTHS, QUICK_BANDWIDTH = "10gbit,1gbit,100mbit", "1gbit"
+
+
+def command(
+    model: Annotated[str, typer.Option(help="What steps are timed of; see grace bench step.")] = "transformer",
+    task: Annotated[str, typer.Option(help="What is trained; see grace bench train.")] = "digits",
+    methods: Annotated[
+        str | None,
+        typer.Option(help="Compressor specs, separated by commas, or all.", show_default="each part's own"),
+    ] = None,
+    ranks: Annotated[int, typer.Option("--ranks", "-n", help="Processes to train on.")] = 2,
+    bandwidth: Annotated[
+        str | None,
+        typer.Option(
+            help="Rates of emulated links for the steps; none is the loopback.",
+            show_default=f"{BANDWIDTHS}, or {QUICK_BANDWIDTH} with --quick",
+        ),
+    ] = None,
+    seeds: Annotated[
+        str | None, typer.Option(help="Training runs of each method.", show_default="3, or 1 with --quick")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for report.html and a folder of results per part.")] = Path(
+        "out/bench"
+    ),
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer methods and rounds: under two minutes.")] = False,
+) -> None:
+    """Run the three benchmarks, and put them into one report.
+
+    kernels: what encoding and decoding cost and lose, without a network. step:
+    whether a training step gets faster, over networks of given bandwidths.
+    train: whether the model still learns. Each part can be run by itself, with
+    more options: grace bench kernels, step, train.
+    """
+    _run("grace bench all", Console(highlight=False), model, task, methods, ranks, bandwidth, seeds, out, quick)
+
+
+def demo(
+    ranks: Annotated[int, typer.Option("--ranks", "-n", help="Processes to train on.")] = 2,
+    out: Annotated[Path, typer.Option(help="Folder for report.html and the results.")] = Path("out/demo"),
+) -> None:
+    """See in about a minute what gradient compression costs, and when it pays.
+
+    It is grace bench all --quick: several methods are timed, two processes
+    train a small transformer over an emulated slow network, with and without
+    Grace, and a small network learns handwritten digits with each method.
+    """
+    console = Console(highlight=False)
+    _say(
+        console,
+        "Processes that train one model together exchange their gradients at every step; over a slow network they "
+        "wait for that. Grace compresses the gradients. Three small experiments on this machine show what that costs "
+        "and when it pays; they take about a minute.",
+    )
+    _run("grace demo", console, "transformer", "digits", None, ranks, None, None, out, quick=True)
+
+
+def _run(
+    name: str,
+    console: Console,
+    model: str,
+    task: str,
+    methods: str | None,
+    ranks: int,
+    bandwidth: str | None,
+    seeds: str | None,
+    out: Path,
+    quick: bool,
+) -> None:
+    began = time.monotonic()
+    need_report()
+    rates, note = _bandwidths(bandwidth, quick)
+    chosen = None if methods is None else options.methods(methods)
+    steps = step.Settings(
+        model=model,
+        methods=chosen or list(step.QUICK_METHODS if quick else step.METHODS),
+        ranks=[ranks],
+        bandwidths=rates,
+        rounds=step.QUICK_ROUNDS if quick else step.ROUNDS,
+        baselines=["ddp"] if quick else list(step.BASELINES),
+    )
+    count = options.seeds(seeds or ("1" if quick else "3"))
+    trained = training.Settings(chosen or list(training.METHODS), ranks, seeds=count, task=task)
+    if quick:
+        trained.epochs = trained.facts["quick_epochs"]
+    coded = kernels_command.settings(methods=methods, quick=quick)
+    where = "over the loopback" if rates == [None] else f"over a network of {', '.join(map(_shown, rates))}"
+    parts: list[tuple[str, Callable[[], Running]]] = [
+        ("What does compressing cost, and what does it lose?", lambda: kernels_command.run(coded, out / "kernels")),
+        (f"Does a training step get faster, {where}?", lambda: step_command.run(steps, out / "step")),
+        ("Does the model still learn?", lambda: train_command.run(trained, out / "train")),
+    ]
+    finished: list[Results] = []
+    for number, (question, part) in enumerate(parts, start=1):
+        console.rule(f"[bold]{number}. {question}[/]", align="left")
+        if number == 2 and note:
+            _say(console, note)
+        running = part()
+        running.name = name
+        if running.results.rows:
+            finished.append(running.results)
+        if running.code:
+            break
+    report = running.report(finished, out)
+    running.fail()
+    console.rule()
+    for words in steps_verdict(finished):
+        _say(console, words)
+    seconds = time.monotonic() - began
+    console.print(f"The report, with pictures, is {report} ({seconds:.0f} s).", soft_wrap=True)
+
+
+def steps_verdict(finished: list[Results]) -> list[str]:
+    """What the steps say, one text per scenario."""
+    return [
+        f"{scenario}: {words}"
+        for results in finished
+        for scenario, words in results.settings.get("verdict", {}).items()
+    ]
+
+
+def _bandwidths(text: str | None, quick: bool) -> tuple[list[float | None], str]:
+    """The networks; what was not asked for falls back to the loopback where no link can be emulated, and says so."""
+    if text is not None:
+        return options.bandwidths(text), ""
+    reason = possible()
+    if reason:
+        note = f"A slow network cannot be emulated here ({reason}), so the steps go over the loopback, the fastest one."
+        return [None], note
+    return [parse_rate(rate) for rate in (QUICK_BANDWIDTH if quick else BANDWIDTHS).split(",")], ""
+
+
+def _shown(rate: float | None) -> str:
+    return "loopback" if rate is None else show_rate(rate)
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(textwrap.fill(text, console.width), markup=False)

@@ -1,5 +1,0 @@
-"""``grace demo``."""
-
-
-def demo() -> None:
-    """x"""

@@ -1,0 +1,78 @@
+"""``grace demo``, run as a user does, and ``grace bench all``, of which it is the quick preset."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grace.bench import all_command, record
+from grace.bench.link import possible
+
+pytestmark = pytest.mark.ranks
+
+GRACE = str(Path(sys.executable).with_name("grace"))
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory):
+    """The demo at 80 columns: (stdout, stderr, folder)."""
+    out = tmp_path_factory.mktemp("demo") / "out"
+    command = [GRACE, "demo", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"}, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr, out
+
+
+@pytest.mark.timeout(300)
+def test_the_demo_answers_three_questions_and_ends_with_a_verdict_and_a_report(shown):
+    out, err, folder = shown
+    assert err == ""
+    questions = re.findall(r"^(\d)\. (.*\?) ─*$", out, re.MULTILINE)
+    assert [number for number, _ in questions] == ["1", "2", "3"]
+    *_, verdict, last = re.split(r"^─+$", out, flags=re.MULTILINE)[-1].strip().splitlines()
+    assert re.search(r"ommunication it would be \d+\.\d", verdict) or "communication" in verdict
+    assert f"is {folder / 'report.html'} (" in last
+    wide = [line for line in out.splitlines() if len(line) > 80 and str(folder) not in line]
+    assert wide == []
+
+
+def test_the_demo_keeps_the_results_of_its_parts(shown):
+    *_, folder = shown
+    kinds = {name: record.load(folder / name) for name in ("kernels", "step", "train")}
+    assert all(results.kind == name and results.complete for name, results in kinds.items())
+    methods = {row["method"] for row in kinds["step"].rows} - {None}
+    assert methods == {"none", "qsgd", "topk(ratio=0.01)", "powersgd(rank=4)"}
+    (rate,) = {row["bandwidth"] for row in kinds["step"].rows}
+    assert rate == (None if possible() else 1e9)
+    assert min(row["quality"] for row in kinds["train"].rows) > 0.9
+    text = (folder / "report.html").read_text()
+    assert text.count("<svg") >= 4
+    for name in ("powersgd(rank=4)", "fp16", "captured"):
+        assert name in text
+
+
+def test_where_no_link_can_be_emulated_the_demo_says_so_and_uses_the_loopback(monkeypatch):
+    monkeypatch.setattr(all_command, "possible", lambda: "it needs root")
+    rates, note = all_command._bandwidths(None, quick=True)
+    assert rates == [None]
+    assert "cannot be emulated here (it needs root)" in note
+    assert all_command._bandwidths("1gbit", quick=True) == ([1e9], "")  # what was asked for is not replaced
+
+
+def test_an_interrupted_run_of_all_keeps_the_parts_that_are_finished(tmp_path):
+    command = [GRACE, "bench", "all", "--quick", "--bandwidth", "none", "--methods", "none", "--model", "mlp"]
+    command += ["--seeds", "100", "--out", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("none, seed 0"):
+            break
+    process.terminate()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.startswith("grace bench all: interrupted")
+    assert [record.load(tmp_path / name).complete for name in ("kernels", "step", "train")] == [True, True, False]
+    assert "interrupted" in (tmp_path / "report.html").read_text()

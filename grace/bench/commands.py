@@ -12,14 +12,17 @@ import typer
 from rich.console import Console
 
 from grace.bench import training
+from grace.bench.kernels_command import kernels
 from grace.bench.launch import WorkerError
 from grace.bench.link_command import link
+from grace.bench.options import parse_methods
 from grace.errors import ConfigError
 
 DEFAULT_METHODS = ", ".join(training.METHODS)
 
 app = typer.Typer(no_args_is_help=True, help="Measure compressors.")
 app.command()(link)
+app.command()(kernels)
 
 Methods = Annotated[
     str,
@@ -52,7 +55,7 @@ def demo(
     """
     if epochs is None and quick:
         epochs = training.QUICK_EPOCHS
-    settings = training.Settings(_methods(methods), ranks, epochs, _integers(seeds), framework=framework)
+    settings = training.Settings(parse_methods(methods), ranks, epochs, _integers(seeds), framework=framework)
     _train("grace demo", settings, out)
 
 
@@ -84,7 +87,9 @@ def train(
     of signsgd and signum) need a learning rate of their own: give it with --lr.
     Each run is kept in runs.jsonl when it ends, Ctrl-C included.
     """
-    settings = training.Settings(_methods(methods), ranks, epochs, _integers(seeds), task, _rates(lr or []), framework)
+    settings = training.Settings(
+        parse_methods(methods), ranks, epochs, _integers(seeds), task, _rates(lr or []), framework
+    )
     _train("grace bench train", settings, out or Path(f"out/train-{task}"))
 
 
@@ -118,10 +123,6 @@ def _kept(runs_file: Path) -> str:
     return f"; {count} finished {'run is' if count == 1 else 'runs are'} in {runs_file}" if count else ""
 
 
-def _methods(text: str) -> list[str]:
-    return training.every_method() if text.strip() == "all" else split(text)
-
-
 def _rates(texts: list[str]) -> dict[str, float]:
     rates = {}
     for text in texts:
@@ -133,22 +134,6 @@ def _rates(texts: list[str]) -> dict[str, float]:
         if not method:
             raise ConfigError(f"a learning rate is given as METHOD=RATE, as in signsgd=0.001, not {text!r}")
     return rates
-
-
-def split(text: str) -> list[str]:
-    """Specs separated by commas; those inside parentheses belong to a spec.
-
-    >>> split("none, qsgd(levels=7, norm=max),topk")
-    ['none', 'qsgd(levels=7, norm=max)', 'topk']
-    """
-    parts, depth = [""], 0
-    for character in text:
-        depth += {"(": 1, ")": -1}.get(character, 0)
-        if character == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return [part.strip() for part in parts if part.strip()]
 
 
 def _integers(text: str) -> list[int]:

@@ -95,8 +95,8 @@ def extra_bytes(method: str, x: torch.Tensor, memory: str | None = None) -> int 
     """The most memory that two steps from a fresh start hold at once, beyond the gradient and its aggregate, in bytes.
 
     That is payload, scratch, and what compressor and memory keep; the buffer that an exchange packs payloads in, and
-    what arrives from other ranks, come on top. The smaller of two measurements, since freed memory that is not given
-    back only adds. None where the system does not count (see :func:`~grace.bench.peak.peak_bytes`).
+    what arrives from other ranks, come on top. None where the system does not count (see
+    :func:`~grace.bench.peak.peak_bytes`).
 
     >>> peak = extra_bytes("signsgd", torch.ones(1000, 1000))  # a bit per element
     >>> peak is None or peak < 1e6
@@ -117,8 +117,7 @@ def extra_bytes(method: str, x: torch.Tensor, memory: str | None = None) -> int 
             del compensated, payload, ctx
 
     steps()  # compiles, loads and fills caches
-    found = [peak_bytes(steps, x.device.type) for _ in range(2)]
-    return min((peak for peak in found if peak is not None), default=None)
+    return peak_bytes(steps, x.device.type)
 
 
 def _remember(communicator: Communicator, x: torch.Tensor, payload: Any, ctx: Any) -> None:

@@ -52,7 +52,7 @@ def _errors(rows: list[dict[str, Any]], kinds: list[str]) -> Table:
             for row in rows:
                 if (row["method"], row["tensor"]) == (method, kind):
                     cells = (error(row["vnmse"]), error(row["aggregate_vnmse"]), bias(row["bias"], row["bias_floor"]))
-                    table.add_row(name, kind, *cells, end_section=kind == kinds[-1])
+                    table.add_row(name, kind, *cells, end_section=kind == kinds[-1] and len(kinds) > 1)
                     name = ""
     return table
 
@@ -125,11 +125,9 @@ def explanation(results: Results) -> str:
         "extra memory: the most held at once in two steps, beyond the gradient and its aggregate"
         + (" ('?': this system does not count it)." if any(row["peak_extra_bytes"] is None for row in rows) else "."),
         f"vNMSE: E|C(x) - x|^2 / |x|^2, of one rank's gradient ({rows_ * columns:,} elements), and of the aggregate of "
-        f"{settings['ranks']} ranks against their mean. bias: |E[aggregate] - mean| / |mean|; '< b': none was seen, and "
-        "one of b would have been.",
+        f"{settings['ranks']} ranks against their mean. bias: |E[aggregate] - mean| / |mean|; '< b': none was seen, "
+        "and one of b would have been.",
     ]
     if any(votes(row["method"]) for row in rows):
-        said.append(
-            f"{VOTES} the aggregate is a vote, not a mean: so it is not on the scale of gradients, and neither is its error."
-        )
+        said.append(f"{VOTES} the aggregate is a vote, not a mean: neither it nor its error is on a gradient's scale.")
     return "\n".join(said)

@@ -5,26 +5,32 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 PROCESS = Path("/proc/self")
+MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1
+"""mallopt's numbers for the size from which a block is mapped of its own, and for what may be kept when freed."""
+MAPPED = 2
+"""The bit of the word before a block that says that it is mapped."""
+SMALL = 1 << 16
+"""Bytes: blocks from here on are returned."""
 
 
 def peak_bytes(work: Callable[[], Any], device: str = "cpu") -> int | None:
     """The largest amount of memory that ``work()`` held at once, beyond what this process held before, in bytes.
 
     On the CPU it is what the process has resident (pages it has touched, whoever allocated them: torch, NumPy or
-    compiled code), from Linux's own peak counter, which is reset first; None where there is no such counter. It counts
-    in pages and with a slack of about 0.1 MB. On a GPU it is what torch's allocator handed out.
+    compiled code), from Linux's own peak counter, which is reset first; None where there is no such counter. It is
+    off by up to 0.5 MB or so, since Linux counts pages per core. On a GPU it is what torch's allocator handed out.
 
     What ``work`` returns is dropped. Run it once before, so that nothing is compiled or loaded meanwhile.
 
     >>> peak = peak_bytes(lambda: torch.ones(10_000_000))
-    >>> peak is None or 40e6 <= peak < 42e6
+    >>> peak is None or 39e6 < peak < 42e6
     True
     """
     gc.collect()
@@ -36,11 +42,11 @@ def peak_bytes(work: Callable[[], Any], device: str = "cpu") -> int | None:
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
     try:
-        _give_back()
-        (PROCESS / "clear_refs").write_text("5")  # the peak is what is resident now: see man 5 proc
-        before = _resident("VmRSS")
-        work()
-        return max(0, _resident("VmHWM") - before)
+        with _returning_what_is_freed():
+            (PROCESS / "clear_refs").write_text("5")  # the peak is what is resident now: see man 5 proc
+            before = _resident("VmRSS")
+            work()
+            return max(0, _resident("VmHWM") - before)
     except (OSError, KeyError):
         return None
 
@@ -51,7 +57,37 @@ def _resident(key: str) -> int:
     return {words[0]: 1024 * int(words[1]) for words in lines if words[0] in ("VmRSS:", "VmHWM:")}[f"{key}:"]
 
 
-def _give_back() -> None:
-    """Return freed memory to the system: reused, it would not be counted."""
-    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
-        ctypes.CDLL(None).malloc_trim(0)
+@contextlib.contextmanager
+def _returning_what_is_freed() -> Iterator[None]:
+    """In this context, glibc returns large blocks to the system as soon as they are freed.
+
+    It would keep those below 32 MB: kept, they count, and used again, they do not. So each such block shall be mapped
+    on its own, which glibc does where no free block of the heap is large enough: those are taken meanwhile, without
+    touching them. Afterwards the thresholds are where glibc raises them to by itself once large blocks were freed.
+    """
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt") or not hasattr(libc, "malloc_trim"):  # another C library
+        yield
+        return
+    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
+        ctypes.c_void_p,
+        [ctypes.c_size_t],
+        [ctypes.c_void_p],
+    )
+    libc.malloc_trim(0)
+    libc.mallopt(MMAP_THRESHOLD, SMALL)
+    taken, size = [], 1 << 30
+    while size >= SMALL:
+        block = libc.malloc(size)
+        if block and not ctypes.c_size_t.from_address(block - ctypes.sizeof(ctypes.c_size_t)).value & MAPPED:
+            taken.append(block)
+        else:
+            libc.free(block)
+            size //= 2
+    try:
+        yield
+    finally:
+        for block in taken:
+            libc.free(block)
+        libc.mallopt(MMAP_THRESHOLD, 32 << 20)
+        libc.mallopt(TRIM_THRESHOLD, 64 << 20)

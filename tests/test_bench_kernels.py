@@ -250,13 +250,12 @@ REAL += ["adaptive", "terngrad", "topk | efsignsgd"]
 
 
 @pytest.mark.ranks
-def test_simulated_ranks_aggregate_as_real_ones_do(three_ranks):
-    answers = three_ranks.run(one_step_of_each)
+def test_simulated_ranks_aggregate_as_real_ones_do(two_ranks):
+    answers = two_ranks.run(one_step_of_each)  # of two, the order of sums does not matter
     for method in REAL:
-        simulated = fidelity.aggregate(method, gradients.gaussian(SHAPE, three_ranks.size), seed=5)
+        simulated = fidelity.aggregate(method, gradients.gaussian(SHAPE, two_ranks.size), seed=5)
         for answer in answers:
-            rounding = {"fp16": 4e-3, "bf16": 4e-2}.get(method, 1e-6)  # of sums in 16 bits, in another order
-            torch.testing.assert_close(answer[method], simulated, rtol=1e-4, atol=rounding)
+            torch.testing.assert_close(answer[method], simulated, rtol=1e-5, atol=1e-5)
 
 
 def one_step_of_each() -> dict[str, torch.Tensor]:
@@ -366,7 +365,7 @@ def test_counting_peaks_gives_the_heap_back():
     del blocks[::2]
     before = data()
     peak.peak_bytes(int)
-    blocks += [torch.ones(100_000) for _ in range(50)]  # into the holes: 20 MB
+    blocks += [torch.ones(90_000) for _ in range(50)]  # into the holes: 18 MB
     assert data() - before < 5e6
     assert all(bool((block == 1).all()) for block in blocks)
 

@@ -179,15 +179,16 @@ def _measure(results: Results, out: Path, console: Console) -> None:
     total = len(settings["tensors"]) * len(settings["methods"])
     torch.set_num_threads(settings["threads"])
     columns = (TextColumn("{task.description:<34}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+    looks: Any = {"console": console, "disable": not console.is_terminal, "transient": True}
+    with Progress(*columns, auto_refresh=False, **looks) as progress:  # a thread that draws would be measured, too
         bar = progress.add_task("", total=total)
         for kind in settings["tensors"]:
-            progress.update(bar, description=f"{kind}: gradients")
+            progress.update(bar, description=f"{kind}: gradients", refresh=True)
             x = KINDS[kind](tuple(settings["shape"]), 1)[0].to(settings["device"])
             gradients = KINDS[kind](tuple(settings["error_shape"]), RANKS)
             gradients = [gradient.to(settings["device"]) for gradient in gradients]
             for method in settings["methods"]:
-                progress.update(bar, description=escape(f"{kind}: {method}"[:34]))
+                progress.update(bar, description=escape(f"{kind}: {method}"[:34]), refresh=True)
                 row = measure(method, x, settings["repeats"], settings["memory"])
                 row |= errors(method, gradients, settings["draws"])
                 results.rows.append({"method": method, "tensor": kind, **row})

@@ -14,6 +14,8 @@ from grace.registry import make
 
 VOTES = "*"
 """Marks methods whose aggregate is not on the scale of a gradient."""
+SLACK = 500_000
+"""Bytes by which a process's peak may be off."""
 LITTLE = 0.05
 """Copies: in less, most of the tensor cannot be touched."""
 
@@ -37,7 +39,7 @@ def _times(rows: list[dict[str, Any]], kind: str) -> Table:
                 *(copies(row[f"{part}_copies"]) for part in ("encode", "decode")),
                 "-" if row["memory"] == "none" else copies(row["memory_copies"]),
                 *(rate(row[f"{part}_gbps"], row[f"{part}_copies"]) for part in ("encode", "decode")),
-                "?" if row["peak_extra_bytes"] is None else human_bytes(row["peak_extra_bytes"]),
+                extra(row["peak_extra_bytes"], row["device"]),
             )
     return table
 
@@ -91,6 +93,17 @@ def rate(gbps: float, taken: float) -> str:
     ('3.14', '41.6', '123', '-')
     """
     return "-" if taken < LITTLE else f"{gbps:.{max(0, 3 - len(str(int(gbps))))}f}"
+
+
+def extra(nbytes: int | None, device: str) -> str:
+    """An amount of memory, as well as it is known: that of a process is counted with a slack.
+
+    >>> extra(2_000_000, "cpu"), extra(4096, "cpu"), extra(4096, "cuda"), extra(None, "cpu")
+    ('2.00 MB', '< 0.5 MB', '4.10 kB', '?')
+    """
+    if nbytes is None:
+        return "?"
+    return f"< {SLACK / 1e6:g} MB" if device == "cpu" and nbytes < SLACK else human_bytes(nbytes)
 
 
 def error(value: float | None) -> str:

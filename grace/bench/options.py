@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
+from fractions import Fraction
 
 from grace.bench.rates import parse_rate
 from grace.errors import ConfigError
 
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 SIZES = ("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """Where launchers say how many ranks they have started."""
 
@@ -28,14 +31,14 @@ def split(text: str) -> list[str]:
 
 
 def methods(text: str) -> list[str]:
-    """Compressor specs, or ``all``.
+    """Compressor specs, or ``all``, in the order given and each once.
 
-    >>> methods("none,topk"), len(methods("all")) > 15
-    (['none', 'topk'], True)
+    >>> methods("topk, qsgd,topk"), len(methods("all")) > 20
+    (['topk', 'qsgd'], True)
     """
     from grace.bench.training import every_method
 
-    return every_method() if text.strip() == "all" else split(text)
+    return list(dict.fromkeys(every_method() if text.strip() == "all" else split(text)))
 
 
 def integers(text: str, what: str) -> list[int]:
@@ -74,6 +77,25 @@ def bandwidths(text: str | None) -> list[float | None]:
     ([1000000000.0, None], [None])
     """
     return [None if part.strip() == "none" else parse_rate(part) for part in (text or "none").split(",")]
+
+
+def size(text: str) -> int:
+    """A number of elements.
+
+    Raises:
+        ConfigError: it is not a whole number above 0.
+
+    >>> size("25M"), size("4096"), size("1e6"), size("2.5M")
+    (25000000, 4096, 1000000, 2500000)
+    >>> size("25MB")
+    Traceback (most recent call last):
+    grace.errors.ConfigError: a size is a number of elements, as in 4096, 1e6, 2.5M or 25M, not '25MB'
+    """
+    found = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)(?:e(\d{1,2}))?\s*([kmg]?)\s*", text, re.ASCII | re.IGNORECASE)
+    count = Fraction(found[1]) * 10 ** int(found[2] or 0) * UNITS[found[3].lower()] if found else Fraction(0)
+    if count < 1 or count.denominator != 1:
+        raise ConfigError(f"a size is a number of elements, as in 4096, 1e6, 2.5M or 25M, not {text!r}")
+    return int(count)
 
 
 def launched() -> bool:

@@ -19,6 +19,8 @@ from grace.bench.record import Results
 from grace.errors import missing_extra
 from grace.processes import signals_raise
 
+ENDED = "interrupted; the ranks are ended"
+
 
 class Running:
     """A benchmark that is under way.
@@ -28,14 +30,15 @@ class Running:
         kind: of the results.
         settings: to be recorded.
         out: the folder to write to; None writes nothing.
+        interrupted: what is said after Ctrl-C.
     """
 
-    def __init__(self, name: str, kind: str, settings: dict[str, Any], out: Path | None):
+    def __init__(self, name: str, kind: str, settings: dict[str, Any], out: Path | None, interrupted: str = ENDED):
         if out is not None:
             need_report()
         self.results = Results(kind, settings, command=shlex.join(["grace", *sys.argv[1:]]))
         self.name, self.out, self.began = name, out, time.monotonic()
-        self.code, self.message = 0, ""
+        self.code, self.message, self.interrupted = 0, "", interrupted
         self.save()
 
     def save(self) -> None:
@@ -54,7 +57,7 @@ class Running:
             self.code, self.message = 1, str(error)
         except KeyboardInterrupt:
             kept = f"; what is finished is in {self.out}" if self.results.rows else ""
-            self.code, self.message = 130, f"interrupted; the ranks are ended{kept}"
+            self.code, self.message = 130, f"{self.interrupted}{kept}"
         finally:
             self.save()
 

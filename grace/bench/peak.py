@@ -1,0 +1,93 @@
+"""How much memory a piece of work holds at most, beyond what was held before."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PROCESS = Path("/proc/self")
+MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1
+"""mallopt's numbers for the size from which a block is mapped of its own, and for what may be kept when freed."""
+MAPPED = 2
+"""The bit of the word before a block that says that it is mapped."""
+SMALL = 1 << 16
+"""Bytes: blocks from here on are returned."""
+
+
+def peak_bytes(work: Callable[[], Any], device: str = "cpu") -> int | None:
+    """The largest amount of memory that ``work()`` held at once, beyond what this process held before, in bytes.
+
+    On the CPU it is what the process has resident (pages it has touched, whoever allocated them: torch, NumPy or
+    compiled code), from Linux's own peak counter, which is reset first; None where there is no such counter. It is
+    off by up to 0.5 MB or so, since Linux counts pages per core. On a GPU it is what torch's allocator handed out.
+
+    What ``work`` returns is dropped. Run it once before, so that nothing is compiled or loaded meanwhile.
+
+    >>> peak = peak_bytes(lambda: torch.ones(10_000_000))
+    >>> peak is None or 39e6 < peak < 42e6
+    True
+    """
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        work()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    try:
+        with _returning_what_is_freed():
+            (PROCESS / "clear_refs").write_text("5")  # the peak is what is resident now: see man 5 proc
+            before = _resident("VmRSS")
+            work()
+            return max(0, _resident("VmHWM") - before)
+    except (OSError, KeyError):
+        return None
+
+
+def _resident(key: str) -> int:
+    """One of the kernel's counts of this process's memory, in bytes."""
+    lines = (line.split() for line in (PROCESS / "status").read_text().splitlines())
+    return {words[0]: 1024 * int(words[1]) for words in lines if words[0] in ("VmRSS:", "VmHWM:")}[f"{key}:"]
+
+
+@contextlib.contextmanager
+def _returning_what_is_freed() -> Iterator[None]:
+    """In this context, glibc returns large blocks to the system as soon as they are freed.
+
+    It would keep those below 32 MB: kept, they count, and used again, they do not. So each such block shall be mapped
+    on its own, which glibc does where no free block of the heap is large enough: those are taken meanwhile, without
+    touching them. Afterwards the thresholds are where glibc raises them to by itself once large blocks were freed.
+    """
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt") or not hasattr(libc, "malloc_trim"):  # another C library
+        yield
+        return
+    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
+        ctypes.c_void_p,
+        [ctypes.c_size_t],
+        [ctypes.c_void_p],
+    )
+    libc.malloc_trim(0)
+    libc.mallopt(MMAP_THRESHOLD, SMALL)
+    taken, size = [], 1 << 30
+    while size >= SMALL:
+        block = libc.malloc(size)
+        if block and not ctypes.c_size_t.from_address(block - ctypes.sizeof(ctypes.c_size_t)).value & MAPPED:
+            taken.append(block)
+        else:
+            libc.free(block)
+            size //= 2
+    try:
+        yield
+    finally:
+        for block in taken:
+            libc.free(block)
+        libc.mallopt(MMAP_THRESHOLD, 32 << 20)
+        libc.mallopt(TRIM_THRESHOLD, 64 << 20)

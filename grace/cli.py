@@ -19,6 +19,7 @@ from rich.text import Text
 from grace import specs
 from grace._version import __version__
 from grace.bench import commands
+from grace.bench.report_command import report
 from grace.composition import Composed
 from grace.errors import ConfigError, GraceError
 from grace.launch import launch
@@ -40,6 +41,7 @@ app = typer.Typer(
 
 
 app.command("demo")(commands.demo)
+app.command("report")(report)
 app.command("launch", context_settings={"allow_interspersed_args": False})(launch)
 app.add_typer(commands.app, name="bench")
 app.add_typer(strategies.app, name="strategy")

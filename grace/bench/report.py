@@ -10,7 +10,7 @@ from pathlib import Path
 from grace._version import __version__
 from grace.bench.figures import kernels, step, train
 from grace.bench.figures.numbers import digits, number, of_bytes, of_rate, of_seconds, whole
-from grace.bench.figures.style import Figure, Look, clean, escaped, looks
+from grace.bench.figures.style import Figure, Look, clean, escaped, looks, named
 from grace.bench.rates import parse_rate
 from grace.bench.record import Results
 from grace.bench.report_tables import kernels_columns, step_columns, table, train_columns
@@ -57,10 +57,12 @@ def page(results: Sequence[Results]) -> str:
     sections = [_section(each, colors, f"s{i}") for i, each in enumerate(results)]
     links = "".join(f'<a href="#s{i}">{escaped(heading(each))}</a>' for i, each in enumerate(results))
     template = string.Template(files("grace.bench").joinpath("report.html").read_text(encoding="utf-8"))
+    text, styles = named("\n".join(sections))
     return template.substitute(
+        styles=styles,
         title="Grace benchmark report",
         contents=f'<nav aria-label="Contents">{links}</nav>' if len(results) > 1 else "",
-        sections="\n".join(sections),
+        sections=text,
         footer=f"Written by Grace {escaped(__version__)}. A click on the name of a table's column sorts it.",
     )
 

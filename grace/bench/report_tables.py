@@ -8,7 +8,7 @@ from typing import Any
 
 from grace.bench.figures.numbers import UNKNOWN, digits, number, of_bytes, of_rate, of_seconds, whole
 from grace.bench.figures.step import identity
-from grace.bench.figures.style import Look, clean, escaped
+from grace.bench.figures.style import Look, clean, escaped, themed
 from grace.bench.figures.train import shown
 
 Row = Mapping[str, Any]
@@ -72,7 +72,7 @@ def table(rows: Sequence[Row], columns: Sequence[Column], looks: Mapping[str, Lo
     for row in rows:
         cells = [_cell(column, row) for column in columns]
         look = looks.get(identity(row))
-        dot = f'<span class="dot" style="background:{_themed(look.color)}"></span>' if look else ""
+        dot = f'<b style="background:{themed(look.color)}"></b>' if look else ""
         cells[0] = cells[0].replace(">", f">{dot}", 1)
         lines.append(f"<tr>{''.join(cells)}</tr>")
     return (
@@ -81,17 +81,13 @@ def table(rows: Sequence[Row], columns: Sequence[Column], looks: Mapping[str, Lo
     )
 
 
-def _themed(color: str) -> str:
-    from grace.bench.figures.style import VARIABLES
-
-    return f"var({VARIABLES[color]})" if color in VARIABLES else color
-
-
 def _cell(column: Column, row: Row) -> str:
     value = column.value(row)
     css = " ".join(filter(None, ["text" if column.words else "", column.css(row)]))
-    data = "" if value is None else f"{value:.10g}" if isinstance(value, float) else str(value)
-    return f'<td{_class(css)} data-value="{escaped(data)}">{escaped(column.text(row))}</td>'
+    text = column.text(row)
+    data = "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+    sort = "" if data == clean(text) else f' data-value="{escaped(data)}"'
+    return f"<td{_class(css)}{sort}>{escaped(text)}</td>"
 
 
 def _class(css: str) -> str:

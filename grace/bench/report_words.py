@@ -54,7 +54,7 @@ def _train(results: Results) -> dict[str, str]:
         if fast is not None and fast["relative_throughput"] > 1:
             text += f"; {fast['method']} is the fastest ({fast['relative_throughput']:.2f}\u00d7 none's throughput)"
         elif fast is not None:
-            text += "; no one of them trains faster than it"
+            text += "; no one of them trains faster than none"
         said[of_rate(rate) if len(found) > 1 else ""] = text + "."
     return said
 

@@ -30,7 +30,7 @@ def _errors(rows: Rows, looks: Mapping[str, Look], name: str) -> Figure:
     inexact = [row["vnmse"] for row in known if row["vnmse"] > 0]
     floor = 10**-0.7 * min(inexact, default=1.0)
     for i, ((tensor,), some) in enumerate(cases(known, "tensor").items()):
-        drawing, axes = panel(420)
+        drawing, axes = panel(384)
         place(drawing, axes, 50, 16, 38, 42)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")

@@ -87,12 +87,15 @@ def beside_points(axes: Any, points: Sequence[tuple[str, float, float]], obstacl
                 cost = 40 * (area - overlap(box, page)) / area + far * 0.6 + turn * 0.05
                 cost += sum(10 * overlap(box, other) / area for other in taken)
                 cost += sum(8 * overlap(box, other) / 144 for k, other in enumerate(dots) if k != i or far)
+                end = (left - 1 if dx > 1 else left + width + 1 if dx < -1 else left + width / 2, y + dy)
+                leader = _leader((x, y), end) if far else []
+                cost += sum(0.4 * (overlap(piece, other) > 0) for piece in leader for other in taken)
                 if cost < best[0]:
-                    best = (cost, (box, left, y + dy, far, dx))
-        box, left, middle, far, dx = best[1]
-        taken.append(box)
-        if far:
-            end = (left - 1 if dx > 1 else left + width + 1 if dx < -1 else left + width / 2, middle)
+                    best = (cost, (box, leader, left, end))
+        box, leader, left, end = best[1]
+        middle = end[1]
+        taken += [box, *leader]
+        if leader:
             between = {"arrowstyle": "-", "color": MUTED, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 4}
             axes.annotate("", (x, y), end, xycoords="figure pixels", textcoords="figure pixels", arrowprops=between)
         axes.annotate(
@@ -105,6 +108,12 @@ def beside_points(axes: Any, points: Sequence[tuple[str, float, float]], obstacl
             parse_math=False,
             annotation_clip=False,
         )
+
+
+def _leader(point: tuple[float, float], end: tuple[float, float]) -> list[Box]:
+    """Small boxes along the line from a point to its label."""
+    steps = [(point[0] + (end[0] - point[0]) * t / 8, point[1] + (end[1] - point[1]) * t / 8) for t in range(2, 8)]
+    return [(x - 1, y - 1, x + 1, y + 1) for x, y in steps]
 
 
 def at_the_right(axes: Any, ends: Sequence[tuple[str, float, float, Look]]) -> None:
@@ -123,7 +132,7 @@ def at_the_right(axes: Any, ends: Sequence[tuple[str, float, float, Look]]) -> N
             annotation_clip=False,
         )
         axes.annotate(
-            short(name, 24),
+            short(name, 26),
             (frame.x1 + 19, height),
             xycoords="figure pixels",
             va="center_baseline",
@@ -140,7 +149,7 @@ def keys_at_the_right(axes: Any, names: Sequence[tuple[str, Look]]) -> None:
     for i, (name, look) in enumerate(names):
         height = frame.y1 - 4 - i * LINE
         axes.annotate(
-            short(name, 24),
+            short(name, 26),
             (frame.x1 + 33, height),
             xycoords="figure pixels",
             va="center_baseline",

@@ -174,9 +174,9 @@ def _ranks(rows: Rows, looks: Mapping[str, Look], name: str) -> Figure:
 
 
 def _lines(lines: Mapping[str, Any], looks: Mapping[str, Look], x: str, y: str) -> tuple[Any, Any]:
-    drawing, axes = panel(max(320, 16 * len(lines) + 80))
-    right = max((text_width(drawing, short(who, 24)) for who in lines), default=0) + 24
-    place(drawing, axes, 52, min(right, 190), 34, 42)
+    drawing, axes = panel(max(300, 14 * len(lines) + 90))
+    right = max((text_width(drawing, short(who, 26)) for who in lines), default=0) + 24
+    place(drawing, axes, 52, min(right, 200), 34, 42)
     for who, points in lines.items():
         look = looks[who]
         known = sorted(point for point in points if point[1])

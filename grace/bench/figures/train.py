@@ -12,6 +12,8 @@ from grace.bench.figures.numbers import digits, number, of_bytes, of_rate, power
 from grace.bench.figures.step import cases
 from grace.bench.figures.style import INK, MUTED, Figure, Look, Panel, label_axes, panel, place, short, svg
 
+FAR = 8
+"""Throughputs so many times apart need a logarithmic axis."""
 Rows = Sequence[Mapping[str, Any]]
 Settings = Mapping[str, Any]
 
@@ -78,7 +80,9 @@ def _trade(rows: Rows, settings: Settings, looks: Mapping[str, Look], name: str)
     panels = []
     found = cases(rows, "bandwidth")
     finals = [row["quality"] * scale(settings) for row in rows]
-    limits = window(finals, [], better(settings)) if finals else (0.0, 1.0)
+    spread = max([number(row.get("quality_spread")) or 0 for row in rows], default=0) * scale(settings)
+    low, high = window(finals, [], better(settings)) if finals else (0.0, 1.0)
+    limits = (low - min(spread, high - low), high + min(spread, high - low))
     relative = any(number(row.get("relative_volume")) for row in rows)
     key, x = (
         ("relative_volume", "bytes sent, relative to none (log scale)")
@@ -100,9 +104,9 @@ def _trade(rows: Rows, settings: Settings, looks: Mapping[str, Look], name: str)
             about = f"Points of {quality_axis(settings)}, against {x}, {of_rate(rate)}: " + _said(some, key, settings)
             panels.append(Panel(f"against throughput, {of_rate(rate)}", svg(drawn, f"{name}-speed{i}", about), about))
     seeds = len(settings.get("seeds") or [])
-    spread = f"the mean of {seeds} seeds, with half their range as the bar" if seeds > 1 else "of one seed"
+    mean = f"the mean of {seeds} seeds, with half their range as the bar" if seeds > 1 else "of one seed"
     caption = (
-        f"One point is a method's final {settings.get('metric', 'quality')}, {spread}. Left: the further left, the "
+        f"One point is a method's final {settings.get('metric', 'quality')}, {mean}. Left: the further left, the "
         "fewer bytes. Right: the further right, the faster it trains, codec included. "
         f"{'Up' if better(settings) > 0 else 'Down'} is better in both; a method is of use where it is "
         "level with none (the dashed line) and left of it, or right of it."
@@ -114,7 +118,10 @@ def _scatter(rows: Rows, key: str, settings: Settings, looks: Mapping, limits: A
     known = [row for row in rows if (number(row.get(key)) or 0) > 0]
     if not known:
         return None
-    drawing, axes = panel(400)
+    values = [row[key] for row in known]
+    if not log and max(values) > FAR * min(values):
+        log, x = True, f"{x} (log scale)"
+    drawing, axes = panel(372 + 8 * max(0, len(known) - 10))
     place(drawing, axes, 50, 16, 38, 42)
     if log:
         axes.set_xscale("log")
@@ -148,6 +155,7 @@ def _scatter(rows: Rows, key: str, settings: Settings, looks: Mapping, limits: A
     xs = [point[1] for point in points]
     if log:
         room = max(1.6, (max(xs) / min(xs)) ** 0.08)
+        room = max(room, (10 * min(xs) / max(xs)) ** 0.5)  # a decade at least has a tick
         axes.set_xlim(min(xs) / room, max(xs) * room)
         axes.xaxis.set_major_formatter(
             (lambda value, _: of_bytes(value, 1)) if key == "sent_bytes_per_step" else (lambda value, _: power(value))
@@ -191,10 +199,11 @@ def _curves(rows: Rows, settings: Settings, looks: Mapping[str, Look], name: str
                 )
                 panels.append(Panel(title, svg(drawn, f"{name}-{key}{i}", about), about))
     metric = settings.get("metric", "quality")
+    means = ", means over seeds" if len(settings.get("seeds") or []) > 1 else ""
     caption = (
-        f"The test {metric} while training, means over seeds. Against epochs, methods that lie below each other lose "
+        f"The test {metric} while training{means}. Against epochs, methods that lie below each other lose "
         "quality; against bytes, the line furthest left learns most from what it sends; against seconds, the line "
-        "furthest left is the one to use. Early parts far from the final values are left out, and the grey "
+        "furthest left is the one to use. Early parts far from the final values are left out; the dotted "
         "line is the target."
     )
     return Figure(f"{str(metric).capitalize()} while training", caption, panels)
@@ -210,9 +219,9 @@ def _curve(row: Mapping[str, Any], settings: Settings) -> list[tuple[float, floa
 
 
 def _curve_panel(lines: Mapping[str, Any], column: int, settings: Settings, looks: Mapping, x: str, log: bool) -> Any:
-    drawing, axes = panel(max(360, 15 * len(lines) + 90))
-    right = max(text_width(drawing, short(who, 24)) for who in lines) + (24 if column == 0 else 38)
-    place(drawing, axes, 50, min(200, right), 38, 42)
+    drawing, axes = panel(max(320, 14 * len(lines) + 90))
+    right = max(text_width(drawing, short(who, 26)) for who in lines) + (24 if column == 0 else 38)
+    place(drawing, axes, 50, min(210, right), 38, 42)
     if log:
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(lambda value, _: of_bytes(value, 1))

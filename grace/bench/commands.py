@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from grace.bench import training
+from grace.bench.compare_command import compare
 from grace.bench.launch import WorkerError
 from grace.bench.link_command import link
 from grace.errors import ConfigError
@@ -20,6 +21,7 @@ DEFAULT_METHODS = ", ".join(training.METHODS)
 
 app = typer.Typer(no_args_is_help=True, help="Measure compressors.")
 app.command()(link)
+app.command()(compare)
 
 Methods = Annotated[
     str,

@@ -92,9 +92,9 @@ def _check(results: Results) -> None:
         "kernels": ("method", "tensor"),
     }[results.kind]
     for i, row in enumerate(results.rows):
-        missing = [key for key in needed if key not in row] if isinstance(row, dict) else list(needed)
-        if missing:
-            raise ConfigError(f"row {i + 1} of the {results.kind} results has no {', '.join(missing)}")
+        wrong = [key for key in needed if key not in row or isinstance(row[key], list | dict)]
+        if wrong:
+            raise ConfigError(f"row {i + 1} of the {results.kind} results has no {', '.join(wrong)}")
 
 
 def _section(results: Results, colors: dict[str, Look], name: str) -> str:

@@ -40,9 +40,13 @@ def figure_of(key: str, title: str, unit: str = "", show: Callable[[Any], str] =
     return Column(title, unit, lambda row: number(row.get(key)), lambda row: show(row.get(key)))
 
 
-def words_of(key: str, title: str, show: Callable[[Any], str] = clean) -> Column:
+def words_of(key: str, title: str) -> Column:
     """A column of words that rows have under a key."""
-    return Column(title, "", lambda row: show(row.get(key)), lambda row: show(row.get(key)), words=True)
+
+    def words(row: Row) -> str:
+        return clean(row[key]) if isinstance(row.get(key), str) else ""
+
+    return Column(title, "", words, words, words=True)
 
 
 def bandwidth_column() -> Column:
@@ -102,7 +106,7 @@ def step_columns(rows: Sequence[Row]) -> list[Column]:
         return UNKNOWN if low is None or high is None else f"{digits(low)} \u2013 {digits(high)}"
 
     def pays(row: Row) -> str:
-        return "" if row.get("pays") is None else "yes" if row["pays"] else "no"
+        return "yes" if row.get("pays") is True else "no" if row.get("pays") is False else ""
 
     return [
         words_of("name", "method"),

@@ -50,7 +50,8 @@ def _train(results: Results) -> dict[str, str]:
         small = min(_with(good, "relative_volume"), key=lambda row: row["relative_volume"], default=None)
         fast = max(_with(good, "relative_throughput"), key=lambda row: row["relative_throughput"], default=None)
         if small is not None:
-            text += f"; of them {small['method']} sends least ({digits(small['relative_volume'])} of none's bytes)"
+            percent = digits(100 * small["relative_volume"], 2)
+            text += f"; of them {small['method']} sends least ({percent} % of none's bytes)"
         if fast is not None and fast["relative_throughput"] > 1:
             text += f"; {fast['method']} is the fastest ({fast['relative_throughput']:.2f}\u00d7 none's throughput)"
         elif fast is not None:

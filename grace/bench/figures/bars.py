@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grace.bench.figures.labels import text_width
-from grace.bench.figures.style import INK, MUTED, PAPER, Look, label_axes, panel, place, short
+from grace.bench.figures.style import INK, MUTED, PAPER, Look, clean, label_axes, panel, place, short
 
 ROW = 21
 """CSS pixels of a row."""
@@ -62,10 +62,10 @@ def horizontal(bars: Sequence[Bar], x: str, marks: Sequence[Mark] = (), clip: fl
     drawing, axes = panel(round(top + bottom + ROW * (len(bars) + 0.6 * gaps)))
     names = [short(bar.name) for bar in bars]
     left = min(190, max(text_width(drawing, name, 11) for name in names) + 14)
-    right = max(text_width(drawing, bar.text, 10.5) for bar in bars) + 10
-    place(drawing, axes, left, right, top, bottom)
     longest = max([bar.high or bar.length for bar in bars] + [position for _, position, _ in marks])
     limit = min(longest, clip) if clip else longest
+    far = [bar for bar in bars if bar.length >= 0.6 * limit]  # beside the others there is room
+    place(drawing, axes, left, max(text_width(drawing, bar.text, 10.5) for bar in far or bars) + 10, top, bottom)
     axes.set_xlim(0, (limit or 1) * 1.02)
     axes.grid(False, axis="y")
     heights, y = [], 0.0
@@ -106,7 +106,7 @@ def _draw(axes: Any, bar: Bar, y: float, limit: float) -> None:
             axes.plot([end, end], [y - 0.16, y + 0.16], color=INK, linewidth=1.1)
     end = limit * 1.02 if cut else max(start, bar.high or 0)
     axes.annotate(
-        bar.text,
+        clean(bar.text),
         (end, y),
         (5, 0),
         textcoords="offset points",

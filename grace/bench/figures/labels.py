@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from grace.bench.figures.style import INK, MUTED, Look, short
+from grace.bench.figures.style import INK, MUTED, Look, any_text, clean, short
 
 Box = tuple[float, float, float, float]
 """left, bottom, right, top; in pixels."""
@@ -167,5 +167,6 @@ def text_width(figure: Any, text: str, size: float = SIZE) -> float:
     """Pixels that a text takes in matplotlib's own font, which is wider than those of browsers."""
     from matplotlib.text import Text
 
-    drawn = Text(0, 0, text, fontsize=size, parse_math=False, figure=figure)
-    return drawn.get_window_extent(figure.canvas.get_renderer()).width
+    drawn = Text(0, 0, clean(text), fontsize=size, parse_math=False, figure=figure)
+    with any_text():
+        return drawn.get_window_extent(figure.canvas.get_renderer()).width

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import html
 import io
 import re
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from xml.etree import ElementTree
 
@@ -121,10 +123,10 @@ def place(drawing: Any, axes: Any, left: float, right: float, top: float, bottom
 
 def label_axes(axes: Any, x: str, y: str = "") -> None:
     """What is on the axes, units included; that of y stands above it, where it can be read without turning the head."""
-    axes.set_xlabel(x, fontsize=11.5, color=INK, labelpad=7)
+    axes.set_xlabel(clean(x), fontsize=11.5, color=INK, labelpad=7, parse_math=False)
     if y:
         axes.annotate(
-            y,
+            clean(y),
             (0, 1),
             (4, -8),
             xycoords=("figure fraction", "figure fraction"),
@@ -132,7 +134,16 @@ def label_axes(axes: Any, x: str, y: str = "") -> None:
             va="top",
             fontsize=11.5,
             color=INK,
+            parse_math=False,
         )
+
+
+@contextlib.contextmanager
+def any_text() -> Iterator[None]:
+    """No warnings of letters that matplotlib's own font lacks: browsers have other fonts."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
+        yield
 
 
 def svg(drawing: Any, name: str, about: str) -> str:
@@ -140,7 +151,7 @@ def svg(drawing: Any, name: str, about: str) -> str:
     from matplotlib import rc_context
 
     text = io.StringIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}), any_text():
         drawing.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     root = ElementTree.fromstring(text.getvalue())
     width, height = (round(float(size)) for size in 72 * drawing.get_size_inches())

@@ -50,7 +50,7 @@ def _errors(rows: Rows, looks: Mapping[str, Look], name: str) -> Figure:
             points.append((f"{row['method']}" + (" (exact)" if exact else ""), row["bits_per_element"], at))
         xs = [row["bits_per_element"] for row in known]
         axes.set_xlim(min(xs) / 1.6, max(xs) * 1.6)
-        axes.set_ylim(floor / 1.3, 4 * max([*inexact, 1.0]))
+        axes.set_ylim(floor / 1.3, 30 * max([*inexact, 1.0]))
         axes.axhline(1, color=INK, linewidth=1, linestyle=(0, (4, 2)), zorder=1)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(lambda value, _: power(value) if value >= 0.1 else f"{value:.3g}")

@@ -137,6 +137,16 @@ def test_files_that_are_no_results_are_named(tmp_path, text, says):
     assert not (tmp_path / "report.html").exists()
 
 
+def test_without_matplotlib_it_says_what_to_install(tmp_path):
+    step(methods=["qsgd"]).save(tmp_path)
+    hide = "import sys; sys.modules['matplotlib'] = None; import grace.cli; grace.cli.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", hide, "report", tmp_path], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 2
+    assert done.stderr == 'grace: matplotlib is not installed; install it with: pip install "grace-compress[bench]"\n'
+
+
 def test_rows_without_what_identifies_them_are_named(tmp_path):
     broken = step()
     del broken.rows[4]["bandwidth"]

@@ -10,6 +10,9 @@ from grace.bench import record
 from grace.bench.record import Results
 from grace.errors import ConfigError
 
+WHOLE = """{"grace_bench": 1, "kind": "step", "settings": %s, "rows": %s, "command": "", "complete": true, "when": "",
+"seconds": 1.0, "machine": {}, "versions": {}}"""
+
 
 @pytest.fixture
 def results():
@@ -47,6 +50,8 @@ def test_csv_has_the_plain_values_of_all_rows(results):
         ('{"rows": []}', "was not written by grace bench"),
         ('{"grace_bench": 99}', "another format"),
         ('{"grace_bench": 1, "kind": "step"}', "is damaged"),
+        (WHOLE % ("[]", "[]"), "is damaged"),
+        (WHOLE % ("{}", "[3]"), "is damaged"),
     ],
 )
 def test_what_is_no_such_file_is_refused_by_name(tmp_path, text, message):
@@ -56,6 +61,11 @@ def test_what_is_no_such_file_is_refused_by_name(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message) as caught:
         record.load(path)
     assert str(path) in str(caught.value)
+
+
+def test_a_file_without_rows_is_whole(tmp_path):
+    (tmp_path / "results.json").write_text(WHOLE % ("{}", "[]"))
+    assert record.load(tmp_path).rows == []
 
 
 def test_an_unknown_kind_is_damage(results, tmp_path):

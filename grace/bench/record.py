@@ -103,7 +103,9 @@ def load(path: Path | str) -> Results:
     if facts.pop("grace_bench") != FORMAT:
         raise ConfigError(f"{path} was written by another version of Grace, in another format; run the benchmark again")
     known = {field.name for field in dataclasses.fields(Results)}
-    if set(facts) != known or facts["kind"] not in KINDS or not isinstance(facts["rows"], list):
+    plain = {"settings": dict, "machine": dict, "versions": dict, "rows": list, "command": str, "when": str}
+    whole = set(facts) == known and all(isinstance(facts[key], kind) for key, kind in plain.items())
+    if not whole or facts["kind"] not in KINDS or not all(isinstance(row, dict) for row in facts["rows"]):
         raise ConfigError(f"{path} is damaged: it needs {', '.join(sorted(known))}, and a kind of {', '.join(KINDS)}")
     return Results(**facts)
 

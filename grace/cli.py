@@ -19,6 +19,7 @@ from rich.text import Text
 from grace import specs
 from grace._version import __version__
 from grace.bench import commands
+from grace.bench.trace_command import WithProgram, trace
 from grace.composition import Composed
 from grace.errors import ConfigError, GraceError
 from grace.launch import launch
@@ -41,6 +42,7 @@ app = typer.Typer(
 
 app.command("demo")(commands.demo)
 app.command("launch", context_settings={"allow_interspersed_args": False})(launch)
+app.command("trace", cls=WithProgram)(trace)
 app.add_typer(commands.app, name="bench")
 app.add_typer(strategies.app, name="strategy")
 

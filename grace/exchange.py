@@ -219,9 +219,9 @@ class Exchange:
         try:
             with tracing.phase("wait", "wait", group=self.group):
                 self.handle.wait()
+                self.arrived()
         except Exception as error:
             raise self.lost(error) from error
-        self.arrived()
 
     def arrived(self) -> None:
         """The collective under way is known to be done."""

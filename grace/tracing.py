@@ -107,6 +107,8 @@ class Recorder:
         """Append what was recorded to the file. If that fails, training goes on, and nothing more is recorded."""
         if os.getpid() != self.pid:  # a process that was forked off
             return
+        if not self.events:
+            return
         count = len(self.events)
         lines = [json.dumps(event, separators=(",", ":"), default=str) for event in self.events[:count]]
         del self.events[:count]  # other threads may have added some meanwhile

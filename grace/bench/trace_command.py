@@ -101,7 +101,7 @@ def check_writable(path: Path) -> None:
 
     >>> check_writable(Path("/dev/null/trace.json"))
     Traceback (most recent call last):
-    grace.errors.ConfigError: cannot write /dev/null/trace.json: Not a directory
+    grace.errors.ConfigError: cannot write /dev/null/trace.json: File exists
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

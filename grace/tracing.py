@@ -264,12 +264,13 @@ def each(name: str, names: Sequence[str], function: Any, *columns: Iterable[Any]
     >>> each("compress", ["a", "b"], lambda x, name: f"{name}{x}", [1, 2])
     ['a1', 'b2']
     """
+    rows = zip(*columns, names, strict=True)
     if active is None:
-        return [function(*items, variable) for *items, variable in zip(*columns, names, strict=True)]
+        return list(itertools.starmap(function, rows))
     results = []
-    for *items, variable in zip(*columns, names, strict=True):
-        with phase(name, variable=variable):
-            results.append(function(*items, variable))
+    for row in rows:
+        with phase(name, variable=row[-1]):
+            results.append(function(*row))
     return results
 
 

@@ -141,7 +141,8 @@ def _run(
 def _show(folder: Path, out: Path, top: int) -> None:
     """Merge what ranks have left, and print the summary."""
     from grace.bench import trace as traces
-    from grace.bench.trace_summary import summarize, tables
+    from grace.bench.trace_summary import summarize
+    from grace.bench.trace_tables import tables
 
     console = Console(highlight=False)
     ranks = traces.load(folder)

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from grace import tracing
 from grace.backend import Handle
 from grace.compressor import Tensor
 from grace.exchange import Exchange, Group, Outcome, Traffic
@@ -100,7 +101,9 @@ class Flight:
 
     def collect(self) -> list[Outcome]:
         """What it brought; blocks until it is there."""
-        self.landed.wait()
+        if not self.landed.is_set():
+            with tracing.phase("wait", "wait", group=self.exchange.group):
+                self.landed.wait()
         if self.outcomes is None:
             assert self.courier is not None
             failure = self.courier.failure

@@ -21,6 +21,7 @@ from grace._version import __version__
 from grace.bench import commands
 from grace.bench.all_command import demo
 from grace.bench.report_command import report
+from grace.bench.trace_command import WithProgram, trace
 from grace.composition import Composed
 from grace.errors import ConfigError, GraceError
 from grace.launch import launch
@@ -44,6 +45,7 @@ app = typer.Typer(
 app.command("demo")(demo)
 app.command("launch", context_settings={"allow_interspersed_args": False})(launch)
 app.command("report")(report)
+app.command("trace", cls=WithProgram)(trace)
 app.add_typer(commands.app, name="bench")
 app.add_typer(strategies.app, name="strategy")
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from grace import tracing
 from grace.backend import Handle
 from grace.communicator import Communicator
 from grace.compressor import Tensor
@@ -33,9 +34,13 @@ class Group:
 
     def describe(self) -> str:
         """For messages: the group's number, first and last variable, and its communicator."""
+        return f"group {self.index} ({self.ends}; {self.communicator.describe()})"
+
+    @property
+    def ends(self) -> str:
+        """The first and the last variable."""
         names = [variable.name for variable in self.variables]
-        ends = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
-        return f"group {self.index} ({ends}; {self.communicator.describe()})"
+        return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
 
 
 @dataclass
@@ -107,6 +112,9 @@ class Exchange:
         self.handle: Any = None
         self.round, self.sizing, self.concatenated = 1, False, False
         self.collectives = 0
+        self.traced: Any = None
+        self.encoded: list[tuple[Any, Any]] = []
+        """Payload and ctx, per variable."""
         self.layouts: list[Wire] = []
         self._start(gradients)
 
@@ -114,41 +122,37 @@ class Exchange:
 
     def _start(self, gradients: Sequence[Tensor]) -> None:
         began = time.perf_counter()
-        keeps_dtype = self.traits.exact and not self.memory.stateful
-        inputs = [g if keeps_dtype else self._dense(g) for g in gradients]
-        inputs = [self.memory.compensate(x, name) for x, name in zip(inputs, self.names, strict=True)]
+        inputs = tracing.each("compensate", self.names, self._compensated, gradients)
         if self.traits.rounds > 1:
-            self.inputs = inputs
+            self.inputs, self.encoded = inputs, [(None, None)] * len(inputs)
             self.rounds = [self.compressor.exchange(x, name) for x, name in zip(inputs, self.names, strict=True)]
-            self._send([next(rounds) for rounds in self.rounds], inputs, began)
+            first = tracing.each("compress", self.names, lambda rounds, name: next(rounds), self.rounds)
+            self._send(first, inputs, began)
             return
-        self.encoded = [self.compressor.compress(x, name) for x, name in zip(inputs, self.names, strict=True)]
+        self.encoded = tracing.each("compress", self.names, self.compressor.compress, inputs)
         self._send([payload for payload, _ in self.encoded], inputs, began)
         began = time.perf_counter()
-        for x, name, (payload, ctx) in zip(inputs, self.names, self.encoded, strict=True):
-            self.memory.update(x, name, self.compressor, payload, ctx)
+        tracing.each("update", self.names, self._update, inputs, self.encoded)
         self.traffic.codec_seconds += time.perf_counter() - began
 
-    def _dense(self, gradient: Tensor) -> Tensor:
-        """The gradient as compressors take it: float32, contiguous."""
-        k = self.kernels
-        return k.reshape(k.flat(k.cast(gradient, "float32")), tuple(gradient.shape))
+    def _compensated(self, gradient: Tensor, name: str) -> Tensor:
+        """What to compress: the gradient, in float32 and contiguous unless the method is exact, and what its memory
+        adds."""
+        if not self.traits.exact or self.memory.stateful:
+            k = self.kernels
+            gradient = k.reshape(k.flat(k.cast(gradient, "float32")), tuple(gradient.shape))
+        return self.memory.compensate(gradient, name)
+
+    def _update(self, tensor: Tensor, encoded: tuple[Any, Any], name: str) -> None:
+        """Let the memory learn what a payload and its ctx leave out of the tensor."""
+        self.memory.update(tensor, name, self.compressor, *encoded)
 
     def _send(self, payloads: list[Any], inputs: list[Tensor] | None, began: float) -> None:
-        sums = self.communicator.sums
-        finite: list[Any] = [True] * len(payloads)
-        if inputs is not None and not self.traits.carries_nonfinite:
-            finite = [here and self.kernels.all_finite(x) for here, x in zip(self.present, inputs, strict=True)]
-        marks = [mark(here, ok, sums) for here, ok in zip(self.present, finite, strict=True)]
-        reusable = self.traits.fixed_size and self.traits.rounds == 1
-        if self.group.wire is None or not reusable:
-            # what a method of several rounds receives may live on in its state: it gets buffers of its own
-            self.group.wire, self.group.buffer = Wire(self.kernels, payloads, sums), None
-        self.wire = self.group.wire
-        self.group.buffer = buffer = self.wire.pack(payloads, marks, self.group.buffer)
-        self._count()
+        with tracing.phase("pack", group=self.group):
+            buffer = self._packed(payloads, inputs)
+        self._count(self.wire, buffer)
         self.traffic.codec_seconds += time.perf_counter() - began
-        if self.traits.fixed_size or sums:
+        if self.traits.fixed_size or self.communicator.sums:
             self._launch(self.communicator.communicate, buffer)
             return
         sizes = self.kernels.full(self.wire.sizes(), "int64", buffer)
@@ -161,11 +165,27 @@ class Exchange:
             self.sizing = True
             self._launch(backend.allgather, sizes)
 
+    def _packed(self, payloads: list[Any], inputs: list[Tensor] | None) -> Tensor:
+        """The wire's buffer: the payloads, and statuses that say what is in the inputs."""
+        sums = self.communicator.sums
+        finite: list[Any] = [True] * len(payloads)
+        if inputs is not None and not self.traits.carries_nonfinite:
+            finite = [here and self.kernels.all_finite(x) for here, x in zip(self.present, inputs, strict=True)]
+        marks = [mark(here, ok, sums) for here, ok in zip(self.present, finite, strict=True)]
+        reusable = self.traits.fixed_size and self.traits.rounds == 1
+        if self.group.wire is None or not reusable:
+            # what a method of several rounds receives may live on in its state: it gets buffers of its own
+            self.group.wire, self.group.buffer = Wire(self.kernels, payloads, sums), None
+        self.wire = self.group.wire
+        self.group.buffer = self.wire.pack(payloads, marks, self.group.buffer)
+        return self.group.buffer
+
     def _launch(self, collective: Callable[[Tensor], Handle], tensor: Tensor) -> None:
         backend = self.communicator.backend
         before = backend.sent_bytes
         self.collectives += 1
         backend.label, backend.began = f"{self.group.label}.{self.collectives}", self.group
+        self.traced = tracing.collective(self.group, backend.label, self.kernels.nbytes(tensor))
         try:
             self.handle = collective(tensor)
         except GraceError:
@@ -176,12 +196,17 @@ class Exchange:
             backend.label = ""
         self.traffic.sent_bytes += backend.sent_bytes - before
 
-    def _count(self) -> None:
-        counts, total = self.traffic.payload_bytes, 0
-        for name, nbytes in zip(self.names, self.wire.payload_bytes, strict=True):
+    def _count(self, wire: Wire, buffer: Tensor) -> None:
+        """Count a buffer that is about to leave."""
+        self._add(wire.payload_bytes)
+        self.traffic.header_bytes += self.kernels.nbytes(buffer) - sum(wire.payload_bytes)
+
+    def _add(self, payload_bytes: list[int]) -> None:
+        """Count the variables' payloads."""
+        counts, added = self.traffic.payload_bytes, dict(zip(self.names, payload_bytes, strict=True))
+        for name, nbytes in added.items():
             counts[name] = counts.get(name, 0) + nbytes
-            total += nbytes
-        self.traffic.header_bytes += self.kernels.nbytes(self.group.buffer) - total
+        tracing.payload(added)
 
     # -- receiving -------------------------------------------------------------------------------------
 
@@ -192,9 +217,17 @@ class Exchange:
             ExchangeError: the engine failed; the message names the group and what the engine said.
         """
         try:
-            self.handle.wait()
+            with tracing.phase("wait", "wait", group=self.group):
+                self.handle.wait()
+                self.arrived()
         except Exception as error:
             raise self.lost(error) from error
+
+    def arrived(self) -> None:
+        """The collective under way is known to be done."""
+        if self.traced is not None:
+            self.traced.end()
+            self.traced = None
 
     def advance(self) -> bool:
         """Start the next dependent collective; False if there is none (left)."""
@@ -205,7 +238,9 @@ class Exchange:
             return False
         self.wait()
         began = time.perf_counter()
-        payloads = [rounds.send(mean) for rounds, mean in zip(self.rounds, self._mean(), strict=True)]
+        with tracing.phase("unpack", group=self.group):
+            means = self._mean()
+        payloads = tracing.each("compress", self.names, lambda rounds, mean, _: rounds.send(mean), self.rounds, means)
         self.round += 1
         self._send(payloads, None, began)
         return True
@@ -250,21 +285,19 @@ class Exchange:
         if wait:
             self.wait()
         began = time.perf_counter()
-        wires = self._cut() if self.concatenated else self.handle.result()
-        if self.layouts:
-            wires = [buffer[: layout.length] for layout, buffer in zip(self.layouts, wires, strict=True)]
-        else:
-            self.layouts = [self.wire] * len(wires)
-        missing, overflow = self._judge(wires)
-        if self.traits.rounds > 1:
-            outcomes = self._finish_rounds(outs)
-        else:
-            count = self.communicator.context.size
-            if self.traits.exact and self.communicator.sums:  # one division for the whole group
-                wires, count = [self.kernels.divide(wires[0], wires[0], count)], 1
-            received = [layout.unpack(buffer) for layout, buffer in zip(self.layouts, wires, strict=True)]
-            payloads = [[payloads[i] for payloads in received] for i in range(len(self.names))]
-            outcomes = [self._aggregate(i, payloads[i], outs[i], count) for i in range(len(self.names))]
+        several = self.traits.rounds > 1
+        with tracing.phase("unpack", group=self.group):
+            wires = self._cut() if self.concatenated else self.handle.result()
+            if self.layouts:
+                wires = [buffer[: layout.length] for layout, buffer in zip(self.layouts, wires, strict=True)]
+            else:
+                self.layouts = [self.wire] * len(wires)
+            missing, overflow = self._judge(wires)
+            received = self._mean() if several else self._received(wires)
+        decode = self._last if several else self._aggregate
+        outcomes = tracing.each("decode", self.names, decode, range(len(self.names)), received, outs)
+        if several:  # with what all ranks got
+            tracing.each("update", self.names, self._update, self.inputs, self.encoded)
         for i, outcome in enumerate(outcomes):
             outcome.overflow = overflow[i]
             if overflow[i] and not self.traits.carries_nonfinite:
@@ -294,25 +327,28 @@ class Exchange:
                 overflow = [True] * count
         return missing, overflow
 
-    def _aggregate(self, i: int, payloads: list[Any], out: Tensor | None, count: int) -> Outcome:
+    def _received(self, wires: list[Tensor]) -> list[list[Any]]:
+        """The payloads of all ranks, or their sum, per variable."""
+        self.count = self.communicator.context.size
+        if self.traits.exact and self.communicator.sums:  # one division for the whole group
+            wires, self.count = [self.kernels.divide(wires[0], wires[0], self.count)], 1
+        received = [layout.unpack(buffer) for layout, buffer in zip(self.layouts, wires, strict=True)]
+        return [[payloads[i] for payloads in received] for i in range(len(self.names))]
+
+    def _aggregate(self, i: int, payloads: list[Any], out: Tensor | None, name: str) -> Outcome:
         variable = self.group.variables[i]
         if out is None:
             dtype = variable.dtype if self.traits.exact else "float32"
             out = self.kernels.zeros(variable.shape, dtype, self.group.buffer)
-        return Outcome(variable, self.compressor.aggregate(payloads, self.encoded[i][1], out, count), False)
+        return Outcome(variable, self.compressor.aggregate(payloads, self.encoded[i][1], out, self.count), False)
 
-    def _finish_rounds(self, outs: Sequence[Tensor | None]) -> list[Outcome]:
-        """The payloads are aggregated already: decode them, and update memories with what all ranks got."""
-        outcomes = []
-        for i, (name, mean) in enumerate(zip(self.names, self._mean(), strict=True)):
-            payload, ctx = _last(self.rounds[i], mean)
-            variable = self.group.variables[i]
-            out = outs[i]
-            if out is None:
-                out = self.kernels.zeros(variable.shape, "float32", self.group.buffer)
-            outcomes.append(Outcome(variable, self.compressor.aggregate([payload], ctx, out, 1), False))
-            self.memory.update(self.inputs[i], name, self.compressor, payload, ctx)
-        return outcomes
+    def _last(self, i: int, mean: Any, out: Tensor | None, name: str) -> Outcome:
+        """The payloads of the last round are aggregated already: decode them."""
+        payload, ctx = self.encoded[i] = _returned(self.rounds[i], mean)
+        variable = self.group.variables[i]
+        if out is None:
+            out = self.kernels.zeros(variable.shape, "float32", self.group.buffer)
+        return Outcome(variable, self.compressor.aggregate([payload], ctx, out, 1), False)
 
     def lost(self, error: Exception) -> ExchangeError:
         """What to raise when the engine failed."""
@@ -323,7 +359,7 @@ class Exchange:
         )
 
 
-def _last(rounds: Any, mean: Any) -> Any:
+def _returned(rounds: Any, mean: Any) -> Any:
     """What a method of several rounds returns when it receives its last mean."""
     try:
         rounds.send(mean)

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from grace import tracing
 from grace.agreement import agree
 from grace.ahead import Courier, Flight, add
 from grace.backend import Backend
@@ -67,6 +68,7 @@ class Exchanger:
         self.stateful = any(communicator.stateful for communicator in self.communicators)
         self.traffic = Traffic()
         self.settings: list[tuple[str, str]] = []
+        tracing.begin(backend, pieces)
         self.numel = sum(variable.numel for variable in self.variables)
         self._begun: list[Exchange] = []
         self._averaged_at = 0
@@ -159,7 +161,10 @@ class Exchanger:
         outcomes = []
         for exchange in self._begun:
             brought = exchange.finish(outs(exchange.group))
-            outcomes += self.with_owed(brought if self.hierarchy is None else self.hierarchy.shared(exchange, brought))
+            if self.hierarchy is not None:
+                with tracing.phase("share", "wait", group=exchange.group):
+                    brought = self.hierarchy.shared(exchange, brought)
+            outcomes += self.with_owed(brought)
         self.settle(outcomes)
         return outcomes
 
@@ -241,6 +246,7 @@ class Exchanger:
         self.context.step += 1
         self.traffic.steps += 1
         self.traffic.elements += self.numel
+        tracing.exchanged()
 
     def discard(self) -> None:
         """Complete the exchanges begun and forget them, state included."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from grace import tracing
 from grace.compressor import Payload, Tensor
 from grace.exchange import Exchange, Outcome
 from grace.wire import MISSING, OVERFLOW, Wire, mark
@@ -56,7 +57,8 @@ class ReduceExchange(Exchange):
         self.wait()
         began = time.perf_counter()
         if self.communicator.sums:
-            buffer = self._total()
+            with tracing.phase("sum", group=self.group):
+                buffer = self._total()
             self._count_answer(self.wire, buffer)
         else:
             buffer = self._mean_compressed()
@@ -94,44 +96,48 @@ class ReduceExchange(Exchange):
         answer.rescale_answers(self.loss_scale)  # everywhere: who decodes votes multiplies with it
         if not self.here:
             return k.zeros((self.wire.length,), "uint8", self.group.buffer)
-        wires = self.handle.result()
-        layouts = self.layouts or [self.wire] * len(wires)
-        wires = [buffer[: layout.length] for layout, buffer in zip(layouts, wires, strict=True)]
-        statuses = [layout.statuses(buffer) for layout, buffer in zip(layouts, wires, strict=True)]
-        received = [layout.unpack(buffer) for layout, buffer in zip(layouts, wires, strict=True)]
+        with tracing.phase("unpack", group=self.group):
+            wires = self.handle.result()
+            layouts = self.layouts or [self.wire] * len(wires)
+            wires = [buffer[: layout.length] for layout, buffer in zip(layouts, wires, strict=True)]
+            statuses = [layout.statuses(buffer) for layout, buffer in zip(layouts, wires, strict=True)]
+            received = [layout.unpack(buffer) for layout, buffer in zip(layouts, wires, strict=True)]
         payloads, marks = [], []
         for i, name in enumerate(self.names):
             ranks = [rank[i] for rank in statuses]
             mean, payload, ctx = self._compressed_mean(i, [payloads_of[i] for payloads_of in received], answer)
-            ok = k.all_finite(mean) and max(ranks) < OVERFLOW
-            if all(status == MISSING for status in ranks) or not ok:
-                answer.answer_memory.state.rollback(name)
-            else:
-                answer.answer_memory.update(mean, name, self.back, payload, ctx)
+            with tracing.phase("update", variable=name):
+                ok = k.all_finite(mean) and max(ranks) < OVERFLOW
+                if all(status == MISSING for status in ranks) or not ok:
+                    answer.answer_memory.state.rollback(name)
+                else:
+                    answer.answer_memory.update(mean, name, self.back, payload, ctx)
             payloads.append(payload)
             marks.append(MISSING if max(ranks) == MISSING else mark(True, bool(ok), False))
-        self.answer_wire = Wire(k, payloads, False)
-        buffer = self.answer_wire.pack(payloads, marks)
+        with tracing.phase("pack", group=self.group):
+            self.answer_wire = Wire(k, payloads, False)
+            buffer = self.answer_wire.pack(payloads, marks)
         self._count_answer(self.answer_wire, buffer)
         return buffer
 
     def _compressed_mean(self, i: int, payloads: list[Payload], answer: Any) -> tuple[Tensor, Payload, Any]:
         """One variable's mean with what the memory of the answers adds to it, and its payload."""
         name, size = self.names[i], self.communicator.context.size
-        mean = self.kernels.zeros(self.group.variables[i].shape, "float32", self.group.buffer)
-        mean = self.compressor.aggregate(payloads, self.encoded[i][1], mean, size)
-        mean = answer.answer_memory.compensate(mean, name)
-        payload, ctx = self.back.compress(mean, f"{name}/answer")
+        with tracing.phase("decode", variable=name):
+            mean = self.kernels.zeros(self.group.variables[i].shape, "float32", self.group.buffer)
+            mean = self.compressor.aggregate(payloads, self.encoded[i][1], mean, size)
+        return self._compressed(mean, name, answer)
+
+    def _compressed(self, mean: Tensor, name: str, answer: Any) -> tuple[Tensor, Payload, Any]:
+        with tracing.phase("compensate", variable=name):
+            mean = answer.answer_memory.compensate(mean, name)
+        with tracing.phase("compress", variable=name):
+            payload, ctx = self.back.compress(mean, f"{name}/answer")
         return mean, payload, ctx
 
     def _count_answer(self, wire: Wire, buffer: Tensor) -> None:
-        if not self.here or self.communicator.context.size == 1:
-            return
-        counts, total = self.traffic.payload_bytes, 0
-        for name, nbytes in zip(self.names, wire.payload_bytes, strict=True):
-            counts[name] = counts.get(name, 0) + nbytes
-            total += nbytes
-        self.traffic.header_bytes += self.kernels.nbytes(buffer) - total
+        if self.here and self.communicator.context.size > 1:
+            self._count(wire, buffer)
 
     # -- everywhere ------------------------------------------------------------------------------------
 
@@ -153,14 +159,16 @@ class ReduceExchange(Exchange):
         if wait:
             self.wait()
         began = time.perf_counter()
-        (buffer,) = self.handle.result()
-        wire = self.wire if self.traits.fixed_size else self.answer_wire
-        statuses, payloads, outcomes = wire.statuses(buffer), wire.unpack(buffer), []
+        with tracing.phase("unpack", group=self.group):
+            (buffer,) = self.handle.result()
+            wire = self.wire if self.traits.fixed_size else self.answer_wire
+            statuses, payloads, outcomes = wire.statuses(buffer), wire.unpack(buffer), []
         for i, variable in enumerate(self.group.variables):
-            value = self._decoded(i, payloads[i], outs[i])
-            overflow = statuses[i] >= OVERFLOW
-            if overflow:
-                value = self._spoilt(value)
+            with tracing.phase("decode", variable=variable.name):
+                value = self._decoded(i, payloads[i], outs[i])
+                overflow = statuses[i] >= OVERFLOW
+                if overflow:
+                    value = self._spoilt(value)
             outcomes.append(Outcome(variable, None if statuses[i] == MISSING else value, overflow))
         self.traffic.codec_seconds += time.perf_counter() - began
         return outcomes

@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from grace import tracing
 from grace.communicators.allgather import Allgather
 from grace.compressor import Compressor, Payload, Tensor, Traits
 from grace.errors import ConfigError
@@ -174,7 +175,8 @@ class RowMemory(Memory):
 
 def values_of(group: Group, gradients: Sequence[Slices]) -> list[Tensor]:
     """The values of distinct rows; the group's compressor is told the rows."""
-    slices = [summed(gradient) for gradient in gradients]
+    names = [variable.name for variable in group.variables]
+    slices = tracing.each("sum rows", names, lambda gradient, name: summed(gradient), gradients)
     compressor: Any = group.communicator.compressor
     compressor.rows = {v.name: s.rows for v, s in zip(group.variables, slices, strict=True)}
     return [s.values for s in slices]
@@ -195,9 +197,9 @@ class RowExchange(Exchange):
                 outcome.value = Slices(outcome.value, compressor.received[outcome.variable.name])
         return outcomes
 
-    def _aggregate(self, i, payloads, out, count):
+    def _aggregate(self, i, payloads, out, name):
         variable = self.group.variables[i]
-        return Outcome(variable, self.compressor.aggregate(payloads, self.encoded[i][1], out, count), False)
+        return Outcome(variable, self.compressor.aggregate(payloads, self.encoded[i][1], out, self.count), False)
 
 
 class RowAllgather(Allgather):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from grace import tracing
 from grace.communicators.reduce_broadcast import ReduceBroadcast
 from grace.compressor import Compressor
 from grace.kernels import kernels_of
@@ -21,7 +22,8 @@ class RowReduceExchange(ReduceExchange):
 
     def _compressed_mean(self, i, payloads, answer):
         name, k = self.names[i], self.kernels
-        values = self.compressor.aggregate(payloads, self.encoded[i][1], None, self.communicator.context.size)
+        with tracing.phase("decode", variable=name):
+            values = self.compressor.aggregate(payloads, self.encoded[i][1], None, self.communicator.context.size)
         compressor: Any = self.compressor
         rows = compressor.received[name]
         if not rows.shape[0]:
@@ -29,9 +31,7 @@ class RowReduceExchange(ReduceExchange):
             values = k.zeros((1, *values.shape[1:]), "float32", values)
         answers: Any = self.back
         answers.rows[name] = answers.rows[f"{name}/answer"] = rows
-        mean = answer.answer_memory.compensate(values, name)
-        payload, ctx = answers.compress(mean, f"{name}/answer")
-        return mean, payload, ctx
+        return self._compressed(values, name, answer)
 
     def _decoded(self, i, payload, out):
         rows = payload[-1]

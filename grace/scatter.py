@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+from grace import tracing
 from grace.compressor import Compressor, Payload, Tensor, Traits
 from grace.exchange import Exchange, Outcome
 from grace.kernels import kernels_of
@@ -67,35 +68,35 @@ class ScatterExchange(Exchange):
         began = time.perf_counter()
         size, k = self.communicator.context.size, self.kernels
         self.sharded = Sharded(self.compressor, size)
-        inputs = [self.memory.compensate(k.cast(g, "float32"), n) for g, n in zip(gradients, self.names, strict=True)]
-        self.encoded = [self.sharded.compress(x, name) for x, name in zip(inputs, self.names, strict=True)]
-        finite: list[Any] = [here and k.all_finite(x) for here, x in zip(self.present, inputs, strict=True)]
-        marks = [mark(here, ok, False) for here, ok in zip(self.present, finite, strict=True)]
-        shards = [[payload[j] for payload, _ in self.encoded] for j in range(size)]
-        self.wires = [Wire(k, payloads, False) for payloads in shards]
-        self.longest = max(wire.length for wire in self.wires)
-        packed = [self._padded(wire, p, marks) for wire, p in zip(self.wires, shards, strict=True)]
-        buffer = k.join(packed)
+        inputs = tracing.each("compensate", self.names, self._compensated, gradients)
+        self.encoded = tracing.each("compress", self.names, self.sharded.compress, inputs)
+        with tracing.phase("pack", group=self.group):
+            finite: list[Any] = [here and k.all_finite(x) for here, x in zip(self.present, inputs, strict=True)]
+            marks = [mark(here, ok, False) for here, ok in zip(self.present, finite, strict=True)]
+            shards = [[payload[j] for payload, _ in self.encoded] for j in range(size)]
+            self.wires = [Wire(k, payloads, False) for payloads in shards]
+            self.longest = max(wire.length for wire in self.wires)
+            packed = [self._padded(wire, p, marks) for wire, p in zip(self.wires, shards, strict=True)]
+            buffer = k.join(packed)
         for wire in self.wires:
             self._add(wire.payload_bytes)
         self.traffic.header_bytes += k.nbytes(buffer) - sum(sum(wire.payload_bytes) for wire in self.wires)
         self.traffic.codec_seconds += time.perf_counter() - began
-        self.means: list[tuple[Tensor, Payload, Any]] = []
         self.means_sent = False
         self._launch(self.communicator.backend.alltoall, buffer)
         began = time.perf_counter()
-        for x, name, (payload, ctx) in zip(inputs, self.names, self.encoded, strict=True):
-            self.memory.update(x, name, self.sharded, payload, ctx)
+        tracing.each("update", self.names, self._update, inputs, self.encoded)
         self.traffic.codec_seconds += time.perf_counter() - began
+
+    def _compensated(self, gradient: Tensor, name: str) -> Tensor:
+        return self.memory.compensate(self.kernels.cast(gradient, "float32"), name)
+
+    def _update(self, tensor: Tensor, encoded: tuple[Any, Any], name: str) -> None:
+        self.memory.update(tensor, name, self.sharded, *encoded)
 
     def _padded(self, wire: Wire, payloads: list[Payload], marks: list[Any]) -> Tensor:
         buffer = wire.pack(payloads, marks)
         return self.kernels.join([buffer, self.kernels.zeros((self.longest - wire.length,), "uint8", buffer)])
-
-    def _add(self, payload_bytes: list[int]) -> None:
-        counts = self.traffic.payload_bytes
-        for name, nbytes in zip(self.names, payload_bytes, strict=True):
-            counts[name] = counts.get(name, 0) + nbytes
 
     def advance(self) -> bool:
         """Average this rank's shard and send the means round; False once that is under way."""
@@ -105,49 +106,68 @@ class ScatterExchange(Exchange):
         began = time.perf_counter()
         context, k = self.communicator.context, self.kernels
         wire = self.wires[context.rank]
-        rows = [row[: wire.length] for row in self.handle.result()]
-        statuses = [wire.statuses(row) for row in rows]
-        received = [wire.unpack(row) for row in rows]
+        with tracing.phase("unpack", group=self.group):
+            rows = [row[: wire.length] for row in self.handle.result()]
+            statuses = [wire.statuses(row) for row in rows]
+            received = [wire.unpack(row) for row in rows]
+            payloads = [[payload[i] for payload in received] for i in range(len(self.names))]
         self.missing = [all(rank[i] == 0 for rank in statuses) for i in range(len(self.names))]
-        payloads, marks = [], []
-        shard_memory: Any = self.communicator.components["shard_memory"]
-        for i, name in enumerate(self.names):
-            (a, b), ctx = self.encoded[i][1][0][context.rank], self.encoded[i][1][1][context.rank]
-            mean = k.zeros((b - a,), "float32", rows[0])
-            mean = self.compressor.aggregate([payload[i] for payload in received], ctx, mean, context.size)
-            mean = shard_memory.compensate(mean, name)
-            payload, mean_ctx = self.compressor.compress(mean, f"{name}/mean_{context.rank}")
-            overflow = any(rank[i] >= OVERFLOW for rank in statuses)
-            marks.append(OVERFLOW if overflow else mark(True, k.all_finite(mean), False))
-            payloads.append(payload)
-            self.means.append((mean, payload, mean_ctx))
-        buffer = self._padded(wire, payloads, marks)
-        self._add(wire.payload_bytes)
-        self.traffic.header_bytes += k.nbytes(buffer) - sum(wire.payload_bytes)
+        overflow = [any(rank[i] >= OVERFLOW for rank in statuses) for i in range(len(self.names))]
+        shards = [(cuts[context.rank], ctxs[context.rank]) for _, (cuts, ctxs) in self.encoded]
+        means = tracing.each("decode", self.names, self._shard_mean, payloads, shards)
+        means = tracing.each("compensate", self.names, self._shard_memory.compensate, means)
+        answers = tracing.each("compress", self.names, self._compressed_mean, means)
+        with tracing.phase("pack", group=self.group):
+            marks = [
+                OVERFLOW if spoilt else mark(True, k.all_finite(mean), False)
+                for spoilt, mean in zip(overflow, means, strict=True)
+            ]
+            buffer = self._padded(wire, [payload for payload, _ in answers], marks)
+        self._count(wire, buffer)
         self.means_sent = True
         self.traffic.codec_seconds += time.perf_counter() - began
         self._launch(self.communicator.communicate, buffer)
         began = time.perf_counter()
-        for name, (mean, payload, ctx) in zip(self.names, self.means, strict=True):
-            shard_memory.update(mean, name, self.compressor, payload, ctx)
+        tracing.each("update", self.names, self._update_shard, means, answers)
         self.traffic.codec_seconds += time.perf_counter() - began
         return True
+
+    def _shard_mean(self, payloads: list[Payload], shard: tuple[tuple[int, int], Any], name: str) -> Tensor:
+        """Of this rank's shard; ``shard`` is where it begins and ends, and the ctx of its compression."""
+        (a, b), ctx = shard
+        mean = self.kernels.zeros((b - a,), "float32", payloads[0][0])
+        return self.compressor.aggregate(payloads, ctx, mean, self.communicator.context.size)
+
+    @property
+    def _shard_memory(self) -> Any:
+        return self.communicator.components["shard_memory"]
+
+    def _compressed_mean(self, mean: Tensor, name: str) -> tuple[Payload, Any]:
+        return self.compressor.compress(mean, f"{name}/mean_{self.communicator.context.rank}")
+
+    def _update_shard(self, mean: Tensor, encoded: tuple[Any, Any], name: str) -> None:
+        self._shard_memory.update(mean, name, self.compressor, *encoded)
 
     def finish(self, outs: Sequence[Tensor | None], wait: bool = True) -> list[Outcome]:
         """Put the means of all shards together."""
         if wait:
             self.wait()
         began = time.perf_counter()
-        k, outcomes = self.kernels, []
-        rows = [row[: wire.length] for row, wire in zip(self.handle.result(), self.wires, strict=True)]
-        received = [wire.unpack(row) for row, wire in zip(rows, self.wires, strict=True)]
-        statuses = [wire.statuses(row) for row, wire in zip(rows, self.wires, strict=True)]
-        for i, variable in enumerate(self.group.variables):
-            out = outs[i]
-            out = k.zeros(variable.shape, "float32", rows[0]) if out is None else k.zero(out)
-            overflow = any(rank[i] >= OVERFLOW for rank in statuses)
-            out = self.sharded.accumulate([payloads[i] for payloads in received], self.encoded[i][1], out)
-            value = k.add(out, out, float("nan")) if overflow else out
-            outcomes.append(Outcome(variable, None if self.missing[i] else value, overflow))
+        with tracing.phase("unpack", group=self.group):
+            rows = [row[: wire.length] for row, wire in zip(self.handle.result(), self.wires, strict=True)]
+            received = [wire.unpack(row) for row, wire in zip(rows, self.wires, strict=True)]
+            statuses = [wire.statuses(row) for row, wire in zip(rows, self.wires, strict=True)]
+        places = range(len(self.names))
+        payloads = [[shard[i] for shard in received] for i in places]
+        overflow = [any(rank[i] >= OVERFLOW for rank in statuses) for i in places]
+        outcomes = tracing.each("decode", self.names, self._joined, places, payloads, overflow, outs)
         self.traffic.codec_seconds += time.perf_counter() - began
         return outcomes
+
+    def _joined(self, i: int, payloads: list[Payload], overflow: bool, out: Tensor | None, name: str) -> Outcome:
+        """One variable's mean, of the means of all shards."""
+        k, variable = self.kernels, self.group.variables[i]
+        out = k.zeros(variable.shape, "float32", payloads[0][0]) if out is None else k.zero(out)
+        out = self.sharded.accumulate(payloads, self.encoded[i][1], out)
+        value = k.add(out, out, float("nan")) if overflow else out
+        return Outcome(variable, None if self.missing[i] else value, overflow)

@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from grace import tracing
 from grace.errors import ExchangeError
 from grace.exchange import Group, Outcome, Traffic
 from grace.exchanger import Exchanger
@@ -135,6 +136,7 @@ class GraphRun(Run):
 
     def __init__(self, *args: Any):
         super().__init__(*args)
+        tracing.note(waits="TensorFlow's graph")
         self.lock = threading.Lock()
         self.running: dict[int, Any] = {}
         self.operations: dict[int, list[Any]] = {}
@@ -241,7 +243,7 @@ class GraphRun(Run):
         zeros = [self.session.inside(_zeros(variable)) for variable in group.variables]
         stateful = self.exchanger.stateful
         plan = []
-        with self.computing():
+        with self.computing(), tracing.paused():
             with backend.recording() as operations:
                 exchange = communicator.begin(group, zeros, [True] * len(zeros), stateful, Traffic())
             while operations:

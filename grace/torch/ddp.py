@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from grace import checkpoint
+from grace import checkpoint, tracing
 from grace.component import Context
 from grace.errors import ConfigError
 from grace.exchange import Exchange, Group, Outcome, Traffic
@@ -89,6 +89,7 @@ class DDPState:
             self.open = True
             if self.grad_scaler is not None and self.grad_scaler.is_enabled():
                 self.exchanger.rescale(self.grad_scaler.get_scale())
+        tracing.gradient()
         names = tuple(self.names[p] for p in bucket.parameters())
         views = dict(zip(names, bucket.gradients(), strict=True))
         guard, future_buffer = self.exchanger.stateful, bucket.buffer()
@@ -128,6 +129,7 @@ class DDPState:
             view = views[variable.name]
             usable = view.is_contiguous() and (traits.exact or view.dtype == torch.float32)
             outs.append(view if usable else None)
+        exchange.arrived()
         outcomes = exchange.finish(outs, wait=False)
         for outcome in outcomes:
             view = views[outcome.variable.name]
@@ -193,6 +195,7 @@ def register_ddp_hook(
         return Uniform(compressor, memory, communicator)
 
     exchanger = build_exchanger(list_variables, choose, backend, context, check=check)
+    tracing.note(waits="DistributedDataParallel")
     state = DDPState(model, exchanger, optimizer, grad_scaler)
     context.lr = state.lr
 

@@ -10,6 +10,7 @@ import horovod.torch as hvd
 import torch
 from horovod.torch.optimizer import _DistributedOptimizer
 
+from grace import tracing
 from grace.errors import ConfigError
 from grace.plans import Choices
 from grace.torch.saving import StateMixin
@@ -109,8 +110,14 @@ def _allreduce_grad_async(self: Any, p: torch.nn.Parameter) -> tuple[Any, None]:
 
 def _make_hook(self: Any, p: torch.nn.Parameter) -> Callable:
     """Horovod's hook, which ``no_sync()`` holds back."""
-    hook = _DistributedOptimizer._make_hook(self, p)
-    return lambda *ignore: None if self._paused else hook(*ignore)
+    theirs = _DistributedOptimizer._make_hook(self, p)
+
+    def hook(*ignore: Any) -> None:
+        tracing.gradient()
+        if not self._paused:
+            theirs(*ignore)
+
+    return hook
 
 
 def synchronize(self: Any) -> None:
@@ -118,14 +125,15 @@ def synchronize(self: Any) -> None:
     if self._grace is None or (self._synchronized and not self._handles):
         self._synchronized = True
         return
-    for p in sorted(self._requires_update, key=self._parameter_names.__getitem__):
-        handle, _ = self._handles.get(p, (None, None))
-        if handle is None:  # no backward pass, or fewer than were announced
-            self._handles[p] = self._allreduce_grad_async(p)
-    for p, (handle, _) in self._handles.items():
-        if callable(handle):  # sparse
-            p.grad = handle()
-    self._grace.end()
+    with tracing.phase("synchronize", "part"):
+        for p in sorted(self._requires_update, key=self._parameter_names.__getitem__):
+            handle, _ = self._handles.get(p, (None, None))
+            if handle is None:  # no backward pass, or fewer than were announced
+                self._handles[p] = self._allreduce_grad_async(p)
+        for p, (handle, _) in self._handles.items():
+            if callable(handle):  # sparse
+                p.grad = handle()
+        self._grace.end()
     self._handles.clear()
     self._allreduce_delay = dict.fromkeys(self._allreduce_delay, self.backward_passes_per_step)
     self._synchronized = True

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from grace import tracing
 from grace.backend import Backend
 from grace.errors import ConfigError, ExchangeError
 from grace.plans import Choices
@@ -48,6 +49,7 @@ class HookedSession(Session):
 
     def _hook(self, name: str):
         def hook(parameter: torch.nn.Parameter) -> None:
+            tracing.gradient()
             if self.paused:
                 return
             self.synchronized = False
@@ -72,11 +74,12 @@ class HookedSession(Session):
 
     def synchronize(self) -> None:
         """Exchange what is not exchanged yet and write the means into ``p.grad``."""
-        self._check_untouched()
-        while self.next_group < len(self.exchanger.groups):
-            self._start_next()
-        self.finish()
-        self._reset()
+        with tracing.phase("synchronize", "part"):
+            self._check_untouched()
+            while self.next_group < len(self.exchanger.groups):
+                self._start_next()
+            self.finish()
+            self._reset()
         self.synchronized = True
 
     def before_step(self) -> None:
@@ -254,7 +257,9 @@ def _backend(process_group: Any, process_set: Any) -> Backend:
 
 def after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Average what ranks train on their own, when it is time to."""
+    tracing.update_ends()
     optimizer._grace.average()
+    tracing.step_ends()
 
 
 def before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -264,11 +269,13 @@ def before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     closure = kwargs.get("closure", given[0] if given else None)
     if closure is None:
         session.before_step()
+        tracing.update_begins()
         return None
 
     def synchronized_closure() -> Any:
         loss = closure()
         session.before_step()
+        tracing.update_begins()
         return loss
 
     if given:

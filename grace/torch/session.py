@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from grace import tracing
 from grace.backend import Backend
 from grace.communicator import Communicator
 from grace.component import Context
@@ -130,6 +131,7 @@ class Session:
                 "sync none(period): ranks that train on their own would skip different steps with a grad_scaler. "
                 "Leave it out, or synchronize every step"
             )
+        tracing.note(updates_follow=True)
         self.reduction = reduction
         self.before, self.after = reduction.factors(backend.size)
         self.groups_of = {name: self._holding(name) for name in self.parameters}

@@ -1,0 +1,164 @@
+"""What ranks have recorded (see :mod:`grace.tracing`), put together: one file in Chrome's trace format."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+from grace._version import __version__
+from grace.errors import ConfigError
+from grace.tracing import COLLECTIVE_TRACK, FORMAT
+
+Event = dict[str, Any]
+
+
+@dataclasses.dataclass
+class RankTrace:
+    """One rank's file.
+
+    Attributes:
+        facts: "rank", "size", "host", "engine", "offset" (nanoseconds from its clock to the epoch's), "tracks" (names
+            by number), "variables" (shape, dtype, method, memory and communicator by name), and "waits": who waits
+            for collectives, if Grace does not.
+        events: in Chrome's format, but in nanoseconds of the rank's clock.
+    """
+
+    facts: dict[str, Any]
+    events: list[Event]
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"rank {self.facts['rank']}"
+
+    @property
+    def steps(self) -> list[Event]:
+        """The steps that were recorded from their beginning to their end."""
+        return [event for event in self.events if event["name"] == "step"]
+
+
+def read(path: Path) -> RankTrace:
+    """Read one rank's file. A last line that was cut off, because the rank was killed, is left out.
+
+    Raises:
+        ConfigError: it was not written by a rank, or by that of another version.
+    """
+    facts: dict[str, Any] = {"tracks": {}, "variables": {}}
+    events = []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            if number == len(lines):
+                break
+            raise ConfigError(f"{path} is damaged: line {number} is not JSON ({error})") from error
+        if not isinstance(entry, dict) or (number == 1 and "grace_trace" not in entry):
+            raise ConfigError(f"{path} was not written by a rank that was traced: line {number} is {line[:40]!r}")
+        if entry.pop("grace_trace", FORMAT) != FORMAT:
+            raise ConfigError(f"{path} was written by another version of Grace, in another format; trace again")
+        if "ph" in entry:
+            events.append(entry)
+            continue
+        for key, value in entry.items():
+            facts[key] = {**facts.get(key, {}), **value} if isinstance(value, dict) else value
+    if "rank" not in facts:
+        raise ConfigError(f"{path} is empty")
+    return RankTrace(facts, events)
+
+
+def load(folder: Path) -> list[RankTrace]:
+    """Read what all ranks have left in a folder, in their order.
+
+    Raises:
+        ConfigError: there is no such folder, nothing in it, or files of different runs.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}")
+    paths = sorted(folder.glob("rank*.jsonl"))
+    if not paths:
+        raise ConfigError(
+            f"no rank has left a trace in {folder}: programs that use Grace do, on every rank, if GRACE_TRACE names "
+            "the folder while they run"
+        )
+    ranks = sorted((read(path) for path in paths), key=lambda rank: rank.facts["rank"])
+    sizes = {rank.name: rank.facts["size"] for rank in ranks}
+    if len(set(sizes.values())) > 1:
+        each = ", ".join(f"{name} of {size}" for name, size in sizes.items())
+        raise ConfigError(f"{folder} has files of different runs ({each}): remove those of the earlier one")
+    return ranks
+
+
+def missing(ranks: list[RankTrace]) -> list[int]:
+    """The ranks that have left no file.
+
+    >>> missing([RankTrace({"rank": 1, "size": 3}, [])])
+    [0, 2]
+    """
+    return sorted(set(range(ranks[0].facts["size"])) - {rank.facts["rank"] for rank in ranks})
+
+
+def merged(ranks: list[RankTrace]) -> dict[str, Any]:
+    """All ranks in Chrome's trace format: a process for each, microseconds from the first event on.
+
+    A rank's clock is set by the machine's clock of the moment when its recording began: ranks of one machine agree to
+    some microseconds, and those of several as well as the machines' clocks do.
+
+    >>> rank = RankTrace({"rank": 0, "size": 1, "host": "a", "offset": 7, "tracks": {"0": "steps"}, "variables": {}},
+    ...                  [{"ph": "X", "name": "step", "cat": "step", "ts": 5000, "dur": 2500, "tid": 0, "args": {}}])
+    >>> merged([rank])["traceEvents"][-1]
+    {'ph': 'X', 'name': 'step', 'cat': 'step', 'ts': 0.0, 'dur': 2.5, 'tid': 0, 'args': {}, 'pid': 0}
+    """
+    starts = [event["ts"] + rank.facts["offset"] for rank in ranks for event in rank.events]
+    first = min(starts, default=0)
+    events: list[Event] = []
+    for rank in ranks:
+        pid = rank.facts["rank"]
+        names: list[tuple[str, int, dict[str, Any]]] = [
+            ("process_name", 0, {"name": rank.name}),
+            ("process_labels", 0, {"labels": rank.facts["host"]}),
+            ("process_sort_index", 0, {"sort_index": pid}),
+        ]
+        for track, name in rank.facts["tracks"].items():
+            if int(track) != COLLECTIVE_TRACK:  # asynchronous events are on a track of their own name
+                names.append(("thread_name", int(track), {"name": name}))
+                names.append(("thread_sort_index", int(track), {"sort_index": int(track)}))
+        events += [{"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args} for name, tid, args in names]
+        events += [_placed(event, rank, first) for event in sorted(rank.events, key=lambda event: event["ts"])]
+    keys = ("rank", "host", "engine", "variables", "waits")
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "grace": __version__,
+            "start": first,
+            "ranks": [{key: rank.facts[key] for key in keys if key in rank.facts} for rank in ranks],
+        },
+    }
+
+
+def _placed(event: Event, rank: RankTrace, first: int) -> Event:
+    pid = rank.facts["rank"]
+    event = {**event, "ts": (event["ts"] + rank.facts["offset"] - first) / 1000, "pid": pid}
+    if "dur" in event:
+        event["dur"] /= 1000
+    if "id" in event:  # which are numbers within a rank
+        event["id"] = f"{pid}.{event['id']}"
+    return event
+
+
+def save(ranks: list[RankTrace], path: Path) -> None:
+    """Write the merged trace, compressed if the name ends in .gz.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    raw = json.dumps(merged(ranks), separators=(",", ":")).encode()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error

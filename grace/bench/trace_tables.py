@@ -1,0 +1,111 @@
+"""The tables of ``grace trace``."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+
+from grace.bench.trace_summary import PHASES, Summary
+
+
+def tables(summary: Summary, top: int) -> Group:
+    """What to print: where a step's time goes, and the ``top`` most expensive variables and groups."""
+    steps = f"{summary.steps} step{'s' if summary.steps > 1 else ''}"
+    ranks = f"{summary.ranks} rank{'s' if summary.ranks > 1 else ''}"
+    found: list[Any] = [f"Milliseconds per step, on average over {steps} of {ranks}.", ""]
+    found.append(_variables(summary, top))
+    if len(summary.variables) > top:
+        left = summary.variables[top:]
+        found.append(f"{len(left)} more variables: {_ms(sum(cost.total for cost in left))} ms\n")
+    found.append(_groups(summary, top))
+    if len(summary.groups) > top:
+        left_groups = summary.groups[top:]
+        found.append(f"{len(left_groups)} more groups: waited {_ms(sum(group.waited for group in left_groups))} ms\n")
+    found += [_whole(summary), summary.sentence()]
+    return Group(*found)
+
+
+def _table(*columns: tuple[str, bool]) -> Table:
+    """Of columns with a header, and whether they hold numbers."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for header, numbers in columns:
+        table.add_column(header, justify="right" if numbers else "left", no_wrap=numbers, overflow="fold")
+    return table
+
+
+def _variables(summary: Summary, top: int) -> Table:
+    phases = [("compen-\nsate", True), ("com-\npress", True), ("up-\ndate", True), ("de-\ncode", True)]
+    table = _table(
+        ("variable", False),
+        ("size", True),
+        ("method", False),
+        ("calls", True),
+        *phases,
+        ("bytes", True),
+    )
+    for cost in summary.variables[:top]:
+        times = [_ms(cost.ms[phase]) for phase in PHASES]
+        size, calls = _si(math.prod(cost.shape)), f"{cost.calls:.3g}"
+        table.add_row(cost.name, size, _names(cost.method), calls, *times, _si(cost.nbytes))
+    return table
+
+
+def _groups(summary: Summary, top: int) -> Table:
+    table = _table(
+        ("group", False),
+        ("carried by", False),
+        ("collec-\ntives", True),
+        ("bytes", True),
+        ("pack,\nunpack", True),
+        ("under\nway", True),
+        ("waited\nfor", True),
+    )
+    for group in summary.groups[:top]:
+        waited = "?" if summary.waits else _ms(group.waited)
+        numbers = [f"{group.collectives:.3g}", _si(group.nbytes), _ms(group.packing), _ms(group.under_way), waited]
+        table.add_row(group.variables, group.communicator, *numbers)
+    return table
+
+
+def _whole(summary: Summary) -> Table:
+    table = _table(("a step", False), ("ms", True), ("share", True))
+    for part, ms in sorted(summary.parts.items(), key=lambda part: -part[1]):
+        table.add_row(summary.words[part], _ms(ms), f"{100 * ms / summary.step:.0f} %")
+    table.add_section()
+    table.add_row("the step", _ms(summary.step), "100 %")
+    table.add_row("(collectives under way)", _ms(summary.under_way), f"{100 * summary.under_way / summary.step:.0f} %")
+    return table
+
+
+def _names(spec: str) -> str:
+    """A spec without its parameters.
+
+    >>> _names("topk(ratio=0.1) | qsgd(levels=7)")
+    'topk | qsgd'
+    """
+    return re.sub(r"\([^()]*\)", "", spec)
+
+
+def _ms(milliseconds: float) -> str:
+    """Three digits.
+
+    >>> _ms(0.01234), _ms(1.234), _ms(12.34), _ms(1234.5)
+    ('0.012', '1.23', '12.3', '1234')
+    """
+    digits = next((n for n, limit in ((3, 0.9995), (2, 9.995), (1, 99.95)) if milliseconds < limit), 0)
+    return f"{milliseconds:.{digits}f}"
+
+
+def _si(number: float) -> str:
+    """With a prefix.
+
+    >>> _si(0), _si(999), _si(2_359_296), _si(14_200)
+    ('0', '999', '2.36M', '14.2k')
+    """
+    power = next((n for n, limit in enumerate((999.5, 999.5e3, 999.5e6)) if number < limit), 3)
+    return f"{number / 1000**power:.3g}{['', 'k', 'M', 'G'][power]}"

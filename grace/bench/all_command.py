@@ -1,4 +1,4 @@
-"""``grace bench all`` and ``grace demo``: what compression costs, whether it pays, and whether models still learn."""
+"""``grace bench all`` and ``grace demo``: whether compression pays, whether models still learn, and what it costs."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def command(
 ) -> None:
     """Run the three benchmarks, and put them into one report.
 
-    kernels: what encoding and decoding cost and lose, without a network. step:
-    whether a training step gets faster, over networks of given bandwidths.
-    train: whether the model still learns. Each part can be run by itself, with
-    more options: grace bench kernels, step, train.
+    step: whether a training step gets faster, over networks of given bandwidths.
+    train: whether the model still learns. kernels: what encoding and decoding
+    cost and lose, without a network. Each part can be run by itself, with more
+    options: grace bench step, train, kernels.
     """
     _run("grace bench all", Console(highlight=False), model, task, methods, ranks, bandwidth, seeds, out, quick)
 
@@ -59,17 +59,18 @@ def demo(
 ) -> None:
     """See in about a minute what gradient compression costs, and when it pays.
 
-    It is grace bench all --quick: several methods are timed, two processes
-    train a small transformer over an emulated slow network, with and without
-    Grace, and a small network learns handwritten digits with each method.
+    It is grace bench all --quick: two processes train a small transformer over
+    an emulated slow network, with and without Grace; a small network learns
+    handwritten digits with each method; and the methods are timed by themselves.
     """
     console = Console(highlight=False)
     _say(
         console,
         "Processes that train one model together exchange their gradients at every step; over a slow network they "
-        "wait for that. Grace compresses the gradients. Three small experiments on this machine show what that costs "
-        "and when it pays; they take about a minute.",
+        "wait for that. Grace compresses the gradients. Three small experiments on this machine show when that pays "
+        "and what it costs; they take about a minute.",
     )
+    console.print()
     _run("grace demo", console, "transformer", "digits", None, ranks, None, None, out, quick=True)
 
 
@@ -101,17 +102,20 @@ def _run(
     trained = training.Settings(chosen or list(training.METHODS), ranks, seeds=count, task=task)
     if quick:
         trained.epochs = trained.facts["quick_epochs"]
-    coded = kernels_command.settings(methods=methods, quick=quick)
+    tensors = ("captured",) if quick else kernels_command.TENSORS
+    coded = kernels_command.settings(methods=methods, quick=quick, tensors=",".join(tensors))
     where = "over the loopback" if rates == [None] else f"over a network of {', '.join(map(_shown, rates))}"
     parts: list[tuple[str, Callable[[], Running]]] = [
-        ("What does compressing cost, and what does it lose?", lambda: kernels_command.run(coded, out / "kernels")),
         (f"Does a training step get faster, {where}?", lambda: step_command.run(steps, out / "step")),
         ("Does the model still learn?", lambda: train_command.run(trained, out / "train")),
+        ("What does compressing cost and lose?", lambda: kernels_command.run(coded, out / "kernels")),
     ]
     finished: list[Results] = []
     for number, (question, part) in enumerate(parts, start=1):
+        if number > 1:
+            console.print()
         console.rule(f"[bold]{number}. {question}[/]", align="left")
-        if number == 2 and note:
+        if number == 1 and note:
             _say(console, note)
         running = part()
         running.name = name
@@ -121,9 +125,11 @@ def _run(
             break
     report = running.report(finished, out)
     running.fail()
-    console.rule()
+    console.print()
+    console.rule("[bold]In short[/]", align="left")
     for words in steps_verdict(finished):
         _say(console, words)
+        console.print()
     seconds = time.monotonic() - began
     console.print(f"The report, with pictures, is {report} ({seconds:.0f} s).", soft_wrap=True)
 
@@ -131,7 +137,7 @@ def _run(
 def steps_verdict(finished: list[Results]) -> list[str]:
     """What the steps say, one text per scenario."""
     return [
-        f"{scenario}: {words}"
+        f"With {scenario}: {words}"
         for results in finished
         for scenario, words in results.settings.get("verdict", {}).items()
     ]

@@ -19,6 +19,11 @@ from grace.bench.table import human_bytes
 from grace.errors import ConfigError
 
 NAME = "grace bench step"
+HOW_TO_READ = (
+    "step: the median; ±: half of the quartiles' distance; codec: Grace's encoding and decoding; exposed: the "
+    "communication that the step waits for, of baselines with their codec; sent: of the rank that moved most; wire: "
+    "those bytes over the bandwidth."
+)
 
 
 def command(
@@ -132,6 +137,8 @@ def show(console: Console, results: Results) -> None:
         console.print(f"\n[bold]{results.settings['model']}, {name}[/]", soft_wrap=True)
         console.print(table(rows))
         console.print(results.settings.get("verdict", {}).get(name, "Interrupted before the verdict."))
+    if scenarios:
+        console.print(HOW_TO_READ, style="dim")
     for name, reason in results.settings.get("skipped", {}).items():
         console.print(f"Left out: {name}: {reason}", markup=False, style="dim")
 

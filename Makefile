@@ -9,7 +9,7 @@ SETUP := setup.cfg pyproject.toml constraints.txt
 .PHONY: help demo test check horovod clean
 
 help:
-	@echo "make demo    train a small network with five methods on two ranks; table and picture in out/demo"
+	@echo "make demo    in about a minute: does compression pay over a slow network? tables, and a report in out/demo"
 	@echo "make test    all tests"
 	@echo "make check   style, types and the fast tests"
 	@echo "make horovod builds Horovod for torch and TensorFlow, and tries it; MPI=system takes your MPI, JOBS=n compilers"
@@ -20,6 +20,7 @@ demo: $(VENV)/demo.stamp
 	$(BIN)/grace demo --out out/demo
 
 test: $(VENV)/test.stamp $(VENV)/horovod.stamp
+	@tools/programs.sh
 	$(BIN)/python -m pytest --durations=10
 
 check: $(VENV)/test.stamp

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from grace.bench import kernels_command, options, step, step_command, train_command, training
+from grace.bench import kernels_command, options, record, step, step_command, train_command, training
 from grace.bench.link import possible
 from grace.bench.rates import parse_rate, show_rate
 from grace.bench.record import Results
@@ -50,7 +50,7 @@ def command(
     cost and lose, without a network. Each part can be run by itself, with more
     options: grace bench step, train, kernels.
     """
-    _run("grace bench all", Console(highlight=False), model, task, methods, ranks, bandwidth, seeds, out, quick)
+    _run("grace bench all", "", model, task, methods, ranks, bandwidth, seeds, out, quick)
 
 
 def demo(
@@ -63,20 +63,17 @@ def demo(
     an emulated slow network, with and without Grace; a small network learns
     handwritten digits with each method; and the methods are timed by themselves.
     """
-    console = Console(highlight=False)
-    _say(
-        console,
+    introduction = (
         "Processes that train one model together exchange their gradients at every step; over a slow network they "
         "wait for that. Grace compresses the gradients. Three small experiments on this machine show when that pays "
-        "and what it costs; they take about a minute.",
+        "and what it costs; they take about a minute."
     )
-    console.print()
-    _run("grace demo", console, "transformer", "digits", None, ranks, None, None, out, quick=True)
+    _run("grace demo", introduction, "transformer", "digits", None, ranks, None, None, out, quick=True)
 
 
 def _run(
     name: str,
-    console: Console,
+    introduction: str,
     model: str,
     task: str,
     methods: str | None,
@@ -86,7 +83,7 @@ def _run(
     out: Path,
     quick: bool,
 ) -> None:
-    began = time.monotonic()
+    began, console = time.monotonic(), Console(highlight=False)
     need_report()
     rates, note = _bandwidths(bandwidth, quick)
     chosen = None if methods is None else options.methods(methods)
@@ -104,6 +101,10 @@ def _run(
         trained.epochs = trained.facts["quick_epochs"]
     tensors = ("captured",) if quick else kernels_command.TENSORS
     coded = kernels_command.settings(methods=methods, quick=quick, tensors=",".join(tensors))
+    record.make(out)
+    if introduction:
+        _say(console, introduction)
+        console.print()
     where = "over the loopback" if rates == [None] else f"over a network of {', '.join(map(_shown, rates))}"
     parts: list[tuple[str, Callable[[], Running]]] = [
         (f"Does a training step get faster, {where}?", lambda: step_command.run(steps, out / "step")),

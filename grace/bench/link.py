@@ -55,7 +55,8 @@ def possible(latency_ms: float = 0) -> str:
         return f"it needs Linux's network namespaces, and this is {sys.platform}"
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
     if missing:
-        return f"{' and '.join(missing)} cannot be found (Debian: apt-get install iproute2 util-linux)"
+        named = " and ".join(filter(None, [", ".join(missing[:-1]), missing[-1]]))
+        return f"{named} cannot be found (Debian: apt-get install iproute2 util-linux)"
     lacking = [name for name, bit in CAPABILITIES.items() if not _effective() >> bit & 1]
     if lacking:
         return f"it needs root: this process lacks {' and '.join(lacking)}"

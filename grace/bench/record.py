@@ -72,8 +72,8 @@ class Results:
         """
         facts = {"grace_bench": FORMAT, **dataclasses.asdict(self)}
         texts = {"results.json": json.dumps(facts, indent=1), "results.csv": self.csv()}
+        make(folder)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
             for name, text in texts.items():
                 draft = folder / f".{name}.{os.getpid()}"
                 draft.write_text(text, encoding="utf-8")
@@ -108,6 +108,18 @@ def load(path: Path | str) -> Results:
     if not whole or facts["kind"] not in KINDS or not all(isinstance(row, dict) for row in facts["rows"]):
         raise ConfigError(f"{path} is damaged: it needs {', '.join(sorted(known))}, and a kind of {', '.join(KINDS)}")
     return Results(**facts)
+
+
+def make(folder: Path) -> None:
+    """A folder for results.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder}: {error}") from error
 
 
 def machine() -> dict[str, Any]:

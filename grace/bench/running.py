@@ -89,9 +89,8 @@ class Running:
         report = self.report()
         self.fail()
         if self.out is not None:
-            files = [self.out / name for name in ("results.json", "results.csv")] + ([report] if report else [])
-            listed = ", ".join(map(str, files))
-            console.print(f"\nWrote {listed} after {self.results.seconds:.0f} s.", soft_wrap=True)
+            files = f"results.json, results.csv{' and report.html' if report else ''}"
+            console.print(f"\nWrote {files} to {self.out} after {self.results.seconds:.0f} s.", soft_wrap=True)
 
 
 def need_report() -> None:

@@ -48,10 +48,10 @@ def words(rows: list[Row], engine: str) -> str:
     """
     plain = plain_row(rows, engine)
     bound = next((row for row in rows if row["kind"] == "bound"), None)
+    if rows and all(row.get("ranks") == 1 for row in rows):
+        return "One rank has nobody to send to: nothing can be gained."
     if plain is None or bound is None:
         return "There is no uncompressed exchange to compare with."
-    if all(row["ranks"] == 1 for row in rows if "ranks" in row) and "ranks" in plain:
-        return "One rank has nobody to send to: nothing can be gained."
     others = [row for row in rows if row is not plain and row["kind"] != "bound"]
     paying = sorted((row for row in others if row["pays"]), key=lambda row: row["step_ms"])
     slower = [row["name"] for row in others if row["step_low_ms"] > plain["step_high_ms"]]

@@ -6,6 +6,7 @@ from typing import Any
 
 LEAST_GAIN = 1.05
 """How much faster than plain averaging a method must be to be worth its trouble."""
+LONGEST_LIST = 4
 PLAIN = {"torch": ("DDP",), "horovod": ("Horovod",)}
 """The uncompressed baseline of an engine."""
 
@@ -62,16 +63,25 @@ def words(rows: list[Row], engine: str) -> str:
         if paying[0] is not own[0]:
             said.append(f"Faster still: {', '.join(_times(row, plain) for row in paying[: paying.index(own[0])])}.")
         if rest := [row for row in paying[paying.index(own[0]) + 1 :]]:
-            said.append(f"It pays too with {', '.join(_times(row, plain) for row in rest)}.")
+            said.append(f"It pays too with {_listed([_times(row, plain) for row in rest])}.")
     else:
         said.append(f"Do not compress: no method is clearly faster than {plain['name']} ({_ms(plain)} a step).")
         if paying:
             said.append(f"But {', '.join(_times(row, plain) for row in paying)} would be.")
     if slower:
-        said.append(f"Slower than {plain['name']}: {', '.join(slower)}.")
+        said.append(f"Slower than {plain['name']}: {_listed(slower)}.")
     most = plain["step_ms"] / bound["step_ms"]
     said.append(f"Without any communication it would be {most:.1f}x{'' if own else ' as fast'}.")
     return " ".join(said)
+
+
+def _listed(names: list[str]) -> str:
+    """The first few.
+
+    >>> _listed(["a", "b", "c", "d"]), _listed(["a", "b", "c", "d", "e", "f"])
+    ('a, b, c, d', 'a, b, c and 3 others')
+    """
+    return ", ".join(names) if len(names) <= LONGEST_LIST else f"{', '.join(names[:3])} and {len(names) - 3} others"
 
 
 def _gain(row: Row, plain: Row) -> str:

@@ -22,13 +22,23 @@ Rows = Sequence[Mapping[str, Any]]
 
 def figures(rows: Rows, looks: Mapping[str, Look], name: str) -> list[Figure]:
     """All that the rows allow; ``name`` begins the ids of their elements."""
-    rows = [row for row in rows if number(row.get("step_ms"))]
+    rows = one_bound([row for row in rows if number(row.get("step_ms"))])
     found = [_time(rows, looks, name)] if rows else []
     if len({row["bandwidth"] for row in rows}) > 1:
         found.append(_bandwidths(rows, looks, name))
     if len({row["ranks"] for row in rows}) > 1:
         found.append(_ranks(rows, looks, name))
     return [figure for figure in found if figure.panels]
+
+
+def one_bound(rows: Rows) -> Rows:
+    """Without the bounds of engines that only baselines were measured on: the first engine is that of the methods.
+
+    >>> bounds = [{"engine": "torch", "kind": "bound"}, {"engine": "horovod", "kind": "bound"}]
+    >>> one_bound([*bounds, {"engine": "horovod", "kind": "baseline"}])
+    [{'engine': 'torch', 'kind': 'bound'}, {'engine': 'horovod', 'kind': 'baseline'}]
+    """
+    return [row for row in rows if row["kind"] != "bound" or row.get("engine") == rows[0].get("engine")]
 
 
 def plain(rows: Rows) -> Mapping[str, Any] | None:
@@ -53,19 +63,16 @@ def cases(rows: Rows, *keys: str) -> dict[tuple, list[Mapping[str, Any]]]:
 
 
 def titles(found: Mapping[tuple, Any]) -> list[str]:
-    """What tells cases of (engine, ranks, bandwidth) apart; the engine only where there are several.
+    """What tells cases of (ranks, bandwidth) apart.
 
-    >>> titles({("torch", 2, 1e9): 0, ("torch", 4, 1e9): 0}), titles({("torch", 2, None): 0})
+    >>> titles({(2, 1e9): 0, (4, 1e9): 0}), titles({(2, None): 0})
     (['2 ranks, 1 Gbit/s', '4 ranks, 1 Gbit/s'], ['2 ranks, no emulated link'])
     """
-    engines = {engine for engine, _, _ in found}
-    return [
-        f"{ranks} ranks, {of_rate(rate)}" + (f", {engine}" if len(engines) > 1 else "") for engine, ranks, rate in found
-    ]
+    return [f"{ranks} ranks, {of_rate(rate)}" for ranks, rate in found]
 
 
 def _time(rows: Rows, looks: Mapping[str, Look], name: str) -> Figure:
-    found = cases(rows, "engine", "ranks", "bandwidth")
+    found = cases(rows, "ranks", "bandwidth")
     panels = []
     for i, (title, some) in enumerate(zip(titles(found), found.values(), strict=True)):
         order = {"bound": 0, "baseline": 0, "grace": 1}
@@ -105,7 +112,7 @@ def identity(row: Mapping[str, Any]) -> str:
 
 def _bandwidths(rows: Rows, looks: Mapping[str, Look], name: str) -> Figure:
     panels = []
-    for i, ((engine, ranks), some) in enumerate(cases(rows, "engine", "ranks").items()):
+    for i, ((ranks,), some) in enumerate(cases(rows, "ranks").items()):
         rates = [rate for (rate,) in cases(some, "bandwidth")]
         if len(rates) < 2:
             continue
@@ -119,7 +126,7 @@ def _bandwidths(rows: Rows, looks: Mapping[str, Look], name: str) -> Figure:
         axes.set_xticks(range(len(rates)), [of_rate(rate).replace("no emulated ", "no ") for rate in rates])
         axes.axhline(1, color=INK, linewidth=1, linestyle=(0, (4, 2)), zorder=1)
         _finish(axes, lines, looks)
-        title = f"{ranks} ranks" + (f", {engine}" if len({row["engine"] for row in rows}) > 1 else "")
+        title = f"{ranks} ranks"
         about = f"Lines of the speedup against the bandwidth, {title}: " + _said(
             lines, [of_rate(rate) for rate in rates]
         )
@@ -133,7 +140,7 @@ def _bandwidths(rows: Rows, looks: Mapping[str, Look], name: str) -> Figure:
 
 def _ranks(rows: Rows, looks: Mapping[str, Look], name: str) -> Figure:
     panels = []
-    for i, ((engine, rate), some) in enumerate(cases(rows, "engine", "bandwidth").items()):
+    for i, ((rate,), some) in enumerate(cases(rows, "bandwidth").items()):
         counts = sorted({row["ranks"] for row in some})
         if len(counts) < 2:
             continue
@@ -160,7 +167,7 @@ def _ranks(rows: Rows, looks: Mapping[str, Look], name: str) -> Figure:
                 color=MUTED,
             )
         _finish(axes, lines, looks)
-        title = of_rate(rate) + (f", {engine}" if len({row["engine"] for row in rows}) > 1 else "")
+        title = of_rate(rate)
         about = f"Lines of samples per second against ranks, {title}: " + _said(
             lines, {count: f"{count} ranks" for count in counts}
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,10 +20,12 @@ from grace.bench.table import human_bytes
 from grace.errors import ConfigError
 
 NAME = "grace bench step"
+ROOMY = 100
+"""Characters in a line from which on all columns are shown."""
 HOW_TO_READ = (
     "step: the median; ±: half of the quartiles' distance; codec: Grace's encoding and decoding; exposed: the "
-    "communication that the step waits for, of baselines with their codec; sent: of the rank that moved most; wire: "
-    "those bytes over the bandwidth."
+    "communication that the step waits for, of baselines with their codec; sent, received: in a step, of the rank that "
+    "moved most; wire: those bytes over the bandwidth."
 )
 
 
@@ -135,7 +138,7 @@ def show(console: Console, results: Results) -> None:
         rows = [row for row in results.rows if (row["ranks"], row["bandwidth"]) == (ranks, rate)]
         name = step.scenario(ranks, rate)
         console.print(f"\n[bold]{results.settings['model']}, {name}[/]", soft_wrap=True)
-        console.print(table(rows))
+        console.print(table(rows, console.width))
         console.print(results.settings.get("verdict", {}).get(name, "Interrupted before the verdict."))
     if scenarios:
         console.print(HOW_TO_READ, style="dim")
@@ -143,37 +146,38 @@ def show(console: Console, results: Results) -> None:
         console.print(f"Left out: {name}: {reason}", markup=False, style="dim")
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
-    """Rows of one scenario; times in milliseconds."""
+def table(rows: list[dict[str, Any]], width: int = 80) -> Table:
+    """Rows of one scenario; times in milliseconds. Where there is room, bytes received and samples per second too."""
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
     made.add_column("", overflow="fold")
     plain = next((row["name"] for row in rows if row["speedup"] == 1.0), None)
-    for header in (
-        "step\nms",
-        "±",
-        f"against\n{plain or 'plain'}",
-        "codec\nms",
-        "exposed\nms",
-        "sent\n/ rank",
-        "wire\nms",
-    ):
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "step\nms": lambda row: number(row["step_ms"]),
+        "±": lambda row: number((row["step_high_ms"] - row["step_low_ms"]) / 2),
+        f"against\n{plain or 'plain'}": lambda row: f"{row['speedup']:.2f}x" if row["speedup"] else "",
+        "codec\nms": lambda row: number(row["codec_ms"]),
+        "exposed\nms": lambda row: number(row["exposed_ms"]),
+        "sent\n/ rank": lambda row: amount(row["sent_bytes"]),
+        "received\n/ rank": lambda row: amount(row["received_bytes"]),
+        "wire\nms": lambda row: number(row["wire_ms"]),
+        "samples\n/ s": lambda row: number(row["samples_per_s"]),
+    }
+    if width < ROOMY:
+        del columns["received\n/ rank"], columns["samples\n/ s"]
+    for header in columns:
         made.add_column(header, justify="right", no_wrap=True)
     engines = dict.fromkeys(row["engine"] for row in rows)
     for row in rows:
         label = row["name"] + (f" ({row['engine']}'s ranks)" if row["kind"] == "bound" and len(engines) > 1 else "")
         style = {"grace": "", "baseline": "cyan", "bound": "dim"}[row["kind"]]
-        made.add_row(
-            label,
-            number(row["step_ms"]),
-            number((row["step_high_ms"] - row["step_low_ms"]) / 2),
-            f"{row['speedup']:.2f}x" if row["speedup"] else "",
-            number(row["codec_ms"]),
-            number(row["exposed_ms"]),
-            "" if row["sent_bytes"] is None else human_bytes(row["sent_bytes"]),
-            number(row["wire_ms"]),
-            style="bold" if row["pays"] and row["kind"] == "grace" else style,
-        )
+        paying = row["pays"] and row["kind"] == "grace"
+        made.add_row(label, *(cell(row) for cell in columns.values()), style="bold" if paying else style)
     return made
+
+
+def amount(count: float | None) -> str:
+    """Bytes, if they are known."""
+    return "" if count is None else human_bytes(count)
 
 
 def number(value: float | None) -> str:

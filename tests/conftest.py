@@ -29,15 +29,19 @@ def pytest_configure(config):
 
 
 def launched(engine: str, size: int, framework: str = "torch") -> Ranks:
-    """The pool of an engine's ranks; "gloo" is torch.distributed's. One engine's at a time are up."""
+    """The pool of an engine's ranks; "gloo" is torch.distributed's.
+
+    To start one takes many seconds, so they stay up: one of Horovod's and one of MPI's, and none of another framework.
+    """
     if engine == "gloo":
         return ranks_of(size)
     if not available(engine):
         pytest.skip(f"{engine}: its packages are not installed (make horovod)")
+    mine = engine, size, framework
     for key, pool in _launched.items():
-        if key != (engine, size, framework):
+        if key != mine and (key[2] != framework or ENGINES[key[0]][1] == ENGINES[engine][1]):
             pool.stop()
-    return _launched.setdefault((engine, size, framework), Launched(engine, size, framework))
+    return _launched.setdefault(mine, Launched(*mine))
 
 
 def ranks_of(size: int) -> Ranks:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; what tests start must hear of it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -15,20 +16,32 @@ sys.path.insert(0, str(Path(__file__).parent))  # so that rank processes can imp
 from engines import ENGINES, Launched, available
 from pool import Ranks
 
+settings.register_profile("all", deadline=None, derandomize=True, max_examples=40)
+settings.register_profile("quick", settings.get_profile("all"), max_examples=10)
+
 _pools: dict[int, Ranks] = {}
 _launched: dict[tuple[str, int, str], Launched] = {}
 
 
+def pytest_configure(config):
+    """Fewer examples for ``@given`` in `make check`, which leaves out the slow tests."""
+    settings.load_profile("quick" if "not slow" in config.option.markexpr else "all")
+
+
 def launched(engine: str, size: int, framework: str = "torch") -> Ranks:
-    """The pool of an engine's ranks; "gloo" is torch.distributed's. One engine's at a time are up."""
+    """The pool of an engine's ranks; "gloo" is torch.distributed's.
+
+    To start one takes many seconds, so they stay up: one of Horovod's and one of MPI's, and none of another framework.
+    """
     if engine == "gloo":
         return ranks_of(size)
     if not available(engine):
         pytest.skip(f"{engine}: its packages are not installed (make horovod)")
+    mine = engine, size, framework
     for key, pool in _launched.items():
-        if key != (engine, size, framework):
+        if key != mine and (key[2] != framework or ENGINES[key[0]][1] == ENGINES[engine][1]):
             pool.stop()
-    return _launched.setdefault((engine, size, framework), Launched(engine, size, framework))
+    return _launched.setdefault(mine, Launched(*mine))
 
 
 def ranks_of(size: int) -> Ranks:

@@ -20,8 +20,10 @@ SMALLEST = float(np.finfo(np.float32).tiny)  # the smallest normal float32
 HUGE = float(np.finfo(np.float32).max)
 REFERENCE = NumpyKernels()
 
-settings.register_profile("grace", deadline=None, derandomize=True, max_examples=40)
-settings.load_profile("grace")
+
+def examples(number: int) -> settings:
+    """For ``@given``: so many examples, and in ``make check`` a quarter of them; see conftest.py."""
+    return settings(max_examples=number * settings.default.max_examples // 40)
 
 
 def z_limit(tests: int = 1) -> float:

@@ -135,11 +135,12 @@ else:
     PLAIN = TensorFlowKernels()
     fused_kernels = fused.FusedTensorFlowKernels()
     fused.GRAPH_MINIMUM = 0  # graphs leave for Python whatever the size, so that small tests see it
+    # of TensorFlow's, `make check` runs those that users get; the others start slowly, graphs above all
     OTHERS += [
-        pytest.param(InTensorFlow(PLAIN, BITS), id="tensorflow"),
+        pytest.param(InTensorFlow(PLAIN, BITS), id="tensorflow", marks=pytest.mark.slow),
         pytest.param(InTensorFlow(fused_kernels, fused_kernels.FUSED), id="tensorflow-fused"),
-        pytest.param(InTensorFlow(Traced(PLAIN), BITS), id="graph"),
-        pytest.param(InTensorFlow(Traced(fused_kernels)), id="graph-fused"),
+        pytest.param(InTensorFlow(Traced(PLAIN), BITS), id="graph", marks=pytest.mark.slow),
+        pytest.param(InTensorFlow(Traced(fused_kernels)), id="graph-fused", marks=pytest.mark.slow),
     ]
 
 ALL = [pytest.param(Implementation(REFERENCE), id="numpy"), *OTHERS]

@@ -1,4 +1,4 @@
-"""The grace command: list, describe, help and errors, run as a user does."""
+"""The grace command: list, describe, help and errors, run as a user does; many calls alike run in this process."""
 
 import functools
 import os
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from command import grace_command
 
 import grace
 from grace.registry import KINDS, known, legal_communicators, make
@@ -19,8 +20,15 @@ COMPONENTS = [
 COMPRESSORS = [name for kind, name in COMPONENTS if kind == "compressor"]
 
 
+def said(*args):
+    """What the command prints at 80 columns, in this process."""
+    code, out, err = grace_command(*args)
+    assert (code, err) == (0, "")
+    return out
+
+
 def run(*args, code=0, **environment):
-    """Run the command at 80 columns; returns (stdout, stderr)."""
+    """Run the program at 80 columns; returns (stdout, stderr)."""
     env = {**os.environ, "COLUMNS": "80", **environment}
     done = subprocess.run([GRACE, *args], capture_output=True, text=True, env=env, timeout=60)
     assert done.returncode == code, done.stderr
@@ -30,7 +38,7 @@ def run(*args, code=0, **environment):
 @functools.cache
 def described(name):
     """What `grace describe` prints."""
-    return run("describe", name)[0]
+    return said("describe", name)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +81,7 @@ def test_list_shows_memories_communicators_and_short_names(listing):
 
 @pytest.mark.parametrize("args", [["list"], ["describe", "topk"], ["--help"], ["demo", "--help"]])
 def test_output_fits_80_columns(args):
-    assert max(map(len, run(*args)[0].splitlines())) <= 80
+    assert max(map(len, said(*args).splitlines())) <= 80
 
 
 @pytest.mark.parametrize(("kind", "name"), COMPONENTS)
@@ -106,7 +114,7 @@ def test_describe_says_whose_traffic_grows_with_the_number_of_ranks():
 
 
 def test_describe_explains_a_composition():
-    text = run("describe", "topk(ratio=0.02) | qsgd(levels=7)")[0]
+    text = said("describe", "topk(ratio=0.02) | qsgd(levels=7)")
     assert text.startswith("topk(ratio=0.02) | qsgd(levels=7), a compressor\n")
     assert "category: hybrid" in text
     bits = make("compressor", "topk(ratio=0.02) | qsgd(levels=7)").wire_bits((1000, 1000))
@@ -115,14 +123,14 @@ def test_describe_explains_a_composition():
 
 
 def test_describe_uses_the_specs_parameters():
-    text = run("describe", "topk(ratio=0.05)")[0]
+    text = said("describe", "topk(ratio=0.05)")
     assert "ratio = 0.05 (default 0.01)" in text
     assert re.search(r"1000 x 1000 +2\.6, 12.3x smaller than float32 \(325,000 bytes\)", text)
     assert "{'name': 'topk', 'ratio': 0.05}" in text
 
 
 def test_describe_says_which_shapes_travel_uncompressed():
-    assert re.search(r"^  512 +32, uncompressed", run("describe", "powersgd(rank=2)")[0], re.MULTILINE)
+    assert re.search(r"^  512 +32, uncompressed", said("describe", "powersgd(rank=2)"), re.MULTILINE)
 
 
 def test_describe_shows_every_kind_that_has_the_name():
@@ -132,7 +140,7 @@ def test_describe_shows_every_kind_that_has_the_name():
 
 
 def test_describe_says_what_a_short_name_stands_for():
-    assert "(bf16 is short for cast(dtype=bf16))" in run("describe", "bf16")[0]
+    assert "(bf16 is short for cast(dtype=bf16))" in said("describe", "bf16")
 
 
 def test_components_of_other_packages_are_listed_and_described(tmp_path):
@@ -189,23 +197,31 @@ def test_components_of_other_packages_are_listed_and_described(tmp_path):
     ],
 )
 def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(args, message):
-    out, err = run(*args, code=2)
+    code, out, err = grace_command(*args)
+    assert code == 2
     assert message in err
     assert err.startswith("grace: ")
     assert err.count("\n") == 1
     assert out == ""
 
 
+def test_the_program_exits_with_2_after_a_mistake():
+    out, err = run("describe", "topq", code=2)
+    assert "did you mean 'topk'?" in err
+    assert err.count("\n") == 1
+    assert out == ""
+
+
 def test_help_lists_commands_and_options():
-    text = run("--help")[0]
+    text = said("--help")
     for command in ("list", "describe", "demo", "bench"):
         assert re.search(rf"│ {command} ", text)
-    text = run("demo", "--help")[0]
+    text = said("demo", "--help")
     for option in ("--ranks", "--out"):
         assert option in text
-    text = run("bench", "train", "--help")[0]
+    text = said("bench", "train", "--help")
     for option in ("--task", "--methods", "--ranks", "--epochs", "--seeds", "--lr", "--out", "--quick", "--bandwidth"):
         assert option in text
-    text = run("bench", "--help")[0]
+    text = said("bench", "--help")
     for command in ("all", "kernels", "step", "train", "compare", "link"):
         assert re.search(rf"│ {command} ", text)

@@ -107,6 +107,7 @@ def test_without_tensorflow_horovod_for_it_names_the_line_that_installs_it():
     assert run(script, ("tensorflow",)) == line
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("tensorflow") is None, reason="TensorFlow is not installed")
 def test_without_horovod_tensorflow_works_and_asking_for_it_names_what_builds_it():
     script = """
@@ -120,6 +121,7 @@ def test_without_horovod_tensorflow_works_and_asking_for_it_names_what_builds_it
     assert run(script, ("horovod", "torch", "mpi4py")).splitlines() == ["local topk", "True"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("tensorflow") is None, reason="TensorFlow is not installed")
 def test_tensorflow_does_not_load_torch():
     script = """

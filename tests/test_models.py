@@ -131,7 +131,9 @@ def in_tensorflow(models: ModuleType) -> dict[str, Any]:
     return {"tensor": tf.constant, "array": array, "seed": seed, "gradients": gradients, "train": train}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=SLOW) if name in ("resnet", "lstm") else name for name in NAMES]
+)
 def test_training_lowers_the_loss_on_other_samples(ours, name):
     lr, factor = LEARNING[name]
     ours.seed(0)

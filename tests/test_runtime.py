@@ -111,6 +111,7 @@ time.sleep(0.3)
     assert answer.splitlines() == ["TorchBackend 0 1", "True"]
 
 
+@pytest.mark.ranks
 def test_torchrun_starts_ranks_that_train_together(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(

@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from helpers import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -22,7 +23,7 @@ from grace.variable import Variable
 
 SPECS = ["threshold(value=0.5)", "dgc(ratio=0.05)", "adaptive(ratio=0.05)", "inceptionn"]
 SPARSE = SPECS[:3]
-quick = settings(derandomize=True, deadline=None, max_examples=60)
+quick = examples(60)
 
 
 def make(spec):

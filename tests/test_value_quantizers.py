@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from helpers import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binom
 
@@ -28,7 +29,7 @@ SPECS = [
 SHAPES = [(), (0,), (1,), (2,), (7,), (8,), (63,), (65,), (3, 5), (2, 3, 50), (0, 3), (1001,)]
 
 methods = pytest.mark.parametrize("spec", SPECS)
-settled = settings(deadline=None, derandomize=True, max_examples=60)
+settled = examples(60)
 
 
 def gaussian(shape, seed=0) -> np.ndarray:

@@ -198,6 +198,7 @@ def test_what_cannot_serve_rows_is_refused_by_name(compressor, memory, why):
         exchange([slices(0, 0)], [tf.Variable(tf.zeros([ROWS, WIDTH]))])
 
 
+@pytest.mark.slow
 def test_every_method_serves_rows_or_says_why_not():
     for name in grace.known("compressor"):
         parameters = "(value=0.1)" if name == "threshold" else ""

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from helpers import REFERENCE, agree
-from hypothesis import example, given, settings
+from helpers import REFERENCE, agree, examples
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from implementations import OTHERS
@@ -11,7 +11,7 @@ from implementations import OTHERS
 from grace.kernels import Stream
 
 NUMPY = REFERENCE
-quick = settings(derandomize=True, deadline=None, max_examples=60)
+quick = examples(60)
 
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
 anything = st.one_of(finite, st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-45, np.inf, -np.inf, np.nan]).map(np.float32))

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers import EPSILON, HUGE, REFERENCE
-from hypothesis import given, settings
+from helpers import EPSILON, HUGE, REFERENCE, examples
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from implementations import OTHERS
@@ -19,7 +19,7 @@ from grace.kernels.value_contract import HIGHEST_POWER, LOWEST_POWER
 from grace.torch.kernels import TorchKernels
 
 others = pytest.mark.parametrize("it", OTHERS)
-settled = settings(deadline=None, derandomize=True, max_examples=60)
+settled = examples(60)
 
 
 def data(kind: str, n: int, seed: int) -> np.ndarray:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from helpers import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 import grace
@@ -148,7 +149,7 @@ SHAPES = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), max_size=
 
 
 @pytest.mark.parametrize("name", sorted(n for n, c in known("builder").items() if c.__module__.startswith("grace.")))
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(shapes=SHAPES, ranks=st.integers(1, 5), sparse=st.booleans())
 def test_every_element_is_in_one_part_and_loads_are_balanced(name, shapes, ranks, sparse):
     variables = [Variable(f"v{i}", shape, sparse=sparse and len(shape) == 2) for i, shape in enumerate(shapes)]

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from helpers import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 import grace
@@ -295,13 +296,13 @@ def refused_or_consistent(make):
     assert Resources.of(resources.model_dump()) == resources
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(ANYTHING | DOCUMENT)
 def test_any_document_is_resources_or_a_config_error(document):
     refused_or_consistent(lambda: Resources.of(document))
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     text=st.text() | st.text("nodes:[]{}-&*!|>%@'\" \n,~.01") | ANYTHING.map(repr),
     suffix=st.sampled_from(["yaml", "json"]),

@@ -8,7 +8,8 @@ import copy
 import re
 
 import pytest
-from hypothesis import given, settings
+from helpers import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("pydantic", reason="pydantic is not installed")
@@ -192,7 +193,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(data=st.data())
 def test_fuzzed_documents_give_a_strategy_or_a_config_error(data):
     document = copy.deepcopy(strategy().to_dict())
@@ -223,7 +224,7 @@ def parsed(document):
     return None
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(VALUES)
 def test_any_document_gives_a_strategy_or_a_config_error(document):
     parsed(document)

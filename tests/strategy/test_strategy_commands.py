@@ -1,4 +1,4 @@
-"""``grace strategy``: run as a user does."""
+"""``grace strategy``: run as a user does once, and in this process."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from command import grace_command
 
 pytest.importorskip("pydantic", reason="pydantic is not installed")
 
@@ -31,14 +32,21 @@ def folder(tmp_path):
 
 
 def run(folder, *args, code=0):
+    found, out, err = grace_command("strategy", *args, folder=folder, columns=140)
+    assert found == code, err
+    return out if code in (0, 1) else err
+
+
+def run_program(folder, *args):
     env = {**os.environ, "COLUMNS": "140"}
     command = [GRACE, "strategy", *args]
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=folder, timeout=100)
-    assert done.returncode == code, done.stderr
-    return done.stdout if code in (0, 1) else done.stderr
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
-def test_a_strategy_is_built_shown_and_checked(folder):
+@pytest.mark.parametrize("run", [run, pytest.param(run_program, marks=pytest.mark.slow)])
+def test_a_strategy_is_built_shown_and_checked(folder, run):
     said = run(folder, "build", "--model", "mine:net", "--builder", "parallax", "-n", "2", "-o", "s.yaml")
     assert said == "Wrote s.yaml: 5 variables, for 2 ranks on 1 node, by parallax\n"
     shown = run(folder, "show", "s.yaml")
@@ -80,6 +88,7 @@ def test_models_that_cannot_be_had_are_refused(folder, model, message):
     assert not (folder / "s.yaml").exists()
 
 
+@pytest.mark.slow
 def test_kerass_embeddings_are_sparse(folder):
     pytest.importorskip("keras", reason="TensorFlow is not installed")
     (folder / "mine.py").write_text(

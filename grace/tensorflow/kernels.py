@@ -131,7 +131,9 @@ class TensorFlowKernels(ValueTensorFlow, SparseTensorFlow, Kernels):
         return tf.where(is_upper(x), tf.ones([], x.dtype), -tf.ones([], x.dtype))
 
     def matmul(self, a, b, transpose=False):
-        return tf.matmul(a, b, transpose_a=transpose)
+        if transpose:  # twice as fast on a CPU, where b is narrow, as a^T b
+            return tf.transpose(tf.matmul(b, a, transpose_a=True))
+        return tf.matmul(a, b)
 
     def matmul_add(self, out, a, b, weight):
         return out + _times(tf.reshape(tf.matmul(a, b, transpose_b=True), tf.shape(out)), weight)

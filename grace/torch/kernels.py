@@ -124,7 +124,7 @@ class TorchKernels(ValueTorch, SparseTorch, Kernels):
         return torch.where(x >= 0, 1.0, -1.0).to(x.dtype)
 
     def matmul(self, a, b, transpose=False):
-        # BLAS on a CPU takes a narrow factor up to ten times faster on the left side than on the right
+        # torch's BLAS takes a narrow factor up to ten times faster on the left than on the right (on AMD processors)
         return (b.t() @ (a if transpose else a.t())).t().contiguous()
 
     def matmul_add(self, out, a, b, weight):

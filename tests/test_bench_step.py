@@ -196,7 +196,6 @@ def test_ranks_that_a_launcher_has_started_measure_their_own_network(folder):
         (["-n", "two"], "--ranks are whole numbers separated by commas"),
         (["-n", "0"], "--ranks must be between 1 and 1000, not 0"),
         (["--rounds", "0"], "--rounds must be at least 1, not 0"),
-        (["--device", "tpu"], "--device is cpu or cuda, not 'tpu'"),
     ],
 )
 def test_a_mistake_is_one_line_before_anything_starts(folder, args, message):

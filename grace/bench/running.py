@@ -54,12 +54,14 @@ class Running:
                 function()
             self.results.complete = True
         except (WorkerError, LinkError) as error:
-            self.code, self.message = 1, str(error)
+            self.code, self.message = 1, f"{error}{self._kept()}"
         except KeyboardInterrupt:
-            kept = f"; what is finished is in {self.out}" if self.results.rows else ""
-            self.code, self.message = 130, f"{self.interrupted}{kept}"
+            self.code, self.message = 130, f"{self.interrupted}{self._kept()}"
         finally:
             self.save()
+
+    def _kept(self) -> str:
+        return f"; what is finished is in {self.out}" if self.results.rows else ""
 
     def report(self, results: Sequence[Results] | None = None, out: Path | None = None) -> Path | None:
         """Write ``report.html`` on what is there; of several benchmarks, if their results are given."""

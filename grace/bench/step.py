@@ -52,7 +52,6 @@ class Settings:
         ranks: numbers of processes on this machine, one scenario each.
         bandwidths: bits per second of emulated links, one scenario each; None for loopback.
         rounds: blocks of steps per row; the rows take turns.
-        device: "cpu" or "cuda".
         ddp_hook: whether the methods are measured as hooks of DistributedDataParallel too.
 
     Raises:
@@ -74,7 +73,6 @@ class Settings:
     ranks: list[int] = dataclasses.field(default_factory=lambda: [2])
     bandwidths: list[float | None] = dataclasses.field(default_factory=lambda: [None])
     rounds: int = ROUNDS
-    device: str = "cpu"
     ddp_hook: bool = False
 
     def __post_init__(self) -> None:
@@ -96,8 +94,6 @@ class Settings:
             for rate in self.bandwidths:
                 if rate is not None:
                     Link(ranks, rate)
-        if self.device not in ("cpu", "cuda"):
-            raise ConfigError(f"--device is cpu or cuda, not {self.device!r}")
         if self.ddp_hook and self.engine != "torch":
             raise ConfigError("--ddp-hook is for --engine torch: DistributedDataParallel has no other engine")
         if self.model not in MODELS:

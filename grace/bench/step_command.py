@@ -34,7 +34,7 @@ def command(
         str,
         typer.Option(
             help="transformer, resnet, lstm, ncf, mlp, or module:function, which returns (model, loss, samples), where "
-            "loss(model) is the loss of a batch of so many samples."
+            "loss(model) is the loss of a batch of so many samples, on the device of its choice."
         ),
     ] = "transformer",
     methods: Annotated[
@@ -63,7 +63,6 @@ def command(
         int | None, typer.Option(help="Blocks of steps of each row.", show_default="8, or 3 with --quick")
     ] = None,
     ddp_hook: Annotated[bool, typer.Option("--ddp-hook", help="Measure the methods as DDP's hooks too.")] = False,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     out: Annotated[Path, typer.Option(help="Folder for results.json, results.csv and report.html.")] = Path("out/step"),
     quick: Annotated[bool, typer.Option("--quick", help="Fewer methods and rounds: under two minutes.")] = False,
 ) -> None:
@@ -92,7 +91,6 @@ def command(
         ranks=options.integers(ranks, "--ranks"),
         bandwidths=options.bandwidths(bandwidth),
         rounds=rounds if rounds is not None else step.QUICK_ROUNDS if quick else step.ROUNDS,
-        device=device,
         ddp_hook=ddp_hook,
     )
     here = options.launched()

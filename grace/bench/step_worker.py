@@ -59,8 +59,7 @@ def measure(settings: Settings, backend: Backend, engine: str, emit: Callable[[E
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     torch.manual_seed(0)
     work = workload(settings.model, backend.rank)
-    device = _device(settings.device)
-    model = work.model.to(device)
+    model = work.model
     skipped: dict[str, str] = {}
     steppers: list[tuple[Stepper, int]] = []
     for contestant in _contestants(settings, engine, backend.size):
@@ -72,7 +71,14 @@ def measure(settings: Settings, backend: Backend, engine: str, emit: Callable[[E
                 raise
             skipped[contestant.name] = str(error).splitlines()[0]  # the same on every rank: the engine refuses it
     count = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    facts = {"parameters": count, "batch": work.samples, "optimizer": "SGD", "threads": torch.get_num_threads()}
+    device = next(model.parameters()).device.type
+    facts: Event = {
+        "device": device,
+        "parameters": count,
+        "batch": work.samples,
+        "optimizer": "SGD",
+        "threads": torch.get_num_threads(),
+    }
     emit({"facts": {**facts, **({"skipped": skipped} if skipped else {})}})
     emit({"blocks": settings.rounds * len(steppers)})
     for _ in range(settings.rounds):
@@ -148,12 +154,6 @@ def _moved(before: Any, after: Any, counted: float | None) -> tuple[float | None
 def _most(values: list[float | None], steps: int) -> float | None:
     known = [value for value in values if value is not None]
     return max(known) / steps if len(known) == len(values) else None
-
-
-def _device(name: str) -> torch.device:
-    if name == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    return torch.device(name)
 
 
 def _synchronize(stepper: Stepper) -> None:

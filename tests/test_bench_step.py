@@ -219,6 +219,15 @@ def test_a_model_that_is_none_is_refused(folder, model, code, message):
     assert message in err
 
 
+def test_where_no_link_can_be_emulated_it_says_why_and_measures_nothing(tmp_path):
+    command = [GRACE, "bench", "step", "--model", "mlp", "--bandwidth", "1gbit", "--out", str(tmp_path)]
+    path = {**os.environ, "PATH": "/nowhere"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("grace bench step: a link cannot be emulated here: ")
+    assert record.load(tmp_path).rows == []
+
+
 @linked
 def test_an_interrupted_run_keeps_what_is_finished_and_removes_the_network(folder, tmp_path):
     before = set(_namespaces())

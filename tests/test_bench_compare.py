@@ -75,6 +75,16 @@ def test_the_exit_code_tells_when_something_is_slower(tmp_path):
     ]
     run(tmp_path / "a", tmp_path / "b", "--fail-if-slower", "60")
     run(tmp_path / "b", tmp_path / "a", "--fail-if-slower", "0")
+    fewer = step(bandwidths=[1e9], ranks=[2])
+    fewer.rows = [row for row in fewer.rows if row["name"] != "cast"]
+    next(row for row in fewer.rows if row["name"] == "qsgd")["step_ms"] = None
+    fewer.save(tmp_path / "b")
+    _, err = run(tmp_path / "a", tmp_path / "b", "--fail-if-slower", "20", code=1)
+    lost = [line for line in err.splitlines() if "2 ranks" in line]
+    assert lost == [
+        f"grace bench compare: not measured in b: {name} (torch, 2 ranks, 1 Gbit/s)" for name in ("cast", "qsgd")
+    ]
+    run(tmp_path / "b", tmp_path / "a", "--fail-if-slower", "20")  # more rows than before are none that are missing
     assert "0 or more, not -1" in run(tmp_path / "a", tmp_path / "b", "--fail-if-slower=-1", code=2)[1]
 
 

@@ -30,6 +30,7 @@ KEYS = {
     *("vnmse", "aggregate_vnmse", "bias", "peak_extra_bytes"),
 }
 COUNTED = peak.peak_bytes(int) is not None
+HUGE_PAGE = 2 << 20
 counted = pytest.mark.skipif(not COUNTED, reason="this system does not count a process's peak memory")
 
 
@@ -348,7 +349,10 @@ def test_the_peak_is_counted_whoever_allocates(kind):
 )
 def test_extra_memory_is_payload_scratch_and_state(spec, per_element):
     x = gradients.gaussian((2000, 2000))[0]
-    assert kernels.extra_bytes(spec, x) / x.numel() == pytest.approx(per_element, abs=0.12)
+    more = kernels.extra_bytes(spec, x) - per_element * x.numel()
+    uncounted = 0.12 * x.numel()
+    # dgc's buffer of indices is large, and little of it is written to: by chance of addresses, a huge page or none.
+    assert -uncounted < more < uncounted + (HUGE_PAGE if spec == "dgc" else 0)
 
 
 @counted

@@ -55,7 +55,7 @@ def slow(folder):
     """Over a link of 100 Mbit/s, with all baselines that there are."""
     if REASON:
         pytest.skip(f"no link can be emulated here: {REASON}")
-    args = ["--model", "mine:wide", "--methods", "none,qsgd,topk", "--rounds", "3", "--bandwidth", "100mbit"]
+    args = ["--model", "mine:wide", "--methods", "none,qsgd,topk", "--rounds", "5", "--bandwidth", "100mbit"]
     return run(folder, *args)
 
 
@@ -95,7 +95,7 @@ def test_a_step_is_compute_and_codec_and_exposed_communication(rows):
         assert row["step_low_ms"] <= row["step_ms"] <= row["step_high_ms"]
         assert row["samples_per_s"] == pytest.approx(2 * 2 * 1e3 / row["step_ms"])
         assert row["speedup"] == rows["DDP"]["step_ms"] / row["step_ms"]
-        assert len(row["times_ms"]) == row["steps"] >= 3
+        assert len(row["times_ms"]) == row["steps"] >= 5
         assert (row["codec_ms"] is None) == (row["kind"] != "grace")
 
 
@@ -129,9 +129,7 @@ def test_horovods_baselines_are_measured_in_the_same_run(slow, rows):
     own = {row["name"]: row for row in slow[2].rows if row["engine"] == "horovod"}
     assert set(own) == {BOUND, "Horovod", "Horovod fp16"}
     assert own["Horovod"]["sent_bytes"] == pytest.approx(BYTES, rel=0.02)
-    assert own["Horovod"]["step_ms"] - own["Horovod"]["compute_ms"] == pytest.approx(
-        own["Horovod"]["wire_ms"], rel=0.15
-    )
+    assert exchanged(own["Horovod"]) == pytest.approx(own["Horovod"]["wire_ms"], rel=0.15)
     assert own["Horovod fp16"]["sent_bytes"] == pytest.approx(BYTES / 2, rel=0.02)
 
 

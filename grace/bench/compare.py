@@ -120,13 +120,19 @@ class Comparison:
 
         The time is that of a step, and of kernels that of encoding and decoding together.
         """
-        wanted = {"step": 0, "train": 3, "kernels": 0}[self.kind]
-        found = [(key, changes[wanted]) for key, changes in self.rows]
         return [
             (key, change.ratio)
-            for key, change in found
+            for key, change in self._times()
             if change.ratio is not None and change.ratio > 1 + percent / 100 and change.verdict == WORSE
         ]
+
+    def lost(self) -> list[Key]:
+        """Rows whose time b lacks, so that nobody can say that they did not become slower."""
+        return [*self.only_a, *(key for key, change in self._times() if change.a is not None and change.b is None)]
+
+    def _times(self) -> list[tuple[Key, Change]]:
+        wanted = {"step": 0, "train": 3, "kernels": 0}[self.kind]
+        return [(key, changes[wanted]) for key, changes in self.rows]
 
 
 def compare(a: Results, b: Results) -> Comparison:

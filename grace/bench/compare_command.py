@@ -30,7 +30,7 @@ def compare(
         float | None,
         typer.Option(
             metavar="PERCENT",
-            help="Exit with 1 if a row of b is slower by more than so many percent, and by more than noise.",
+            help="Exit with 1 if a row of b is slower by more than so many percent and than noise, or missing.",
             show_default=False,
         ),
     ] = None,
@@ -57,12 +57,17 @@ def compare(
         for key in keys:
             console.print(f"only in {name}: {_said(found.kind, key)}", soft_wrap=False)
     console.print(f"{sentence(found)}.")
-    if fail_if_slower is not None and (slower := found.slower(fail_if_slower)):
-        for key, ratio in slower:
-            print(
-                f"grace bench compare: slower by {100 * (ratio - 1):.1f} %: {_said(found.kind, key)}", file=sys.stderr
-            )
-        raise typer.Exit(1)
+    if fail_if_slower is not None:
+        complaints = [
+            *(
+                f"slower by {100 * (ratio - 1):.1f} %: {_said(found.kind, key)}"
+                for key, ratio in found.slower(fail_if_slower)
+            ),
+            *(f"not measured in b: {_said(found.kind, key)}" for key in found.lost()),
+        ]
+        for complaint in complaints:
+            print(f"grace bench compare: {complaint}", file=sys.stderr)
+        raise typer.Exit(bool(complaints))
 
 
 def _files(console: Console, paths: tuple[Path, Path], results: tuple[Results, Results]) -> None:

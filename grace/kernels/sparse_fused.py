@@ -103,7 +103,7 @@ class SparseFused(SparseReference):
     empty: Any
 
     def above(self, x, threshold):
-        out = np.empty(x.size, np.int32)  # memory that is not written to costs nothing
+        out = np.empty(x.size, np.int32)  # what is not written to takes no memory, but the rest of a huge page
         return out[: _above(x.view(np.uint32), np.float32(threshold).view(np.uint32), out)].copy()
 
     def sample_indices(self, stream, n, k, like=None):

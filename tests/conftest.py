@@ -19,8 +19,6 @@ from pool import Ranks
 settings.register_profile("all", deadline=None, derandomize=True, max_examples=40)
 settings.register_profile("quick", settings.get_profile("all"), max_examples=10)
 
-USERS = ("multiprocess", "in_tensorflow", "strategy")
-"""Folders whose tests share ranks of engines."""
 _pools: dict[int, Ranks] = {}
 _launched: dict[tuple[str, int, str], Launched] = {}
 
@@ -44,13 +42,6 @@ def launched(engine: str, size: int, framework: str = "torch") -> Ranks:
         if key != mine and (key[2] != framework or ENGINES[key[0]][1] == ENGINES[engine][1]):
             pool.stop()
     return _launched.setdefault(mine, Launched(*mine))
-
-
-def pytest_runtest_teardown(item, nextitem):
-    """Engines' ranks are stopped before other folders' tests: Horovod's take a third of a core when idle."""
-    if nextitem is not None and nextitem.path.parent.name not in USERS:
-        for pool in _launched.values():
-            pool.stop()
 
 
 def ranks_of(size: int) -> Ranks:

@@ -57,19 +57,32 @@ def command(engine: str, size: int, *program: str) -> list[str]:
 
 
 class Launched(Ranks):
-    """Ranks of an engine, started by its launcher; see :class:`pool.Ranks`."""
+    """Ranks of an engine, started by its launcher; see :class:`pool.Ranks`.
+
+    Between calls they are stopped by a signal: Horovod's would ask each other all the time whether there is work, and
+    MPI waits for answers without sleep.
+    """
 
     def __init__(self, engine: str, size: int, framework: str = "torch"):
         super().__init__(size)
         self.framework = framework
         self.engine, self.said, self.folder = engine, "", ""
+        self.pids: list[int] = []
 
     def run(self, function: Callable, *args: Any, timeout: float = 120) -> list[Any]:
         """Call ``function(*args)`` on every rank."""
+        self._signal(signal.SIGCONT)
         try:
             return super().run(function, *args, timeout=timeout)
         except RankFailure as failure:
             raise RankFailure(f"{self.engine}: {failure}\n{self.said}") from None
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: int) -> None:
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def _start(self) -> None:
         self.folder = tempfile.mkdtemp(prefix="grace-engine-")
@@ -80,12 +93,12 @@ class Launched(Ranks):
             self.processes = [launcher]
             listener._listener._socket.settimeout(START_SECONDS)  # type: ignore[attr-defined]
             try:
-                pipes = dict(sorted(self._accept(listener) for _ in range(self.size)))
+                joined = sorted(self._accept(listener) for _ in range(self.size))
             except OSError as error:
                 self.stop()
                 raise RankFailure(f"{' '.join(program)} did not start: {error}") from error
-        assert list(pipes) == list(range(self.size))
-        self.pipes = list(pipes.values())
+        ranks, self.pids, self.pipes = map(list, zip(*joined, strict=True))
+        assert ranks == list(range(self.size))
         for pipe in self.pipes:
             pipe.send(sys.path)
 
@@ -97,12 +110,14 @@ class Launched(Ranks):
     @staticmethod
     def _accept(listener: Listener):
         pipe = listener.accept()
-        return pipe.recv(), pipe
+        rank, pid = pipe.recv()
+        return rank, pid, pipe
 
     def stop(self) -> None:
         """End the launcher and its ranks; the next ``run`` starts new ones."""
         if not self.processes:
             return
+        self._signal(signal.SIGCONT)
         for pipe in self.pipes:
             pipe.close()
         for launcher in self.processes:
@@ -112,7 +127,7 @@ class Launched(Ranks):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(launcher.pid, signal.SIGKILL)
             launcher.wait()
-        self.processes, self.pipes = [], []
+        self.processes, self.pipes, self.pids = [], [], []
         self.said = self.log.read_text()[-4000:]
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -130,7 +145,7 @@ def _serve(address: str, framework: str) -> None:
         tf.config.threading.set_intra_op_parallelism_threads(1)
     grace.init(framework=framework)
     with Client(address) as pipe:
-        pipe.send(grace.rank())
+        pipe.send((grace.rank(), os.getpid()))
         sys.path[:] = pipe.recv()  # functions are found where the test process finds them
         with contextlib.suppress(EOFError):
             while True:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from grace.bench.compare import BETTER, IDENTITY, MEASURES, SAME, UNKNOWN, WORSE, Change, Comparison, Key, sentence
 from grace.bench.compare import compare as compare_results
-from grace.bench.figures.numbers import digits, of_rate
+from grace.bench.figures.numbers import digits, of_ranks, of_rate
 from grace.bench.figures.style import clean
 from grace.bench.record import Results, load
 from grace.errors import ConfigError
@@ -150,7 +150,7 @@ def _where(kind: str, key: Key) -> str:
         if name == "bandwidth":
             said.append(of_rate(value))
         elif name == "ranks":
-            said.append(f"{value} ranks")
+            said.append(of_ranks(value))
         else:
             said.append(f"{clean(value)} tensor" if name == "tensor" else clean(value))
     return ", ".join(said)

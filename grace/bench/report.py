@@ -9,7 +9,7 @@ from pathlib import Path
 
 from grace._version import __version__
 from grace.bench.figures import kernels, step, train
-from grace.bench.figures.numbers import digits, number, of_bytes, of_rate, of_seconds, whole
+from grace.bench.figures.numbers import digits, number, of_bytes, of_ranks, of_rate, of_seconds, whole
 from grace.bench.figures.style import Figure, Look, clean, escaped, looks, named
 from grace.bench.rates import parse_rate
 from grace.bench.record import Results
@@ -128,7 +128,8 @@ def _about(results: Results) -> str:
             said.append(word.format(clean(s[key])))
     ranks = s.get("ranks")
     if ranks:
-        said.append(f"{' and '.join(map(str, ranks)) if isinstance(ranks, list) else ranks} ranks")
+        counts = ranks if isinstance(ranks, list) else [ranks]
+        said.append(" and ".join([*map(whole, counts[:-1]), of_ranks(counts[-1])]))
     for key, word in (
         ("batch", "{} samples per rank and step"),
         ("epochs", "{} epochs"),

@@ -15,6 +15,7 @@ from typing import Any
 import grace
 from grace.bench import verdicts
 from grace.bench.engines import ENGINES, check_engine, has_horovod, launcher
+from grace.bench.figures.numbers import of_ranks
 from grace.bench.follow import Follower
 from grace.bench.functions import load_function
 from grace.bench.launch import run_ranks
@@ -285,9 +286,7 @@ def scenario(ranks: int, rate: float | None) -> str:
     >>> scenario(2, 1e9), scenario(4, None)
     ('2 ranks at 1gbit', '4 ranks on loopback')
     """
-    return f"{ranks} {'rank' if ranks == 1 else 'ranks'} " + (
-        "on loopback" if rate is None else f"at {show_rate(rate)}"
-    )
+    return of_ranks(ranks) + (" on loopback" if rate is None else f" at {show_rate(rate)}")
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:

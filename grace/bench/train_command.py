@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from grace.bench import options, training
+from grace.bench.figures.numbers import of_ranks
 from grace.bench.progress import Display
 from grace.bench.rates import show_rate
 from grace.bench.running import Running
@@ -94,7 +95,7 @@ def run(settings: training.Settings, out: Path) -> Running:
     """Train, show and save; how it ended is in what it returns."""
     console = Console(highlight=False)
     running = Running(NAME, "train", settings.about(), out)
-    console.print(f"Starting {settings.ranks} {'rank' if settings.ranks == 1 else 'ranks'} ...\n")
+    console.print(f"Starting {of_ranks(settings.ranks)} ...\n")
 
     def measure() -> None:
         with Display(console, settings) as display:

@@ -53,6 +53,15 @@ def whole(value: Any) -> str:
     return UNKNOWN if value is None else f"{value:,.10g}"
 
 
+def of_ranks(value: Any) -> str:
+    """A number of ranks, as it was read from a file.
+
+    >>> of_ranks(1), of_ranks(2), of_ranks(None)
+    ('1 rank', '2 ranks', '\u2013 ranks')
+    """
+    return f"{whole(value)} {'rank' if value == 1 else 'ranks'}"
+
+
 def of_bytes(value: Any, count: int = 3) -> str:
     """Bytes with a decimal unit.
 

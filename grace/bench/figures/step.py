@@ -7,7 +7,7 @@ from typing import Any
 
 from grace.bench.figures.bars import REST, Bar, Mark, horizontal
 from grace.bench.figures.labels import at_the_right, text_width
-from grace.bench.figures.numbers import digits, number, of_ms, of_rate
+from grace.bench.figures.numbers import digits, number, of_ms, of_ranks, of_rate
 from grace.bench.figures.style import INK, MUTED, Figure, Look, Panel, label_axes, panel, place, short, svg
 
 KEYS = (
@@ -68,7 +68,7 @@ def titles(found: Mapping[tuple, Any]) -> list[str]:
     >>> titles({(2, 1e9): 0, (4, 1e9): 0}), titles({(2, None): 0})
     (['2 ranks, 1 Gbit/s', '4 ranks, 1 Gbit/s'], ['2 ranks, no emulated link'])
     """
-    return [f"{ranks} ranks, {of_rate(rate)}" for ranks, rate in found]
+    return [f"{of_ranks(ranks)}, {of_rate(rate)}" for ranks, rate in found]
 
 
 def _time(rows: Rows, looks: Mapping[str, Look], name: str) -> Figure:
@@ -126,7 +126,7 @@ def _bandwidths(rows: Rows, looks: Mapping[str, Look], name: str) -> Figure:
         axes.set_xticks(range(len(rates)), [of_rate(rate).replace("no emulated ", "no ") for rate in rates])
         axes.axhline(1, color=INK, linewidth=1, linestyle=(0, (4, 2)), zorder=1)
         _finish(axes, lines, looks)
-        title = f"{ranks} ranks"
+        title = of_ranks(ranks)
         about = f"Lines of the speedup against the bandwidth, {title}: " + _said(
             lines, [of_rate(rate) for rate in rates]
         )
@@ -169,7 +169,7 @@ def _ranks(rows: Rows, looks: Mapping[str, Look], name: str) -> Figure:
         _finish(axes, lines, looks)
         title = of_rate(rate)
         about = f"Lines of samples per second against ranks, {title}: " + _said(
-            lines, {count: f"{count} ranks" for count in counts}
+            lines, {count: of_ranks(count) for count in counts}
         )
         panels.append(Panel(title, svg(drawing, f"{name}-ranks{i}", about), about))
     caption = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from hypothesis import settings
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; what tests start must hear of it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would compile Grace again
 sys.path.insert(0, str(Path(__file__).parent))  # so that rank processes can import test modules by name
 
 from engines import ENGINES, Launched, available
@@ -31,7 +33,7 @@ def pytest_configure(config):
 def launched(engine: str, size: int, framework: str = "torch") -> Ranks:
     """The pool of an engine's ranks; "gloo" is torch.distributed's.
 
-    To start one takes many seconds, so they stay up: one of Horovod's and one of MPI's, and none of another framework.
+    To start one takes many seconds, so they stay up, as long as they take no memory from those of another framework.
     """
     if engine == "gloo":
         return ranks_of(size)
@@ -39,7 +41,7 @@ def launched(engine: str, size: int, framework: str = "torch") -> Ranks:
         pytest.skip(f"{engine}: its packages are not installed (make horovod)")
     mine = engine, size, framework
     for key, pool in _launched.items():
-        if key != mine and (key[2] != framework or ENGINES[key[0]][1] == ENGINES[engine][1]):
+        if key[2] != framework:
             pool.stop()
     return _launched.setdefault(mine, Launched(*mine))
 

@@ -87,7 +87,7 @@ class Launched(Ranks):
     def _start(self) -> None:
         self.folder = tempfile.mkdtemp(prefix="grace-engine-")
         program = command(self.engine, self.size, __file__, f"{self.folder}/socket", self.framework)
-        env = {**environment(), "GRACE_BACKEND": ENGINES[self.engine][1]}
+        env = {**environment(), "GRACE_BACKEND": ENGINES[self.engine][1], "HOROVOD_GLOO_TIMEOUT_SECONDS": "3600"}
         with Listener(f"{self.folder}/socket", backlog=self.size) as listener, self.log.open("w") as log:
             launcher = subprocess.Popen(program, env=env, stdout=log, stderr=log, start_new_session=True)
             self.processes = [launcher]

@@ -223,7 +223,9 @@ def test_an_interrupted_benchmark_leaves_no_rank_behind(tmp_path, number, second
 
 @linux
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [0, 12], ids=["starting", "training"])
+@pytest.mark.parametrize(
+    ("launcher", "seconds"), [("horovod", 0), ("mpi4py", 0), ("horovod", 12)], indirect=["launcher"]
+)
 def test_an_interrupted_tensorflow_benchmark_leaves_no_rank_behind(tmp_path, launcher, seconds):
     with _running(tmp_path, seconds, "tensorflow") as (process, ranks):
         process.send_signal(signal.SIGINT)

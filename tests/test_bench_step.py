@@ -9,8 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from grace.bench import engines, record, step, verdicts
+from grace.bench import engines, fidelity, record, step, verdicts
 from grace.bench.link import possible
 from grace.bench.step import BOUND
 
@@ -52,17 +53,17 @@ def run(folder, *args, code=0, launcher=(), timeout=240):
 
 @pytest.fixture(scope="module")
 def slow(folder):
-    """Over a link of 100 Mbit/s, with all baselines that there are."""
+    """Over links of 100 Mbit/s and 5 Gbit/s, with all baselines that there are."""
     if REASON:
         pytest.skip(f"no link can be emulated here: {REASON}")
-    args = ["--model", "mine:wide", "--methods", "none,qsgd,topk", "--rounds", "5", "--bandwidth", "100mbit"]
+    args = ["--model", "mine:wide", "--methods", "none,qsgd,topk", "--rounds", "5", "--bandwidth", "100mbit,5gbit"]
     return run(folder, *args)
 
 
 @pytest.fixture(scope="module")
 def rows(slow):
-    """Rows of that by name, of torch's ranks."""
-    return {row["name"]: row for row in slow[2].rows if row["engine"] == "torch"}
+    """Rows of the slower link by name, of torch's ranks."""
+    return {row["name"]: row for row in slow[2].rows if (row["engine"], row["bandwidth"]) == ("torch", 1e8)}
 
 
 def exchanged(row):
@@ -126,7 +127,7 @@ def test_what_the_engine_refuses_is_left_out_and_named(slow):
 def test_horovods_baselines_are_measured_in_the_same_run(slow, rows):
     if not engines.has_horovod("torch"):
         pytest.skip("Horovod is not installed (make horovod)")
-    own = {row["name"]: row for row in slow[2].rows if row["engine"] == "horovod"}
+    own = {row["name"]: row for row in slow[2].rows if (row["engine"], row["bandwidth"]) == ("horovod", 1e8)}
     assert set(own) == {BOUND, "Horovod", "Horovod fp16"}
     assert own["Horovod"]["sent_bytes"] == pytest.approx(BYTES, rel=0.02)
     assert exchanged(own["Horovod"]) == pytest.approx(own["Horovod"]["wire_ms"], rel=0.15)
@@ -155,22 +156,23 @@ def test_grace_over_other_engines(folder, engine):
     rows = {row["name"]: row for row in results.rows}
     assert {row["engine"] for row in results.rows} == {engine}
     assert rows["none"]["sent_bytes"] == pytest.approx(BYTES, rel=0.02)
-    assert rows["none"]["step_ms"] > 0.95 * rows["none"]["wire_ms"]
+    assert 0.95 < exchanged(rows["none"]) / rows["none"]["wire_ms"] < 1.5  # both directions are in use at once
     assert rows["topk"]["sent_bytes"] < 0.03 * BYTES
     assert rows["topk"]["pays"]
     assert ("Horovod" in rows) == (engine == "horovod")
 
 
 def test_several_numbers_of_ranks_strategies_and_the_hook(folder):
-    args = ["--model", "mine:wide", "--methods", "topk", "--strategy", "ps_load_balancing", "--ddp-hook", "-n", "1,2,3"]
+    args = ["--model", "mine:wide", "--methods", "topk", "--strategy", "ps_load_balancing", "--ddp-hook", "-n", "1,3"]
     out, _, results = run(folder, *args, "--rounds", "1", "--baselines", "ddp")
-    names = {ranks: [row["name"] for row in results.rows if row["ranks"] == ranks] for ranks in (1, 2, 3)}
+    names = {ranks: [row["name"] for row in results.rows if row["ranks"] == ranks] for ranks in (1, 3)}
     own = ["topk", "strategy ps_load_balancing"]
     assert names[1] == [BOUND, *own]
-    assert set(names[2]) == set(names[3]) > {BOUND, "DDP", *own, "topk in DDP's hook"}
+    assert set(names[3]) > {BOUND, "DDP", *own, "topk in DDP's hook"}
     assert "nobody to send to" in results.settings["verdict"]["1 rank on loopback"]
-    by_ranks = {row["ranks"]: row["sent_bytes"] for row in results.rows if row["name"] == "topk"}
-    assert by_ranks[3] == pytest.approx(2 * by_ranks[2], rel=0.1)  # it gathers: each rank sends to every other
+    (sent,) = (row["sent_bytes"] for row in results.rows if row["name"] == "topk" and row["ranks"] == 3)
+    payload = sum(fidelity.sent_bytes("topk", torch.randn(shape)) for shape in ((1000, 2000), (1000,)))
+    assert sent == pytest.approx(2 * payload, rel=0.1)  # it gathers: each rank sends to every other
     assert "mine:wide, 3 ranks on loopback" in out
 
 
@@ -295,11 +297,9 @@ def test_the_verdict(others, words):
     assert "Without any communication it would be 4.0x" in said
 
 
-@linked
-def test_a_sweep_has_a_verdict_for_every_bandwidth(folder):
-    args = ["--model", "mine:wide", "--methods", "topk", "--rounds", "1", "--baselines", "ddp"]
-    out, _, results = run(folder, *args, "--bandwidth", "100mbit,5gbit")
+def test_a_sweep_has_a_verdict_for_every_bandwidth(slow):
+    out, _, results = slow
     assert list(results.settings["verdict"]) == ["2 ranks at 100mbit", "2 ranks at 5gbit"]
     ddp = {row["bandwidth"]: row["step_ms"] for row in results.rows if row["name"] == "DDP"}
     assert ddp[1e8] > 5 * ddp[5e9]
-    assert out.index("2 ranks at 100mbit") < out.index("2 ranks at 5gbit")
+    assert out.index("mine:wide, 2 ranks at 100mbit") < out.index("mine:wide, 2 ranks at 5gbit")

@@ -48,7 +48,7 @@ def run_under(name, example):
     ids=["python", "torchrun"],
 )
 def test_the_example_trains_and_prints_once_which_engine_it_is_on(launcher, method, engine, sends):
-    done = run(launcher, "--compressor", method)
+    done = run(launcher, "--compressor", method, "--epochs", "10")
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
     assert first == f"{method} on {engine}"
@@ -76,8 +76,9 @@ def test_the_example_runs_unchanged_under_every_launcher(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["horovodrun-gloo", "mpirun-mpi"])
-@pytest.mark.parametrize("example", TENSORFLOW, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    ("name", "example"), list(zip(["horovodrun-gloo", "mpirun-mpi"], TENSORFLOW, strict=True)), ids=["keras", "tape"]
+)
 def test_a_tensorflow_example_runs_unchanged_under_horovod_and_mpi(name, example):
     pytest.importorskip("tensorflow", exc_type=ImportError)
     assert "AutoGraph" not in run_under(name, example).stderr  # which is not to translate Grace

@@ -10,7 +10,7 @@ import torch
 from helpers import FALSE_ALARM
 from hypothesis import given
 from hypothesis import strategies as st
-from implementations import ALL
+from implementations import ALL, InTensorFlow
 from scipy.stats import chi2
 
 from grace.component import Context
@@ -112,7 +112,8 @@ def test_random_indices_are_distinct_and_in_range(it, n, part, key):
 
 @every
 def test_all_indices_of_every_small_n_are_a_permutation_and_k_of_them_its_start(it):
-    for n in [*range(1, 36), 63, 64, 65, 127, 128, 129, 1023, 1024, 1025, 4999, 5000]:
+    sizes = [*range(1, 36), 63, 64, 65, 127, 128, 129, 1023, 1024, 1025, 4999, 5000]
+    for n in sizes[::6] if isinstance(it, InTensorFlow) else sizes:  # each takes it half a second
         whole = it.run("random_indices", Stream(n), n, n, LIKE)
         assert sorted(whole) == list(range(n))
         assert (it.run("random_indices", Stream(n), n, (n + 1) // 2, LIKE) == whole[: (n + 1) // 2]).all()

@@ -21,6 +21,8 @@ from pool import Ranks
 settings.register_profile("all", deadline=None, derandomize=True, max_examples=40)
 settings.register_profile("quick", settings.get_profile("all"), max_examples=10)
 
+USERS = ("multiprocess", "in_tensorflow", "strategy")
+"""Folders whose tests share ranks of engines."""
 _pools: dict[int, Ranks] = {}
 _launched: dict[tuple[str, int, str], Launched] = {}
 
@@ -33,17 +35,27 @@ def pytest_configure(config):
 def launched(engine: str, size: int, framework: str = "torch") -> Ranks:
     """The pool of an engine's ranks; "gloo" is torch.distributed's.
 
-    To start one takes many seconds, so they stay up, as long as they take no memory from those of another framework.
+    To start one takes many seconds, so the three that were used last stay up, unless they are of another framework;
+    more would take too much memory.
     """
     if engine == "gloo":
         return ranks_of(size)
     if not available(engine):
         pytest.skip(f"{engine}: its packages are not installed (make horovod)")
     mine = engine, size, framework
-    for key, pool in _launched.items():
-        if key[2] != framework:
+    pool = _launched[mine] = _launched.pop(mine, None) or Launched(*mine)  # the last one is the one used last
+    others = list(_launched.values())[:-1]
+    for place, other in enumerate(others):
+        if other.framework != framework or place < len(others) - 2:
+            other.stop()
+    return pool
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """Engines' ranks are stopped before other folders' tests, which want the memory."""
+    if nextitem is not None and nextitem.path.parent.name not in USERS:
+        for pool in _launched.values():
             pool.stop()
-    return _launched.setdefault(mine, Launched(*mine))
 
 
 def ranks_of(size: int) -> Ranks:

@@ -63,11 +63,14 @@ def test_without_compression_and_with_fp16_it_is_horovod_to_the_bit(horovod_engi
 # -- three ranks ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def three(monkeypatch):
+@pytest.fixture(scope="module")
+def three():
     """3 ranks under horovodrun, which may add process sets."""
-    monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
-    return launched("horovodrun-gloo", 3)
+    pool = launched("horovodrun-gloo", 3)
+    pool.stop()  # one that may not
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+        yield pool
 
 
 def test_on_three_ranks_it_is_horovod_to_rounding(three):

@@ -15,16 +15,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jo
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would compile Grace again
 sys.path.insert(0, str(Path(__file__).parent))  # so that rank processes can import test modules by name
 
-from engines import ENGINES, Launched, available
+from engines import ENGINES
 from pool import Ranks
+from pools import ranks_of, stop_all, stop_engines
 
 settings.register_profile("all", deadline=None, derandomize=True, max_examples=40)
 settings.register_profile("quick", settings.get_profile("all"), max_examples=10)
 
 USERS = ("multiprocess", "in_tensorflow", "strategy")
 """Folders whose tests share ranks of engines."""
-_pools: dict[int, Ranks] = {}
-_launched: dict[tuple[str, int, str], Launched] = {}
 
 
 def pytest_configure(config):
@@ -32,35 +31,10 @@ def pytest_configure(config):
     settings.load_profile("quick" if "not slow" in config.option.markexpr else "all")
 
 
-def launched(engine: str, size: int, framework: str = "torch") -> Ranks:
-    """The pool of an engine's ranks; "gloo" is torch.distributed's.
-
-    To start one takes many seconds, so the three that were used last stay up, unless they are of another framework;
-    more would take too much memory.
-    """
-    if engine == "gloo":
-        return ranks_of(size)
-    if not available(engine):
-        pytest.skip(f"{engine}: its packages are not installed (make horovod)")
-    mine = engine, size, framework
-    pool = _launched[mine] = _launched.pop(mine, None) or Launched(*mine)  # the last one is the one used last
-    others = list(_launched.values())[:-1]
-    for place, other in enumerate(others):
-        if other.framework != framework or place < len(others) - 2:
-            other.stop()
-    return pool
-
-
 def pytest_runtest_teardown(item, nextitem):
     """Engines' ranks are stopped before other folders' tests, which want the memory."""
     if nextitem is not None and nextitem.path.parent.name not in USERS:
-        for pool in _launched.values():
-            pool.stop()
-
-
-def ranks_of(size: int) -> Ranks:
-    """The pool of this size."""
-    return _pools.setdefault(size, Ranks(size))
+        stop_engines()
 
 
 @pytest.fixture(params=[2, 3], ids=["2ranks", "3ranks"])
@@ -94,5 +68,4 @@ def horovod_engine(request) -> str:
 
 
 def pytest_sessionfinish(session, exitstatus):
-    for pool in [*_pools.values(), *_launched.values()]:
-        pool.stop()
+    stop_all()

@@ -11,10 +11,10 @@ import pytest
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
+from pools import launched
 from training import METHODS, Given, made_up
 
 import grace
-from conftest import launched
 from grace.registry import legal_communicators, make
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]

@@ -9,8 +9,9 @@ import pytest
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
+from pools import launched
+
 import grace
-from conftest import launched
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

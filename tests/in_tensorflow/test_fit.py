@@ -11,10 +11,10 @@ import pytest
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
+from pools import launched
 from training import SPECS
 
 import grace
-from conftest import launched
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

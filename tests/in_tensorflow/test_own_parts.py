@@ -12,10 +12,10 @@ import pytest
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
+from pools import launched
 from tensorflow_training import session_of
 
 import grace
-from conftest import launched
 from grace.exchange import Group
 from grace.tensorflow import Allgather, Compressor, Memory, Traits
 from grace.tensorflow.medium import Arrays, Tensors, medium_for

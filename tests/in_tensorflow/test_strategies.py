@@ -12,8 +12,9 @@ import pytest
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
+from pools import launched
+
 import grace
-from conftest import launched
 from grace.strategy.plan import Part, Plan, Strategy, Sync
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]

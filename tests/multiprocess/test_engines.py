@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from engines import ENGINES
+from pools import launched
 from training import METHODS, Given, made_up
 
 import grace
-from conftest import launched
 from grace.registry import legal_communicators, make
 
 pytestmark = pytest.mark.ranks

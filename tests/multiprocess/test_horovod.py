@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from pools import launched
 from training import (
     Given,
     digest,
@@ -23,7 +24,6 @@ from training import (
 )
 
 import grace
-from conftest import launched
 
 pytestmark = pytest.mark.ranks
 

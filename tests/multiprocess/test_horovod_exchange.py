@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from pools import launched
 from training import (
     Given,
     digest,
@@ -20,7 +21,6 @@ from training import (
 )
 
 import grace
-from conftest import launched
 
 pytestmark = pytest.mark.ranks
 

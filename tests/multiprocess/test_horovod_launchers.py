@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pools import launched
 from training import (
     OPTIMIZERS,
     copied,
@@ -19,7 +20,6 @@ from training import (
 )
 
 import grace
-from conftest import launched
 
 pytestmark = pytest.mark.ranks
 

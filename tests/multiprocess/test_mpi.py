@@ -7,10 +7,10 @@ import time
 import numpy as np
 import pytest
 import torch
+from pools import launched
 from training import distributed
 
 import grace
-from conftest import launched
 
 pytestmark = pytest.mark.ranks
 

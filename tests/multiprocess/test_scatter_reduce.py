@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
+from pools import ranks_of
 
 import grace
 import grace.torch
-from conftest import ranks_of
 from grace.scatter import bounds
 
 pytestmark = pytest.mark.ranks

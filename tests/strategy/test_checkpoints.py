@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from pools import ranks_of
 from strategies import (
     BUILDERS,
     Mixed,
@@ -22,7 +23,6 @@ from strategies import (
 from training import copied, digest, made_up, state_of
 
 import grace
-from conftest import ranks_of
 from grace.registry import make
 from grace.strategy.plan import Part, Sync
 

@@ -6,11 +6,11 @@ import functools
 
 import pytest
 import strategies
+from pools import ranks_of
 from strategies import BUILDERS, assert_close, executed, mixed, on_the_mean, spec_for
 from training import digest
 
 import grace
-from conftest import ranks_of
 from grace.strategy.builders.all_reduce import AllReduce
 
 pytestmark = pytest.mark.ranks

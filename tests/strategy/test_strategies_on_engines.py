@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 
 import pytest
+from pools import launched
 from strategies import assert_close, executed, mixed, on_the_mean, train, weights
 from training import digest, state_of
 
 import grace
-from conftest import launched
 
 pytestmark = pytest.mark.ranks
 

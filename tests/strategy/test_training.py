@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from pools import ranks_of
 from strategies import (
     BUILDERS,
     Mixed,
@@ -28,7 +29,6 @@ from strategies import (
 from training import digest
 
 import grace
-from conftest import ranks_of
 from examples.torch import models
 from grace.registry import make
 from grace.strategy import schema

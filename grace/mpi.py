@@ -88,18 +88,18 @@ class MPIBackend(Backend):
             raise TypeError(f"MPI does not sum {dtype}; it sums {', '.join([*NUMBERS, *self.sums])}")
         self.count(2 * (self.size - 1) / self.size * kernels_of(tensor).nbytes(tensor))
         staged = _Staged(tensor, written=True, ours=dtype in self.sums)
-        if self.size == 2 and isinstance(staged.memory, np.ndarray):
-            return self._add_the_other(staged, dtype)
         datatype, op = NUMBERS.get(dtype, MPI.UINT16_T), self.sums.get(dtype, MPI.SUM)
-        buffer = [staged.memory, staged.memory.nbytes // datatype.Get_size(), datatype]
-        return self._handle(self.comm.Iallreduce(MPI.IN_PLACE, buffer, op), staged)
+        count = staged.memory.nbytes // datatype.Get_size()
+        if self.size == 2 and isinstance(staged.memory, np.ndarray):
+            return self._add_the_other(staged, dtype, count, datatype)
+        return self._handle(self.comm.Iallreduce(MPI.IN_PLACE, [staged.memory, count, datatype], op), staged)
 
-    def _add_the_other(self, staged: _Staged, dtype: str) -> Handle:
+    def _add_the_other(self, staged: _Staged, dtype: str, count: int, datatype: Any) -> Handle:
         """Two ranks send each other all that they have, and each adds: both directions of the network are in use at
         once. Open MPI's non-blocking sum goes to one rank and back, which takes twice as long."""
         sent, received = staged.memory, np.empty_like(staged.memory)
-        to_the_other = [0, sent.nbytes] if self.rank == 0 else [sent.nbytes, 0]
-        request = self.comm.Ialltoallv([sent, to_the_other, MPI.BYTE], [received, to_the_other, MPI.BYTE])
+        to_the_other = [0, count] if self.rank == 0 else [count, 0]
+        request = self.comm.Ialltoallv([sent, to_the_other, datatype], [received, to_the_other, datatype])
 
         def add() -> None:
             if dtype in self.sums:
@@ -150,9 +150,7 @@ class MPIBackend(Backend):
     def allgather_object(self, value: Any) -> list[Any]:
         return self.comm.allgather(value)
 
-    def _handle(
-        self, request: Any, received: _Staged, *alive: Any, finish: Callable[[], None] | None = None
-    ) -> Handle:
+    def _handle(self, request: Any, received: _Staged, *alive: Any, finish: Callable[[], None] | None = None) -> Handle:
         """The result is the tensor in ``received``; ``alive``: what else MPI reads until the request is complete;
         ``finish`` is called once when it is."""
         self.pending = [other for other in self.pending if not other.Test()]  # which also moves them on

@@ -175,7 +175,8 @@ class AheadExchange(Exchange):
     @contextlib.contextmanager
     def _committing(self, gradients: Sequence[Any], present: Sequence[bool]) -> Iterator[None]:
         """Keep what is learnt here. Where this rank has no gradient nothing is sent, so what it remembers stays."""
-        parts = [part for kind, part in self.communicator.components.items() if kind != "answer_memory"]
+        keepers = self.communicator.keepers.items()
+        parts = [part for kind, part in keepers if not kind.startswith("answer_memory")]
         absent = [name for name, here in zip(self.names, present, strict=True) if not here]
         held = [{name: part.state.pop(name) for name in absent if name in part.state} for part in parts]
         yield

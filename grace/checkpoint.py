@@ -103,7 +103,7 @@ def load(exchanger: Exchanger, saved: dict[str, Any] | None, memory: str = "stri
     for _, component in exchanger.components:  # two communicators may share one, for dense gradients and for rows
         component.state.clear()
     for communicator in exchanger.communicators:
-        for kind, component in communicator.components.items():
+        for kind, component in communicator.keepers.items():
             own = names[id(communicator)]
             component.state.update({name: v for name, v in values.get(kind, {}).items() if name in own})
             component.state.commit()

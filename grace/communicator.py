@@ -96,7 +96,7 @@ class Communicator(Component):
 
     @property
     def components(self) -> dict[str, Component]:
-        """The parts that keep state, by the name they are saved under."""
+        """The parts that keep state themselves or in parts of theirs, by the name they are saved under."""
         return {"compressor": self.compressor, "memory": self.memory}
 
     def begin(self, *args: Any) -> Any:
@@ -141,11 +141,22 @@ class Communicator(Component):
         """Whether any part keeps something between steps."""
         return self.compressor.stateful or self.memory.stateful
 
+    @property
+    def keepers(self) -> dict[str, Component]:
+        """The components and their parts, whatever may keep state, by the names that it is saved under."""
+        found: dict[int, tuple[str, Component]] = {}
+        for kind, component in self.components.items():
+            for name, part in component.whole().items():
+                found.setdefault(id(part.state), (f"{kind}.{name}" if name else kind, part))
+        return dict(found.values())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: these are in no run yet."""
+        return {**super().__getstate__(), "backend": LocalBackend()}
+
     def bind(self, context: Context, backend: Backend | None = None) -> None:
         """Join a run: hand the context to both parts and remember the engine."""
         super().bind(context)
-        self.compressor.bind(context)
-        self.memory.bind(context)
         if backend is not None:
             self.backend = backend
 

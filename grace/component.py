@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TypeVar
 
 from grace.errors import ConfigError
@@ -12,6 +13,11 @@ from grace.kernels.random import Stream, stream_key
 from grace.state import State
 
 C = TypeVar("C", bound="type[Component]")
+
+
+def _one(name: str) -> float:
+    """The learning rate where there is no optimizer."""
+    return 1.0
 
 
 @dataclasses.dataclass
@@ -31,7 +37,7 @@ class Context:
     rank: int = 0
     size: int = 1
     loss_scale: float = 1.0
-    lr: Callable[[str], float] = lambda name: 1.0
+    lr: Callable[[str], float] = _one
 
     def stream(self, name: str, *, shared: bool = False) -> Stream:
         """Random numbers for one variable at this step, the same on all ranks if ``shared``."""
@@ -44,6 +50,7 @@ class Component:
 
     A component with parameters is a dataclass; its fields are the parameters of its spec. Per-variable
     state lives in ``self.state`` (a :class:`~grace.state.State`), which is saved with the optimizer.
+    Components among its attributes are its parts: they are in the same run, and their state is kept likewise.
     """
 
     kind: ClassVar[str]
@@ -53,6 +60,9 @@ class Component:
 
     _state: State | None = None
     _context: Context | None = None
+    _binding: bool = False
+    _owner: Callable[[], Any] | None = None
+    """Gives the exchanger that the component serves; None again when that has ended."""
 
     @property
     def state(self) -> State:
@@ -71,8 +81,86 @@ class Component:
         return self._context
 
     def bind(self, context: Context) -> None:
-        """Tell the component which run it is in."""
+        """Tell the component, and its parts, which run they are in."""
+        if self._binding:  # parts that know each other
+            return
         object.__setattr__(self, "_context", context)
+        object.__setattr__(self, "_binding", True)
+        try:
+            for _, part in self.parts():
+                part.bind(context)
+        finally:
+            object.__setattr__(self, "_binding", False)
+
+    def parts(self) -> Iterator[tuple[str, Component]]:
+        """The components among the attributes, with the attributes' names; those in lists and dicts too."""
+        for name, value in list(vars(self).items()):
+            yield from _components(name, value)
+
+    def whole(self) -> dict[str, Component]:
+        """This component (named "") and its parts, and their parts, by dotted names; each once.
+
+        >>> import grace
+        >>> list(grace.make("compressor", "topk | qsgd").whole())
+        ['', 'sparsifier', 'values']
+        """
+        found: dict[str, Component] = {"": self}
+        seen, todo = {id(self)}, [("", self)]
+        for prefix, component in todo:
+            for name, part in component.parts():
+                if id(part) not in seen:
+                    seen.add(id(part))
+                    found[f"{prefix}{name}"] = part
+                    todo.append((f"{prefix}{name}.", part))
+        return found
+
+    def at(self, context: Context, copies: dict[int, Component] | None = None) -> Any:
+        """A copy of the component and its parts in another context; all that they remember is shared.
+
+        >>> from grace.compressors.dgc import DGC
+        >>> dgc = DGC(ratio=0.01, warmup_steps=4)
+        >>> dgc.at(Context(step=4)).current_ratio, dgc.current_ratio
+        (0.01, 0.25)
+        """
+        copies = {} if copies is None else copies
+        if id(self) in copies:
+            return copies[id(self)]
+        copies[id(self)] = other = object.__new__(type(self))
+        _ = self.state  # from now on there is one to share
+        for name, value in vars(self).items():
+            object.__setattr__(other, name, _mapped(value, lambda part: part.at(context, copies)))
+        object.__setattr__(other, "_context", context)
+        return other
+
+    def claim(self, owner: Any) -> None:
+        """Serve an exchanger, and no other one while it lives. What an earlier one's steps left is forgotten.
+
+        Raises:
+            ConfigError: the component, or a part of it, serves another one.
+        """
+        components = self.whole().values()
+        for component in components:
+            if component._owner is not None and component._owner() not in (None, owner):
+                raise ConfigError(
+                    f"the {component.kind} {component.spec} is in use by another distributed optimizer, and what it "
+                    "remembers of one's gradients would reach the other's. Give each an object of its own, or the spec "
+                    f"{component.spec!r}, which makes one; or end the other optimizer first"
+                )
+        for component in components:
+            if component._owner is not None and component._owner() is None:
+                component.state.clear()
+                component.state.commit()
+            object.__setattr__(component, "_owner", weakref.ref(owner))
+
+    def release(self, owner: Any) -> None:
+        """Serve this exchanger no more."""
+        for component in self.whole().values():
+            if component._owner is not None and component._owner() is owner:
+                object.__setattr__(component, "_owner", _nobody)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: these are in no run yet."""
+        return {key: value for key, value in vars(self).items() if key not in ("_context", "_owner")}
 
     @classmethod
     def parameters(cls) -> dict[str, Any]:
@@ -126,3 +214,29 @@ class Component:
         value = getattr(self, key)
         if value not in choices or isinstance(value, bool) != isinstance(choices[0], bool):
             raise self.refuse(f"{key} must be one of {', '.join(map(repr, choices))}, not {value!r}")
+
+
+def _components(name: str, value: Any) -> Iterator[tuple[str, Component]]:
+    if isinstance(value, Component):
+        yield name, value
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from _components(f"{name}.{i}", item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _components(f"{name}.{key}", item)
+
+
+def _mapped(value: Any, change: Callable[[Component], Component]) -> Any:
+    """The value with other components in it."""
+    if isinstance(value, Component):
+        return change(value)
+    if isinstance(value, (list, tuple, dict)) and next(_components("", value), None) is not None:
+        if isinstance(value, dict):
+            return {key: _mapped(item, change) for key, item in value.items()}
+        return type(value)(_mapped(item, change) for item in value)
+    return value
+
+
+def _nobody() -> None:
+    """The owner of what was released."""

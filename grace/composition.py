@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from grace.component import Context
 from grace.compressor import Compressor, Traits
 from grace.kernels import kernels_of
 
@@ -78,11 +77,10 @@ class Composed(Compressor):
         """The dict form: both parts' dict forms."""
         return {"name": self.name, "sparsifier": self.sparsifier.to_dict(), "values": self.values.to_dict()}
 
-    def bind(self, context: Context) -> None:
-        """Hand the context to both parts."""
-        super().bind(context)
-        self.sparsifier.bind(context)
-        self.values.bind(context)
+    @property
+    def stateful(self) -> bool:  # type: ignore[override]
+        """Whether the sparsifier is; the values' method is not."""
+        return self.sparsifier.stateful
 
     @property
     def _damps(self) -> bool:

@@ -73,8 +73,8 @@ class Compressor(Component):
 
     kind = "compressor"
     traits: Traits = Traits(category="quantization")
-    stateful: ClassVar[bool] = False
-    """Whether the method keeps something per variable between steps."""
+    stateful: bool = False
+    """Whether the method, or a part of it, keeps something per variable between steps."""
     votes: ClassVar[bool] = False
     """Whether the aggregate is a vote instead of a mean."""
     sends_values: ClassVar[bool] = False

@@ -376,7 +376,7 @@ def exchange_one(communicator: Communicator, tensor: Tensor, name: str) -> Tenso
     while exchange.advance():
         pass
     (outcome,) = exchange.finish([None])
-    for part in communicator.components.values():
+    for part in communicator.keepers.values():
         part.state.rollback() if outcome.overflow else part.state.commit()
     communicator.context.step += 1
     return k.cast(outcome.value, k.dtype(tensor))

@@ -88,7 +88,7 @@ class Exchanger:
     @property
     def components(self) -> list[tuple[str, Component]]:
         """The parts that keep state, with what they are: "compressor", "memory", ..."""
-        found = [item for communicator in self.communicators for item in communicator.components.items()]
+        found = [item for communicator in self.communicators for item in communicator.keepers.items()]
         return list({id(part.state): (kind, part) for kind, part in reversed(found)}.values())[::-1]
 
     def state(self) -> dict[str, dict[str, Any]]:
@@ -263,9 +263,23 @@ class Exchanger:
         for component in self._stepping():
             component.state.rollback()
 
+    def claim(self) -> None:
+        """Have the components for this exchanger alone.
+
+        Raises:
+            ConfigError: one of them serves another one.
+        """
+        for communicator in self.communicators:
+            communicator.claim(self)
+
+    def close(self) -> None:
+        """The optimizer has ended: its components may serve another one."""
+        for communicator in self.communicators:
+            communicator.release(self)
+
     def _stepping(self) -> list[Component]:
         """The parts whose state is kept or not at the end of a step."""
-        return [part for c in self.communicators if not c.delayed for part in c.components.values()]
+        return [part for c in self.communicators if not c.delayed for part in c.keepers.values()]
 
     def share(self, root: int) -> None:
         """Give every rank the root's step counter, loss scale, and state of the parts whose state all ranks share."""
@@ -329,14 +343,21 @@ def build_exchanger(
         for communicator in {id(piece.communicator): piece.communicator for piece in pieces}.values():
             check(communicator)
         exchanger = Exchanger(found, pieces, backend, context, plan.name, hierarchical)
+        exchanger.claim()
         _check_delays(exchanger, later)
         exchanger.settings = list(settings)
     except Exception as raised:
+        if exchanger is not None:
+            exchanger.close()
         if not later:
             agree(backend, [], raised)
         raise
     if not later:
-        exchanger.agree()
+        try:
+            exchanger.agree()
+        except BaseException:
+            exchanger.close()
+            raise
     return exchanger
 
 

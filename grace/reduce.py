@@ -23,7 +23,7 @@ class ReduceExchange(Exchange):
         self.answered = self.announced = False
         communicator: Any = self.communicator
         self.root, self.back = communicator.root, communicator.answers
-        self.step, self.loss_scale = communicator.context.step, communicator.context.loss_scale
+        self.loss_scale = communicator.context.loss_scale
         super()._start(gradients)
 
     @property
@@ -92,7 +92,6 @@ class ReduceExchange(Exchange):
         k, communicator = self.kernels, self.communicator
         answer: Any = communicator
         self.announced = not self.traits.fixed_size
-        answer.answer_context.step = self.step
         answer.rescale_answers(self.loss_scale)  # everywhere: who decodes votes multiplies with it
         if not self.here:
             return k.zeros((self.wire.length,), "uint8", self.group.buffer)

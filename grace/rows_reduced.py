@@ -40,7 +40,7 @@ class RowReduceExchange(ReduceExchange):
             return Slices(k.zeros((0, *shape), "float32", rows), rows[:0])
         answers: Any = self.back
         zeros = k.zeros((rows.shape[0], *shape), "float32", rows)
-        ctx = answers.context_of(rows.shape[0], shape, self.names[i], rows)
+        ctx = answers.context_of(rows.shape[0], shape, f"{self.names[i]}/answer", rows)
         return Slices(answers.accumulate(payload, ctx, zeros), rows)
 
     def _spoilt(self, value):

@@ -79,8 +79,14 @@ class ReduceBroadcast(Communicator):
                 "another method"
             )
         self.answers: Compressor = copy.deepcopy(self.compressor.answering())
+        if self.answers.stateful and not self.sums:
+            raise ConfigError(
+                f"reduce_broadcast: {self.compressor.spec} keeps something of every variable, and the destination's "
+                "answers would change it. Define answering(), which returns a method for them that keeps nothing"
+            )
         self.answer_memory = self.memory.answering()
         self.answer_context = Context()
+        """Of the last answer: the loss scale whose units the memory of the answers is in."""
         self._dense: ReduceBroadcast | None = None
         self.flights: dict[str, deque] = defaultdict(deque)
         self.courier: Any = None
@@ -115,11 +121,6 @@ class ReduceBroadcast(Communicator):
     def bind(self, context: Context, backend=None) -> None:
         """Join a run, the way back too."""
         super().bind(context, backend)
-        if self.answer_memory is not None:
-            # the answer to a step is made when all ranks have sent, at whatever step this one is by then
-            self.answer_context = dataclasses.replace(context)
-            self.answers.bind(self.answer_context)
-            self.answer_memory.bind(self.answer_context)
         if backend is not None and not self.followed and self.root >= backend.size:
             raise ConfigError(
                 f"reduce_broadcast: rank {self.root} cannot be the destination, there are {backend.size} ranks"
@@ -140,8 +141,9 @@ class ReduceBroadcast(Communicator):
             self.levels = exchanger.levels(backend, self.root)
 
     def aside(self) -> ReduceBroadcast:
-        """The same with the courier's backend."""
-        other = copy.copy(self)
+        """The same with the courier's backend, for one step: whatever step this rank is at when the others' payloads
+        and the answer are there, they are decoded as they were encoded."""
+        other = self.at(dataclasses.replace(self.context))
         other.backend = self.courier.backend
         return other
 
@@ -185,6 +187,10 @@ class ReduceBroadcast(Communicator):
         if self._dense is None:
             self._dense = ReduceBroadcast("none", "none", **self._options())
         return self._dense
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: these are in no run yet, and have nothing under way."""
+        return {**super().__getstate__(), "flights": defaultdict(deque), "courier": None, "levels": None}
 
     def for_rows(self, name: str) -> Communicator:
         """The same destination, for rows."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from grace.communicator import Communicator
-from grace.component import Component, Context
+from grace.component import Component
 from grace.memory import Memory
 from grace.registry import make
 
@@ -31,24 +31,20 @@ class ScatterReduce(Communicator):
     def __init__(self, compressor: Any = "none", memory: Any = None):
         super().__init__(compressor, memory)
         self.shard_memory = make("memory", self.memory.to_dict())
-        self.shard_memory.bind(self.context)
+        self.bind(self.context)
 
     @classmethod
     def accepts(cls, compressor):
         if not compressor.traits.shardable:
             return "it is no value quantizer or cast, and its shards cannot be compressed again"
+        if compressor.stateful:
+            return "it keeps something of the whole variable, and is given shards of it"
         return None
 
     @property
     def components(self) -> dict[str, Component]:
         """Both parts, and the memory of the second compression."""
         return {**super().components, "shard_memory": cast(Component, self.shard_memory)}
-
-    def bind(self, context: Context, backend=None) -> None:
-        """Join a run, the second memory too."""
-        super().bind(context, backend)
-        if self.shard_memory is not None:
-            self.shard_memory.bind(context)
 
     def begin(self, *args):
         from grace.scatter import ScatterExchange

@@ -15,6 +15,15 @@ from grace.kernels.value_contract import ValueKernels
 Tensor = Any
 
 
+def bucket_within(bucket_size: int, n: int) -> int:
+    """The elements of a bucket of a tensor of n: no more than it has, so that none are made room for in vain.
+
+    >>> bucket_within(512, 1000), bucket_within(512, 7), bucket_within(512, 0)
+    (512, 7, 1)
+    """
+    return max(1, min(bucket_size, n))
+
+
 class Kernels(ValueKernels, SparseKernels):
     """One implementation per framework and device; :class:`~grace.kernels.reference.NumpyKernels` is the
     reference that every other must equal: bit for bit for integers, packing, indices and random numbers, to

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from grace.kernels.contract import bucket_within
 from grace.kernels.loops import (
     INF_BITS,
     LOW31,
@@ -314,12 +315,13 @@ class FusedKernels(ValueFused, SparseFused, NumpyKernels):
         return out
 
     def quantize(self, x, levels, bucket_size, norm, stream):
+        bucket_size = bucket_within(bucket_size, x.size)
         codes, scales = self.empty(x.size, np.uint8), self.empty(-(-x.size // bucket_size), np.float32)
         _quantize(x, codes, scales, levels, bucket_size, norm == "l2", *_words(stream))
         return codes, scales
 
     def dequantize(self, out, codes, scales, levels, bucket_size, weight):
-        _dequantize(out, codes, scales, levels, bucket_size, np.float32(weight))
+        _dequantize(out, codes, scales, levels, bucket_within(bucket_size, codes.size), np.float32(weight))
         return out
 
     def pack(self, codes, bits):

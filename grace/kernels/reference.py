@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from grace.kernels.contract import Kernels
+from grace.kernels.contract import Kernels, bucket_within
 from grace.kernels.random import FEISTEL_ROUNDS, Stream, feistel_bits, philox
 from grace.kernels.sparse_reference import SparseReference
 from grace.kernels.value_reference import ValueReference
@@ -140,6 +140,7 @@ class NumpyKernels(ValueReference, SparseReference, Kernels):
         return index.astype(np.int32)
 
     def quantize(self, x, levels, bucket_size, norm, stream):
+        bucket_size = bucket_within(bucket_size, x.size)
         n, buckets = x.size, -(-x.size // bucket_size)
         padded = np.zeros(buckets * bucket_size, np.float32)
         padded[:n] = np.abs(x)
@@ -155,6 +156,7 @@ class NumpyKernels(ValueReference, SparseReference, Kernels):
         return (levels + np.where(x >= 0, code, -code)).astype(np.uint8), scales
 
     def dequantize(self, out, codes, scales, levels, bucket_size, weight):
+        bucket_size = bucket_within(bucket_size, codes.size)
         # code / levels is at most 1, so that nothing overflows or vanishes that need not
         factor = np.repeat(scales * np.float32(weight), bucket_size)[: codes.size]
         out += factor * ((codes.astype(np.float32) - np.float32(levels)) / np.float32(levels))

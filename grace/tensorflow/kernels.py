@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from grace.kernels.contract import Kernels
+from grace.kernels.contract import Kernels, bucket_within
 from grace.kernels.random import FEISTEL_ROUNDS, MULTIPLIERS, ROUNDS, WEYL, Stream, feistel_bits
 from grace.tensorflow.graphs import LOW31, is_upper, length, number
 from grace.tensorflow.memory import aligned_empty, as_tensor
@@ -175,6 +175,7 @@ class TensorFlowKernels(ValueTensorFlow, SparseTensorFlow, Kernels):
 
     def quantize(self, x, levels, bucket_size, norm, stream):
         n, top = length(x), number(levels, tf.float32)
+        bucket_size = _bucket_within(bucket_size, n)
         buckets = (n + bucket_size - 1) // bucket_size
         magnitude = tf.reshape(tf.pad(tf.abs(x), [[0, buckets * bucket_size - n]]), [-1, bucket_size])
         if norm == "l2":
@@ -189,6 +190,7 @@ class TensorFlowKernels(ValueTensorFlow, SparseTensorFlow, Kernels):
 
     def dequantize(self, out, codes, scales, levels, bucket_size, weight):
         n, middle = length(codes), number(levels, tf.float32)
+        bucket_size = _bucket_within(bucket_size, n)
         part = (tf.cast(codes, tf.float32) - middle) / middle
         part = tf.pad(part, [[0, (n + bucket_size - 1) // bucket_size * bucket_size - n]])
         factor = _times(scales, weight)
@@ -248,6 +250,10 @@ def words(stream: Stream) -> tuple[int, int, Any, int]:
     step = stream.step if isinstance(stream.step, (tf.Tensor, tf.Variable)) else stream.step & LOW32
     key_low, key_high, _, draw = Stream(stream.key, 0, stream.draw).words
     return key_low, key_high, tf.cast(step, tf.int64) & LOW32, draw
+
+
+def _bucket_within(bucket_size: int, n: Any) -> Any:
+    return bucket_within(bucket_size, n) if isinstance(n, int) else tf.clip_by_value(n, 1, bucket_size)
 
 
 def _times(x: tf.Tensor, weight: float) -> tf.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from grace.kernels.contract import Kernels
+from grace.kernels.contract import Kernels, bucket_within
 from grace.kernels.random import FEISTEL_ROUNDS, MULTIPLIERS, ROUNDS, WEYL, Stream, feistel_bits
 from grace.torch.sparse_kernels import SparseTorch
 from grace.torch.value_kernels import ValueTorch
@@ -160,6 +160,7 @@ class TorchKernels(ValueTorch, SparseTorch, Kernels):
         return index.to(torch.int32)
 
     def quantize(self, x, levels, bucket_size, norm, stream):
+        bucket_size = bucket_within(bucket_size, x.numel())
         n, buckets = x.numel(), -(-x.numel() // bucket_size)
         magnitude = torch.nn.functional.pad(x.abs(), (0, buckets * bucket_size - n)).view(buckets, bucket_size)
         if norm == "l2":
@@ -173,7 +174,7 @@ class TorchKernels(ValueTorch, SparseTorch, Kernels):
         return (levels + torch.where(x >= 0, code, -code)).to(torch.uint8), scales
 
     def dequantize(self, out, codes, scales, levels, bucket_size, weight):
-        n, buckets = codes.numel(), scales.numel()
+        n, buckets, bucket_size = codes.numel(), scales.numel(), bucket_within(bucket_size, codes.numel())
         part = torch.nn.functional.pad((codes.float() - levels) / levels, (0, buckets * bucket_size - n))
         factor = scales * weight
         return out.add_((factor[:, None] * part.view(buckets, bucket_size)).view(-1)[:n])

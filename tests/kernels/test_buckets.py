@@ -1,0 +1,72 @@
+"""Kernels that work bucket by bucket, at the ends of buckets."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from helpers import EPSILON, REFERENCE, data, same
+from implementations import ALL, OTHERS
+
+from grace.compressors.qsgd import QSGD
+from grace.kernels import Stream
+
+BUCKETS = (1, 5, 32, 512, 1024, 5000)  # 32 and 1024 are what the compiled loops take at a time
+BYTE = 8  # elements that pack() takes at a time
+
+
+def lengths(bucket: int) -> list[int]:
+    """Of no bucket, one and two; of one element more, and of the next but for one."""
+    return sorted({k * bucket + more for k in (0, 1, 2) for more in (0, 1, bucket - 1)})
+
+
+def near(got, wanted, x) -> None:
+    np.testing.assert_allclose(got, wanted, rtol=4 * EPSILON, atol=4 * EPSILON * np.abs(x).max(initial=0))
+
+
+@pytest.mark.parametrize("it", OTHERS)
+def test_quantized_buckets_equal_the_reference_at_their_ends(it):
+    for bucket in BUCKETS:
+        for n in lengths(bucket):
+            x, out = data("gaussian", n, n), data("heavy", n, n + 1)
+            codes, scales = it.run("quantize", x, 7, bucket, "max", Stream(n, 3))
+            wanted_codes, wanted_scales = REFERENCE.quantize(x, 7, bucket, "max", Stream(n, 3))
+            same(codes, wanted_codes)
+            same(scales, wanted_scales)
+            wanted = REFERENCE.dequantize(out.copy(), codes, scales, 7, bucket, 0.5)
+            near(it.run("dequantize", out, codes, scales, 7, bucket, 0.5), wanted, np.abs(out) + 4)
+
+
+@pytest.mark.parametrize("it", OTHERS)
+def test_other_kernels_equal_the_reference_at_the_ends_of_what_they_take_at_a_time(it):
+    for n in sorted({*lengths(BYTE), *lengths(32), *lengths(1024)}):
+        x, out = data("gaussian", n, n), data("heavy", n, n + 1)
+        packed = REFERENCE.pack_signs(x)
+        same(it.run("pack_signs", x), packed)
+        near(it.run("add_signs", out, packed, None, 0.5), REFERENCE.add_signs(out.copy(), packed, None, 0.5), out)
+        for bits in (1, 3, 8):
+            codes = np.random.default_rng(n).integers(0, 1 << bits, n).astype(np.uint8)
+            packed, table = REFERENCE.pack(codes, bits), data("gaussian", 1 << bits, bits)
+            same(it.run("pack", codes, bits), packed)
+            same(it.run("unpack", packed, bits, n), codes)
+            wanted = REFERENCE.add_table(out.copy(), packed, bits, table, None, 0.5)
+            near(it.run("add_table", out, packed, bits, table, None, 0.5), wanted, np.abs(out) + 4)
+        same(it.run("above", x, 0.5), REFERENCE.above(x, 0.5))
+        same(it.run("round_powers", x, Stream(n)), REFERENCE.round_powers(x, Stream(n)))
+        same(it.run("bucketize", x, np.float32([2]), np.float32([-1, 0, 1])),
+             REFERENCE.bucketize(x, np.float32([2]), np.float32([-1, 0, 1])))  # fmt: skip
+
+
+@pytest.mark.parametrize("it", ALL)
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (40,)], ids=str)
+def test_a_bucket_takes_no_more_room_than_the_tensor_has(it, shape):
+    """One of 2^40 elements would need terabytes."""
+    x = np.asarray(data("gaussian", shape))
+    for norm in ("l2", "max"):
+        one, whole = (QSGD(levels=7, norm=norm, bucket_size=size) for size in (max(1, x.size), 1 << 40))
+        k, stream = it.kernels, Stream(1)
+        made = [k.quantize(k.flat(it.to(x)), 7, qsgd.bucket_size, norm, stream) for qsgd in (one, whole)]
+        for mine, theirs in zip(*made, strict=True):
+            same(it.back(mine), it.back(theirs))
+        if getattr(k, "traced", None) is None:  # compressors take no tensors of unknown sizes
+            decoded = [qsgd.decompress(*qsgd.compress(it.to(x), "w")) for qsgd in (one, whole)]
+            same(it.back(decoded[0]), it.back(decoded[1]))

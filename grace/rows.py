@@ -90,7 +90,7 @@ class RowCompressor(Compressor):
     def compress(self, tensor, name):
         k = kernels_of(tensor)
         payload, ctx = self.inner.compress(tensor, name)
-        layout = [(k.dtype(part), tuple(part.shape[1:])) for part in payload]
+        layout = _layout(payload)
         coded = [part if _floats(dtype) else k.to_bytes(part) for part, (dtype, _) in zip(payload, layout, strict=True)]
         return [*coded, self.rows[name]], (ctx, tuple(tensor.shape), name, layout)
 
@@ -101,7 +101,7 @@ class RowCompressor(Compressor):
         """What decodes a payload of so many rows of this shape, whoever made it."""
         k = kernels_of(like)
         payload, ctx = self.inner.compress(k.zeros((count, *shape), "float32", like), name)
-        return ctx, (count, *shape), name, [(k.dtype(part), tuple(part.shape[1:])) for part in payload]
+        return ctx, (count, *shape), name, _layout(payload)
 
     def aggregate(self, payloads, ctx, out, count):
         """The mean of all ranks' rows, as the values of the distinct ones; their numbers go to ``received``."""
@@ -127,13 +127,19 @@ def _floats(dtype: str) -> bool:
     return dtype.startswith(("float", "bfloat"))
 
 
+def _layout(payload: Payload) -> list[tuple[str, tuple[int, ...]]]:
+    """Dtypes and shapes; a first dimension of -1 stands for as many as there are."""
+    k = kernels_of(payload[0])
+    return [(k.dtype(part), (-1, *part.shape[1:])[: len(part.shape)]) for part in payload]
+
+
 def _decoded(payload: Payload, layout: Sequence[tuple[str, tuple[int, ...]]]) -> Payload:
     """What the inner compressor made, out of bytes where they are no floats."""
     k, tensors = kernels_of(payload[0]), []
-    for part, (dtype, rest) in zip(payload, layout, strict=True):
+    for part, (dtype, shape) in zip(payload, layout, strict=True):
         if not _floats(dtype):
-            count = part.shape[0] // (ITEM_SIZE[dtype] * math.prod(rest))
-            part = k.from_bytes(k.join([part]), dtype, (count, *rest))  # a copy, which is aligned
+            count = part.shape[0] // (ITEM_SIZE[dtype] * math.prod(shape[1:]))
+            part = k.from_bytes(k.join([part]), dtype, (count, *shape[1:])[: len(shape)])  # a copy, which is aligned
         tensors.append(part)
     return tensors
 

@@ -89,13 +89,13 @@ class Wire:
         return dtypes[0]
 
     def sizes(self) -> list[int]:
-        """The first dimension of every payload tensor: what may differ between ranks."""
-        return [shape[0] for shape in self.shapes]
+        """The first dimension of every payload tensor: what may differ between ranks; 1 of a 0-d one."""
+        return [shape[0] if shape else 1 for shape in self.shapes]
 
     def resized(self, sizes: Sequence[float]) -> Wire:
         """The layout of another rank's buffer, from its :meth:`sizes`."""
         other = copy.copy(self)
-        other.shapes = [(int(n), *shape[1:]) for n, shape in zip(sizes, self.shapes, strict=True)]
+        other.shapes = [(int(n), *shape[1:])[: len(shape)] for n, shape in zip(sizes, self.shapes, strict=True)]
         other.units = [
             math.prod(shape) * ITEM_SIZE[dtype] for shape, dtype in zip(other.shapes, self.dtypes, strict=True)
         ]

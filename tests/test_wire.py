@@ -119,3 +119,14 @@ def test_payloads_that_cannot_be_summed_are_refused_by_dtype(payload):
 def test_a_dtype_that_the_wire_does_not_carry_is_named():
     with pytest.raises(grace.ConfigError, match="complex64; the wire carries"):
         Wire(grace.kernels_of(torch.zeros(1)), [[torch.zeros(1, dtype=torch.complex64)]], sums=False)
+
+
+@every
+def test_another_ranks_layout_keeps_tensors_of_no_dimensions(it):
+    wire = Wire(it.kernels, [[it.to(x) for x in (np.float32(3), np.int32([1, 2]))]], sums=False)
+    assert wire.sizes() == [1, 2]
+    theirs = [it.to(x) for x in (np.float32(5), np.int32([7, 8, 9]))]
+    buffer = Wire(it.kernels, [theirs], sums=False).pack([theirs], [PRESENT])
+    unpacked = wire.resized([1, 3]).unpack(buffer)[0]
+    for mine, other in zip(theirs, unpacked, strict=True):
+        same(it.back(other), it.back(mine))

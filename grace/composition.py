@@ -73,6 +73,11 @@ class Composed(Compressor):
         """Both specs, joined by a bar."""
         return f"{self.sparsifier.spec} | {self.values.spec}"
 
+    @property
+    def by_position(self) -> bool:  # type: ignore[override]
+        """As the sparsifier does."""
+        return self.sparsifier.by_position
+
     def to_dict(self) -> dict[str, Any]:
         """The dict form: both parts' dict forms."""
         return {"name": self.name, "sparsifier": self.sparsifier.to_dict(), "values": self.values.to_dict()}

@@ -80,6 +80,8 @@ class Compressor(Component):
     sends_values: ClassVar[bool] = False
     """Whether the first payload tensor holds float32 values picked from the tensor, so that a second
     method may compress them: ``topk | qsgd``."""
+    by_position: bool = False
+    """Whether elements are told apart by int32 positions, so that a tensor must have fewer than 2^31 of them."""
 
     noise_advice: ClassVar[str] = "memory='none'"
     """What to use instead of error feedback on a noisy method."""

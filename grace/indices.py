@@ -6,10 +6,26 @@ int32, 16 bits where n <= 65536, or a bitmap of n bits. The decoder tells them a
 
 from __future__ import annotations
 
+from grace.errors import ConfigError
 from grace.kernels import Kernels
 from grace.kernels.contract import Tensor
 
-NARROW = 1 << 16
+NARROW, TOO_MANY = 1 << 16, 1 << 31
+
+
+def check_count(n: int, whose: str = "a tensor", method: str = "the method", what: str = "elements") -> int:
+    """n, if int32 positions tell so many elements apart.
+
+    Raises:
+        ConfigError: they do not; the message says what to do.
+    """
+    if n >= TOO_MANY:
+        raise ConfigError(
+            f"{whose} has {n} {what}, and {method} tells them apart by 32-bit positions, which are fewer than 2^31 = "
+            f"{TOO_MANY}. Cut it into parts (a strategy with a partition: partitioned_all_reduce, partitioned_ps), "
+            "or exchange it with the compressor none or cast"
+        )
+    return n
 
 
 def index_bits(n: int, count: int | None = None) -> int:
@@ -31,6 +47,7 @@ def encode(k: Kernels, indices: Tensor, n: int, fixed: bool) -> Tensor:
     >>> encode(NumpyKernels(), np.int32([0, 3, 4, 6]), 7, fixed=True)
     array([89], dtype=uint8)
     """
+    check_count(n)
     count = indices.shape[0]
     width = 16 if n <= NARROW else 32
     if fixed and index_bits(n, count) < width * count:

@@ -18,6 +18,7 @@ class Sparsifier(Compressor):
     """
 
     sends_values = True
+    by_position = True
 
     def decompress(self, payload, ctx):
         k = kernels_of(payload[0])

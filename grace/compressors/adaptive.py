@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from grace.compressor import Compressor, Traits
 from grace.compressors.topk import kept
-from grace.indices import decode, encode
+from grace.indices import check_count, decode, encode
 from grace.kernels import kernels_of
 
 
@@ -35,6 +35,7 @@ class Adaptive(Compressor):
     ratio: float = 0.01
 
     name = "adaptive"
+    by_position = True
     traits = Traits(category="sparsification", contraction=True, fixed_size=False, memory="residual")
 
     def __post_init__(self):
@@ -42,7 +43,8 @@ class Adaptive(Compressor):
 
     def compress(self, tensor, name):
         k = kernels_of(tensor)
-        flat, n = k.flat(tensor), math.prod(tensor.shape)
+        n = check_count(math.prod(tensor.shape))
+        flat = k.flat(tensor)
         sides, means = [], []
         for sign in (1, -1):
             side, count = k.one_side(flat, sign)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from grace.compressor import Compressor, Traits
+from grace.indices import check_count
 from grace.kernels import kernels_of
 
 
@@ -39,6 +40,7 @@ class Inceptionn(Compressor):
     error_bound: float = 1e-3
 
     name = "inceptionn"
+    by_position = True
     traits = Traits(category="quantization", fixed_size=False, carries_nonfinite=True)
 
     def __post_init__(self):
@@ -53,6 +55,7 @@ class Inceptionn(Compressor):
 
     def compress(self, tensor, name):
         k = kernels_of(tensor)
+        check_count(math.prod(tensor.shape))
         flat = k.flat(tensor)
         one, step8, step16 = self.units
         tags = k.fixed_tags(flat, self.error_bound * one, one, step8, step16)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from grace.compressor import Compressor, Traits
 from grace.compressors.topk import kept
+from grace.indices import check_count
 from grace.kernels import kernels_of
 
 
@@ -34,6 +35,7 @@ class RandomK(Compressor):
 
     name = "randomk"
     sends_values = True
+    by_position = True
     biased_traits = Traits(
         category="sparsification",
         contraction=True,
@@ -55,7 +57,8 @@ class RandomK(Compressor):
 
     def compress(self, tensor, name):
         k = kernels_of(tensor)
-        flat, n = k.flat(tensor), math.prod(tensor.shape)
+        n = check_count(math.prod(tensor.shape))
+        flat = k.flat(tensor)
         count = kept(self.ratio, n)
         indices = k.random_indices(self.context.stream(name, shared=True), n, count, flat)
         return [k.gather(flat, indices)], (tuple(tensor.shape), indices, self._scale(n, count))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from grace.indices import check_count
 from grace.kernels import kernels_of
 from grace.memories.residual import Residual
 from grace.memory import Memory
@@ -83,15 +84,16 @@ class DGCMemory(Memory):
         # both tensors are this step's own, so they may be changed while what is committed stays
         k = kernels_of(tensor)
         shape, u = tuple(tensor.shape), self.state[name]["velocity"]
-        u = k.reshape(k.zero_at(k.flat(u), _sent(compressor, payload, ctx)), shape)
+        u = k.reshape(k.zero_at(k.flat(u), _sent(compressor, payload, ctx, shape)), shape)
         v = compressor.accumulate(payload, ctx, tensor, -1.0)
         self.state[name] = {"velocity": u, "accumulated": v}
 
 
-def _sent(compressor, payload, ctx):
+def _sent(compressor, payload, ctx, shape):
     """Flat indices of what was sent; a compressor that does not say sent what decodes to non-zero."""
     indices = compressor.sent_indices(payload, ctx)
     if indices is not None:
         return indices
+    check_count(math.prod(shape))
     k = kernels_of(payload[0])
     return k.above(k.flat(compressor.decompress(payload, ctx)), 0.0)

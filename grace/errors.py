@@ -19,6 +19,13 @@ class ExchangeError(GraceError, RuntimeError):
     """A collective failed, or gradients were touched while they were being exchanged."""
 
 
+class PayloadError(ExchangeError):
+    """What another rank sent cannot be decoded: a position, a code or a size is out of range."""
+
+    place: int | None = None
+    """Which of the payloads that were decoded together it was: the rank that sent it."""
+
+
 class MissingExtraError(GraceError, ImportError):
     """An optional package is needed; the message is the line that installs it."""
 

@@ -31,6 +31,10 @@ class Kernels(ValueKernels, SparseKernels):
 
     Unless it says otherwise a method takes and returns 1-d contiguous tensors: float32 values, uint8 codes,
     int32 indices. Methods with ``out`` change it in place where the framework can, and always return it.
+
+    Those that decode (``unpack`` and all with ``out`` but plain arithmetic) take what other ranks sent: where positions,
+    codes or numbers of elements do not fit they raise :class:`~grace.errors.PayloadError`, and ``out`` may be half
+    written. They never write outside it.
     """
 
     name: str
@@ -229,6 +233,11 @@ class Kernels(ValueKernels, SparseKernels):
     @abc.abstractmethod
     def widen(self, narrow: Tensor) -> Tensor:
         """The inverse of :meth:`narrow`."""
+
+    @abc.abstractmethod
+    def check_indices(self, indices: Tensor, n: int) -> None:
+        """Raise PayloadError unless all are in [0, n). Does nothing where reading them would wait, on GPUs and in
+        graphs: there the operations that use them have checks of their own."""
 
     @abc.abstractmethod
     def gather(self, x: Tensor, indices: Tensor) -> Tensor:

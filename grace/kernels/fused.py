@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from grace.kernels.checks import check_count, check_packed, check_quantized
 from grace.kernels.contract import bucket_within
 from grace.kernels.loops import (
     INF_BITS,
@@ -32,7 +33,7 @@ from grace.kernels.loops import (
 )  # fmt: skip
 from grace.kernels.random import FEISTEL_ROUNDS, feistel_bits
 from grace.kernels.reference import FLOAT32_MAX, NumpyKernels
-from grace.kernels.sparse_fused import SparseFused
+from grace.kernels.sparse_fused import SparseFused, check_used
 from grace.kernels.value_fused import ValueFused
 
 
@@ -240,8 +241,13 @@ def _gather(x, indices, out):
 
 @njit(nogil=True, cache=True)
 def _scatter_add(out, indices, values, weight):
+    """Returns how many indices there are before the first that is out of range."""
     for i in range(indices.size):
-        out[indices[i]] += weight * values[i]
+        index = indices[i]
+        if index < 0 or index >= out.size:
+            return i
+        out[u64(index)] += weight * values[i]
+    return indices.size
 
 
 @njit(nogil=True, cache=True)
@@ -321,7 +327,9 @@ class FusedKernels(ValueFused, SparseFused, NumpyKernels):
         return codes, scales
 
     def dequantize(self, out, codes, scales, levels, bucket_size, weight):
-        _dequantize(out, codes, scales, levels, bucket_within(bucket_size, codes.size), np.float32(weight))
+        bucket_size = bucket_within(bucket_size, codes.size)
+        check_quantized(codes.size, scales.size, out.size, bucket_size)
+        _dequantize(out, codes, scales, levels, bucket_size, np.float32(weight))
         return out
 
     def pack(self, codes, bits):
@@ -332,6 +340,7 @@ class FusedKernels(ValueFused, SparseFused, NumpyKernels):
         return out
 
     def unpack(self, packed, bits, n):
+        check_packed(packed.size, bits, n)
         if bits == 8:
             return packed
         out = self.empty(n, np.uint8)
@@ -344,6 +353,7 @@ class FusedKernels(ValueFused, SparseFused, NumpyKernels):
         return out
 
     def add_signs(self, out, packed, scale, weight):
+        check_packed(packed.size, 1, out.size)
         amount = np.float32(weight) * (np.float32(1) if scale is None else scale[0])
         _add_signs(out, packed, np.float32(amount))
         return out
@@ -357,5 +367,6 @@ class FusedKernels(ValueFused, SparseFused, NumpyKernels):
         return out
 
     def scatter_add(self, out, indices, values, weight):
-        _scatter_add(out, indices, values, np.float32(weight))
+        check_count("values", values.size, indices.size)
+        check_used(_scatter_add(out, indices, values, np.float32(weight)), indices, out.size)
         return out

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from grace.kernels.checks import check_count, check_packed, check_quantized, check_range
 from grace.kernels.contract import Kernels, bucket_within
 from grace.kernels.random import FEISTEL_ROUNDS, Stream, feistel_bits, philox
 from grace.kernels.sparse_reference import SparseReference
@@ -157,6 +158,7 @@ class NumpyKernels(ValueReference, SparseReference, Kernels):
 
     def dequantize(self, out, codes, scales, levels, bucket_size, weight):
         bucket_size = bucket_within(bucket_size, codes.size)
+        check_quantized(codes.size, scales.size, out.size, bucket_size)
         # code / levels is at most 1, so that nothing overflows or vanishes that need not
         factor = np.repeat(scales * np.float32(weight), bucket_size)[: codes.size]
         out += factor * ((codes.astype(np.float32) - np.float32(levels)) / np.float32(levels))
@@ -167,6 +169,7 @@ class NumpyKernels(ValueReference, SparseReference, Kernels):
         return np.packbits(stream.reshape(-1), bitorder="little")
 
     def unpack(self, packed, bits, n):
+        check_packed(packed.size, bits, n)
         stream = np.unpackbits(packed, count=n * bits, bitorder="little").reshape(n, bits)
         return np.packbits(stream, axis=1, bitorder="little").reshape(-1)
 
@@ -174,6 +177,7 @@ class NumpyKernels(ValueReference, SparseReference, Kernels):
         return np.packbits(x >= 0, bitorder="little")
 
     def add_signs(self, out, packed, scale, weight):
+        check_packed(packed.size, 1, out.size)
         bits = np.unpackbits(packed, count=out.size, bitorder="little")
         amount = np.float32(weight) * (np.float32(1) if scale is None else scale[0])
         out += np.where(bits == 1, amount, -amount)
@@ -198,10 +202,16 @@ class NumpyKernels(ValueReference, SparseReference, Kernels):
     def widen(self, narrow):
         return narrow.view(np.uint16).astype(np.int32)
 
+    def check_indices(self, indices, n):
+        if indices.size:
+            check_range(int(indices.min()), int(indices.max()), n)
+
     def gather(self, x, indices):
         return x[indices]
 
     def scatter_add(self, out, indices, values, weight):
+        check_count("values", values.size, indices.size)
+        self.check_indices(indices, out.size)
         out[indices] += np.float32(weight) * values
         return out
 

@@ -17,6 +17,7 @@ class SparseKernels(abc.ABC):
     """
 
     random_bits: Any
+    check_indices: Any
 
     @abc.abstractmethod
     def above(self, x: Tensor, threshold: float) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from grace.kernels.checks import check_count, check_range
 from grace.kernels.loops import INF_BITS, LOW31, SHIFT32, f32, f64, i32, u8, u32, u64
 from grace.kernels.sparse_reference import SparseReference, clip_factor, rounded_down
 
@@ -41,13 +42,21 @@ def _sample_indices(bits, n, out):
 @njit(nogil=True, cache=True)
 def _zero_at(out, indices):
     for i in range(indices.size):
-        out[indices[i]] = 0
+        index = indices[i]
+        if index < 0 or index >= out.size:
+            return i
+        out[u64(index)] = 0
+    return indices.size
 
 
 @njit(nogil=True, cache=True)
 def _add_at(out, indices, amount):
     for i in range(indices.size):
-        out[indices[i]] += amount
+        index = indices[i]
+        if index < 0 or index >= out.size:
+            return i
+        out[u64(index)] += amount
+    return indices.size
 
 
 @njit(nogil=True, cache=True, fastmath={"reassoc"})
@@ -97,6 +106,12 @@ def _where_code(codes, code, out):
     return count
 
 
+def check_used(count, indices, n):
+    """A loop over indices used so many of them, and stopped at the next one if that is none of an array of n."""
+    if count < indices.size:
+        check_range(int(indices[count]), int(indices[count]), n)
+
+
 class SparseFused(SparseReference):
     """A part of :class:`~grace.kernels.fused.FusedKernels`."""
 
@@ -112,11 +127,12 @@ class SparseFused(SparseReference):
         return out
 
     def zero_at(self, out, indices):
-        _zero_at(out, indices)
+        check_used(_zero_at(out, indices), indices, out.size)
         return out
 
     def add_at(self, out, indices, value, weight):
-        _add_at(out, indices, np.float32(np.float32(weight) * value[0]))
+        check_count("means", value.size, 1)
+        check_used(_add_at(out, indices, np.float32(np.float32(weight) * value[0])), indices, out.size)
         return out
 
     def clip_norm(self, x, limit):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from grace.kernels.checks import check_count
 from grace.kernels.sparse_contract import SparseKernels
 
 LOW31 = np.uint32(0x7FFFFFFF)
@@ -50,10 +51,13 @@ class SparseReference(SparseKernels):
         return (starts[:-1] + (width * bits >> np.uint64(32))).astype(np.int32)
 
     def zero_at(self, out, indices):
+        self.check_indices(indices, out.size)
         out[indices] = 0
         return out
 
     def add_at(self, out, indices, value, weight):
+        check_count("means", value.size, 1)
+        self.check_indices(indices, out.size)
         out[indices] += np.float32(weight) * value[0]
         return out
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from grace.kernels.checks import check_packed
 from grace.kernels.loops import LOW31, TILE, _max_bits, _random_blocks, _words, f32, f64, i32, u8, u32, u64
 from grace.kernels.value_contract import POWER_OFFSET
 from grace.kernels.value_reference import FLOAT32_MAX, deviation_limit, table_factor
@@ -145,6 +146,8 @@ class ValueFused:
     """A part of :class:`~grace.kernels.fused.FusedKernels`."""
 
     empty: Any
+    unpack: Any
+    check_indices: Any
 
     def max_abs(self, x):
         return np.array([min(_max_bits(x.view(np.uint32)), MAX_BITS)], np.uint32).view(np.float32)
@@ -176,6 +179,9 @@ class ValueFused:
         return codes
 
     def add_table(self, out, packed, bits, table, scale, weight):
+        check_packed(packed.size, bits, out.size)
+        if table.size < 1 << bits:  # as a sketch's of fewer buckets; the other tables have an entry for every code
+            self.check_indices(self.unpack(packed, bits, out.size), table.size)
         amounts = np.zeros(256, np.float32)
         amounts[: table.size] = table_factor(scale, weight) * table
         _add_table(out, packed, bits, amounts)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from grace.kernels.checks import check_packed
 from grace.kernels.value_contract import POWER_OFFSET
 
 FLOAT32_MAX = np.finfo(np.float32).max
@@ -24,6 +25,7 @@ class ValueReference:
 
     random_bits: Any
     unpack: Any
+    check_indices: Any
 
     def max_abs(self, x):
         return np.minimum(np.abs(x).max(initial=0), FLOAT32_MAX).reshape(1)
@@ -49,6 +51,7 @@ class ValueReference:
         return np.where(magnitude > 0, code, 0).astype(np.uint8)
 
     def add_powers(self, out, codes, weight):
+        check_packed(codes.size, 8, out.size)
         power = codes.astype(np.uint32) & np.uint32(0x7F)
         bits = power + np.uint32(POWER_OFFSET) << np.uint32(23) | (codes >> 7).astype(np.uint32) << np.uint32(31)
         out += np.float32(weight) * np.where(power > 0, bits, np.uint32(0)).view(np.float32)
@@ -60,6 +63,7 @@ class ValueReference:
 
     def add_table(self, out, packed, bits, table, scale, weight):
         codes = self.unpack(packed, bits, out.size)
+        self.check_indices(codes, table.size)
         out += (table_factor(scale, weight) * table)[codes]
         return out
 

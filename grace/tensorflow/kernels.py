@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from grace.kernels.checks import check_count, check_packed, check_quantized, check_range
 from grace.kernels.contract import Kernels, bucket_within
 from grace.kernels.random import FEISTEL_ROUNDS, MULTIPLIERS, ROUNDS, WEYL, Stream, feistel_bits
 from grace.tensorflow.graphs import LOW31, is_upper, length, number
@@ -191,6 +192,7 @@ class TensorFlowKernels(ValueTensorFlow, SparseTensorFlow, Kernels):
     def dequantize(self, out, codes, scales, levels, bucket_size, weight):
         n, middle = length(codes), number(levels, tf.float32)
         bucket_size = _bucket_within(bucket_size, n)
+        check_quantized(n, length(scales), length(out), bucket_size)
         part = (tf.cast(codes, tf.float32) - middle) / middle
         part = tf.pad(part, [[0, (n + bucket_size - 1) // bucket_size * bucket_size - n]])
         factor = _times(scales, weight)
@@ -206,6 +208,7 @@ class TensorFlowKernels(ValueTensorFlow, SparseTensorFlow, Kernels):
         return tf.reshape(tf.bitcast(words, tf.uint8)[:, :bits], [-1])[: (n * bits + 7) // 8]
 
     def unpack(self, packed, bits, n):
+        check_packed(length(packed), bits, n)
         if bits == 8:
             return packed
         groups = (n + 7) // 8
@@ -238,10 +241,17 @@ class TensorFlowKernels(ValueTensorFlow, SparseTensorFlow, Kernels):
     def widen(self, narrow):
         return tf.cast(tf.bitcast(narrow, tf.uint16), tf.int32)
 
+    def check_indices(self, indices, n):
+        # elsewhere TensorFlow checks them itself: on CPUs its operations raise, on GPUs they leave such elements out
+        if not tf.is_symbolic_tensor(indices) and "CPU" in indices.device and length(indices):
+            check_range(int(tf.reduce_min(indices)), int(tf.reduce_max(indices)), n)
+
     def gather(self, x, indices):
         return tf.gather(x, indices)
 
     def scatter_add(self, out, indices, values, weight):
+        check_count("values", length(values), length(indices))
+        self.check_indices(indices, length(out))
         return tf.tensor_scatter_nd_add(out, indices[:, None], _times(values, weight))
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import tensorflow as tf
 
+from grace.kernels.checks import check_count
 from grace.kernels.sparse_contract import SparseKernels
 from grace.kernels.sparse_reference import SMALLEST_FACTOR, rounded_down
-from grace.tensorflow.graphs import INF_BITS, LOW31, number
+from grace.tensorflow.graphs import INF_BITS, LOW31, length, number
 
 
 class SparseTensorFlow(SparseKernels):
@@ -39,9 +40,12 @@ class SparseTensorFlow(SparseKernels):
         return tf.cast(starts[:-1] + drawn, tf.int32)
 
     def zero_at(self, out, indices):
+        self.check_indices(indices, length(out))
         return tf.tensor_scatter_nd_update(out, indices[:, None], tf.zeros(tf.shape(indices), out.dtype))
 
     def add_at(self, out, indices, value, weight):
+        check_count("means", length(value), 1)
+        self.check_indices(indices, length(out))
         amount = value * number(weight, value.dtype)
         return tf.tensor_scatter_nd_add(out, indices[:, None], tf.broadcast_to(amount, tf.shape(indices)))
 

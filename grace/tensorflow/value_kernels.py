@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from grace.kernels.checks import check_packed
 from grace.kernels.value_contract import POWER_OFFSET
 from grace.kernels.value_reference import CONSTANT
 from grace.tensorflow.graphs import LOW31, is_upper, length, number
@@ -19,6 +20,7 @@ class ValueTensorFlow:
 
     random_bits: Any
     unpack: Any
+    check_indices: Any
 
     def max_abs(self, x):
         return tf.clip_by_value(tf.reduce_max(tf.abs(x), keepdims=True), 0.0, FLOAT32_MAX)
@@ -47,6 +49,7 @@ class ValueTensorFlow:
         return tf.cast(tf.where(magnitude > 0, code, 0), tf.uint8)
 
     def add_powers(self, out, codes, weight):
+        check_packed(length(codes), 8, length(out))
         power = tf.cast(codes, tf.int32) & 0x7F
         values = tf.bitcast(tf.bitwise.left_shift(power + POWER_OFFSET, 23), tf.float32)
         values = tf.where(power > 0, tf.where(codes >= 128, -values, values), 0.0)
@@ -59,6 +62,8 @@ class ValueTensorFlow:
 
     def add_table(self, out, packed, bits, table, scale, weight):
         codes = self.unpack(packed, bits, length(out))
+        if len(table) < 1 << bits:
+            self.check_indices(codes, len(table))
         factor = number(weight, tf.float32)
         amounts = tf.convert_to_tensor(table) * (factor if scale is None else scale * factor)
         return out + tf.gather(amounts, tf.cast(codes, tf.int32))

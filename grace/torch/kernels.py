@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from grace.kernels.checks import check_count, check_packed, check_quantized, check_range
 from grace.kernels.contract import Kernels, bucket_within
 from grace.kernels.random import FEISTEL_ROUNDS, MULTIPLIERS, ROUNDS, WEYL, Stream, feistel_bits
 from grace.torch.sparse_kernels import SparseTorch
@@ -175,6 +176,7 @@ class TorchKernels(ValueTorch, SparseTorch, Kernels):
 
     def dequantize(self, out, codes, scales, levels, bucket_size, weight):
         n, buckets, bucket_size = codes.numel(), scales.numel(), bucket_within(bucket_size, codes.numel())
+        check_quantized(n, buckets, out.numel(), bucket_size)
         part = torch.nn.functional.pad((codes.float() - levels) / levels, (0, buckets * bucket_size - n))
         factor = scales * weight
         return out.add_((factor[:, None] * part.view(buckets, bucket_size)).view(-1)[:n])
@@ -190,6 +192,7 @@ class TorchKernels(ValueTorch, SparseTorch, Kernels):
         return out[: (n * bits + 7) // 8]
 
     def unpack(self, packed, bits, n):
+        check_packed(packed.numel(), bits, n)
         if bits == 8:
             return packed
         stream = ((packed[:, None] >> self._places(packed)) & 1).view(-1)[: n * bits].view(n, bits)
@@ -227,10 +230,17 @@ class TorchKernels(ValueTorch, SparseTorch, Kernels):
     def widen(self, narrow):
         return narrow.to(torch.int32) & 0xFFFF
 
+    def check_indices(self, indices, n):
+        # on a GPU, torch's own operations assert it: a wrong index ends the process, and writes nothing
+        if indices.device.type == "cpu" and indices.numel():
+            check_range(*(int(end) for end in indices.aminmax()), n)
+
     def gather(self, x, indices):
         return x.index_select(0, indices)
 
     def scatter_add(self, out, indices, values, weight):
+        check_count("values", values.numel(), indices.numel())
+        self.check_indices(indices, out.numel())
         return out.index_add_(0, indices, values, alpha=weight)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from grace.kernels.checks import check_count
 from grace.kernels.sparse_contract import SparseKernels
 from grace.kernels.sparse_reference import SMALLEST_FACTOR, rounded_down
 
@@ -29,9 +30,12 @@ class SparseTorch(SparseKernels):
         return (starts[:-1] + (starts.diff() * bits >> 32)).to(torch.int32)
 
     def zero_at(self, out, indices):
+        self.check_indices(indices, out.numel())
         return out.index_fill_(0, indices.long(), 0)
 
     def add_at(self, out, indices, value, weight):
+        check_count("means", value.numel(), 1)
+        self.check_indices(indices, out.numel())
         return out.index_add_(0, indices, (value * weight).expand(indices.numel()))
 
     def clip_norm(self, x, limit):

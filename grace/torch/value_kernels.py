@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from grace.kernels.checks import check_packed
 from grace.kernels.value_contract import POWER_OFFSET
 from grace.kernels.value_reference import CONSTANT
 
@@ -17,6 +18,7 @@ class ValueTorch:
 
     random_bits: Any
     unpack: Any
+    check_indices: Any
 
     def max_abs(self, x):
         if not x.numel():
@@ -47,6 +49,7 @@ class ValueTorch:
         return torch.where(magnitude > 0, code, 0).to(torch.uint8)
 
     def add_powers(self, out, codes, weight):
+        check_packed(codes.numel(), 8, out.numel())
         power = codes.to(torch.int32) & 0x7F
         values = torch.where(power > 0, power + POWER_OFFSET << 23, 0).view(torch.float32)
         values = torch.where(codes >= 128, -values, values)
@@ -58,6 +61,8 @@ class ValueTorch:
 
     def add_table(self, out, packed, bits, table, scale, weight):
         codes = self.unpack(packed, bits, out.numel()).to(torch.int32)
+        if len(table) < 1 << bits:
+            self.check_indices(codes, len(table))
         factor = weight if scale is None else scale * weight
         amounts = torch.as_tensor(table, device=out.device) * factor
         return out.add_(amounts.index_select(0, codes))

@@ -1,0 +1,40 @@
+"""What kernels look at before they use what came off the wire; anything may stand there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grace.errors import PayloadError
+
+
+def check_range(lowest: float, highest: float, n: int, what: str = "position") -> None:
+    """Raise PayloadError unless both are in [0, n).
+
+    >>> check_range(0, 3, 3)
+    Traceback (most recent call last):
+    grace.errors.PayloadError: position 3 is not in [0, 3)
+    """
+    if not 0 <= lowest <= highest < n:
+        raise PayloadError(f"{what} {int(highest if highest >= n else lowest)} is not in [0, {n})")
+
+
+def check_count(what: str, count: Any, wanted: Any) -> None:
+    """Raise PayloadError unless there are as many as there must be; a graph may not know how many there are.
+
+    >>> check_count("values", 2, 3)
+    Traceback (most recent call last):
+    grace.errors.PayloadError: 2 values, where there must be 3
+    """
+    if isinstance(count, int) and isinstance(wanted, int) and count != wanted:
+        raise PayloadError(f"{count} {what}, where there must be {wanted}")
+
+
+def check_packed(nbytes: Any, bits: int, n: Any) -> None:
+    """The bytes of n packed codes."""
+    check_count("bytes of codes", nbytes, (n * bits + 7) // 8)
+
+
+def check_quantized(codes: Any, scales: Any, n: Any, bucket_size: Any) -> None:
+    """The numbers of codes and scales of n elements."""
+    check_count("codes", codes, n)
+    check_count("scales", scales, (n + bucket_size - 1) // bucket_size)

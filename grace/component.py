@@ -30,6 +30,7 @@ class Context:
         rank, size: this process and how many there are.
         loss_scale: the factor that gradients are scaled by in mixed precision.
         lr: the learning rate that the optimizer will use for a variable.
+        predivide: what payloads are divided by before an engine sums them; see :class:`grace.reduction.Reduction`.
     """
 
     seed: int = 0
@@ -38,6 +39,7 @@ class Context:
     size: int = 1
     loss_scale: float = 1.0
     lr: Callable[[str], float] = _one
+    predivide: float = 1.0
 
     def stream(self, name: str, *, shared: bool = False) -> Stream:
         """Random numbers for one variable at this step, the same on all ranks if ``shared``."""

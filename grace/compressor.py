@@ -116,9 +116,9 @@ class Compressor(Component):
         Returns ``out`` (a new tensor where the framework's tensors are immutable)."""
         return kernels_of(out).add(out, self.decompress(payload, ctx), weight)
 
-    def aggregate(self, payloads: Sequence[Payload], ctx: Any, out: Tensor, count: int) -> Tensor:
-        """Write the mean over ``count`` ranks into ``out``; ``payloads`` holds one payload per rank,
-        or the sum of all of them."""
+    def aggregate(self, payloads: Sequence[Payload], ctx: Any, out: Tensor, count: float) -> Tensor:
+        """Write the mean into ``out``: the sum of what ``payloads`` decode to, divided by ``count``. There is one
+        payload per rank, or their sum; ``count`` is the number of ranks, or what such a sum is to be divided by."""
         out = kernels_of(out).zero(out)
         for payload in payloads:
             out = self.accumulate(payload, ctx, out, 1.0 / count)

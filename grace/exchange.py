@@ -124,7 +124,7 @@ class Exchange:
         began = time.perf_counter()
         inputs = tracing.each("compensate", self.names, self._compensated, gradients)
         if self.traits.rounds > 1:
-            self.inputs, self.encoded = inputs, [(None, None)] * len(inputs)
+            self.inputs, self.encoded, self.spoilt = inputs, [(None, None)] * len(inputs), [False] * len(inputs)
             self.rounds = [self.compressor.exchange(x, name) for x, name in zip(inputs, self.names, strict=True)]
             first = tracing.each("compress", self.names, lambda rounds, name: next(rounds), self.rounds)
             self._send(first, inputs, began)
@@ -149,7 +149,7 @@ class Exchange:
 
     def _send(self, payloads: list[Any], inputs: list[Tensor] | None, began: float) -> None:
         with tracing.phase("pack", group=self.group):
-            buffer = self._packed(payloads, inputs)
+            buffer = self._packed(self._predivided(payloads), inputs)
         self._count(self.wire, buffer)
         self.traffic.codec_seconds += time.perf_counter() - began
         if self.traits.fixed_size or self.communicator.sums:
@@ -164,6 +164,19 @@ class Exchange:
         else:  # first the sizes of all ranks' payload tensors; advance() goes on with the payloads
             self.sizing = True
             self._launch(backend.allgather, sizes)
+
+    def _predivided(self, payloads: list[Any]) -> list[Any]:
+        """Payloads that the engine sums, in the range that the user wants for the sum."""
+        by, k = self.communicator.context.predivide, self.kernels
+        if by == 1 or not self.communicator.sums:
+            return payloads
+        room = lambda tensor: k.zeros(tuple(tensor.shape), k.dtype(tensor), tensor)  # noqa: E731
+        return [[k.divide(room(tensor), tensor, by) for tensor in payload] for payload in payloads]
+
+    @property
+    def _count_of_sum(self) -> float:
+        """What a sum of payloads is divided by, to be their mean."""
+        return self.communicator.context.size / self.communicator.context.predivide
 
     def _packed(self, payloads: list[Any], inputs: list[Tensor] | None) -> Tensor:
         """The wire's buffer: the payloads, and statuses that say what is in the inputs."""
@@ -239,6 +252,7 @@ class Exchange:
         self.wait()
         began = time.perf_counter()
         with tracing.phase("unpack", group=self.group):
+            self._judge_round()
             means = self._mean()
         payloads = tracing.each("compress", self.names, lambda rounds, mean, _: rounds.send(mean), self.rounds, means)
         self.round += 1
@@ -270,9 +284,8 @@ class Exchange:
     def _mean(self) -> list[Any]:
         """The reduced payloads, divided by the number of ranks."""
         (buffer,) = self.handle.result()
-        size = self.communicator.context.size
-        if size > 1:
-            buffer = self.kernels.divide(buffer, buffer, size)
+        if self._count_of_sum != 1:
+            buffer = self.kernels.divide(buffer, buffer, self._count_of_sum)
         return self.wire.unpack(buffer)
 
     def finish(self, outs: Sequence[Tensor | None], wait: bool = True) -> list[Outcome]:
@@ -287,25 +300,43 @@ class Exchange:
         began = time.perf_counter()
         several = self.traits.rounds > 1
         with tracing.phase("unpack", group=self.group):
-            wires = self._cut() if self.concatenated else self.handle.result()
-            if self.layouts:
-                wires = [buffer[: layout.length] for layout, buffer in zip(self.layouts, wires, strict=True)]
+            if several:
+                missing, overflow = self._judge_round()
+                received: list[Any] = self._mean()
             else:
-                self.layouts = [self.wire] * len(wires)
-            missing, overflow = self._judge(wires)
-            received = self._mean() if several else self._received(wires)
+                wires = self._cut() if self.concatenated else self.handle.result()
+                if self.layouts:
+                    wires = [buffer[: layout.length] for layout, buffer in zip(self.layouts, wires, strict=True)]
+                else:
+                    self.layouts = [self.wire] * len(wires)
+                missing, overflow = self._judge(wires)
+                received = self._received(wires)
         decode = self._last if several else self._aggregate
         outcomes = tracing.each("decode", self.names, decode, range(len(self.names)), received, outs)
         if several:  # with what all ranks got
             tracing.each("update", self.names, self._update, self.inputs, self.encoded)
         for i, outcome in enumerate(outcomes):
             outcome.overflow = overflow[i]
-            if overflow[i] and not self.traits.carries_nonfinite:
+            if overflow[i] and (several or not self.traits.carries_nonfinite):
                 outcome.value = self.kernels.add(outcome.value, outcome.value, math.nan)
             if missing[i]:
                 outcome.value = None
         self.traffic.codec_seconds += time.perf_counter() - began
         return outcomes
+
+    def _judge_round(self) -> tuple[list[bool], list[bool]]:
+        """Of a method of several rounds: whether no rank had a gradient, and whether one overflowed in this round or
+        an earlier one, which later rounds may not show (an infinite column becomes a finite one again)."""
+        (total,) = self.handle.result()
+        missing = [False] * len(self.names)
+        if not all(self.present) or not self.traits.carries_nonfinite:
+            statuses = self.wire.statuses(total)
+            missing = [status == 0 for status in statuses]
+            self.spoilt = [was or not status < math.inf for was, status in zip(self.spoilt, statuses, strict=True)]
+        for i, payload in enumerate(self.wire.unpack(total)):
+            finite = all(bool(self.kernels.all_finite(tensor)) for tensor in payload)
+            self.spoilt[i] = self.spoilt[i] or not finite
+        return missing, self.spoilt
 
     def _judge(self, wires: list[Tensor]) -> tuple[list[bool], list[bool]]:
         """Per variable: whether no rank had a gradient, and whether one overflowed."""
@@ -329,7 +360,7 @@ class Exchange:
 
     def _received(self, wires: list[Tensor]) -> list[list[Any]]:
         """The payloads of all ranks, or their sum, per variable."""
-        self.count = self.communicator.context.size
+        self.count = self._count_of_sum if self.communicator.sums else self.communicator.context.size
         if self.traits.exact and self.communicator.sums:  # one division for the whole group
             wires, self.count = [self.kernels.divide(wires[0], wires[0], self.count)], 1
         received = [layout.unpack(buffer) for layout, buffer in zip(self.layouts, wires, strict=True)]

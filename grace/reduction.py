@@ -11,12 +11,18 @@ from grace.errors import ConfigError
 
 @dataclass
 class Reduction:
-    """What the exchange makes of the ranks' gradients.
+    """What the exchange makes of the ranks' gradients, without changing what a method computes.
+
+    Compressors and memories get every rank's gradient as the optimizer holds it, whatever is chosen here, so that
+    thresholds and clipping norms are in its units (the gradient's of one step: the sum over
+    ``backward_passes_per_step`` in torch, the mean over Keras's ``gradient_accumulation_steps``).
 
     Args:
-        op: "average" or "sum", or Horovod's constants of these names.
-        predivide: gradients are divided by this before they are compressed, and the average is multiplied with
-            it: keeps a sum of 16-bit numbers in their range.
+        op: "average" or "sum", or Horovod's constants of these names. A sum is the aggregate times the number of ranks;
+            a vote (signsgd, signum) is a direction and no mean, and stays what it is.
+        predivide: payloads that an engine sums (Allreduce, and ReduceBroadcast of summable payloads) are divided by
+            this, and their sum by ranks / predivide, which keeps a sum of 16-bit numbers in their range. What is
+            gathered is added in float32, and not divided.
     """
 
     op: Any = "average"
@@ -44,13 +50,14 @@ class Reduction:
         if self.predivide != 1 and self.op != "average":
             raise ConfigError("gradient_predivide_factor goes with op='average' only")
 
-    def factors(self, size: int) -> tuple[float, float]:
-        """What gradients are multiplied with before the exchange, and means after it.
+    def factor(self, votes: bool, size: int) -> float:
+        """What the aggregate of a method, which votes or not, is multiplied with on ``size`` ranks.
 
-        >>> Reduction("average", 4.0).factors(2), Reduction("sum").factors(2)
-        ((0.25, 4.0), (1.0, 2.0))
+        >>> average, total = Reduction("average", 4.0), Reduction("sum")
+        >>> average.factor(False, 2), total.factor(False, 2), total.factor(True, 2)
+        (1.0, 2.0, 1.0)
         """
-        return 1.0 / self.predivide, float(size) if self.op == "sum" else float(self.predivide)
+        return float(size) if self.op == "sum" and not votes else 1.0
 
 
 def check_integer(name: str, value: Any) -> None:

@@ -85,8 +85,7 @@ class Session:
         self.group_bytes, self.sparse_as_dense, self.broadcast = group_bytes, sparse_as_dense, broadcast
         self.check, self.averages, self.hierarchical = check, averages, hierarchical
         self.lr = 1.0
-        self.context = Context(seed=seed, lr=lambda name: self.lr)
-        self.before, self.after = reduction.factors(backend.size)
+        self.context = Context(seed=seed, lr=lambda name: self.lr, predivide=reduction.predivide)
         self.variables: list[Any] = []
         self.names: list[str] = []
         self.exchanger: Exchanger | None = None
@@ -208,14 +207,11 @@ class Session:
             if gradient is None:
                 return Slices(tf.zeros([0, *variable.shape[1:]], variable.dtype), tf.zeros([0], tf.int64))
             if not isinstance(gradient, tf.IndexedSlices):
-                return Slices(self._scaled(gradient), tf.range(variable.shape[0], dtype=tf.int64))
-            return Slices(self._scaled(gradient.values), tf.cast(gradient.indices, tf.int64))
+                return Slices(gradient, tf.range(variable.shape[0], dtype=tf.int64))
+            return Slices(gradient.values, tf.cast(gradient.indices, tf.int64))
         if gradient is None:
             return tf.zeros(variable.shape, variable.dtype)
-        return tf.cast(self._scaled(tf.convert_to_tensor(gradient)), variable.dtype)
-
-    def _scaled(self, tensor: tf.Tensor) -> tf.Tensor:
-        return tensor if self.before == 1.0 else tensor * tf.cast(self.before, tensor.dtype)
+        return tf.cast(tf.convert_to_tensor(gradient), variable.dtype)
 
     def _leaving(self, outcomes: list[tuple[Any, Any]]) -> list[Mean]:
         return [Mean(None, False) if v is None else Mean(*self._typed(i, v, f)) for i, (v, f) in enumerate(outcomes)]
@@ -223,14 +219,10 @@ class Session:
     def _typed(self, i: int, value: Any, found: Any) -> tuple[Any, Any]:
         assert self.exchanger is not None
         variable = self.exchanger.variables[i]
-
-        def final(tensor: tf.Tensor) -> tf.Tensor:
-            tensor = tensor if self.after == 1.0 else tensor * tf.cast(self.after, tensor.dtype)
-            return tf.cast(tensor, variable.dtype)
-
         if isinstance(value, Slices):
-            return tf.IndexedSlices(final(value.values), value.rows, tf.constant(variable.shape, tf.int32)), found
-        return final(value), found
+            values = tf.cast(value.values, variable.dtype)
+            return tf.IndexedSlices(values, value.rows, tf.constant(variable.shape, tf.int32)), found
+        return tf.cast(value, variable.dtype), found
 
     @tf.autograph.experimental.do_not_convert
     def average(self) -> None:

@@ -52,7 +52,18 @@ class Run:
             place = self.place[piece.whole.name]
             return cut(piece, given[place]), self.present[place]
 
+        pairs = {name: (self._times(name, value), found) for name, (value, found) in pairs.items()}
         return [joined(self.exchanger.pieces_of[v.name], pairs, own) for v in self.exchanger.variables]
+
+    def _times(self, name: str, value: Any) -> Any:
+        """The aggregate of a piece, as a mean or a sum."""
+        votes = self.exchanger.pieces[name].communicator.compressor.votes
+        factor = self.session.reduction.factor(votes, self.exchanger.backend.size)
+        if value is None or factor == 1:
+            return value
+        if isinstance(value, Slices):
+            return Slices(self._times(name, value.values), value.rows)
+        return value * tf.cast(factor, value.dtype)
 
     def outs(self, group: Group) -> list[Any]:
         """Where the aggregates of a group are written."""

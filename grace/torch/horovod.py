@@ -84,7 +84,6 @@ class HorovodSession(Session):
         optimizer._allreduce_delay = dict.fromkeys(optimizer._allreduce_delay, optimizer.backward_passes_per_step)
         backend.rejoin()
         self.context.rank, self.context.size = backend.rank, backend.size
-        self.before, self.after = self.reduction.factors(backend.size)
         for kind, part in self.exchanger.components:
             if kind == "shard_memory" and backend.size != former:
                 part.state.clear()

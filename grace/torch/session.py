@@ -106,7 +106,7 @@ class Session:
             self.parameters = named(optimizer, parameters)
             return variables(self.parameters, () if sparse_as_dense else sparse_of(parameters))
 
-        self.context = Context(seed=seed, lr=self._lr)
+        self.context = Context(seed=seed, lr=self._lr, predivide=reduction.predivide)
         facts = [
             ("backward_passes_per_step", str(passes)),
             ("the reduction", str(reduction)),
@@ -133,7 +133,6 @@ class Session:
             )
         tracing.note(updates_follow=True)
         self.reduction = reduction
-        self.before, self.after = reduction.factors(backend.size)
         self.groups_of = {name: self._holding(name) for name in self.parameters}
         self.param_group = {
             name: index
@@ -180,8 +179,7 @@ class Session:
             piece = self.exchanger.pieces[variable.name]
             name, p = piece.whole.name, self.parameters[piece.whole.name]
             present.append(p.grad is not None)
-            gradient = piece.of(self._rows(name, p) if variable.sparse else self._dense(name, p))
-            gradients.append(_times(gradient, self.before))
+            gradients.append(piece.of(self._rows(name, p) if variable.sparse else self._dense(name, p)))
             if p.grad is not None:
                 self.versions[name] = (p.grad, p.grad._version)
         self.exchanger.start(group, gradients, present)
@@ -224,7 +222,7 @@ class Session:
                 if outcome.pending:
                     self._wipe(piece, p)
             elif isinstance(outcome.value, Slices):
-                rows.setdefault(piece.whole.name, []).append(piece.back(_times(outcome.value, self.after)))
+                rows.setdefault(piece.whole.name, []).append(piece.back(_times(outcome.value, self._factor(piece))))
             else:
                 self._write(piece, p, outcome.value)
         for name, found in rows.items():
@@ -251,8 +249,12 @@ class Session:
                 p.grad = torch.empty_like(p) if piece.axis is None else torch.zeros_like(p)
             view = piece.of(p.grad)
             view.copy_(value)  # type: ignore[union-attr]
-        if self.after != 1.0:
-            view.mul_(self.after)
+        if self._factor(piece) != 1.0:
+            view.mul_(self._factor(piece))
+
+    def _factor(self, piece: Piece) -> float:
+        """What the aggregate of a piece is multiplied with."""
+        return self.reduction.factor(piece.communicator.compressor.votes, self.exchanger.backend.size)
 
     def _wipe(self, piece: Piece, p: torch.nn.Parameter) -> None:
         """Nothing has come for a piece yet: this rank's own gradient must not be taken for the mean."""

@@ -108,10 +108,9 @@ def load(exchanger: Exchanger, saved: dict[str, Any] | None, memory: str = "stri
             component.state.update({name: v for name, v in values.get(kind, {}).items() if name in own})
             component.state.commit()
     context.step, context.loss_scale = saved["step"], saved["loss_scale"]
-    for communicator in exchanger.communicators:
-        communicator.resumed()
     steps = saved.get("pending", []) if memory == "strict" else []  # of the rank whose weights these are
     exchanger.restore_pending([{name: rich(value) for name, value in step.items()} for step in steps])
+    exchanger.resumed()
 
 
 def plain(value: Any) -> Any:

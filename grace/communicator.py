@@ -116,8 +116,8 @@ class Communicator(Component):
     def open(self, exchanger: Any) -> None:
         """All ranks have agreed and are about to start; every rank comes here at the same moment."""
 
-    def resumed(self) -> None:
-        """The state was loaded from a checkpoint."""
+    def resumed(self, loss_scale: float) -> None:
+        """The state was loaded from a checkpoint, in the units of this loss scale."""
 
     def dense(self, usual: Communicator) -> Communicator:
         """What carries the variables that the compressor would not make smaller: ``usual``, all together."""

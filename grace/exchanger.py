@@ -9,7 +9,7 @@ from typing import Any
 
 from grace import tracing
 from grace.agreement import agree
-from grace.ahead import Courier, Flight, add
+from grace.ahead import Courier, Flight, add, scaled
 from grace.backend import Backend
 from grace.communicator import Communicator
 from grace.communicators import Allreduce
@@ -76,6 +76,8 @@ class Exchanger:
         self._courier: Courier | None = None
         self.computing: Callable[[], Any] = contextlib.nullcontext
         """The context that exchanges beside training compute in."""
+        self.follows_scaler: Callable[[], bool] = lambda: False
+        """Whether somebody calls :meth:`rescale` at each step, with a scaler's loss scale."""
 
     def _bind(self, backend: Backend) -> None:
         """Who the communicators exchange with."""
@@ -293,12 +295,23 @@ class Exchanger:
             part.state.commit()
 
     def rescale(self, loss_scale: float) -> None:
-        """The loss scale is now this: memories follow."""
+        """The loss scale is now this: memories follow, and means that are still to be applied."""
         if loss_scale != self.context.loss_scale:
+            factor = loss_scale / self.context.loss_scale
             for kind, component in self.components:
                 if isinstance(component, Memory) and kind != "answer_memory":  # which follows when it answers
-                    component.rescale(loss_scale / self.context.loss_scale)
+                    component.rescale(factor)
+            self.owed = {name: scaled(value, factor) for name, value in self.owed.items()}
             self.context.loss_scale = loss_scale
+
+    def resumed(self) -> None:
+        """Memories and means were loaded, in the units of the context's loss scale. Where no scaler is followed they
+        come into units of 1, at once."""
+        loaded = self.context.loss_scale
+        if not self.follows_scaler():
+            self.rescale(1.0)
+        for communicator in self.communicators:
+            communicator.resumed(loaded)
 
 
 def build_exchanger(

@@ -153,9 +153,10 @@ class ReduceBroadcast(Communicator):
             self.answer_memory.rescale(loss_scale / self.answer_context.loss_scale)
             self.answer_context.loss_scale = loss_scale
 
-    def resumed(self) -> None:
+    def resumed(self, loss_scale: float) -> None:
         """The memory of the answers is in the units of the checkpoint."""
-        self.answer_context.loss_scale = self.context.loss_scale
+        self.answer_context.loss_scale = loss_scale
+        self.rescale_answers(self.context.loss_scale)
 
     def broadcast(self, wire):
         """The way back."""

@@ -28,6 +28,7 @@ class DDPState:
 
     def __init__(self, model: Any, exchanger: Exchanger, optimizer: Any, grad_scaler: Any):
         self.exchanger, self.optimizer, self.grad_scaler = exchanger, optimizer, grad_scaler
+        exchanger.follows_scaler = lambda: grad_scaler is not None and grad_scaler.is_enabled()
         self.names = {p: name for name, p in model.module.named_parameters() if p.requires_grad}
         self.by_name = {variable.name: variable for variable in exchanger.variables}
         self.plans: dict[tuple[str, ...], list[Group]] = {}
@@ -87,7 +88,7 @@ class DDPState:
         if bucket.index() == 0:
             self.close_step()
             self.open = True
-            if self.grad_scaler is not None and self.grad_scaler.is_enabled():
+            if self.exchanger.follows_scaler():
                 self.exchanger.rescale(self.grad_scaler.get_scale())
         tracing.gradient()
         names = tuple(self.names[p] for p in bucket.parameters())

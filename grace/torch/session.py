@@ -131,6 +131,7 @@ class Session:
                 "sync none(period): ranks that train on their own would skip different steps with a grad_scaler. "
                 "Leave it out, or synchronize every step"
             )
+        self.exchanger.follows_scaler = lambda: grad_scaler is not None and grad_scaler.is_enabled()
         tracing.note(updates_follow=True)
         self.reduction = reduction
         self.groups_of = {name: self._holding(name) for name in self.parameters}
@@ -172,7 +173,7 @@ class Session:
     @torch.no_grad()
     def start(self, group: Group) -> None:
         """Begin a group's exchange, with zeros where this rank has no gradient."""
-        if not self.versions and self.grad_scaler is not None and self.grad_scaler.is_enabled():
+        if not self.versions and self.exchanger.follows_scaler():
             self.exchanger.rescale(self.grad_scaler.get_scale())
         gradients, present = [], []
         for variable in group.variables:

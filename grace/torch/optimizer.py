@@ -15,6 +15,7 @@ from grace.plans import Choices
 from grace.reduction import Reduction
 from grace.runtime import current
 from grace.torch.backends.distributed import TorchBackend
+from grace.torch.closures import synchronized
 from grace.torch.saving import StateMixin
 from grace.torch.session import Session
 
@@ -263,7 +264,7 @@ def after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Synchronize before the user's step; with a closure, after the closure's backward instead."""
+    """Synchronize before the user's step; with a closure, after every evaluation of it instead."""
     session = optimizer._grace
     given = args[1:]  # torch hands the hook step()'s arguments with the optimizer first
     closure = kwargs.get("closure", given[0] if given else None)
@@ -272,12 +273,7 @@ def before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         tracing.update_begins()
         return None
 
-    def synchronized_closure() -> Any:
-        loss = closure()
-        session.before_step()
-        tracing.update_begins()
-        return loss
-
+    closure = synchronized(closure, session)
     if given:
-        return (optimizer, synchronized_closure, *given[1:]), kwargs
-    return args, {**kwargs, "closure": synchronized_closure}
+        return (optimizer, closure, *given[1:]), kwargs
+    return args, {**kwargs, "closure": closure}

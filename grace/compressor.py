@@ -75,6 +75,8 @@ class Compressor(Component):
     traits: Traits = Traits(category="quantization")
     stateful: bool = False
     """Whether the method, or a part of it, keeps something per variable between steps."""
+    owns_momentum: ClassVar[bool] = False
+    """Whether the method applies momentum itself, so that the optimizer's must be 0."""
     votes: ClassVar[bool] = False
     """Whether the aggregate is a vote instead of a mean."""
     sends_values: ClassVar[bool] = False

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 
 import grace
+from grace.momentum import owners
+from grace.plans import build_communicator
 from grace.registry import legal_communicators, make
 
 METHODS = (
@@ -67,6 +69,11 @@ def loss_of(model: torch.nn.Module, step: int, rank: int | None = None) -> torch
     """The loss on a rank's data of a step."""
     images, labels = batch(step, rank)
     return torch.nn.functional.cross_entropy(model(images), labels)
+
+
+def momentum_for(spec: str) -> float:
+    """An optimizer's, beside a method that may apply momentum itself."""
+    return 0.0 if owners([build_communicator(spec, None, None)]) else 0.9
 
 
 def sgd(parameters: Any, lr: float = 0.05) -> torch.optim.Optimizer:

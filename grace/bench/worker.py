@@ -25,6 +25,7 @@ from grace.bench.launch import redirect_stderr
 from grace.bench.task import Task, task_class, trainer_class
 from grace.bench.training import Settings
 from grace.errors import GraceError
+from grace.momentum import owners
 from grace.plans import build_communicator
 
 WARMUP_STEPS = 3
@@ -48,8 +49,8 @@ def _steps(
     report: Callable[[float], None] | None = None,
 ) -> dict[str, Any]:
     lr, epochs = settings.rates.get(method, task.lr), settings.epochs or task.epochs
-    # a memory that has the momentum wants an optimizer without
-    momentum = 0.0 if build_communicator(method, None, None).memory.owns_momentum else task.momentum
+    # a memory or compressor that has the momentum wants an optimizer without
+    momentum = 0.0 if owners([build_communicator(method, None, None)]) else task.momentum
     trainer = trainer_class(settings.framework)(task, method, seed, lr, momentum)
     marks = {round(1.15**power) for power in range(100)}
     step_seconds, codec_seconds, curve = [], [], []

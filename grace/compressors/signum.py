@@ -14,7 +14,7 @@ class Signum(SignSGD):
 
         m = momentum m + (1 - momentum) x,    C(x) = sign(m),    aggregate = sign(sum_i sign(m_i))
 
-    m starts at 0. The optimizer's own momentum should be 0. Votes, ties and step sizes are those of
+    m starts at 0. The optimizer's own momentum must be 0: refused otherwise. Votes, ties and step sizes are those of
     :class:`~grace.compressors.signsgd.SignSGD`, which this is for momentum 0. Source: Bernstein et al.,
     "signSGD: compressed optimisation for non-convex problems", arXiv 1802.04434.
 
@@ -33,6 +33,7 @@ class Signum(SignSGD):
 
     name = "signum"
     stateful = True
+    owns_momentum = True
 
     def __post_init__(self):
         self.check_number("momentum", 0, 1)

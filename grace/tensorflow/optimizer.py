@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from grace.backend import Backend
 from grace.communicator import Communicator
 from grace.errors import ConfigError
 from grace.exchange import Traffic
+from grace.momentum import doubled, owners
 from grace.plans import Choices
 from grace.reduction import Reduction
 from grace.runtime import current
@@ -59,6 +60,8 @@ class DistributedMixin:
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Exchange the gradients, and update the variables with their means."""
+        if self._grace.exchanger is not None:
+            check_momentum(self._grace.exchanger.communicators, self, later=True)
         grads = list(grads)
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
@@ -242,7 +245,7 @@ def DistributedOptimizer(
         sparse_as_dense=sparse_as_dense,
         broadcast=broadcast,
         hierarchical=hierarchical,
-        check=lambda chosen: check_memory(chosen, inner),
+        check=lambda chosen: check_momentum([chosen], inner),
         averages=True,
     )
     cls = type(inner)
@@ -254,17 +257,13 @@ def DistributedOptimizer(
     return optimizer
 
 
-def check_memory(communicator: Communicator, optimizer: Any) -> None:
-    """Refuse a memory that applies momentum, for an optimizer that does so too.
+def check_momentum(communicators: Iterable[Communicator], optimizer: Any, later: bool = False) -> None:
+    """Refuse a memory or compressor that applies momentum, for an optimizer that does so too.
 
     Raises:
         ConfigError: it would be applied twice.
     """
-    memory = communicator.memory
     momentum = getattr(optimizer, "momentum", getattr(optimizer, "beta_1", 0.0))
-    if memory.owns_momentum and momentum:
-        raise ConfigError(
-            f"the memory {memory.spec} applies momentum itself, and the optimizer has momentum {momentum}: it would be "
-            f"applied twice. Give the optimizer momentum 0, and the memory yours: "
-            f"memory='{memory.name}(momentum={momentum})'"
-        )
+    parts = owners(communicators)
+    if parts and momentum:
+        raise doubled(parts[0], "the optimizer", momentum, later)

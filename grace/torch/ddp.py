@@ -12,9 +12,10 @@ from grace.component import Context
 from grace.errors import ConfigError
 from grace.exchange import Exchange, Group, Outcome, Traffic
 from grace.exchanger import Exchanger, build_exchanger
+from grace.momentum import owners
 from grace.plans import STRATEGY, Uniform
 from grace.torch.backends.distributed import TorchBackend
-from grace.torch.parameters import check_memory, variables
+from grace.torch.parameters import check_momentum, check_optimizer, variables
 from grace.torch.saving import on_devices
 
 
@@ -34,6 +35,7 @@ class DDPState:
         self.plans: dict[tuple[str, ...], list[Group]] = {}
         self.outcomes: list[Outcome] = []
         self.open = False
+        self.momenta = owners(exchanger.communicators)
 
     @property
     def traffic(self) -> Traffic:
@@ -87,6 +89,7 @@ class DDPState:
         """The hook proper."""
         if bucket.index() == 0:
             self.close_step()
+            check_momentum(self.momenta, self.optimizer, later=True)
             self.open = True
             if self.exchanger.follows_scaler():
                 self.exchanger.rescale(self.grad_scaler.get_scale())
@@ -154,7 +157,8 @@ def register_ddp_hook(
     Args:
         model: the ``torch.nn.parallel.DistributedDataParallel`` model, before its first backward.
         compressor, memory, communicator: as for :func:`grace.DistributedOptimizer`.
-        optimizer: needed by memories that follow the learning rate (efsignsgd).
+        optimizer: needed by memories that follow the learning rate (efsignsgd), and where a memory (dgc) or
+            compressor (signum) applies momentum, which the optimizer's must not double.
         grad_scaler: the ``torch.amp.GradScaler`` in use, so that memories follow the loss scale.
         seed: of the random numbers of stochastic methods; the same on all ranks.
 
@@ -180,7 +184,7 @@ def register_ddp_hook(
     backend = TorchBackend(model.process_group)
 
     def check(communicator):
-        check_memory(communicator.memory, optimizer)
+        check_optimizer(communicator, optimizer)
         if communicator.delayed:
             raise ConfigError(
                 f"{communicator.describe()} applies means in later steps, which DDP's hook cannot: use "

@@ -35,6 +35,7 @@ class HorovodSession(Session):
     def _reset(self) -> None:
         self.waiting = self.waiting_for()
         self.versions = {}
+        self.checked = False
 
     def alone(self, p: torch.nn.Parameter) -> bool:
         """Whether Horovod may exchange a parameter's sparse gradient: nothing else travels with it."""
@@ -91,6 +92,7 @@ class HorovodSession(Session):
 
     def before_step(self) -> None:
         """``step()`` is about to run: synchronize as Horovod's ``step()`` does."""
+        self.check()
         optimizer: Any = self.optimizer
         if optimizer._should_synchronize:
             optimizer.synchronize()
@@ -114,6 +116,8 @@ def _make_hook(self: Any, p: torch.nn.Parameter) -> Callable:
     def hook(*ignore: Any) -> None:
         tracing.gradient()
         if not self._paused:
+            if not self._grace.checked:
+                self._grace.check()
             theirs(*ignore)
 
     return hook
@@ -125,6 +129,8 @@ def synchronize(self: Any) -> None:
         self._synchronized = True
         return
     with tracing.phase("synchronize", "part"):
+        if not self._grace.checked:
+            self._grace.check()
         for p in sorted(self._requires_update, key=self._parameter_names.__getitem__):
             handle, _ = self._handles.get(p, (None, None))
             if handle is None:  # no backward pass, or fewer than were announced

@@ -47,6 +47,7 @@ class HookedSession(Session):
         self.waiting = self.waiting_for()
         self.next_group = 0
         self.versions = {}
+        self.checked = False
 
     def _hook(self, name: str):
         def hook(parameter: torch.nn.Parameter) -> None:
@@ -54,6 +55,8 @@ class HookedSession(Session):
             if self.paused:
                 return
             self.synchronized = False
+            if not self.checked:
+                self.check()
             if self.counts[name] == self.passes:
                 raise ExchangeError(
                     f"the gradient of {name!r} was computed {self.passes + 1} times before step(), and its exchange "
@@ -77,6 +80,8 @@ class HookedSession(Session):
         """Exchange what is not exchanged yet and write the means into ``p.grad``."""
         with tracing.phase("synchronize", "part"):
             self._check_untouched()
+            if not self.checked:
+                self.check()
             while self.next_group < len(self.exchanger.groups):
                 self._start_next()
             self.finish()
@@ -85,6 +90,7 @@ class HookedSession(Session):
 
     def before_step(self) -> None:
         """``step()`` is about to run: synchronize unless the user has done it since the last one."""
+        self.check()
         if not self.synchronized:
             self.synchronize()
         self.synchronized = False

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from grace.backend import Backend
+from grace.communicator import Communicator
 from grace.errors import ConfigError
-from grace.memory import Memory
+from grace.momentum import doubled, owners
 from grace.runtime import current
 from grace.torch.kernels import NAMES
 from grace.variable import Variable
@@ -92,27 +93,34 @@ def variables(
     return found
 
 
-def check_memory(memory: Memory, optimizer: torch.optim.Optimizer | None) -> None:
-    """Refuse a memory that does not go with the optimizer.
+def check_optimizer(communicator: Communicator, optimizer: torch.optim.Optimizer | None) -> None:
+    """Refuse a communicator whose parts do not go with the optimizer.
 
     Raises:
-        ConfigError: the memory needs the optimizer and there is none, or both apply momentum.
+        ConfigError: a part needs the optimizer and there is none, or both apply momentum.
     """
-    if optimizer is None:
-        if memory.needs_lr or memory.owns_momentum:
-            what = "follows the learning rate" if memory.needs_lr else "replaces the optimizer's momentum"
-            raise ConfigError(f"the memory {memory.spec} {what}: register_ddp_hook(model, ..., optimizer=optimizer)")
-        return
-    if not memory.owns_momentum:
+    parts = owners([communicator])
+    if optimizer is None and (parts or communicator.memory.needs_lr):
+        part = communicator.memory if communicator.memory.needs_lr else parts[0]
+        what = "follows the learning rate" if communicator.memory.needs_lr else "replaces the optimizer's momentum"
+        raise ConfigError(f"the {part.kind} {part.spec} {what}: register_ddp_hook(model, ..., optimizer=optimizer)")
+    check_momentum(parts, optimizer)
+
+
+def check_momentum(parts: Sequence[Any], optimizer: torch.optim.Optimizer | None, later: bool = False) -> None:
+    """Refuse an optimizer that applies momentum as well.
+
+    Args:
+        parts: memories and compressors that do.
+        optimizer: whose groups are looked at.
+        later: it had none when it was made distributed.
+    """
+    if not parts or optimizer is None:
         return
     for index, group in enumerate(optimizer.param_groups):
         momentum = group.get("momentum", group.get("betas", (0,))[0])
         if momentum:
-            raise ConfigError(
-                f"the memory {memory.spec} applies momentum itself, and the optimizer's group {index} has momentum "
-                f"{momentum}: it would be applied twice. Give the optimizer momentum 0, and the memory yours: "
-                f"memory='{memory.name}(momentum={momentum})'"
-            )
+            raise doubled(parts[0], f"the optimizer's group {index}", momentum, later)
 
 
 def broadcast_parameters(

@@ -16,11 +16,19 @@ from grace.component import Context
 from grace.errors import ConfigError, ExchangeError
 from grace.exchange import Group, Outcome
 from grace.exchanger import build_exchanger
+from grace.momentum import owners
 from grace.pieces import Piece
 from grace.plans import Choices, Plan
 from grace.reduction import Reduction, check_integer
 from grace.rows import Slices
-from grace.torch.parameters import broadcast_parameters, check_memory, named, sparse_of, variables
+from grace.torch.parameters import (
+    broadcast_parameters,
+    check_momentum,
+    check_optimizer,
+    named,
+    sparse_of,
+    variables,
+)
 
 
 def parts(
@@ -141,6 +149,8 @@ class Session:
             for name, p in self.parameters.items()
             if any(p is other for other in group["params"])
         }
+        self.momenta = owners(self.exchanger.communicators)
+        self.checked = False
         self.versions: dict[str, tuple[torch.Tensor, int]] = {}
         self.written: dict[str, torch.Tensor] = {}
         if broadcast and not backend.elastic:
@@ -152,7 +162,16 @@ class Session:
         return None if self.plan is None else self.plan.strategy
 
     def _check(self, communicator: Communicator) -> None:
-        check_memory(communicator.memory, self.optimizer)
+        check_optimizer(communicator, self.optimizer)
+
+    def check(self) -> None:
+        """Whether a step can be made as the optimizer is now; asked before its first collective.
+
+        Raises:
+            ConfigError: something was changed since it was made distributed, which exchanges cannot follow.
+        """
+        check_momentum(self.momenta, self.optimizer, later=True)
+        self.checked = True
 
     def _lr(self, name: str) -> float:
         whole = self.exchanger.pieces[name].whole.name

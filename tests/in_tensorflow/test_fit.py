@@ -12,7 +12,7 @@ import pytest
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 from pools import launched
-from training import SPECS
+from training import SPECS, momentum_for
 
 import grace
 
@@ -40,10 +40,8 @@ def train(spec: str, way: str) -> tuple[str, list[float], int]:
         return LOSS(labels, logits)
 
     losses: list[float] = []
-    # a memory that has the momentum wants an optimizer without; start values differ between ranks
-    momentum = 0.0 if grace.make("compressor", spec).traits.memory == "dgc" else 0.9
-    model = network(seed=grace.rank(), sizes=(16, 24, 10))
-    optimizer = grace.DistributedOptimizer(keras.optimizers.SGD(0.02, momentum=momentum), compressor=spec)
+    model = network(seed=grace.rank(), sizes=(16, 24, 10))  # start values differ between ranks
+    optimizer = grace.DistributedOptimizer(keras.optimizers.SGD(0.02, momentum=momentum_for(spec)), compressor=spec)
     x, y = samples(64, grace.rank())
     if way.startswith("fit"):
         model.compile(optimizer, loss, run_eagerly=way.endswith("eagerly"))

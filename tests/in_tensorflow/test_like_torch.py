@@ -12,7 +12,7 @@ import pytest
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 from pools import launched
-from training import SPECS
+from training import SPECS, momentum_for
 
 import grace
 
@@ -34,10 +34,6 @@ def batches() -> list[tuple[np.ndarray, np.ndarray]]:
 
     x, y = samples(16 * STEPS, grace.rank())
     return [(x[16 * i : 16 * i + 16], y[16 * i : 16 * i + 16]) for i in range(STEPS)]
-
-
-def momentum_for(spec: str) -> float:
-    return 0.0 if grace.make("compressor", spec).traits.memory == "dgc" else 0.9
 
 
 def in_torch(spec: str) -> list[float]:

@@ -10,6 +10,7 @@ import pytest
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 from pools import launched
+from training import momentum_for
 
 import grace
 
@@ -28,8 +29,7 @@ def pool():
 def optimizer_for(spec, way):
     import keras
 
-    momentum = 0.0 if spec.startswith("dgc") else 0.9
-    optimizer = grace.DistributedOptimizer(keras.optimizers.SGD(0.02, momentum=momentum), spec)
+    optimizer = grace.DistributedOptimizer(keras.optimizers.SGD(0.02, momentum=momentum_for(spec)), spec)
     return keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=64.0) if way == "loss scale" else optimizer
 
 

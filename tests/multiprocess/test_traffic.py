@@ -7,6 +7,7 @@ import math
 import os
 import socket
 import struct
+from functools import partial
 
 import numpy as np
 import pytest
@@ -35,9 +36,8 @@ def counted(compressor, communicator, group_bytes):
     """Traffic of three steps, the bytes that the engine was handed, and the groups."""
     backend = Recorder(grace.init())
     model = Given(SHAPES)
-    optimizer = distributed(
-        model, compressor, communicator=communicator, group_bytes=group_bytes, backend=backend, broadcast=False
-    )
+    choices = {"communicator": communicator, "group_bytes": group_bytes, "backend": backend, "broadcast": False}
+    optimizer = distributed(model, compressor, optimizer=partial(torch.optim.SGD, lr=0.05), **choices)
     for step in range(STEPS):
         optimizer.zero_grad()
         model.backward(made_up(SHAPES, step, grace.rank()))
@@ -236,7 +236,7 @@ def test_the_wire_is_as_narrow_as_the_method_says(two_ranks, compressor, bits):
 
 def one_large_tensor(compressor):
     model = Given({"w": (1 << 20,)})
-    optimizer = distributed(model, compressor)
+    optimizer = distributed(model, compressor, optimizer=partial(torch.optim.SGD, lr=0.05))
     model.w.grad = torch.randn(1 << 20)
     optimizer.step()
     return optimizer.traffic.payload_bytes["w"], optimizer.traffic.header_bytes

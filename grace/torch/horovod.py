@@ -69,7 +69,8 @@ class HorovodSession(Session):
                 self.unsummed = f"{exchange.communicator.describe()}, in bfloat16, which Horovod does not sum itself"
         for outcome in self.finish():
             p = self.parameters[self.exchanger.pieces[outcome.variable.name].whole.name]
-            if p.grad is None and not outcome.pending:  # as Horovod: what nobody had a gradient for is zero
+            # as Horovod: what nobody had a gradient for is zero, unless it was frozen since
+            if p.grad is None and not outcome.pending and p.requires_grad:
                 p.grad = torch.zeros_like(p)
         self._reset()
 

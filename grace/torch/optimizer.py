@@ -180,7 +180,7 @@ def DistributedOptimizer(
     Args:
         optimizer: any torch optimizer.
         named_parameters: ``model.named_parameters()``; names are what state and messages are keyed by. Or the model
-            itself: then sparse gradients (``Embedding(sparse=True)``) are exchanged by rows.
+            itself: then sparse gradients (``Embedding(sparse=True)``) are exchanged by rows, and buffers start equal.
         compressor: spec ("topk(ratio=0.01)"), dict or object; "none" if left out.
         memory: the same; the compressor's default if left out.
         communicator: the same, or a Communicator object that holds all three; the compressor's default.
@@ -199,7 +199,10 @@ def DistributedOptimizer(
         grad_scaler: the ``torch.amp.GradScaler`` in use, so that memories follow the loss scale.
         sparse_as_dense: exchange sparse gradients as dense ones (they are refused otherwise, unless
             ``named_parameters`` is the model).
-        broadcast: start every rank from rank 0's parameter values.
+        broadcast: start every rank from rank 0's values: all parameters that are named, frozen ones too, and, if
+            ``named_parameters`` is the model, its buffers. As Horovod's ``broadcast_parameters(model.state_dict())``
+            this happens once, at the start: unlike DDP, buffers (BatchNorm's statistics) are not sent again at
+            every step.
         hierarchical: the ranks of a node average their gradients first, uncompressed, and one of them exchanges for
             all; for several ranks on each node of a slow network. Ranks are on one node if their hosts' names (or
             GRACE_NODE) are the same. Not for Horovod.

@@ -26,7 +26,7 @@ def named(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[str, 
     groups = optimizer.param_groups
     wanted = {p: f"{g}.{i}" for g, group in enumerate(groups) for i, p in enumerate(group["params"])}
     if named_parameters is None:
-        return {_own_name(groups, position): p for p, position in wanted.items() if p.requires_grad}
+        return {own_name(groups, position): p for p, position in wanted.items() if p.requires_grad}
     module = isinstance(named_parameters, torch.nn.Module)
     pairs = list(named_parameters.named_parameters() if module else named_parameters)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
@@ -50,7 +50,7 @@ def named(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[str, 
     return {name: p for p, name in first_names.items() if p in wanted and p.requires_grad}
 
 
-def _own_name(groups: list[dict[str, Any]], position: str) -> str:
+def own_name(groups: list[dict[str, Any]], position: str) -> str:
     """The name the optimizer itself knows (``torch.optim.SGD(model.named_parameters())``), or the position."""
     group, index = map(int, position.split("."))
     names = groups[group].get("param_names")
@@ -123,6 +123,14 @@ def check_momentum(parts: Sequence[Any], optimizer: torch.optim.Optimizer | None
             raise doubled(parts[0], f"the optimizer's group {index}", momentum, later)
 
 
+def values(parameters: Any) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of a module (parameters and buffers, those that are not saved too), of a dict, or of pairs."""
+    if isinstance(parameters, torch.nn.Module):
+        return [*parameters.named_parameters(), *parameters.named_buffers()]
+    pairs = parameters.items() if isinstance(parameters, Mapping) else parameters
+    return [(name, value) for name, value in pairs if isinstance(value, torch.Tensor)]
+
+
 def broadcast_parameters(
     parameters: torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, Any]],
     root: int = 0,
@@ -131,7 +139,7 @@ def broadcast_parameters(
     """Give every rank the root's values, in place.
 
     Args:
-        parameters: a module (its parameters and buffers), a state dict, or (name, tensor) pairs. What is
+        parameters: a module (its parameters and all buffers), a state dict, or (name, tensor) pairs. What is
             not a tensor is passed over.
         root: the rank whose values count.
         backend: the engine; that of ``grace.init()`` if left out.
@@ -142,10 +150,7 @@ def broadcast_parameters(
     >>> grace.shutdown()
     """
     backend = current() if backend is None else backend
-    if isinstance(parameters, torch.nn.Module):
-        parameters = parameters.state_dict(keep_vars=True)
-    pairs = parameters.items() if isinstance(parameters, Mapping) else parameters
-    tensors = [value.detach() for _, value in pairs if isinstance(value, torch.Tensor) and value.numel()]
+    tensors = [_once(value.detach()) for _, value in values(parameters) if value.numel()]
     with torch.no_grad():
         dense = [tensor.contiguous() for tensor in tensors]
         raw = [tensor.view(-1).view(torch.uint8) for tensor in dense]  # engines do not know every dtype
@@ -154,6 +159,11 @@ def broadcast_parameters(
         for tensor, sent in zip(tensors, dense, strict=True):
             if sent is not tensor:
                 tensor.copy_(sent)
+
+
+def _once(tensor: torch.Tensor) -> torch.Tensor:
+    """A view in which no element comes twice, as those of an expanded tensor do."""
+    return tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0, backend: Backend | None = None) -> None:

@@ -29,6 +29,7 @@ from grace.torch.parameters import (
     sparse_of,
     variables,
 )
+from grace.torch.start import start_facts, starting
 
 
 def parts(
@@ -83,7 +84,7 @@ class Session:
         seed: of the stochastic methods.
         grad_scaler: the scaler whose scale memories follow.
         sparse_as_dense: exchange sparse gradients as dense ones.
-        broadcast: start from rank 0's parameter values.
+        broadcast: start from rank 0's parameters and buffers.
         hierarchical: the ranks of a node reduce among themselves first.
     """
 
@@ -106,13 +107,24 @@ class Session:
     ):
         self.optimizer, self.grad_scaler, self.sparse_as_dense = optimizer, grad_scaler, sparse_as_dense
         self.parameters: dict[str, torch.nn.Parameter] = {}
+        self.frozen: dict[str, torch.Tensor] = {}
+        """The optimizer's parameters that require no gradients."""
+        start: dict[str, torch.Tensor] = {}
 
         def list_variables():
             check_integer("backward_passes_per_step", passes)
             check_integer("group_bytes", group_bytes)
             reduction.check()
-            self.parameters = named(optimizer, parameters)
-            return variables(self.parameters, () if sparse_as_dense else sparse_of(parameters))
+            of_model = parameters is None or isinstance(parameters, torch.nn.Module)
+            given = parameters if of_model else list(parameters)
+            self.parameters = named(optimizer, given)
+            found = variables(self.parameters, () if sparse_as_dense else sparse_of(given))
+            start.update(starting(optimizer, given))
+            own = {p for group in optimizer.param_groups for p in group["params"]}
+            self.frozen = {name: p for name, p in start.items() if p in own and name not in self.parameters}
+            if broadcast:
+                facts.extend(start_facts(start, found))
+            return found
 
         self.context = Context(seed=seed, lr=self._lr, predivide=reduction.predivide)
         facts = [
@@ -154,7 +166,7 @@ class Session:
         self.versions: dict[str, tuple[torch.Tensor, int]] = {}
         self.written: dict[str, torch.Tensor] = {}
         if broadcast and not backend.elastic:
-            broadcast_parameters(self.parameters, 0, backend)
+            broadcast_parameters(start, 0, backend)
 
     @property
     def strategy(self) -> Any:
@@ -170,6 +182,14 @@ class Session:
         Raises:
             ConfigError: something was changed since it was made distributed, which exchanges cannot follow.
         """
+        for name, p in self.frozen.items():
+            if p.requires_grad:
+                raise ConfigError(
+                    f"the parameter {name!r} requires gradients now, and did not when the optimizer was made "
+                    "distributed: they would not be exchanged, and the ranks would drift apart. Let it require them "
+                    "before grace.DistributedOptimizer (you may freeze it afterwards), or call optimizer.close() and "
+                    "make the optimizer distributed anew"
+                )
         check_momentum(self.momenta, self.optimizer, later=True)
         self.checked = True
 

@@ -1,0 +1,54 @@
+"""What starts equal on all ranks, and how the ranks compare it before it is broadcast."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from grace.errors import ConfigError
+from grace.torch.parameters import own_name, values
+from grace.variable import Variable
+
+
+def starting(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[str, torch.Tensor]:
+    """What is to start equal on all ranks, by name: parameters, frozen ones too, and a module's buffers; each once.
+
+    >>> norm = torch.nn.BatchNorm1d(2)
+    >>> list(starting(torch.optim.SGD(norm.parameters()), norm))
+    ['weight', 'bias', 'running_mean', 'running_var', 'num_batches_tracked']
+    """
+    pairs = values(named_parameters) if named_parameters is not None else []
+    groups = optimizer.param_groups
+    own = [(own_name(groups, f"{g}.{i}"), p) for g, group in enumerate(groups) for i, p in enumerate(group["params"])]
+    names: dict[torch.Tensor, str] = {}
+    for name, tensor in [*pairs, *own]:
+        names.setdefault(tensor, name)
+    return {name: tensor for tensor, name in names.items()}
+
+
+def start_facts(start: Mapping[str, torch.Tensor], variables: Sequence[Variable]) -> list[tuple[str, str]]:
+    """What is to start equal, as facts for the ranks to compare.
+
+    Args:
+        start: by name.
+        variables: those of the tensors that are trained.
+
+    Raises:
+        ConfigError: a tensor cannot be broadcast.
+    """
+    trained = {variable.name: variable.describe() for variable in variables}
+    facts = []
+    for name, tensor in start.items():
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            kind = "has no values yet (device meta)" if tensor.is_meta else f"is sparse ({tensor.layout})"
+            raise ConfigError(
+                f"{name!r} {kind} and cannot start from rank 0's. Pass model.named_parameters() instead of the model "
+                "if it is a buffer, or broadcast=False, and see to it that the ranks start equal"
+            )
+        text = f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(map(str, tensor.shape))}]"
+        kind = "frozen parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
+        kind, text = ("variable", trained[name]) if name in trained else (kind, text)
+        facts.append((f"{kind} {name!r}", text))
+    return facts

@@ -16,7 +16,7 @@ from typing import Any
 from grace import tracing
 from grace.backend import Handle
 from grace.compressor import Tensor
-from grace.exchange import Exchange, Group, Outcome, Traffic
+from grace.exchange import Exchange, Group, Outcome, Traffic, both, in_range
 from grace.kernels import kernels_of
 
 PATIENCE, PATIENCE_AT_EXIT = 60.0, 5.0
@@ -165,25 +165,28 @@ class AheadExchange(Exchange):
         # buffers of its own: those of the step before may still be under way
         own = dataclasses.replace(group, wire=None, buffer=None, communicator=communicator.aside())
         self.traffic, self.loss_scale = traffic, communicator.context.loss_scale
-        with self._committing(gradients, present):
+        with self._committing(gradients, present) as begun:
             inner = launched_later(kind)(own, gradients, present, guard, Traffic())  # type: ignore[arg-type]
+            begun += inner.encoded
         self.flight = Flight(inner, communicator.courier, self.loss_scale)
         self.flights.append(self.flight)
         communicator.courier.send(self.flight)
         self.handle = Handle(lambda: None)
 
     @contextlib.contextmanager
-    def _committing(self, gradients: Sequence[Any], present: Sequence[bool]) -> Iterator[None]:
+    def _committing(self, gradients: Sequence[Any], present: Sequence[bool]) -> Iterator[list[Any]]:
         """Keep what is learnt here. Where this rank has no gradient nothing is sent, so what it remembers stays."""
         keepers = self.communicator.keepers.items()
         parts = [part for kind, part in keepers if not kind.startswith("answer_memory")]
         absent = [name for name, here in zip(self.names, present, strict=True) if not here]
         held = [{name: part.state.pop(name) for name in absent if name in part.state} for part in parts]
-        yield
+        begun: list[Any] = []
+        yield begun
+        k = self.kernels
         spoilt = [
             name
-            for name, gradient in zip(self.names, gradients, strict=True)
-            if self.communicator.stateful and not bool(self.kernels.all_finite(_values(gradient)))
+            for name, gradient, (payload, _) in zip(self.names, gradients, begun, strict=True)
+            if self.communicator.stateful and not bool(both(k.all_finite(_values(gradient)), in_range(k, payload)))
         ]
         for part, kept in zip(parts, held, strict=True):
             for name in [*absent, *spoilt]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from grace import tracing
@@ -13,71 +12,10 @@ from grace.backend import Handle
 from grace.communicator import Communicator
 from grace.compressor import Tensor
 from grace.errors import ExchangeError, GraceError
+from grace.group import Group, Outcome, Traffic
 from grace.kernels import kernels_of
 from grace.variable import Variable
 from grace.wire import OVERFLOW, Wire, mark
-
-
-@dataclass
-class Group:
-    """Variables whose payloads travel in one collective, and the communicator that carries them."""
-
-    index: int
-    communicator: Communicator
-    variables: list[Variable]
-    wire: Wire | None = None
-    """The layout of the payloads, kept from step to step where it cannot change."""
-    buffer: Any = None
-    """The wire's buffer, likewise."""
-    label: str = "grace"
-    """What the engine calls its collectives, the same on every rank."""
-
-    def describe(self) -> str:
-        """For messages: the group's number, first and last variable, and its communicator."""
-        return f"group {self.index} ({self.ends}; {self.communicator.describe()})"
-
-    @property
-    def ends(self) -> str:
-        """The first and the last variable."""
-        names = [variable.name for variable in self.variables]
-        return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
-
-
-@dataclass
-class Traffic:
-    """What was sent, counted.
-
-    Attributes:
-        steps: exchanges of the whole model.
-        payload_bytes: bytes of payload handed to the engine, per variable.
-        header_bytes: statuses and padding.
-        sent_bytes: bytes that left this rank, as the engine's collectives move them.
-        elements: gradient elements exchanged.
-        codec_seconds: time spent in compensate, compress, update, decompress and aggregate (host clock).
-    """
-
-    steps: int = 0
-    payload_bytes: dict[str, int] = field(default_factory=dict)
-    header_bytes: int = 0
-    sent_bytes: int = 0
-    elements: int = 0
-    codec_seconds: float = 0.0
-
-    @property
-    def bits_per_element(self) -> float:
-        """Wire bits per gradient element, headers included."""
-        return 8 * (sum(self.payload_bytes.values()) + self.header_bytes) / max(1, self.elements)
-
-
-@dataclass
-class Outcome:
-    """What an exchange brought for one variable: the aggregate, or None if no rank had a gradient, or if nothing
-    has come yet (``pending``)."""
-
-    variable: Variable
-    value: Tensor | None
-    overflow: bool
-    pending: bool = False
 
 
 class Exchange:
@@ -183,7 +121,10 @@ class Exchange:
         sums = self.communicator.sums
         finite: list[Any] = [True] * len(payloads)
         if inputs is not None and not self.traits.carries_nonfinite:
-            finite = [here and self.kernels.all_finite(x) for here, x in zip(self.present, inputs, strict=True)]
+            finite = [
+                here and both(self.kernels.all_finite(x), in_range(self.kernels, payload))
+                for here, x, payload in zip(self.present, inputs, payloads, strict=True)
+            ]
         marks = [mark(here, ok, sums) for here, ok in zip(self.present, finite, strict=True)]
         reusable = self.traits.fixed_size and self.traits.rounds == 1
         if self.group.wire is None or not reusable:
@@ -388,6 +329,23 @@ class Exchange:
             f"rank {context.rank} of {context.size}: the exchange of {self.group.describe()} failed at step "
             f"{context.step}; another rank probably ended. The engine says: {error}"
         )
+
+
+def in_range(k: Any, payload: Sequence[Tensor]) -> Any:
+    """Whether no number of a finite tensor became infinite in its payload, which only float16 makes of it; a bool, or a
+    0-d tensor of 1.0 or 0.0."""
+    found: Any = True
+    for tensor in payload:
+        if k.dtype(tensor) == "float16":
+            found = both(found, k.all_finite(tensor))
+    return found
+
+
+def both(one: Any, other: Any) -> Any:
+    """Whether both hold: bools, or 0-d tensors of 1.0 or 0.0."""
+    if isinstance(one, bool):
+        return one and other
+    return one if other is True else one * other
 
 
 def _returned(rounds: Any, mean: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 from grace import tracing
 from grace.compressor import Payload, Tensor
-from grace.exchange import Exchange, Outcome
+from grace.exchange import Exchange, Outcome, both, in_range
 from grace.wire import MISSING, OVERFLOW, Wire, mark
 
 
@@ -106,7 +106,7 @@ class ReduceExchange(Exchange):
             ranks = [rank[i] for rank in statuses]
             mean, payload, ctx = self._compressed_mean(i, [payloads_of[i] for payloads_of in received], answer)
             with tracing.phase("update", variable=name):
-                ok = k.all_finite(mean) and max(ranks) < OVERFLOW
+                ok = both(k.all_finite(mean), in_range(k, payload)) and max(ranks) < OVERFLOW
                 if all(status == MISSING for status in ranks) or not ok:
                     answer.answer_memory.state.rollback(name)
                 else:

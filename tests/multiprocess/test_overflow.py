@@ -223,3 +223,45 @@ def test_scaler_step_alone_synchronizes_before_it_unscales(two_ranks, compressor
     with_call = two_ranks.run(scaler_steps, compressor, fused, True)
     without = two_ranks.run(scaler_steps, compressor, fused, False)
     assert len(set(with_call + without)) == 1
+
+
+def beyond_half(compressor, communicator):
+    """A finite gradient beyond float16's range, on rank 1: what comes out, and what memories hold, before and after."""
+    model = Given({"w": (100,)})
+    optimizer = distributed(model, compressor, memory="residual", communicator=communicator)
+    model.backward(made_up({"w": (100,)}, 0, grace.rank()))
+    optimizer.step()
+    before = digest(state_of(optimizer))
+    optimizer.zero_grad()
+    given = made_up({"w": (100,)}, 1, grace.rank())
+    given["w"][7] = 1e6 * grace.rank()
+    model.backward(given)
+    optimizer.synchronize()
+    return bool(torch.isfinite(model.w.grad).all()), before == digest(state_of(optimizer))
+
+
+@pytest.mark.parametrize("communicator", ["allgather", "reduce_broadcast"])
+def test_a_value_beyond_the_range_of_its_payload_is_an_overflow(two_ranks, communicator):
+    assert two_ranks.run(beyond_half, "topk(ratio=0.1) | fp16", communicator) == [(False, True)] * 2
+
+
+def late_beyond_half():
+    """The same over a delayed exchange: whether the mean that comes a step later is finite, and all that is kept."""
+    model = Given({"w": (100,)})
+    optimizer = distributed(
+        model, "topk(ratio=0.1) | fp16", memory="residual", communicator="reduce_broadcast(staleness=1)"
+    )
+    seen = []
+    for step in range(4):
+        optimizer.zero_grad()
+        given = made_up({"w": (100,)}, step, grace.rank())
+        given["w"][7] += 1e6 * (step == 1 and grace.rank() == 1)
+        model.backward(given)
+        optimizer.synchronize()
+        seen.append(model.w.grad is None or bool(torch.isfinite(model.w.grad).all()))
+    kept = [value for values in state_of(optimizer).values() for value in values.values()]
+    return seen, all(bool(torch.isfinite(value).all()) for value in kept)
+
+
+def test_a_delayed_value_beyond_the_range_of_its_payload_reaches_no_memory(two_ranks):
+    assert two_ranks.run(late_beyond_half) == [([True, True, False, True], True)] * 2

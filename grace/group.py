@@ -1,0 +1,73 @@
+"""What an exchange takes, and what it brings: a group of variables, the outcome of each, and what was sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from grace.communicator import Communicator
+from grace.compressor import Tensor
+from grace.variable import Variable
+from grace.wire import Wire
+
+
+@dataclass
+class Group:
+    """Variables whose payloads travel in one collective, and the communicator that carries them."""
+
+    index: int
+    communicator: Communicator
+    variables: list[Variable]
+    wire: Wire | None = None
+    """The layout of the payloads, kept from step to step where it cannot change."""
+    buffer: Any = None
+    """The wire's buffer, likewise."""
+    label: str = "grace"
+    """What the engine calls its collectives, the same on every rank."""
+
+    def describe(self) -> str:
+        """For messages: the group's number, first and last variable, and its communicator."""
+        return f"group {self.index} ({self.ends}; {self.communicator.describe()})"
+
+    @property
+    def ends(self) -> str:
+        """The first and the last variable."""
+        names = [variable.name for variable in self.variables]
+        return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+
+
+@dataclass
+class Traffic:
+    """What was sent, counted.
+
+    Attributes:
+        steps: exchanges of the whole model.
+        payload_bytes: bytes of payload handed to the engine, per variable.
+        header_bytes: statuses and padding.
+        sent_bytes: bytes that left this rank, as the engine's collectives move them.
+        elements: gradient elements exchanged.
+        codec_seconds: time spent in compensate, compress, update, decompress and aggregate (host clock).
+    """
+
+    steps: int = 0
+    payload_bytes: dict[str, int] = field(default_factory=dict)
+    header_bytes: int = 0
+    sent_bytes: int = 0
+    elements: int = 0
+    codec_seconds: float = 0.0
+
+    @property
+    def bits_per_element(self) -> float:
+        """Wire bits per gradient element, headers included."""
+        return 8 * (sum(self.payload_bytes.values()) + self.header_bytes) / max(1, self.elements)
+
+
+@dataclass
+class Outcome:
+    """What an exchange brought for one variable: the aggregate, or None if no rank had a gradient, or if nothing
+    has come yet (``pending``)."""
+
+    variable: Variable
+    value: Tensor | None
+    overflow: bool
+    pending: bool = False

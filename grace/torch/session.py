@@ -299,7 +299,8 @@ class Session:
     def _wipe(self, piece: Piece, p: torch.nn.Parameter) -> None:
         """Nothing has come for a piece yet: this rank's own gradient must not be taken for the mean."""
         if piece.axis is None or p.grad is None or p.grad.layout is not torch.strided:
-            p.grad = None
+            # a GradScaler refuses to step where it finds no gradient at all
+            p.grad = torch.zeros_like(p) if self.exchanger.follows_scaler() else None
         else:
             piece.of(p.grad).zero_()
 

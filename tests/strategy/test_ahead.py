@@ -8,7 +8,7 @@ import time
 import pytest
 import strategies
 import torch
-from training import copied, digest
+from training import Given, copied, digest
 
 import grace
 from grace.communicators import ReduceBroadcast
@@ -350,3 +350,27 @@ def test_where_nothing_can_be_delayed_it_is_refused(two_ranks):
         assert "rank 9 cannot be the destination, there are 2 ranks" in told[1]
         assert "which DDP's hook cannot" in told[2]
         assert "GRACE_STRATEGY names a strategy (s.yaml), which DDP's hook cannot execute" in told[3]
+
+
+def scaled_ahead():
+    """The weight after each step of a scaler's loop over a delayed exchange; gradients are 1 on all ranks."""
+    model = Given({"w": (4,)})
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer = grace.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        model,
+        communicator="reduce_broadcast(staleness=2)",
+        grad_scaler=scaler,
+    )
+    found = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        scaler.scale(model.w.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        found.append(float(model.w[0]))
+    return found
+
+
+def test_a_scaler_steps_although_nothing_has_come_yet(two_ranks):
+    assert two_ranks.run(scaled_ahead) == [[0, 0, -1, -2]] * 2

@@ -16,6 +16,7 @@ from typing import Any
 from grace import tracing
 from grace.backend import Handle
 from grace.compressor import Tensor
+from grace.errors import PayloadError
 from grace.exchange import Exchange, Group, Outcome, Traffic, both, in_range
 from grace.kernels import kernels_of
 
@@ -94,8 +95,13 @@ class Flight:
         while exchange.advance():
             pass
         exchange.wait()
-        self.outcomes = exchange.finish([None] * len(exchange.names), wait=False)
         memory = getattr(exchange.communicator, "answer_memory", None)
+        try:
+            self.outcomes = exchange.finish([None] * len(exchange.names), wait=False)
+        except PayloadError:
+            if memory is not None:
+                memory.state.rollback()
+            raise
         if memory is not None:
             memory.state.commit()
 
@@ -107,7 +113,7 @@ class Flight:
         if self.outcomes is None:
             assert self.courier is not None
             failure = self.courier.failure
-            raise self.exchange.lost(failure) from failure
+            raise failure if isinstance(failure, PayloadError) else self.exchange.lost(failure) from failure
         if self.exchange is not None:
             self.traffic, self.exchange = self.exchange.traffic, None
         return self.outcomes

@@ -7,6 +7,7 @@ from collections.abc import Generator, Sequence
 from typing import Any, ClassVar, Literal
 
 from grace.component import Component
+from grace.errors import payload_of
 from grace.kernels import kernels_of
 
 Tensor = Any
@@ -122,8 +123,9 @@ class Compressor(Component):
         """Write the mean into ``out``: the sum of what ``payloads`` decode to, divided by ``count``. There is one
         payload per rank, or their sum; ``count`` is the number of ranks, or what such a sum is to be divided by."""
         out = kernels_of(out).zero(out)
-        for payload in payloads:
-            out = self.accumulate(payload, ctx, out, 1.0 / count)
+        for place, payload in enumerate(payloads):
+            with payload_of(place):
+                out = self.accumulate(payload, ctx, out, 1.0 / count)
         return out
 
     def answering(self) -> Compressor:

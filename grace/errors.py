@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 
 class GraceError(Exception):
     """Base of every error that Grace raises on purpose."""
@@ -24,6 +27,17 @@ class PayloadError(ExchangeError):
 
     place: int | None = None
     """Which of the payloads that were decoded together it was: the rank that sent it."""
+
+
+@contextlib.contextmanager
+def payload_of(place: int) -> Iterator[None]:
+    """What is decoded here is the payload at this place."""
+    try:
+        yield
+    except PayloadError as error:
+        if error.place is None:
+            error.place = place
+        raise
 
 
 class MissingExtraError(GraceError, ImportError):

@@ -11,14 +11,15 @@ from grace import tracing
 from grace.backend import Handle
 from grace.communicator import Communicator
 from grace.compressor import Tensor
-from grace.errors import ExchangeError, GraceError
+from grace.errors import ExchangeError, GraceError, PayloadError
 from grace.group import Group, Outcome, Traffic
 from grace.kernels import kernels_of
+from grace.refusing import Refusing
 from grace.variable import Variable
 from grace.wire import OVERFLOW, Wire, mark
 
 
-class Exchange:
+class Exchange(Refusing):
     """The round trip of one group; ``start`` it, ``advance`` until it says False, then ``finish``.
 
     1. compensate and compress each gradient; 2. pack all payloads and start the collective;
@@ -186,8 +187,7 @@ class Exchange:
     def advance(self) -> bool:
         """Start the next dependent collective; False if there is none (left)."""
         if self.sizing:
-            self._send_sized()
-            return True
+            return self._send_sized()
         if self.round == self.traits.rounds:
             return False
         self.wait()
@@ -200,26 +200,40 @@ class Exchange:
         self._send(payloads, None, began)
         return True
 
-    def _send_sized(self) -> None:
-        """All ranks' sizes are known: send the payloads, padded with zeros to the longest wire."""
+    def _send_sized(self) -> bool:
+        """All ranks' sizes are known: send the payloads, padded with zeros to the longest wire; False if they cannot
+        be, which all ranks see."""
         self.wait()
-        self.layouts = [self.wire.resized(self.kernels.to_list(sizes)) for sizes in self.handle.result()]
-        extra = max(layout.length for layout in self.layouts) - self.wire.length
-        buffer = self.kernels.join([self.group.buffer, self.kernels.zeros((extra,), "uint8", self.group.buffer)])
+        try:
+            self.layouts = [self._layout(rank, sizes) for rank, sizes in enumerate(self.handle.result())]
+        except PayloadError as error:
+            self.sizing, self.refusal = False, error
+            return False
+        longest = max(layout.length for layout in self.layouts)
+        extra = max(0, longest - self.wire.length)  # no rank may leave the others alone, if its sizes were damaged too
+        zeros = self.kernels.zeros((extra,), "uint8", self.group.buffer)
+        buffer = self.kernels.join([self.group.buffer[:longest], zeros])
         self.traffic.header_bytes += extra
         self.sizing = False
         self._launch(self.communicator.communicate, buffer)
+        return True
 
     def _cut(self) -> list[Tensor]:
         """Each rank's wire out of the concatenation; in front of each are the sizes of its payload tensors."""
         (whole,) = self.handle.result()
         header, start, wires = 8 * len(self.wire.shapes), 0, []
-        for _ in range(self.communicator.context.size):
-            sizes = self.kernels.from_bytes(whole[start : start + header], "int64", (len(self.wire.shapes),))
-            self.layouts.append(self.wire.resized(self.kernels.to_list(sizes)))
+        self.layouts = []
+        for rank in range(self.communicator.context.size):
+            raw = whole[start : start + header]
+            if raw.shape[0] < header:
+                break
+            sizes = self.kernels.from_bytes(raw, "int64", (len(self.wire.shapes),))
+            self.layouts.append(self._layout(rank, sizes))
             start += header
             wires.append(whole[start : start + self.layouts[-1].length])
             start += self.layouts[-1].length
+        if len(wires) < self.communicator.context.size or start != whole.shape[0]:
+            raise self.undecoded(PayloadError("the payloads are of other sizes than they say"), self.group.ends)
         return wires
 
     def _mean(self) -> list[Any]:
@@ -235,11 +249,16 @@ class Exchange:
         Args:
             outs: a float32 tensor of the variable's shape (of its own dtype for exact methods), or None.
             wait: False if the collective is known to be done.
+
+        Raises:
+            PayloadError: what a rank sent cannot be decoded; the message names the rank, the variable and the method.
         """
         if wait:
             self.wait()
         began = time.perf_counter()
         several = self.traits.rounds > 1
+        if self.refusal:
+            raise self.refusal
         with tracing.phase("unpack", group=self.group):
             if several:
                 missing, overflow = self._judge_round()
@@ -252,7 +271,7 @@ class Exchange:
                     self.layouts = [self.wire] * len(wires)
                 missing, overflow = self._judge(wires)
                 received = self._received(wires)
-        decode = self._last if several else self._aggregate
+        decode = self.decoding(self._last if several else self._aggregate)
         outcomes = tracing.each("decode", self.names, decode, range(len(self.names)), received, outs)
         if several:  # with what all ranks got
             tracing.each("update", self.names, self._update, self.inputs, self.encoded)
@@ -364,7 +383,12 @@ def exchange_one(communicator: Communicator, tensor: Tensor, name: str) -> Tenso
     exchange = communicator.begin(group, [tensor], [True], communicator.stateful, Traffic())
     while exchange.advance():
         pass
-    (outcome,) = exchange.finish([None])
+    try:
+        (outcome,) = exchange.finish([None])
+    except PayloadError:
+        for part in communicator.components.values():
+            part.state.rollback()
+        raise
     for part in communicator.keepers.values():
         part.state.rollback() if outcome.overflow else part.state.commit()
     communicator.context.step += 1

@@ -15,7 +15,7 @@ from grace.communicator import Communicator
 from grace.communicators import Allreduce
 from grace.component import Component, Context
 from grace.compressor import Tensor
-from grace.errors import ConfigError
+from grace.errors import ConfigError, PayloadError
 from grace.exchange import Exchange, Group, Outcome, Traffic
 from grace.hierarchy import Hierarchy
 from grace.memory import Memory
@@ -157,18 +157,35 @@ class Exchanger:
         return exchange
 
     def finish(self, outs: Callable[[Group], Sequence[Tensor | None]]) -> list[Outcome]:
-        """Await all exchanges begun, in order, and end the step: commit state, or roll it back."""
+        """Await all exchanges begun, in order, and end the step: commit state, or roll it back.
+
+        Raises:
+            PayloadError: what a rank sent cannot be decoded. State is as if the step had not been; this raises again
+                until the step is discarded.
+        """
         while any([exchange.advance() for exchange in self._begun]):
             pass
         outcomes = []
-        for exchange in self._begun:
-            brought = exchange.finish(outs(exchange.group))
-            if self.hierarchy is not None:
-                with tracing.phase("share", "wait", group=exchange.group):
-                    brought = self.hierarchy.shared(exchange, brought)
-            outcomes += self.with_owed(brought)
+        try:
+            for exchange in self._begun:
+                outcomes += self.with_owed(self._brought(exchange, outs))
+        except PayloadError:
+            self._roll_back()
+            raise
         self.settle(outcomes)
         return outcomes
+
+    def _brought(self, exchange: Exchange, outs: Callable[[Group], Sequence[Tensor | None]]) -> list[Outcome]:
+        """What an exchange brought, and the leader's to the other ranks of its node."""
+        if self.hierarchy is None:
+            return exchange.finish(outs(exchange.group))
+        try:
+            brought = exchange.finish(outs(exchange.group))
+        except PayloadError:
+            self.hierarchy.refuse(exchange)
+            raise
+        with tracing.phase("share", "wait", group=exchange.group):
+            return self.hierarchy.shared(exchange, brought)
 
     def due(self) -> list[Group]:
         """Those that are averaged after this step; none if it was asked before in this step."""
@@ -262,6 +279,9 @@ class Exchanger:
     def abandon(self) -> None:
         """Forget the exchanges begun, which the engine has given up, and what they changed."""
         self._begun = []
+        self._roll_back()
+
+    def _roll_back(self) -> None:
         for component in self._stepping():
             component.state.rollback()
 

@@ -17,13 +17,14 @@ from typing import Any
 from grace.backend import Backend
 from grace.communicators import Allreduce
 from grace.component import Context
+from grace.errors import PayloadError
 from grace.exchange import Exchange, Group, Outcome, Traffic
 from grace.kernels import kernels_of
 from grace.local import LocalBackend
 from grace.nodes import levels
 from grace.rows import Slices
 
-GONE, HERE, SPOILT = 0.0, 1.0, 2.0
+GONE, HERE, SPOILT, REFUSED = 0.0, 1.0, 2.0, 3.0
 
 
 class Hierarchy:
@@ -94,6 +95,8 @@ class Hierarchy:
         k = kernels_of(like)
         marks = k.full([_mark(outcome) for outcome in outcomes or ()] or [GONE] * len(group.variables), "float32", like)
         told = k.to_list(node.broadcast(marks, first).wait())
+        if REFUSED in told:
+            raise PayloadError(f"the rank that speaks for this node could not decode what others sent for {group.ends}")
         shared = []
         for i, variable in enumerate(group.variables):
             value = outcomes[i].value if outcomes is not None else None
@@ -104,6 +107,12 @@ class Hierarchy:
             shared.append(Outcome(variable, None if told[i] == GONE else value, told[i] == SPOILT))
         self.traffic.sent_bytes += node.sent_bytes - before
         return shared
+
+    def refuse(self, exchange: Exchange) -> None:
+        """Tell the ranks of this leader's node, who wait for it, that its exchange brings nothing; blocks."""
+        if self.levels.node.size > 1:
+            marks = kernels_of(self.like).full([REFUSED] * len(exchange.group.variables), "float32", self.like)
+            self.levels.node.broadcast(marks, self.levels.first).wait()
 
     def _dense(self, k: Any, group: Group, i: int, value: Any, like: Any) -> Any:
         variable = group.variables[i]

@@ -9,8 +9,9 @@ from typing import Any
 
 from grace import tracing
 from grace.compressor import Payload, Tensor
+from grace.errors import PayloadError
 from grace.exchange import Exchange, Outcome, both, in_range
-from grace.wire import MISSING, OVERFLOW, Wire, mark
+from grace.wire import MISSING, OVERFLOW, REFUSED, Wire, mark
 
 
 class ReduceExchange(Exchange):
@@ -33,12 +34,14 @@ class ReduceExchange(Exchange):
 
     def advance(self) -> bool:
         """Start the next dependent collective; False if there is none (left)."""
+        if self.refusal and not self.announced:
+            return False
         if self.sizing:
-            self._send_sized()
-        elif not self.answered:
+            return self._send_sized()
+        if not self.answered:
             self._answer()
         elif self.announced:
-            self._send_announced()
+            return self._send_announced()
         elif self.round < self.traits.rounds:
             self.answered = False
             super().advance()  # takes the mean, and sends the next payload
@@ -68,7 +71,11 @@ class ReduceExchange(Exchange):
             self._broadcast(buffer)
             return
         self.answer = buffer
-        sizes = self.answer_wire.sizes() if self.here else [0] * len(self.wire.shapes)
+        sizes = [0] * len(self.wire.shapes)
+        if self.refused is not None:
+            sizes = [-1 - self.names.index(self.refused)] * len(sizes)
+        elif self.here:
+            sizes = self.answer_wire.sizes()
         announced = self.kernels.full(sizes, "int64", self.group.buffer)
         if self.here:
             self.traffic.header_bytes += self.kernels.nbytes(announced)
@@ -104,7 +111,12 @@ class ReduceExchange(Exchange):
         payloads, marks = [], []
         for i, name in enumerate(self.names):
             ranks = [rank[i] for rank in statuses]
-            mean, payload, ctx = self._compressed_mean(i, [payloads_of[i] for payloads_of in received], answer)
+            try:
+                mean, payload, ctx = self._compressed_mean(i, [payloads_of[i] for payloads_of in received], answer)
+            except PayloadError as error:
+                self.refuse(error, name)
+                marks = [REFUSED if other == name else MISSING for other in self.names] + [0] * self.wire.padding
+                return k.join([k.zeros((self.wire.body,), "uint8", wires[0]), k.full(marks, "uint8", wires[0])])
             with tracing.phase("update", variable=name):
                 ok = both(k.all_finite(mean), in_range(k, payload)) and max(ranks) < OVERFLOW
                 if all(status == MISSING for status in ranks) or not ok:
@@ -140,16 +152,23 @@ class ReduceExchange(Exchange):
 
     # -- everywhere ------------------------------------------------------------------------------------
 
-    def _send_announced(self) -> None:
-        """The answer's sizes are known: send it."""
+    def _send_announced(self) -> bool:
+        """The answer's sizes are known: send it; False if there is none, which all ranks see."""
         self.wait()
-        (sizes,) = self.handle.result()
-        self.answer_wire = self.wire.resized(self.kernels.to_list(sizes))
         self.announced = False
+        (sizes,) = self.handle.result()
+        try:
+            told = [-1 - int(n) for n in self.kernels.to_list(sizes[:1])]
+            self.check_refused([[REFUSED if i in told else MISSING for i in range(len(self.names))]], self.root)
+            self.answer_wire = self._layout(self.root, sizes)
+        except PayloadError as error:
+            self.refusal = error
+            return False
         buffer = self.answer if self.here else None
         if buffer is None:
             buffer = self.kernels.zeros((self.answer_wire.length,), "uint8", self.group.buffer)
         self._broadcast(buffer)
+        return True
 
     def finish(self, outs: Sequence[Tensor | None], wait: bool = True) -> list[Outcome]:
         """Decode the answer."""
@@ -158,13 +177,17 @@ class ReduceExchange(Exchange):
         if wait:
             self.wait()
         began = time.perf_counter()
+        if self.refusal:
+            raise self.refusal
+        decode = self.decoding(lambda i, out, name: self._decoded(i, payloads[i], out), self.root)
         with tracing.phase("unpack", group=self.group):
             (buffer,) = self.handle.result()
             wire = self.wire if self.traits.fixed_size else self.answer_wire
             statuses, payloads, outcomes = wire.statuses(buffer), wire.unpack(buffer), []
+        self.check_refused([statuses], self.root)
         for i, variable in enumerate(self.group.variables):
             with tracing.phase("decode", variable=variable.name):
-                value = self._decoded(i, payloads[i], outs[i])
+                value = decode(i, outs[i], variable.name)
                 overflow = statuses[i] >= OVERFLOW
                 if overflow:
                     value = self._spoilt(value)

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 from grace import tracing
 from grace.communicators.allgather import Allgather
 from grace.compressor import Compressor, Payload, Tensor, Traits
-from grace.errors import ConfigError
+from grace.errors import ConfigError, payload_of
 from grace.exchange import Exchange, Group, Outcome
 from grace.kernels import kernels_of
+from grace.kernels.checks import check_count, check_range
 from grace.memories.none import NoMemory
 from grace.memories.residual import Residual
 from grace.memory import Memory
@@ -90,7 +91,7 @@ class RowCompressor(Compressor):
     def compress(self, tensor, name):
         k = kernels_of(tensor)
         payload, ctx = self.inner.compress(tensor, name)
-        layout = _layout(payload)
+        layout = self._layout(payload)
         coded = [part if _floats(dtype) else k.to_bytes(part) for part, (dtype, _) in zip(payload, layout, strict=True)]
         return [*coded, self.rows[name]], (ctx, tuple(tensor.shape), name, layout)
 
@@ -101,36 +102,51 @@ class RowCompressor(Compressor):
         """What decodes a payload of so many rows of this shape, whoever made it."""
         k = kernels_of(like)
         payload, ctx = self.inner.compress(k.zeros((count, *shape), "float32", like), name)
-        return ctx, (count, *shape), name, _layout(payload)
+        return ctx, (count, *shape), name, self._layout(payload)
+
+    def _layout(self, payload: Payload) -> list[tuple[str, tuple[int, ...]]]:
+        """Dtypes and shapes; a first dimension of -1 stands for as many as there are."""
+        k, fixed = kernels_of(payload[0]), self.inner.traits.fixed_size
+        return [(k.dtype(p), tuple(p.shape) if fixed else (-1, *p.shape[1:])[: len(p.shape)]) for p in payload]
 
     def aggregate(self, payloads, ctx, out, count):
         """The mean of all ranks' rows, as the values of the distinct ones; their numbers go to ``received``."""
         (own_rows, *shape), name = ctx[1:3]
         k, like = kernels_of(payloads[0][-1]), payloads[0][-1]
-        payloads = [payload for payload in payloads if k.to_list(payload[-1][:1]) != [NOTHING]]
-        if not payloads:
+        sent = [(rank, payload) for rank, payload in enumerate(payloads) if not is_nothing(payload[-1])]
+        if not sent:
             self.received[name] = k.zeros((0,), "int32", like)
             return k.zeros((0, *shape), "float32", like)
-        rows, places = k.distinct(k.join([payload[-1] for payload in payloads]))
+        rows, places = k.distinct(k.join([payload[-1] for _, payload in sent]))
+        for rank, payload in sent if outside(rows, self.shapes[name][0]) else ():
+            with payload_of(rank):
+                numbers = k.to_list(payload[-1])
+                check_range(min(numbers, default=0), max(numbers, default=0), self.shapes[name][0], "row")
         total, start = k.zeros((rows.shape[0], *shape), "float32", like), 0
-        for payload in payloads:
+        for rank, payload in sent:
             n = payload[-1].shape[0]
             theirs = ctx if n == own_rows else self.context_of(n, shape, name, like)
-            values = self.accumulate(payload, theirs, k.zeros((n, *shape), "float32", like))
+            with payload_of(rank):
+                values = self.accumulate(payload, theirs, k.zeros((n, *shape), "float32", like))
             total = k.add_rows(total, places[start : start + n], values, 1.0)
             start += n
         self.received[name] = rows
         return k.divide(total, total, count)
 
 
+def is_nothing(rows: Tensor) -> bool:
+    """Whether these are the row numbers of a rank that has none."""
+    return rows.shape[0] == 1 and kernels_of(rows).to_list(rows) == [NOTHING]
+
+
+def outside(rows: Tensor, n: int) -> bool:
+    """Whether some of the ascending row numbers are not in [0, n)."""
+    k = kernels_of(rows)
+    return any(not 0 <= row < n for row in k.to_list(k.join([rows[:1], rows[-1:]])))
+
+
 def _floats(dtype: str) -> bool:
     return dtype.startswith(("float", "bfloat"))
-
-
-def _layout(payload: Payload) -> list[tuple[str, tuple[int, ...]]]:
-    """Dtypes and shapes; a first dimension of -1 stands for as many as there are."""
-    k = kernels_of(payload[0])
-    return [(k.dtype(part), (-1, *part.shape[1:])[: len(part.shape)]) for part in payload]
 
 
 def _decoded(payload: Payload, layout: Sequence[tuple[str, tuple[int, ...]]]) -> Payload:
@@ -138,8 +154,12 @@ def _decoded(payload: Payload, layout: Sequence[tuple[str, tuple[int, ...]]]) ->
     k, tensors = kernels_of(payload[0]), []
     for part, (dtype, shape) in zip(payload, layout, strict=True):
         if not _floats(dtype):
-            count = part.shape[0] // (ITEM_SIZE[dtype] * math.prod(shape[1:]))
+            item = ITEM_SIZE[dtype] * math.prod(shape[1:])
+            count = part.shape[0] // item
+            check_count("bytes of codes", part.shape[0], count * item)
             part = k.from_bytes(k.join([part]), dtype, (count, *shape[1:])[: len(shape)])  # a copy, which is aligned
+        if shape and shape[0] >= 0:
+            check_count("rows or values", part.shape[0], shape[0])
         tensors.append(part)
     return tensors
 

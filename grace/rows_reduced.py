@@ -11,7 +11,7 @@ from grace.compressor import Compressor
 from grace.kernels import kernels_of
 from grace.memory import Memory
 from grace.reduce import ReduceExchange
-from grace.rows import NOTHING, Slices, by_rows, values_of
+from grace.rows import NOTHING, Slices, by_rows, is_nothing, values_of
 
 
 class RowReduceExchange(ReduceExchange):
@@ -36,8 +36,9 @@ class RowReduceExchange(ReduceExchange):
     def _decoded(self, i, payload, out):
         rows = payload[-1]
         k, shape = kernels_of(rows), self.group.variables[i].shape[1:]
-        if k.to_list(rows[:1]) == [NOTHING]:
+        if is_nothing(rows):
             return Slices(k.zeros((0, *shape), "float32", rows), rows[:0])
+        k.check_indices(rows, self.group.variables[i].shape[0])
         answers: Any = self.back
         zeros = k.zeros((rows.shape[0], *shape), "float32", rows)
         ctx = answers.context_of(rows.shape[0], shape, f"{self.names[i]}/answer", rows)

@@ -9,9 +9,10 @@ from typing import Any
 
 from grace import tracing
 from grace.compressor import Compressor, Payload, Tensor, Traits
+from grace.errors import PayloadError, payload_of
 from grace.exchange import Exchange, Outcome
 from grace.kernels import kernels_of
-from grace.wire import OVERFLOW, Wire, mark
+from grace.wire import OVERFLOW, REFUSED, Wire, mark
 
 
 def bounds(n: int, shards: int) -> list[tuple[int, int]]:
@@ -49,11 +50,10 @@ class Sharded(Compressor):
 
     def accumulate(self, payload, ctx, out, weight=1.0):
         k = kernels_of(out)
-        flat = k.flat(out)
-        shards = [
-            self.inner.accumulate(shard, inner_ctx, flat[a:b], weight)
-            for (a, b), shard, inner_ctx in zip(ctx[0], payload, ctx[1], strict=True)
-        ]
+        flat, shards = k.flat(out), []
+        for place, ((a, b), shard, inner_ctx) in enumerate(zip(ctx[0], payload, ctx[1], strict=True)):
+            with payload_of(place):
+                shards.append(self.inner.accumulate(shard, inner_ctx, flat[a:b], weight))
         return out if k.mutable else k.reshape(k.join(shards), tuple(out.shape))
 
 
@@ -122,6 +122,7 @@ class ScatterExchange(Exchange):
                 OVERFLOW if spoilt else mark(True, k.all_finite(mean), False)
                 for spoilt, mean in zip(overflow, means, strict=True)
             ]
+            marks = [REFUSED if name == self.refused else m for name, m in zip(self.names, marks, strict=True)]
             buffer = self._padded(wire, [payload for payload, _ in answers], marks)
         self._count(wire, buffer)
         self.means_sent = True
@@ -136,7 +137,11 @@ class ScatterExchange(Exchange):
         """Of this rank's shard; ``shard`` is where it begins and ends, and the ctx of its compression."""
         (a, b), ctx = shard
         mean = self.kernels.zeros((b - a,), "float32", payloads[0][0])
-        return self.compressor.aggregate(payloads, ctx, mean, self.communicator.context.size)
+        try:
+            return self.compressor.aggregate(payloads, ctx, mean, self.communicator.context.size)
+        except PayloadError as error:  # the others wait for the mean: they are told with it
+            self.refuse(error, name)
+            return self.kernels.zeros((b - a,), "float32", payloads[0][0])
 
     @property
     def _shard_memory(self) -> Any:
@@ -157,10 +162,12 @@ class ScatterExchange(Exchange):
             rows = [row[: wire.length] for row, wire in zip(self.handle.result(), self.wires, strict=True)]
             received = [wire.unpack(row) for row, wire in zip(rows, self.wires, strict=True)]
             statuses = [wire.statuses(row) for row, wire in zip(rows, self.wires, strict=True)]
+        self.check_refused(statuses)
         places = range(len(self.names))
         payloads = [[shard[i] for shard in received] for i in places]
         overflow = [any(rank[i] >= OVERFLOW for rank in statuses) for i in places]
-        outcomes = tracing.each("decode", self.names, self._joined, places, payloads, overflow, outs)
+        joined = self.decoding(self._joined)
+        outcomes = tracing.each("decode", self.names, joined, places, payloads, overflow, outs)
         self.traffic.codec_seconds += time.perf_counter() - began
         return outcomes
 

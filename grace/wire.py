@@ -5,7 +5,8 @@ own, which variables had a gradient somewhere and which overflowed somewhere:
 
 - summed wires have the payload's dtype; the status is 1 (present), 0 (missing) or Inf (overflow), and adds up;
 - byte wires hold the payload tensors, widest items first so that every tensor is aligned, then one status
-  byte per variable (0 missing, 1 present, 2 overflow), padded to a multiple of 8 bytes.
+  byte per variable (0 missing, 1 present, 2 overflow; 3 in an answer: what was sent for it could not be decoded),
+  padded to a multiple of 8 bytes.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from grace.compressor import Payload, Tensor
-from grace.errors import ConfigError
+from grace.errors import ConfigError, PayloadError
 from grace.kernels import Kernels
 
-MISSING, PRESENT, OVERFLOW = 0, 1, 2
+MISSING, PRESENT, OVERFLOW, REFUSED = 0, 1, 2, 3
 ITEM_SIZE = {
     **dict.fromkeys(("float64", "int64"), 8),
     **dict.fromkeys(("float32", "int32"), 4),
@@ -92,14 +93,23 @@ class Wire:
         """The first dimension of every payload tensor: what may differ between ranks; 1 of a 0-d one."""
         return [shape[0] if shape else 1 for shape in self.shapes]
 
-    def resized(self, sizes: Sequence[float]) -> Wire:
-        """The layout of another rank's buffer, from its :meth:`sizes`."""
+    def resized(self, sizes: Sequence[float], most: float = math.inf) -> Wire:
+        """The layout of another rank's buffer, from its :meth:`sizes`; ``most`` is the bytes it may have.
+
+        Raises:
+            PayloadError: no payload has such sizes.
+        """
+        for n, shape in zip(sizes, self.shapes, strict=True):
+            if n < 0 or (not shape and n != 1):
+                raise PayloadError(f"a payload tensor is said to have {n:.0f} elements")
         other = copy.copy(self)
         other.shapes = [(int(n), *shape[1:])[: len(shape)] for n, shape in zip(sizes, self.shapes, strict=True)]
         other.units = [
             math.prod(shape) * ITEM_SIZE[dtype] for shape, dtype in zip(other.shapes, self.dtypes, strict=True)
         ]
         other.body = sum(other.units)
+        if other.body > most:
+            raise PayloadError(f"the payloads are said to take {other.body} bytes, more than {most} of any use")
         other.padding = -(other.body + len(self.lengths)) % 8
         other.length = other.body + len(self.lengths) + other.padding
         other._unpacked = other._statuses = None

@@ -32,9 +32,9 @@ class Kernels(ValueKernels, SparseKernels):
     Unless it says otherwise a method takes and returns 1-d contiguous tensors: float32 values, uint8 codes,
     int32 indices. Methods with ``out`` change it in place where the framework can, and always return it.
 
-    Those that decode (``unpack`` and all with ``out`` but plain arithmetic) take what other ranks sent: where positions,
-    codes or numbers of elements do not fit they raise :class:`~grace.errors.PayloadError`, and ``out`` may be half
-    written. They never write outside it.
+    Those that decode (``unpack`` and all with ``out`` but plain arithmetic) take what other ranks sent: where
+    positions, codes or numbers of elements do not fit they raise :class:`~grace.errors.PayloadError`, and ``out`` may
+    be half written. They never write outside it.
     """
 
     name: str

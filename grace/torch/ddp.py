@@ -9,7 +9,7 @@ import torch
 
 from grace import checkpoint, tracing
 from grace.component import Context
-from grace.errors import ConfigError
+from grace.errors import ConfigError, PayloadError
 from grace.exchange import Exchange, Group, Outcome, Traffic
 from grace.exchanger import Exchanger, build_exchanger
 from grace.momentum import owners
@@ -112,8 +112,13 @@ class DDPState:
                 done.value()  # raises if a collective failed: nothing that arrived may be decoded
             except Exception as error:
                 raise exchanges[0].lost(error) from error
-            for exchange in exchanges:
-                self._write(exchange, views)
+            try:
+                for exchange in exchanges:
+                    self._write(exchange, views)
+            except PayloadError:  # nothing of this step is kept
+                self.exchanger.abandon()
+                self.outcomes, self.open = [], False
+                raise
             return future_buffer
 
         works = [work for exchange in exchanges for work in exchange.handle.works]

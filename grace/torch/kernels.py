@@ -233,7 +233,8 @@ class TorchKernels(ValueTorch, SparseTorch, Kernels):
     def check_indices(self, indices, n):
         # on a GPU, torch's own operations assert it: a wrong index ends the process, and writes nothing
         if indices.device.type == "cpu" and indices.numel():
-            check_range(*(int(end) for end in indices.aminmax()), n)
+            lowest, highest = indices.aminmax()
+            check_range(int(lowest), int(highest), n)
 
     def gather(self, x, indices):
         return x.index_select(0, indices)

@@ -1,0 +1,81 @@
+"""What an exchange does with payloads that do not decode: all ranks give up together, and say why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from grace.compressor import Tensor
+from grace.errors import PayloadError, payload_of
+from grace.wire import REFUSED, Wire
+
+MOST_BYTES, MOST_BYTES_PER_ELEMENT = 1 << 20, 64
+"""What a payload may take, whatever the method: sizes that come off the wire may be anything."""
+
+
+class Refusing:
+    """A part of :class:`grace.exchange.Exchange`.
+
+    Payloads that all ranks receive are refused by all of them. Where one rank decodes for the others, which wait for
+    its answer, the answer says that there is none. What is found between two collectives waits for the end of the
+    exchange, so that every rank takes part in the same collectives.
+    """
+
+    communicator: Any
+    compressor: Any
+    group: Any
+    kernels: Any
+    names: list[str]
+    wire: Any
+    refusal: PayloadError | None = None
+    """Why nothing can come of this any more."""
+    refused: str | None = None
+    """The variable whose payloads this rank could not decode while the others wait for its answer."""
+
+    def decoding(self, decode: Callable[..., Any], sender: int | None = None) -> Callable[..., Any]:
+        """``decode``, whose last argument is a variable's name, with errors that say whose payload it was: the
+        ``sender``'s, if there is only one."""
+
+        def run(*args: Any) -> Any:
+            try:
+                return decode(*args)
+            except PayloadError as error:
+                error.place = error.place if sender is None else sender
+                raise self.undecoded(error, args[-1]) from error
+
+        return run
+
+    def undecoded(self, error: PayloadError, name: str) -> PayloadError:
+        """What to raise when a payload cannot be decoded."""
+        context, sender = self.communicator.context, "another rank" if error.place is None else f"rank {error.place}"
+        return PayloadError(
+            f"rank {context.rank} of {context.size}: what {sender} sent of {name!r} at step {context.step} is no "
+            f"payload of {self.compressor.spec}: {error}. It was damaged on its way, or that rank runs other code"
+        )
+
+    def refuse(self, error: PayloadError, name: str) -> None:
+        """Payloads of a variable cannot be decoded, and the others wait for an answer: they are told in it."""
+        if self.refusal is None:
+            self.refused, self.refusal = name, self.undecoded(error, name)
+
+    def check_refused(self, statuses: Sequence[Sequence[float]], first: int = 0) -> None:
+        """Give up if an answer says that its sender could not decode what it got; ``statuses`` are those of the
+        answers, that of rank ``first`` first."""
+        if self.refusal:
+            raise self.refusal
+        context = self.communicator.context
+        for rank, told in enumerate(statuses, first):
+            if REFUSED in told:
+                raise PayloadError(
+                    f"rank {context.rank} of {context.size}: rank {rank} could not decode what it was sent of "
+                    f"{self.names[list(told).index(REFUSED)]!r} at step {context.step}; its own error says more"
+                )
+
+    def _layout(self, rank: int, sizes: Tensor) -> Wire:
+        """The layout of a rank's wire, by the sizes that it sent."""
+        most = sum(MOST_BYTES + MOST_BYTES_PER_ELEMENT * variable.numel for variable in self.group.variables)
+        try:
+            with payload_of(rank):
+                return self.wire.resized(self.kernels.to_list(sizes), most)
+        except PayloadError as error:
+            raise self.undecoded(error, self.group.ends) from error

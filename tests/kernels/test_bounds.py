@@ -1,0 +1,36 @@
+"""The compiled loops stay within their arrays: the kernels' tests once more, with Numba's checks of every index."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+CHECKED = os.environ.get("NUMBA_BOUNDSCHECK") == "1"
+
+
+@pytest.mark.skipif(not CHECKED, reason="Numba checks indices where NUMBA_BOUNDSCHECK=1 alone")
+def test_fused_loops_are_checked_here():
+    from grace.kernels.fused import _gather
+
+    with pytest.raises(IndexError):
+        _gather(np.zeros(3, np.float32), np.int32([3]), np.empty(1, np.float32))
+
+
+@pytest.mark.slow
+def test_no_compiled_loop_leaves_its_arrays(tmp_path):
+    selected = "fused and not torch and not tensorflow"
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", str(Path(__file__).parent), "-m", "not slow", "-k", selected, "-rs"],
+        env={**os.environ, "NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path)},  # others' code has no checks
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+    assert "SKIPPED" not in run.stdout, run.stdout[-2000:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -50,27 +51,35 @@ class HookedSession(Session):
         self.checked = False
 
     def _hook(self, name: str):
+        session = weakref.ref(self)  # Python does not collect what a parameter's hook holds
+
         def hook(parameter: torch.nn.Parameter) -> None:
-            tracing.gradient()
-            if self.paused:
-                return
-            self.synchronized = False
-            if not self.checked:
-                self.check()
-            if self.counts[name] == self.passes:
-                raise ExchangeError(
-                    f"the gradient of {name!r} was computed {self.passes + 1} times before step(), and its exchange "
-                    f"has begun. Accumulate with backward_passes_per_step={self.passes + 1}, or run the earlier "
-                    "passes under `with optimizer.no_sync():`"
-                )
-            self.counts[name] += 1
-            if self.counts[name] == self.passes:
-                for group in self.groups_of[name]:
-                    self.waiting[group.index] -= 1
-                while self.next_group < len(self.waiting) and self.waiting[self.next_group] == 0:
-                    self._start_next()
+            alive = session()
+            if alive is not None:
+                alive.offer(name)
 
         return hook
+
+    def offer(self, name: str) -> None:
+        """A parameter's gradient has accumulated: start the groups that waited for it."""
+        tracing.gradient()
+        if self.paused:
+            return
+        self.synchronized = False
+        if not self.checked:
+            self.check()
+        if self.counts[name] == self.passes:
+            raise ExchangeError(
+                f"the gradient of {name!r} was computed {self.passes + 1} times before step(), and its exchange "
+                f"has begun. Accumulate with backward_passes_per_step={self.passes + 1}, or run the earlier "
+                "passes under `with optimizer.no_sync():`"
+            )
+        self.counts[name] += 1
+        if self.counts[name] == self.passes:
+            for group in self.groups_of[name]:
+                self.waiting[group.index] -= 1
+            while self.next_group < len(self.waiting) and self.waiting[self.next_group] == 0:
+                self._start_next()
 
     def _start_next(self) -> None:
         self.start(self.exchanger.groups[self.next_group])

@@ -23,6 +23,7 @@ from grace.nodes import Levels, levels, node_name
 from grace.pieces import Piece, grouped
 from grace.plans import Plan
 from grace.variable import Variable
+from grace.versions import versions
 
 
 class Exchanger:
@@ -140,7 +141,7 @@ class Exchanger:
 
     def facts(self) -> list[tuple[str, str]]:
         """What all ranks must agree on."""
-        facts = [("the seed", str(self.context.seed)), ("the choice", self.name)]
+        facts = [*versions(self.backend), ("the seed", str(self.context.seed)), ("the choice", self.name)]
         facts += [(f"variable {v.name!r}", v.describe()) for v in self.variables]
         facts += [("the groups", str([[v.name for v in group.variables] for group in self.groups]))]
         return facts

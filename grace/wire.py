@@ -20,6 +20,8 @@ from grace.compressor import Payload, Tensor
 from grace.errors import ConfigError, PayloadError
 from grace.kernels import Kernels
 
+VERSION = 1
+"""Of what travels: how payloads and statuses are packed. All ranks must have the same."""
 MISSING, PRESENT, OVERFLOW, REFUSED = 0, 1, 2, 3
 ITEM_SIZE = {
     **dict.fromkeys(("float64", "int64"), 8),

@@ -18,13 +18,13 @@ class Disagreeing(LocalBackend):
 
     size = 2
 
-    def __init__(self, facts, error=None):
-        self.facts, self.error, self.calls = facts, error, 0
+    def __init__(self, facts, error=None, **different):
+        self.facts, self.error, self.different, self.calls = facts, error, different, 0
 
     def allgather_object(self, value):
         self.calls += 1
-        if isinstance(value, tuple):  # the digests
-            return [value, ("their digest", self.error)]
+        if isinstance(value, dict):  # the digests
+            return [value, {**value, "value": ("their digest", None), "error": self.error, **self.different}]
         return [value, self.facts]
 
 
@@ -50,6 +50,19 @@ def test_the_first_difference_is_named_with_both_sides(theirs, message):
 def test_a_failure_elsewhere_is_raised_here_with_its_reason():
     with pytest.raises(RankError, match="rank 1 refused to start: unknown compressor 'x'"):
         agree(Disagreeing([], "unknown compressor 'x'"), FACTS)
+
+
+def test_another_grace_is_named_before_anything_else_is_compared():
+    with pytest.raises(RankError, match=r"rank 0 has Grace 0\.1\.0, rank 1 has Grace 9\.0\. Install the same version"):
+        agree(Disagreeing([], "unknown compressor 'x'", grace="9.0"), FACTS)
+
+
+@pytest.mark.parametrize("answer", [("their digest", None), None, {"what": "none"}])
+def test_a_grace_that_says_other_things_is_told_of(answer):
+    backend = Disagreeing([])
+    backend.allgather_object = lambda value: [value, answer]
+    with pytest.raises(RankError, match=r"rank 1 runs a Grace that rank 0's \(0\.1\.0\) does not understand"):
+        agree(backend, FACTS)
 
 
 def test_a_rank_that_fails_still_takes_part_in_the_comparison():

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from grace.agreement import tell
 from grace.backend import Backend
 from grace.communicator import Communicator
 from grace.communicators.reduce_broadcast import ReduceBroadcast
-from grace.errors import ConfigError, RankError
+from grace.errors import ConfigError
 from grace.nodes import Ranks, node_name
 from grace.pieces import Chooser, Piece
 from grace.plans import build_communicator
@@ -47,14 +48,14 @@ class Executed:
         """
         if later:
             raise ConfigError("a strategy is for a fixed number of ranks: it cannot be executed in elastic mode")
-        nodes = _tell(backend, node_name(), error)
+        nodes = tell(backend, "a strategy", node_name(), error)
         made: Strategy | None = None
         if backend.rank == 0:
             try:
                 made = resolve(self.given, variables, Ranks(nodes), self.sparse_known)
             except Exception as raised:
                 error = raised
-        self.strategy = strategy = _tell(backend, made, error)[0]
+        self.strategy = strategy = tell(backend, "a strategy", made, error)[0]
         self.name = f"strategy {strategy.id}"
         if self.sparse_known:
             return variables
@@ -160,16 +161,3 @@ def _communicator(part: Part) -> Communicator:
         options = {key: getattr(sync, key) for key in ReduceBroadcast.parameters()}
         return ReduceBroadcast(part.compressor, part.memory, **options)
     return build_communicator(part.compressor, part.memory, sync.type)
-
-
-def _tell(backend: Backend, value: Any, error: Exception | None) -> list[Any]:
-    """Every rank's value; if one failed, its error there, and a RankError elsewhere."""
-    answers = backend.allgather_object((("told", value), None if error is None else str(error)))
-    if error is not None:
-        raise error
-    for rank, (answer, failure) in enumerate(answers):
-        if failure is not None:
-            raise RankError(f"rank {rank} refused to start: {failure}")
-        if not isinstance(answer, tuple):
-            raise RankError(f"rank {rank} was given no strategy, rank {backend.rank} one: give all ranks the same")
-    return [answer[1] for answer, _ in answers]

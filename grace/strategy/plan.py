@@ -17,6 +17,8 @@ from grace.errors import ConfigError
 from grace.registry import make
 from grace.variable import Variable
 
+VERSION = 1
+"""Of a strategy's document."""
 COLLECTIVES = ("allreduce", "allgather", "broadcast", "scatter_reduce")
 FIELDS = {
     **dict.fromkeys(COLLECTIVES, ("group",)),
@@ -175,7 +177,7 @@ class Strategy:
     def to_dict(self) -> dict[str, Any]:
         """The document: what a file holds."""
         return {
-            "version": 1,
+            "version": VERSION,
             "builder": self.builder or None,
             "model": fingerprint(self.variables),
             "cluster": {"world_size": self.world_size, "nodes": self.nodes},

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections import Counter
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from grace import checkpoint
-from grace.agreement import agree
+from grace.agreement import agree, tell
 from grace.backend import Backend
 from grace.communicator import Communicator
 from grace.component import Context
@@ -25,11 +26,12 @@ from grace.tensorflow.medium import Tensors, medium_for
 from grace.tensorflow.staging import GraphRun, HostRun
 from grace.tensorflow.variables import broadcast_variables, names_of, value_of
 from grace.variable import Variable
+from grace.versions import public
 
 GROUP_BYTES = 25 << 20
 
-_sessions: Counter[int] = Counter()
-"""How many began over each backend: the operations of one must not have another's names."""
+_sessions: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""How many began over each set of ranks: the operations of one must not have another's names."""
 
 
 class Mean(NamedTuple):
@@ -98,8 +100,14 @@ class Session:
         self._function: Any = None
         self.needs_lr = False
         self.medium = Tensors()
-        _sessions[id(backend)] += 1
-        self.label = f"grace.{_sessions[id(backend)]}"
+
+    @functools.cached_property
+    def label(self) -> str:
+        """What its operations' names begin with: by its number among those that began a collective, which all ranks
+        do in one order; one that a rank only made does not count."""
+        ranks = getattr(self.backend, "process_set", self.backend)
+        _sessions[ranks] = number = _sessions.get(ranks, 0) + 1
+        return f"grace.{number}"
 
     # -- start -----------------------------------------------------------------------------------------
 
@@ -112,7 +120,8 @@ class Session:
     def _build(self, variables: Sequence[Any], gradients: Sequence[Any]) -> Exchanger:
         names = names_of(variables)
         mine = {n for n, g in zip(names, gradients, strict=True) if isinstance(g, tf.IndexedSlices)}
-        sparse = set() if self.sparse_as_dense else set().union(*self.backend.allgather_object(mine))
+        told = tell(self.backend, "TensorFlow's variables", set() if self.sparse_as_dense else mine)
+        sparse = set().union(*told)
 
         def described() -> list[Variable]:
             check_integer("group_bytes", self.group_bytes)
@@ -120,6 +129,8 @@ class Session:
             return [_described(n, v, n in sparse) for n, v in zip(names, variables, strict=True)]
 
         facts = [
+            ("TensorFlow", public(tf.__version__)),
+            ("an optimizer, not a tape:", str(self.averages)),
             ("the reduction", str(self.reduction)),
             ("group_bytes", str(self.group_bytes)),
             ("broadcast", str(self.broadcast)),

@@ -17,6 +17,7 @@ from grace.plans import STRATEGY, Uniform
 from grace.torch.backends.distributed import TorchBackend
 from grace.torch.parameters import check_momentum, check_optimizer, variables
 from grace.torch.saving import on_devices
+from grace.versions import public
 
 
 class DDPState:
@@ -204,7 +205,12 @@ def register_ddp_hook(
             )
         return Uniform(compressor, memory, communicator)
 
-    exchanger = build_exchanger(list_variables, choose, backend, context, check=check)
+    facts = [
+        ("torch", public(torch.__version__)),
+        ("the buckets of", "DistributedDataParallel"),
+        ("grad_scaler", "none" if grad_scaler is None else "given"),
+    ]
+    exchanger = build_exchanger(list_variables, choose, backend, context, facts, check)
     tracing.note(waits="DistributedDataParallel")
     state = DDPState(model, exchanger, optimizer, grad_scaler)
     context.lr = state.lr

@@ -30,6 +30,7 @@ from grace.torch.parameters import (
     variables,
 )
 from grace.torch.start import start_facts, starting
+from grace.versions import public
 
 
 def parts(
@@ -128,6 +129,8 @@ class Session:
 
         self.context = Context(seed=seed, lr=self._lr, predivide=reduction.predivide)
         facts = [
+            ("torch", public(torch.__version__)),
+            ("sparse_as_dense", str(sparse_as_dense)),
             ("backward_passes_per_step", str(passes)),
             ("the reduction", str(reduction)),
             ("group_bytes", str(group_bytes)),

@@ -1,0 +1,44 @@
+"""What ranks must have the same of, whatever their script says: versions, formats, engine and kernels."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+from grace.backend import Backend
+
+
+def public(version: str) -> str:
+    """A version without what it was built for.
+
+    >>> public("2.13.0+cpu")
+    '2.13.0'
+    """
+    return version.split("+")[0]
+
+
+def fused() -> str:
+    """Whether tensors on CPUs are computed with by compiled kernels, which may round otherwise."""
+    if os.environ.get("GRACE_FUSED", "1") == "0":
+        return "no (GRACE_FUSED=0)"
+    return "yes" if importlib.util.find_spec("numba") else "no (Numba is not installed)"
+
+
+def versions(backend: Backend) -> list[tuple[str, str]]:
+    """Facts for :func:`grace.agreement.agree`, which compares Grace's own version itself.
+
+    >>> from grace.local import LocalBackend
+    >>> versions(LocalBackend())[0]
+    ('the backend', 'grace.local.LocalBackend')
+    """
+    from grace import checkpoint, wire
+    from grace.strategy import plan
+
+    kind = type(backend)
+    return [
+        ("the backend", f"{kind.__module__}.{kind.__qualname__}"),
+        ("wires of version", str(wire.VERSION)),
+        ("strategies of version", str(plan.VERSION)),
+        ("checkpoints of version", str(checkpoint.VERSION)),
+        ("compiled kernels:", fused()),
+    ]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import abc
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+from grace.channels import Channels
 from grace.errors import ConfigError, ExchangeError
 
 Tensor = Any
@@ -84,8 +86,11 @@ class Backend(abc.ABC):
     """What is raised when the engine fails."""
     framework: ClassVar[str] = ""
     """The only framework whose tensors it moves; empty if it moves any."""
-    began: Any = None
-    """The group whose exchange started a collective last."""
+    began: ClassVar[Any] = None
+    """The group whose exchange started a collective last, over any backend of this process."""
+    started: int = 0
+    landed: int = 0
+    """How many collectives exchanges have started over it, and how many of these are known to be done."""
     concatenates: ClassVar[bool] = False
     """Whether the engine gathers tensors of unequal lengths itself."""
 
@@ -128,7 +133,11 @@ class Backend(abc.ABC):
 
     def beside(self) -> Backend:
         """Another backend over the same ranks, whose collectives may be started by another thread, in an order of
-        their own. Every rank must call it."""
+        their own. Every rank must call it.
+
+        Every optimizer's exchanges travel over one of their own. A backend without ``beside()`` is used as it is:
+        then several optimizers, and whatever else you exchange over it, must start their collectives in one order
+        on all ranks."""
         raise ConfigError(
             f"{type(self).__name__} has no beside(), which exchanges beside training need: define it, or leave out "
             "staleness and sync=False"
@@ -145,6 +154,25 @@ class Backend(abc.ABC):
             "hierarchical and local_replication"
         )
 
+    def like(self, **changed: Any) -> Any:
+        """A backend of the same class and settings that has sent nothing yet, with these attributes changed."""
+        other = copy.copy(self)
+        for key in ("sent_bytes", "started", "landed", "closing", "_channels"):
+            other.__dict__.pop(key, None)
+        other.__dict__.update(changed)
+        return other
+
+    @property
+    def is_its_own_channel(self) -> bool:
+        """Whether several optimizers may exchange over this very backend, or must because it makes no others."""
+        alone = self.size == 1 or type(self).beside is Backend.beside
+        return alone or self.pairs_by_name or self.elastic
+
+    @property
+    def channels(self) -> Channels:
+        """Those made beside it."""
+        return self.__dict__.setdefault("_channels", Channels())
+
     @abc.abstractmethod
     def allgather_object(self, value: Any) -> list[Any]:
         """Gather small Python objects, blocking. For start-up and checkpoints only."""
@@ -157,6 +185,8 @@ class Backend(abc.ABC):
         """Do what is to be done before the ranks part, and leave."""
         for function in self.__dict__.pop("closing", []):
             function()
+        if "_channels" in self.__dict__:
+            self.channels.close()
         self.shutdown()
 
     def shutdown(self) -> None:  # noqa: B027 - optional to override

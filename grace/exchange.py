@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from grace import tracing
-from grace.backend import Handle
+from grace.backend import Backend, Handle
 from grace.communicator import Communicator
 from grace.compressor import Tensor
 from grace.errors import ExchangeError, GraceError, PayloadError
@@ -52,6 +52,8 @@ class Exchange(Refusing):
         self.round, self.sizing, self.concatenated = 1, False, False
         self.collectives = 0
         self.traced: Any = None
+        self.over: Any = None
+        """The backend that a collective is under way over."""
         self.encoded: list[tuple[Any, Any]] = []
         """Payload and ctx, per variable."""
         self.layouts: list[Wire] = []
@@ -139,7 +141,8 @@ class Exchange(Refusing):
         backend = self.communicator.backend
         before = backend.sent_bytes
         self.collectives += 1
-        backend.label, backend.began = f"{self.group.label}.{self.collectives}", self.group
+        backend.label, Backend.began = f"{self.group.label}.{self.collectives}", self.group
+        backend.started, self.over = backend.started + 1, backend
         self.traced = tracing.collective(self.group, backend.label, self.kernels.nbytes(tensor))
         try:
             self.handle = collective(tensor)
@@ -180,6 +183,8 @@ class Exchange(Refusing):
 
     def arrived(self) -> None:
         """The collective under way is known to be done."""
+        if self.over is not None:
+            self.over.landed, self.over = self.over.landed + 1, None
         if self.traced is not None:
             self.traced.end()
             self.traced = None

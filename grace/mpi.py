@@ -141,11 +141,15 @@ class MPIBackend(Backend):
         return self._handle(request, received, sent).map(lambda whole: _rows(whole, self.size))
 
     def beside(self) -> MPIBackend:
-        return MPIBackend(self.comm, self.timeout)
+        return self.like(comm=self.comm.Dup(), pending=[])
 
     def among(self, ranks: Sequence[int]) -> MPIBackend | None:
         comm = self.comm.Split(0 if self.rank in ranks else MPI.UNDEFINED, self.rank)
-        return None if comm == MPI.COMM_NULL else MPIBackend(comm, self.timeout)
+        if comm == MPI.COMM_NULL:
+            return None
+        made = MPIBackend(comm, self.timeout)
+        comm.Free()
+        return made
 
     def allgather_object(self, value: Any) -> list[Any]:
         return self.comm.allgather(value)
@@ -179,8 +183,11 @@ class MPIBackend(Backend):
 
     def shutdown(self) -> None:
         """Leave; a rank that leaves in the middle of a collective ends the others, who would wait for ever."""
-        if not MPI.Is_finalized() and any(not request.Test() for request in self.pending):
+        if MPI.Is_finalized() or self.comm == MPI.COMM_NULL:
+            return
+        if any(not request.Test() for request in self.pending):
             self.comm.Abort(1)
+        self.comm.Free()
 
 
 @functools.cache
@@ -253,17 +260,17 @@ class _Staged:
 
 def _abort_on_errors(comm: Any) -> None:
     """An error that nobody catches ends all ranks: the others would wait for this one for ever."""
-    before = sys.excepthook
+    before, rank, size = sys.excepthook, comm.Get_rank(), comm.Get_size()
     if getattr(before, "aborts", False):
         return
 
     def hook(kind: Any, value: Any, trace: Any) -> None:
         before(kind, value, trace)
-        if comm.Get_size() > 1:
+        if size > 1:
             if not issubclass(kind, RankError):  # these follow from another rank's; mpirun may name either
-                print(f"grace: {kind.__name__} on rank {comm.Get_rank()} ends all ranks", file=sys.stderr)
+                print(f"grace: {kind.__name__} on rank {rank} ends all ranks", file=sys.stderr)
             sys.stderr.flush()
-            comm.Abort(1)
+            MPI.COMM_WORLD.Abort(1)
 
     hook.aborts = True  # type: ignore[attr-defined]
     sys.excepthook = hook

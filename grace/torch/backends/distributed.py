@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+import uuid
+import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from grace.backend import Backend, Handle
+from grace.channels import Channels
 from grace.errors import ConfigError
 
 SETTLE_SECONDS = 0.3
@@ -78,13 +82,45 @@ class TorchBackend(Backend):
         return _handle(work, gathered)
 
     def beside(self) -> TorchBackend:
-        ranks = None if self.group is None else dist.get_process_group_ranks(self.group)
-        return TorchBackend(dist.new_group(ranks, use_local_synchronization=ranks is not None))
+        return self.like(group=self._new(range(self.size)), owns=False)
 
     def among(self, ranks: Sequence[int]) -> TorchBackend | None:
-        local = self.size != dist.get_world_size()  # or else all ranks of the default group would have to make it
-        group = dist.new_group([self._global(rank) for rank in ranks], use_local_synchronization=local)
+        group = self._new(ranks)
         return TorchBackend(group) if self.rank in ranks else None
+
+    @property
+    def channels(self) -> Channels:
+        """Those over the same ranks, which all backends of one process group share; they end when it does."""
+        return self._channels_of.setdefault(self.group or dist.group.WORLD, Channels())
+
+    _channels_of: ClassVar[weakref.WeakKeyDictionary[Any, Channels]] = weakref.WeakKeyDictionary()
+
+    def _new(self, ranks: Sequence[int]) -> Any:
+        """A process group of some of the ranks, which all of them make together."""
+        numbers = [self._global(rank) for rank in ranks]
+        options: dict[str, Any] = {"timeout": _timeout(self.group)}
+        if numbers != sorted(numbers):
+            options["sort_ranks"] = False
+        if self.size == dist.get_world_size():
+            return dist.new_group(numbers, backend=dist.get_backend(self.group), **options)
+        # Ranks outside do nothing, so torch names the group by its ranks and by how many groups this process knows.
+        # These are fewer on a rank that is left out of another group: then ranks look for each other under different
+        # names, for ever. And a name comes twice when a group was destroyed. So the ranks agree on one.
+        name = self.allgather_object(uuid.uuid4().hex)[0]
+        c10d: Any = dist.distributed_c10d
+        world: Any = dist.group.WORLD
+        usual = c10d._process_group_name
+        c10d._process_group_name = lambda *_, **__: f"grace.{name}"
+        try:
+            if world.bound_device_id is not None:  # NCCL splits a communicator: this one, not that of all
+                return dist.split_group(self.group, [list(ranks)], timeout=options["timeout"])
+            if self.rank not in ranks:
+                return None
+            return dist.new_group(
+                numbers, backend=dist.get_backend(self.group), use_local_synchronization=True, **options
+            )
+        finally:
+            c10d._process_group_name = usual
 
     def _global(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
@@ -100,6 +136,15 @@ class TorchBackend(Backend):
             # gloo's threads drop their last references to Python objects only now; an interpreter that ends
             # meanwhile is aborted ("terminate called without an active exception")
             time.sleep(SETTLE_SECONDS)
+
+
+def _timeout(group: Any) -> Any:
+    """How long the collectives of a process group may take, which torch does not hand on to others; None if it does
+    not tell."""
+    group = group or dist.group.WORLD
+    with contextlib.suppress(AttributeError, RuntimeError):
+        return group._get_backend(group._device_types[0]).options._timeout
+    return None
 
 
 def _handle(work: Any, result: Any) -> Handle:

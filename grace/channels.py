@@ -1,0 +1,67 @@
+"""Channels: every optimizer's exchanges travel over a backend of their own.
+
+torch.distributed and MPI pair collectives by the order in which ranks start them. The exchange of an optimizer starts
+in backward on a rank that has all gradients, and in ``step()`` on one that left a layer out; so over one process group
+it would be paired with whatever collective of another optimizer, or of the user's, lies between.
+
+Channels are made by :meth:`grace.backend.Backend.beside`, kept, and used again, because none can be freed by all ranks
+together: optimizers end when Python collects them, at another moment on each rank. Which one is free on all ranks the
+ranks find out when they compare their settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+Offer = tuple[int, dict[int, int]]
+"""How many channels a rank has made, and which are free there: by number, how many collectives each has started."""
+
+
+class Channels:
+    """The channels of one group of ranks, by number; the same ones on each of its ranks.
+
+    >>> from grace.local import LocalBackend
+    >>> channels = Channels()
+    >>> first = channels.take(LocalBackend(), [channels.offer()])
+    >>> other = channels.take(LocalBackend(), [channels.offer()])
+    >>> channels.give_back(first)
+    >>> channels.take(LocalBackend(), [channels.offer()]) is first, other is first
+    (True, False)
+    """
+
+    def __init__(self) -> None:
+        self.made: list[Any] = []
+        self.taken: set[int] = set()
+
+    def offer(self) -> Offer:
+        """What this rank could use, for :meth:`take` on all ranks."""
+        idle = {number: c.started for number, c in enumerate(self.made) if c.started == c.landed}
+        return len(self.made), {number: count for number, count in idle.items() if number not in self.taken}
+
+    def take(self, parent: Any, offers: Sequence[Offer]) -> Any:
+        """A channel that all ranks agree on: the first on which nothing is under way, and on which all ranks have
+        started as many collectives; if there is none, a new one.
+
+        Args:
+            parent: the backend that it is to lie beside.
+            offers: every rank's, in the order of ranks.
+        """
+        frees = [free for _, free in offers]
+        for number, count in sorted(frees[0].items()):
+            if number not in self.taken and all(free.get(number) == count for free in frees):
+                self.taken.add(number)
+                return self.made[number]
+        self.taken.add(len(self.made))
+        self.made.append(parent.beside())
+        return self.made[-1]
+
+    def give_back(self, channel: Any) -> None:
+        """Another optimizer may use it; on which something is under way is offered to none."""
+        self.taken -= {number for number, other in enumerate(self.made) if other is channel}
+
+    def close(self) -> None:
+        """Leave all of them."""
+        made, self.made, self.taken = self.made, [], set()
+        for channel in made:
+            channel.close()

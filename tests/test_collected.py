@@ -5,10 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 
-import pytest
-
-torch = pytest.importorskip("torch", reason="torch is not installed")
-
 from training import distributed, net
 
 import grace

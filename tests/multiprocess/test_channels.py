@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -153,3 +158,39 @@ def among_some():
 
 def test_an_optimizer_of_some_ranks_leaves_the_others_alone(three_ranks):
     assert all(three_ranks.run(among_some, timeout=90))
+
+
+ENDING = """
+import sys
+import torch
+import torch.distributed as dist
+from training import distributed, loss_of, net
+import grace
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+models = [net(), net()]
+optimizers = [distributed(models[0]), distributed(models[1], communicator="reduce_broadcast(staleness=1)")]
+for step in range(2):
+    for model, optimizer in zip(models, optimizers):
+        loss_of(model, step).backward()
+        optimizer.step()
+optimizers[1].state_dict()  # waits for what is on its way
+dist.destroy_process_group()
+print("the end")
+"""
+
+
+def test_channels_end_with_the_users_process_group(tmp_path):
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, "-W", "error", "-c", ENDING]
+    with contextlib.ExitStack() as stack:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
+        ranks = [
+            stack.enter_context(subprocess.Popen([*command, str(rank), str(tmp_path / "store")], **pipes))
+            for rank in range(2)
+        ]
+        for process in ranks:
+            out, err = process.communicate(timeout=120)
+            assert (process.returncode, out, err) == (0, "the end\n", "")

@@ -11,6 +11,7 @@ ranks find out when they compare their settings.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,3 +66,33 @@ class Channels:
         made, self.made, self.taken = self.made, [], set()
         for channel in made:
             channel.close()
+
+
+class Leases:
+    """The channels that one exchanger uses until it ends, or is collected.
+
+    Args:
+        backend: over which the ranks compare; ``offers`` is what each of them could use.
+    """
+
+    def __init__(self, backend: Any):
+        self.backend, self.offers, self.ends = backend, [], []  # type: ignore[var-annotated]
+
+    def offer(self) -> Offer | None:
+        """What this rank could use."""
+        return None if self.backend.is_its_own_channel else self.backend.channels.offer()
+
+    def take(self, another: bool = False) -> Any:
+        """A channel. A backend that is its own is taken itself, or ``another`` is made beside it."""
+        if self.backend.is_its_own_channel:
+            return self.backend.beside() if another else self.backend
+        channels = self.backend.channels
+        channel = channels.take(self.backend, self.offers)
+        self.ends.append(weakref.finalize(self, channels.give_back, channel))
+        self.ends[-1].atexit = False
+        return channel
+
+    def end(self) -> None:
+        """Other exchangers may use them."""
+        for end in self.ends:
+            end()

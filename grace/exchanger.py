@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from grace import tracing
 from grace.agreement import agree
 from grace.ahead import Courier, Flight, add, scaled
 from grace.backend import Backend
+from grace.channels import Leases
 from grace.communicator import Communicator
 from grace.communicators import Allreduce
 from grace.component import Component, Context
@@ -57,15 +57,13 @@ class Exchanger:
         for piece in pieces:
             self.pieces_of[piece.whole.name].append(piece)
         self.groups = grouped([piece for piece in pieces if not piece.period])
-        averaging = Allreduce("none")
-        averaging.bind(Context(rank=backend.rank, size=backend.size), backend)
+        self._averaging = Allreduce("none")
+        self._averaging.bind(Context(rank=backend.rank, size=backend.size), backend)
         alone = grouped([piece for piece in pieces if piece.period])
-        self.averages = [dataclasses.replace(group, communicator=averaging) for group in alone]
-        self._averaging = averaging
+        self.averages = [dataclasses.replace(group, communicator=self._averaging) for group in alone]
         self.channel = backend
         """What exchanges travel over, since the ranks have agreed; ``backend`` is for questions to all ranks."""
-        self._offers: list[Any] = []
-        self._leases: list[Any] = []
+        self._leases = Leases(backend)
         self.communicators = list({id(piece.communicator): piece.communicator for piece in pieces}.values())
         self.hierarchical = hierarchical
         self.hierarchy: Hierarchy | None = None
@@ -88,7 +86,6 @@ class Exchanger:
 
     def _bind(self, backend: Backend) -> None:
         """Who the communicators exchange with."""
-        self._averaging.backend = self.channel
         self.context.rank, self.context.size = backend.rank, backend.size
         for communicator in self.communicators:
             if self.hierarchy is not None:
@@ -119,26 +116,15 @@ class Exchanger:
         Raises:
             RankError: they differ; the message names the first difference.
         """
-        own = self.backend.is_its_own_channel
-        mine = None if own else self.backend.channels.offer()
-        self._offers = agree(self.backend, [*self.settings, *self.facts()], beside=mine)
-        if not own:
-            self.channel = self._take()
+        self._leases.offers = agree(self.backend, [*self.settings, *self.facts()], beside=self._leases.offer())
+        self.channel = self._averaging.backend = self._leases.take()
         if self.hierarchical:
             self.hierarchy = Hierarchy(self.backend, self.node_names())
             self._bind(self.hierarchy.backend)
-        elif not own:
+        elif self.channel is not self.backend:
             self._bind(self.channel)
         for communicator in self.communicators:
             communicator.open(self)
-
-    def _take(self) -> Backend:
-        """A channel, until this exchanger ends."""
-        channels = self.backend.channels
-        channel = channels.take(self.backend, self._offers)
-        self._leases.append(weakref.finalize(self, channels.give_back, channel))
-        self._leases[-1].atexit = False
-        return channel
 
     def node_names(self) -> list[str]:
         """Of the node of each rank; every rank must ask at the same moment."""
@@ -156,8 +142,7 @@ class Exchanger:
     def courier(self) -> Courier:
         """The thread that runs exchanges beside training; every rank asks for it first at the same moment."""
         if self._courier is None:
-            aside = self.backend.beside() if self.backend.is_its_own_channel else self._take()
-            self._courier = Courier(aside, lambda: self.computing())
+            self._courier = Courier(self._leases.take(another=True), lambda: self.computing())
             self.backend.at_shutdown(self._courier.land)
         return self._courier
 
@@ -321,11 +306,8 @@ class Exchanger:
         """The optimizer has ended: its components may serve another one."""
         for communicator in self.communicators:
             communicator.release(self)
-        if self._courier is not None:
-            self._courier.land(0)
-        if self._courier is None or self._courier.idle:  # else its thread holds this exchanger until it is done
-            for give_back in self._leases:
-                give_back()
+        if self._courier is None or self._courier.land(0):  # else its thread holds this exchanger until it is done
+            self._leases.end()
 
     def _stepping(self) -> list[Component]:
         """The parts whose state is kept or not at the end of a step."""

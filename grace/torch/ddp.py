@@ -9,7 +9,7 @@ import torch
 
 from grace import checkpoint, tracing
 from grace.component import Context
-from grace.errors import ConfigError, PayloadError
+from grace.errors import ConfigError, ExchangeError, PayloadError
 from grace.exchange import Exchange, Group, Outcome, Traffic
 from grace.exchanger import Exchanger, build_exchanger
 from grace.momentum import owners
@@ -35,7 +35,7 @@ class DDPState:
         self.by_name = {variable.name: variable for variable in exchanger.variables}
         self.plans: dict[tuple[str, ...], list[Group]] = {}
         self.outcomes: list[Outcome] = []
-        self.open = False
+        self.open = self.closed = False
         self.momenta = owners(exchanger.communicators)
 
     @property
@@ -59,6 +59,15 @@ class DDPState:
         self.close_step()
         parameters = {name: p for p, name in self.names.items()}
         checkpoint.load(self.exchanger, on_devices(state, parameters), memory)
+
+    def close(self) -> None:
+        """End the exchange: compressors and memories given by you may serve another one. Every rank must call it.
+
+        DDP cannot take a hook off: from now on the model raises in backward. Delete it, and wrap ``model.module`` anew.
+        """
+        self.close_step()
+        self.closed = True
+        self.exchanger.close()
 
     def close_step(self) -> None:
         """Commit the last step, whose futures DDP has awaited at the end of backward."""
@@ -88,6 +97,11 @@ class DDPState:
     @torch.no_grad()
     def exchange(self, bucket: Any) -> torch.futures.Future:
         """The hook proper."""
+        if self.closed:
+            raise ExchangeError(
+                "the state of this DistributedDataParallel model's hook was closed, and DDP cannot take a hook off: "
+                "delete the model and make a new DistributedDataParallel(model.module)"
+            )
         if bucket.index() == 0:
             self.close_step()
             check_momentum(self.momenta, self.optimizer, later=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from horovod.torch.optimizer import _DistributedOptimizer
 from grace import tracing
 from grace.errors import ConfigError
 from grace.plans import Choices
+from grace.torch.life import Closable, begin
 from grace.torch.saving import StateMixin
 from grace.torch.session import Session
 
@@ -59,10 +61,38 @@ class HorovodSession(Session):
         backend.count((backend.size - 1) * (gradient._indices().nbytes + gradient._values().nbytes))
         self.exchanger.traffic.sent_bytes += backend.sent_bytes - before
 
-    def end(self) -> None:
-        """Await what was begun, and write the means back."""
+    def start_missing(self) -> None:
+        """Begin what is not begun yet, and await sparse gradients that go Horovod's way."""
+        optimizer: Any = self.optimizer
+        handles = optimizer._handles
+        for p in sorted(optimizer._requires_update, key=optimizer._parameter_names.__getitem__):
+            handle, _ = handles.get(p, (None, None))
+            if handle is None:  # no backward pass, or fewer than were announced
+                handles[p] = optimizer._allreduce_grad_async(p)
+        for p, (handle, _) in handles.items():
+            if callable(handle):  # sparse
+                p.grad = handle()
         # ranks begin in any order, but must end in one: an end may have a collective of its own to wait for
         self.exchanger._begun.sort(key=lambda exchange: exchange.group.index)
+
+    def drop(self) -> None:
+        """Let exchanges under way end, and drop what they brought; every rank must call it."""
+        optimizer: Any = self.optimizer
+        if any(handle is not None for handle, _ in optimizer._handles.values()):
+            self.start_missing()
+            self.exchanger.discard()
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing is under way any more."""
+        optimizer: Any = self.optimizer
+        optimizer._handles.clear()
+        optimizer._synchronized = False
+        optimizer._allreduce_delay = dict.fromkeys(optimizer._allreduce_delay, optimizer.backward_passes_per_step)
+        self._reset()
+
+    def end(self) -> None:
+        """Await what was begun, and write the means back."""
         for exchange in self.exchanger._begun:
             buffer = exchange.group.buffer
             if exchange.communicator.sums and buffer is not None and buffer.dtype == torch.bfloat16:
@@ -72,18 +102,14 @@ class HorovodSession(Session):
             # as Horovod: what nobody had a gradient for is zero, unless it was frozen since
             if p.grad is None and not outcome.pending and p.requires_grad:
                 p.grad = torch.zeros_like(p)
-        self._reset()
+        self.forget()
 
     def rejoin(self) -> None:
         """The ranks are others now: forget what was under way, and what only made sense among the former ones."""
-        optimizer: Any = self.optimizer
         backend: Any = self.exchanger.backend
         former = self.context.size
         self.exchanger.abandon()
-        self._reset()
-        optimizer._handles.clear()
-        optimizer._synchronized = False
-        optimizer._allreduce_delay = dict.fromkeys(optimizer._allreduce_delay, optimizer.backward_passes_per_step)
+        self.forget()
         backend.rejoin()
         self.context.rank, self.context.size = backend.rank, backend.size
         for kind, part in self.exchanger.components:
@@ -111,15 +137,19 @@ def _allreduce_grad_async(self: Any, p: torch.nn.Parameter) -> tuple[Any, None]:
 
 
 def _make_hook(self: Any, p: torch.nn.Parameter) -> Callable:
-    """Horovod's hook, which ``no_sync()`` holds back."""
-    theirs = _DistributedOptimizer._make_hook(self, p)
+    """Horovod's hook, which ``no_sync()`` holds back. It must not keep the optimizer alive, and does nothing any more
+    when that was closed: it stays with the parameter's node of the graph."""
+    session = weakref.ref(self._grace)
 
     def hook(*ignore: Any) -> None:
+        alive = session()
+        if alive is None or not alive.hooks:
+            return
         tracing.gradient()
-        if not self._paused:
-            if not self._grace.checked:
-                self._grace.check()
-            theirs(*ignore)
+        if not alive.optimizer._paused:
+            if not alive.checked:
+                alive.check()
+            _DistributedOptimizer._make_hook(alive.optimizer, p)(*ignore)
 
     return hook
 
@@ -132,16 +162,8 @@ def synchronize(self: Any) -> None:
     with tracing.phase("synchronize", "part"):
         if not self._grace.checked:
             self._grace.check()
-        for p in sorted(self._requires_update, key=self._parameter_names.__getitem__):
-            handle, _ = self._handles.get(p, (None, None))
-            if handle is None:  # no backward pass, or fewer than were announced
-                self._handles[p] = self._allreduce_grad_async(p)
-        for p, (handle, _) in self._handles.items():
-            if callable(handle):  # sparse
-                p.grad = handle()
+        self._grace.start_missing()
         self._grace.end()
-    self._handles.clear()
-    self._allreduce_delay = dict.fromkeys(self._allreduce_delay, self.backward_passes_per_step)
     self._synchronized = True
 
 
@@ -237,12 +259,12 @@ def distribute(
         known = {p: name for name, p in session.parameters.items()}
         others = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
         names = [*session.parameters.items(), *((f"grace.frozen.{i}", p) for i, p in enumerate(others))]
-    cls = type(optimizer)
+    cls, had = type(optimizer), set(vars(optimizer))
     body = {**_DistributedOptimizer.__dict__, **REPLACED, "__module__": cls.__module__}
     for left_out in ("step", "__dict__", "__weakref__"):
         body.pop(left_out, None)
     # a rank outside the process set remembers nothing
-    bases = (_Initialized, cls) if session is None else (_Initialized, StateMixin, cls)
+    bases = (_Initialized, Closable, cls) if session is None else (_Initialized, Closable, StateMixin, cls)
     optimizer.__class__ = type(cls.__name__, bases, body)
     made: Any = optimizer
     made._grace, made._paused = session, False
@@ -261,6 +283,7 @@ def distribute(
     if session is not None and not made._grad_accs:
         made._register_hooks()  # on one rank Horovod registers none, but compression shows its effect
     if session is not None:
-        made.register_step_pre_hook(before_step)
-        made.register_step_post_hook(after_step)
+        begin(made, session, before_step, after_step, had)
+    else:
+        made._grace_added = set(vars(made)) - had
     return made

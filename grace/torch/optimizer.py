@@ -17,6 +17,7 @@ from grace.reduction import Reduction
 from grace.runtime import current
 from grace.torch.backends.distributed import TorchBackend
 from grace.torch.closures import synchronized
+from grace.torch.life import Closable, begin
 from grace.torch.saving import StateMixin
 from grace.torch.session import Session
 
@@ -36,15 +37,12 @@ class HookedSession(Session):
         self.paused = False
         self.synchronized = False
         self._reset()
-        self.hooks = [p.register_post_accumulate_grad_hook(self._hook(n)) for n, p in self.parameters.items()]
-
-    def close(self) -> None:
-        """Take the hooks off the parameters."""
-        for hook in self.hooks:
-            hook.remove()
+        self.hooks += [p.register_post_accumulate_grad_hook(self._hook(n)) for n, p in self.parameters.items()]
 
     def _reset(self) -> None:
         self.counts = dict.fromkeys(self.parameters, 0)
+        self.seen: dict[str, tuple[torch.Tensor, int]] = {}
+        self.cleared = False
         self.waiting = self.waiting_for()
         self.next_group = 0
         self.versions = {}
@@ -56,30 +54,48 @@ class HookedSession(Session):
         def hook(parameter: torch.nn.Parameter) -> None:
             alive = session()
             if alive is not None:
-                alive.offer(name)
+                alive.offer(name, parameter.grad)
 
         return hook
 
-    def offer(self, name: str) -> None:
+    def offer(self, name: str, gradient: torch.Tensor | None) -> None:
         """A parameter's gradient has accumulated: start the groups that waited for it."""
         tracing.gradient()
+        self._look(name, gradient)
         if self.paused:
             return
         self.synchronized = False
         if not self.checked:
             self.check()
         if self.counts[name] == self.passes:
-            raise ExchangeError(
-                f"the gradient of {name!r} was computed {self.passes + 1} times before step(), and its exchange "
-                f"has begun. Accumulate with backward_passes_per_step={self.passes + 1}, or run the earlier "
-                "passes under `with optimizer.no_sync():`"
-            )
+            raise self._too_many(name)
         self.counts[name] += 1
         if self.counts[name] == self.passes:
             for group in self.groups_of[name]:
                 self.waiting[group.index] -= 1
             while self.next_group < len(self.waiting) and self.waiting[self.next_group] == 0:
                 self._start_next()
+
+    def _look(self, name: str, gradient: torch.Tensor | None) -> None:
+        """Notice whether something but a backward pass changed the gradient since the last one."""
+        if gradient is None:  # the user's own hook took it
+            return
+        now, last = (gradient, gradient._version), self.seen.get(name)
+        self.cleared |= last is not None and (now[0] is not last[0] or now[1] != last[1] + 1)
+        self.seen[name] = now
+
+    def _too_many(self, name: str) -> ExchangeError:
+        computed = f"the gradient of {name!r} was computed {self.passes + 1} times before step(), and its exchange has"
+        if self.cleared:
+            return ExchangeError(
+                f"{computed} begun; between the passes something else than optimizer.zero_grad() cleared or replaced "
+                "gradients (model.zero_grad()?). Call optimizer.zero_grad() instead, which also drops the exchange "
+                "under way, on all ranks"
+            )
+        return ExchangeError(
+            f"{computed} begun. Accumulate with backward_passes_per_step={self.passes + 1}, or run the earlier passes "
+            "under `with optimizer.no_sync():`"
+        )
 
     def _start_next(self) -> None:
         self.start(self.exchanger.groups[self.next_group])
@@ -104,8 +120,8 @@ class HookedSession(Session):
             self.synchronize()
         self.synchronized = False
 
-    def before_zero_grad(self) -> None:
-        """The gradients are about to be dropped: let exchanges under way end, and drop what they brought."""
+    def drop(self) -> None:
+        """Let exchanges under way end, and drop what they brought; every rank must call it."""
         # every rank that has run its backward passes comes here, whether it has begun a group or not
         if self.passes in self.counts.values() and not self.synchronized:
             while self.next_group < len(self.exchanger.groups):
@@ -115,7 +131,7 @@ class HookedSession(Session):
         self.synchronized = False
 
 
-class DistributedMixin(StateMixin):
+class DistributedMixin(Closable, StateMixin):
     """The methods that a distributed optimizer has beside, or instead of, the user's optimizer's."""
 
     _grace: HookedSession
@@ -152,7 +168,7 @@ class DistributedMixin(StateMixin):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients; an exchange under way is completed and its result dropped."""
-        self._grace.before_zero_grad()
+        self._grace.drop()
         super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
 
 
@@ -255,12 +271,12 @@ def DistributedOptimizer(
         from grace.torch.horovod import distribute
 
         return distribute(optimizer, named_parameters, choices, backend, options, before_step, after_step)
+    had = set(vars(optimizer))
     session = HookedSession(optimizer, named_parameters, choices, backend, **options)
     cls = type(optimizer)
     optimizer.__class__ = type(cls.__name__, (DistributedMixin, cls), {"__module__": cls.__module__})
     optimizer._grace = session  # type: ignore[attr-defined]
-    optimizer.register_step_pre_hook(before_step)
-    optimizer.register_step_post_hook(after_step)
+    begin(optimizer, session, before_step, after_step, had)
     return optimizer
 
 

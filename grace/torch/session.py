@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -21,6 +22,7 @@ from grace.pieces import Piece
 from grace.plans import Choices, Plan
 from grace.reduction import Reduction, check_integer
 from grace.rows import Slices
+from grace.torch.life import check_free
 from grace.torch.parameters import (
     broadcast_parameters,
     check_momentum,
@@ -106,8 +108,12 @@ class Session:
         broadcast: bool,
         hierarchical: bool,
     ):
-        self.optimizer, self.grad_scaler, self.sparse_as_dense = optimizer, grad_scaler, sparse_as_dense
-        self.parameters: dict[str, torch.nn.Parameter] = {}
+        self._optimizer = weakref.ref(optimizer)  # which holds this
+        self.grad_scaler, self.sparse_as_dense = grad_scaler, sparse_as_dense
+        self.hooks: list[Any] = []
+        """What takes hooks off again; none once the optimizer was closed."""
+        self.finalizer: Any = None
+        self.parameters = own = dict[str, torch.nn.Parameter]()
         self.frozen: dict[str, torch.Tensor] = {}
         """The optimizer's parameters that require no gradients."""
         start: dict[str, torch.Tensor] = {}
@@ -118,16 +124,19 @@ class Session:
             reduction.check()
             of_model = parameters is None or isinstance(parameters, torch.nn.Module)
             given = parameters if of_model else list(parameters)
-            self.parameters = named(optimizer, given)
-            found = variables(self.parameters, () if sparse_as_dense else sparse_of(given))
+            own.update(named(optimizer, given))
+            check_free(own)
+            found = variables(own, () if sparse_as_dense else sparse_of(given))
             start.update(starting(optimizer, given))
-            own = {p for group in optimizer.param_groups for p in group["params"]}
-            self.frozen = {name: p for name, p in start.items() if p in own and name not in self.parameters}
+            held = {p for group in optimizer.param_groups for p in group["params"]}
+            self.frozen = {name: p for name, p in start.items() if p in held and name not in own}
             if broadcast:
                 facts.extend(start_facts(start, found))
             return found
 
-        self.context = Context(seed=seed, lr=self._lr, predivide=reduction.predivide)
+        me = weakref.ref(self)  # no cycle, so that all ends when the optimizer does
+        lr = lambda name: 1.0 if (session := me()) is None else session._lr(name)  # noqa: E731
+        self.context = Context(seed=seed, lr=lr, predivide=reduction.predivide)
         facts = [
             ("torch", public(torch.__version__)),
             ("sparse_as_dense", str(sparse_as_dense)),
@@ -142,7 +151,7 @@ class Session:
         self.plan: Plan | None = None
 
         def choose():
-            together = lambda: parts(self.parameters, groups, each=backend.pairs_by_name)  # noqa: E731
+            together = lambda: parts(own, groups, each=backend.pairs_by_name)  # noqa: E731
             self.plan = choices.plan(group_bytes, together, sparse_known=isinstance(parameters, torch.nn.Module))
             return self.plan
 
@@ -170,6 +179,11 @@ class Session:
         self.written: dict[str, torch.Tensor] = {}
         if broadcast and not backend.elastic:
             broadcast_parameters(start, 0, backend)
+
+    @property
+    def optimizer(self) -> Any:
+        """The user's; None when it is gone."""
+        return self._optimizer()
 
     @property
     def strategy(self) -> Any:

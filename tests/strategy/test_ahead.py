@@ -212,7 +212,7 @@ def without_a_bound() -> tuple[float, torch.Tensor]:
         one_step(model, optimizer, step)
     seconds = time.monotonic() - began
     saved = copied(optimizer.state_dict())  # waits for what is on its way
-    optimizer._grace.close()
+    optimizer.close()
     optimizer = made(ReduceBroadcast("none"), model, broadcast=False)
     optimizer._grace.exchanger.restore_pending(saved["grace"]["pending"])
     one_step(model, optimizer, 6)

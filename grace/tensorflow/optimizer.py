@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,6 +118,18 @@ class DistributedMixin:
         for variable in variables:
             if _key(variable) in self._step.found:
                 self._where_found(variable, lambda variable=variable: parent._apply_weight_decay([variable]))
+
+    def close(self) -> None:
+        """End the exchange, and be the plain optimizer again that this was, with its momenta and settings.
+
+        Compressors and memories given by you may serve another optimizer, and this one may be made distributed anew.
+        What was traced before exchanges no more either, but raises: call ``model.compile`` again. Around it, a
+        LossScaleOptimizer stays what it is: call ``optimizer.inner_optimizer.close()``."""
+        self._grace.close()
+        del self.grace_state
+        for name in ("_grace", "_step"):
+            object.__delattr__(self, name)
+        self.__class__ = type(self).__bases__[-1]  # type: ignore[assignment]
 
     def save_assets(self, dir_path: str) -> None:
         """Keras saves the model: put what this rank remembers beside the optimizer's variables."""
@@ -236,6 +249,7 @@ def DistributedOptimizer(
         from grace.tensorflow.backends.horovod import HorovodBackend
 
         backend = HorovodBackend(process_set)
+    known = weakref.ref(inner)  # which holds the session
     session = Session(
         Choices(compressor, memory, communicator, strategy),
         current() if backend is None else backend,
@@ -245,7 +259,7 @@ def DistributedOptimizer(
         sparse_as_dense=sparse_as_dense,
         broadcast=broadcast,
         hierarchical=hierarchical,
-        check=lambda chosen: check_momentum([chosen], inner),
+        check=lambda chosen: check_momentum([chosen], known()),
         averages=True,
     )
     cls = type(inner)
@@ -253,6 +267,7 @@ def DistributedOptimizer(
     for name, value in (("_grace", session), ("_step", _Step())):
         object.__setattr__(inner, name, value)  # not Keras's, which would track and copy what is in them
     inner.grace_state = Remembered(session)
+    weakref.finalize(inner, session.close).atexit = False
     finite_everywhere()
     return optimizer
 

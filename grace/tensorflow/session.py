@@ -15,7 +15,7 @@ from grace.agreement import agree, tell
 from grace.backend import Backend
 from grace.communicator import Communicator
 from grace.component import Context
-from grace.errors import ConfigError
+from grace.errors import ConfigError, ExchangeError
 from grace.exchange import Group, Traffic
 from grace.exchanger import Exchanger, build_exchanger
 from grace.plans import Choices, Plan
@@ -91,6 +91,7 @@ class Session:
         self.variables: list[Any] = []
         self.names: list[str] = []
         self.exchanger: Exchanger | None = None
+        self.closed = False
         self.saved: tuple[Any, str] | None = None
         self.plan: Plan | None = None
         self.due: list[int] = []
@@ -173,6 +174,20 @@ class Session:
         late = [any(p.communicator.delayed for p in pieces[v.name]) for v in exchanger.variables]
         return [i for i, is_late in enumerate(late) if is_late]
 
+    def close(self) -> None:
+        """End the exchange: components given by the user may serve another one. No collective."""
+        if self.exchanger is not None:
+            self.exchanger.close()
+        self.closed = True
+
+    def check_open(self) -> None:
+        """Raise if it has ended."""
+        if self.closed:
+            raise ExchangeError(
+                "this exchange was closed, and a graph that was traced before still wants it: call model.compile "
+                "again, or trace your function anew"
+            )
+
     # -- a step ----------------------------------------------------------------------------------------
 
     @tf.autograph.experimental.do_not_convert
@@ -184,6 +199,7 @@ class Session:
             variables: whose they are.
             lr: the learning rate, for memories that follow it.
         """
+        self.check_open()
         exchanger = self._prepare(variables, gradients)
         place = {id(value_of(v)): i for i, v in enumerate(self.variables)}
         if [place.get(id(value_of(v))) for v in variables] != list(range(len(self.variables))):
@@ -293,6 +309,7 @@ class Session:
     def start(self, group: Group, gradients: Sequence[Any], present: Sequence[bool], rate: Any) -> Any:
         """Begin the exchange of one group, with eager tensors."""
         assert self.exchanger is not None
+        self.check_open()
         if self.needs_lr:
             self.lr = float(rate)
         return self.exchanger.start(group, [self.inside(gradient) for gradient in gradients], present)

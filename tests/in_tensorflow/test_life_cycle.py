@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
@@ -11,6 +14,7 @@ tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 import keras
 
 import grace
+from grace.tensorflow import Allgather
 
 pytestmark = pytest.mark.slow
 
@@ -43,3 +47,42 @@ def test_momentum_inside_and_outside_is_refused_at_the_start_and_later(compresso
     with pytest.raises(grace.ConfigError, match=r"the optimizer has momentum 0\.5 now"):
         applying(optimizer)()
     assert w.numpy().tolist() == before
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eagerly", "in a graph"])
+def test_a_closed_optimizer_is_plain_and_may_be_distributed_anew(graph):
+    given = Allgather("topk(ratio=0.5)")
+    w, plain = tf.Variable([1.0, 2.0]), keras.optimizers.SGD(0.5, momentum=0.5)
+    before, kind = set(vars(plain)), type(plain)
+
+    def step():
+        plain.apply_gradients([(tf.constant([1.0, 4.0]), w)])
+
+    optimizer = grace.DistributedOptimizer(plain, communicator=given)
+    apply = tf.function(step, autograph=False) if graph else step
+    apply()
+    assert w.numpy().tolist() == [1.0, 0.0]
+    optimizer.close()
+    assert type(plain) is kind
+    assert not {name for name in set(vars(plain)) - before if "grace" in name}
+    if graph:
+        with pytest.raises(Exception, match=r"closed.*trace your function anew"):
+            apply()
+    step()
+    assert w.numpy().tolist() == [0.5, -3.0]  # momentum went on, and what topk left out is gone
+    again = grace.DistributedOptimizer(plain, communicator=given)
+    step()
+    assert again.traffic.steps == 1
+    assert w.numpy().tolist() == [0.25, -6.5]
+
+
+def test_what_a_deleted_optimizer_used_serves_another_one():
+    given, w = Allgather("topk(ratio=0.5)"), tf.Variable([1.0, 2.0])
+    for _ in range(2):
+        optimizer = grace.DistributedOptimizer(keras.optimizers.SGD(0.5), communicator=given)
+        optimizer.apply_gradients([(tf.constant([1.0, 4.0]), w)])
+        gone = weakref.ref(optimizer)
+        del optimizer
+        gc.collect()
+        assert gone() is None
+    assert w.numpy().tolist() == [1.0, -2.0]

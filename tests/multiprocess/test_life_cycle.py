@@ -177,7 +177,7 @@ def closed_hook():
     state = grace.torch.register_ddp_hook(wrapped, communicator=given)
     train(wrapped, sgd(model.parameters()), range(2))
     state.close()
-    with pytest.raises(grace.ExchangeError, match="was closed.*make a new DistributedDataParallel"):
+    with pytest.raises(grace.ExchangeError, match=r"was closed.*make a new DistributedDataParallel"):
         loss_of(wrapped, 2).backward()
     model = net()  # the other one's hooks are still there
     wrapped = ddp(model)

@@ -146,7 +146,9 @@ def _make_hook(self: Any, p: torch.nn.Parameter) -> Callable:
         if alive is None or not alive.hooks:
             return
         tracing.gradient()
-        if not alive.optimizer._paused:
+        if alive.optimizer._paused:
+            alive.optimizer._synchronized = False
+        else:
             if not alive.checked:
                 alive.check()
             _DistributedOptimizer._make_hook(alive.optimizer, p)(*ignore)

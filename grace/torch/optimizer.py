@@ -62,9 +62,9 @@ class HookedSession(Session):
         """A parameter's gradient has accumulated: start the groups that waited for it."""
         tracing.gradient()
         self._look(name, gradient)
+        self.synchronized = False
         if self.paused:
             return
-        self.synchronized = False
         if not self.checked:
             self.check()
         if self.counts[name] == self.passes:

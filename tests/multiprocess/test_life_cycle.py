@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 
@@ -188,3 +189,23 @@ def closed_hook():
 
 def test_the_state_of_a_ddp_hook_is_closed(two_ranks):
     assert len(set(two_ranks.run(closed_hook))) == 1
+
+
+def after_synchronize(paused):
+    """A pass between synchronize() and step(), on each rank's data, belongs to the step as well."""
+    model = net()
+    optimizer = distributed(model, "none")
+    for step in (0, 2):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.synchronize()
+        with optimizer.no_sync() if paused else contextlib.nullcontext():
+            loss_of(model, step + 1).backward()
+        optimizer.step()
+    return digest(weights(model))
+
+
+@pytest.mark.parametrize("engine", ["gloo", "horovodrun-gloo"])
+def test_a_pass_after_synchronize_is_exchanged_in_no_sync_too(engine):
+    ranks = launched(engine, 2)
+    assert len(set(ranks.run(after_synchronize, True) + ranks.run(after_synchronize, False))) == 1

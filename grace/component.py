@@ -175,6 +175,16 @@ class Component:
         """The dict form of the spec: the name, and every parameter."""
         return {"name": self.name, **{key: getattr(self, key) for key in self.parameters()}}
 
+    def keeps(self, shape: tuple[int, ...]) -> Any:
+        """What ``state`` holds for a variable of this shape, so that a checkpoint that does not fit is refused: the
+        shape of a float32 tensor, ``float`` for a number, a dict of these; None if it may be anything.
+
+        >>> import grace
+        >>> grace.make("memory", "efsignsgd").keeps((3, 2))
+        {'residual': (3, 2), 'lr': <class 'float'>}
+        """
+        return None
+
     @property
     def spec(self) -> str:
         """The text form: the name, and the parameters that differ from their defaults.

@@ -81,6 +81,8 @@ class Exchanger:
         self._courier: Courier | None = None
         self.computing: Callable[[], Any] = contextlib.nullcontext
         """The context that exchanges beside training compute in."""
+        self.told = False
+        """Whether somebody was told that a state holds this rank's memories only."""
         self.follows_scaler: Callable[[], bool] = lambda: False
         """Whether somebody calls :meth:`rescale` at each step, with a scaler's loss scale."""
 
@@ -99,10 +101,10 @@ class Exchanger:
         return list({id(part.state): (kind, part) for kind, part in reversed(found)}.values())[::-1]
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """What the components remember: by kind, and by the piece's name."""
+        """What the components remember, as of the last step that was kept: by kind, and by the piece's name."""
         merged: dict[str, dict[str, Any]] = {}
         for kind, component in self.components:
-            merged.setdefault(kind, {}).update(component.state)
+            merged.setdefault(kind, {}).update(component.state.kept)
         return merged
 
     def views(self, group: Group, tensors: Callable[[str], Any]) -> list[Any]:
@@ -248,6 +250,11 @@ class Exchanger:
     def _delayed(self) -> list[Group]:
         return [group for group in self.groups if group.communicator.delayed]
 
+    @property
+    def begun(self) -> bool:
+        """Whether exchanges were begun that are not finished."""
+        return bool(self._begun)
+
     def under_way(self, group: Group) -> bool:
         """Whether the group's exchange was begun and not finished."""
         return any(exchange.group is group for exchange in self._begun)
@@ -329,7 +336,9 @@ class Exchanger:
         if loss_scale != self.context.loss_scale:
             factor = loss_scale / self.context.loss_scale
             for kind, component in self.components:
-                if isinstance(component, Memory) and kind != "answer_memory":  # which follows when it answers
+                if isinstance(component, Memory) and not kind.startswith(
+                    "answer_memory"
+                ):  # which follows when it answers
                     component.rescale(factor)
             self.owed = {name: scaled(value, factor) for name, value in self.owed.items()}
             self.context.loss_scale = loss_scale

@@ -52,6 +52,11 @@ class State(MutableMapping[str, Any]):
     def __repr__(self) -> str:
         return f"State(kept={sorted(self._kept)}, staged={sorted(self._staged)})"
 
+    @property
+    def kept(self) -> dict[str, Any]:
+        """What was committed, as a dict of its own."""
+        return dict(self._kept)
+
     def commit(self) -> None:
         """Make the staged writes permanent."""
         self._kept.update(self._staged)

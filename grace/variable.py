@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -39,3 +41,17 @@ class Variable:
     def describe(self) -> str:
         """Type and shape, for messages."""
         return f"{'sparse ' if self.sparse else ''}{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+
+
+def unwrapped(names: Sequence[str]) -> list[str]:
+    """Variables' names without what torch's wrappers (compile, FSDP, activation checkpoints, DDP) put into them, so
+    that they are the same with a wrapper and without; as they are, if two would become equal.
+
+    >>> unwrapped(["module._orig_mod.fc.weight", "fc._checkpoint_wrapped_module.bias"]), unwrapped(["module.w", "w"])
+    (['fc.weight', 'fc.bias'], ['module.w', 'w'])
+    """
+    plain = [WRAPPERS.sub("", name).removeprefix("module.") for name in names]
+    return plain if len(set(plain)) == len(plain) else list(names)

@@ -56,6 +56,10 @@ class PowerSGD(Compressor):
         self.check_integer("rank", 1)
         self.check_choice("warm_start", (False, True))
 
+    def keeps(self, shape):
+        _, columns, rank = self._sizes(shape)
+        return columns, rank
+
     def exchange(self, tensor, name):
         k = kernels_of(tensor)
         rows, columns, rank = self._sizes(tuple(tensor.shape))

@@ -38,6 +38,9 @@ class Signum(SignSGD):
     def __post_init__(self):
         self.check_number("momentum", 0, 1)
 
+    def keeps(self, shape):
+        return shape
+
     def answering(self):
         """Votes have no momentum of their own."""
         return SignSGD()

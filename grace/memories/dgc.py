@@ -63,6 +63,9 @@ class DGCMemory(Memory):
         """The momentum is in what ranks send, and clipping too: a destination keeps what its answers leave out."""
         return Residual()
 
+    def keeps(self, shape):
+        return {"velocity": shape, "accumulated": shape}
+
     def compensate(self, tensor, name):
         k = kernels_of(tensor)
         shape = tuple(tensor.shape)

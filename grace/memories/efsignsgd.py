@@ -31,6 +31,9 @@ class EFSignSGDMemory(Memory):
     name = "efsignsgd"
     needs_lr = True
 
+    def keeps(self, shape):
+        return {"residual": shape, "lr": float}
+
     def compensate(self, tensor, name):
         k = kernels_of(tensor)
         lr = self.context.lr(name)

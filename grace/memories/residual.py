@@ -37,6 +37,9 @@ class Residual(Memory):
         self.check_number("beta", 0, 1)
         self.check_number("gamma", 0, 1, low_open=True)
 
+    def keeps(self, shape):
+        return shape
+
     def compensate(self, tensor, name):
         k = kernels_of(tensor)
         if name not in self.state:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from grace.errors import ConfigError
-from grace.variable import Variable
+from grace.variable import Variable, unwrapped
 
 
 def model_variables(model: Any) -> list[Variable]:
@@ -22,9 +22,10 @@ def model_variables(model: Any) -> list[Variable]:
     keras: Any = sys.modules.get("keras")
     if torch is not None and isinstance(model, torch.nn.Module):
         sparse = {id(layer.weight) for layer in model.modules() if getattr(layer, "sparse", False) is True}
+        found = dict(model.named_parameters())
         return [
             Variable(name, tuple(p.shape), str(p.dtype).removeprefix("torch."), str(p.device), id(p) in sparse)
-            for name, p in model.named_parameters()
+            for name, p in zip(unwrapped(list(found)), found.values(), strict=True)
             if p.requires_grad
         ]
     if keras is not None and isinstance(model, keras.Model):

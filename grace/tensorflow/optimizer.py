@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from grace.backend import Backend
+from grace.checkpoint import say_whose
 from grace.communicator import Communicator
 from grace.errors import ConfigError
 from grace.exchange import Traffic
@@ -140,6 +141,13 @@ class DistributedMixin:
         if Path(dir_path, FILE).exists():
             self.grace_state.deserialize(Path(dir_path, FILE).read_bytes())
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: copies and pickles."""
+        raise ConfigError(
+            "a distributed optimizer cannot be copied or pickled: it has a place among the ranks. Save its model with "
+            "grace.tensorflow.save_model, or make a copy by from_config(optimizer.get_config()) distributed"
+        )
+
     @property
     def strategy(self) -> Any:
         """The :class:`~grace.strategy.plan.Strategy` that is executed; None if there is one method for all, or before
@@ -154,6 +162,8 @@ class DistributedMixin:
     def state(self) -> dict[str, Any] | None:
         """What this rank's compressor and memory remember: plain numbers, text and tensors; None before the
         first exchange. ``model.save`` and ``tf.train.Checkpoint`` save it by themselves."""
+        if self._grace.exchanger is not None:
+            say_whose(self._grace.exchanger, "optimizer.state()", "optimizer.full_state()")
         return self._grace.state()
 
     def full_state(self) -> dict[str, Any] | None:
@@ -165,7 +175,8 @@ class DistributedMixin:
 
         Args:
             state: what was saved.
-            memory: "strict", or "reset" to start with empty memories.
+            memory: "strict"; "keep" to keep the memories that fit this run, and drop the others with a warning; or
+                "reset" to start with empty ones.
 
         Raises:
             ConfigError: it belongs to another rank, number of ranks or method; at the first exchange if there was

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from grace.checkpoint import say_whose
 from grace.errors import ConfigError
 
 FILE = "grace_state.npz"
@@ -73,6 +74,8 @@ class Remembered(tf.train.experimental.PythonState):
     def serialize(self) -> bytes:
         """The state, and the options that the session was made with."""
         session = self.session
+        if self.everyone is None and session.exchanger is not None:
+            say_whose(session.exchanger, "saving the model", "grace.tensorflow.save_model(model, path)")
         state = session.state() if self.everyone is None else self.everyone
         return encode({"options": session.options(), "state": state})
 
@@ -124,7 +127,8 @@ def load_model(
     Args:
         path: what ``model.save`` wrote on this rank, or :func:`save_model` on rank 0.
         choices: compressor, memory and communicator; as they were, if all are left out (and ``strategy`` is).
-        memory_state: "strict", or "reset" to start with empty memories.
+        memory_state: "strict"; "keep" to keep the memories that fit this run, and drop the others with a warning; or
+            "reset" to start with empty ones.
         custom_objects: for ``keras.saving.load_model``.
         options: further ones of :func:`~grace.tensorflow.DistributedOptimizer`; as they were, if left out.
 

@@ -351,13 +351,16 @@ class Session:
         """What this rank (or, by a collective, everyone) remembers; None before anything was exchanged."""
         if self.exchanger is None:
             return None if self.saved is None else self.saved[0]
+        if self.exchanger.begun:  # in a step that failed: its state is dropped, as it never updated a variable
+            self.exchanger.abandon()
         return checkpoint.gather(self.exchanger) if everyone else checkpoint.save(self.exchanger)
 
     def restore(self, saved: dict[str, Any] | None, memory: str = "strict") -> None:
         """Go on from a state; at the first exchange, if there was none yet."""
-        if memory not in ("strict", "reset"):
-            raise ConfigError(f"memory must be 'strict' or 'reset', not {memory!r}")
+        checkpoint.check_mode(memory)
         if self.exchanger is not None:
+            if self.exchanger.begun:
+                self.exchanger.abandon()
             checkpoint.load(self.exchanger, self.inside(saved), memory)
         else:
             self.saved = (saved, memory)

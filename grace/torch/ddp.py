@@ -16,8 +16,15 @@ from grace.momentum import owners
 from grace.plans import STRATEGY, Uniform
 from grace.torch.backends.distributed import TorchBackend
 from grace.torch.parameters import check_momentum, check_optimizer, variables
-from grace.torch.saving import on_devices
+from grace.torch.saving import on_devices, unpacked
+from grace.variable import unwrapped
 from grace.versions import public
+
+
+def trainable(model: Any) -> dict[str, torch.nn.Parameter]:
+    """The parameters of a DDP model that need gradients, by name."""
+    names, parameters = zip(*model.module.named_parameters(), strict=True)
+    return {name: p for name, p in zip(unwrapped(names), parameters, strict=True) if p.requires_grad}
 
 
 class DDPState:
@@ -31,12 +38,13 @@ class DDPState:
     def __init__(self, model: Any, exchanger: Exchanger, optimizer: Any, grad_scaler: Any):
         self.exchanger, self.optimizer, self.grad_scaler = exchanger, optimizer, grad_scaler
         exchanger.follows_scaler = lambda: grad_scaler is not None and grad_scaler.is_enabled()
-        self.names = {p: name for name, p in model.module.named_parameters() if p.requires_grad}
+        self.names = {p: name for name, p in trainable(model).items()}
         self.by_name = {variable.name: variable for variable in exchanger.variables}
         self.plans: dict[tuple[str, ...], list[Group]] = {}
         self.outcomes: list[Outcome] = []
-        self.open = self.closed = False
         self.momenta = owners(exchanger.communicators)
+        self.open, self.stepped, self.closed = False, True, False
+        self.hook = optimizer and optimizer.register_step_post_hook(self._after_step)
 
     @property
     def traffic(self) -> Traffic:
@@ -45,20 +53,40 @@ class DDPState:
         return self.exchanger.traffic
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank remembers."""
+        """What this rank remembers.
+
+        Raises:
+            ExchangeError: a step is under way (known if the hook was given the optimizer).
+        """
+        checkpoint.check_settled(self)
         self.close_step()
+        checkpoint.say_whose(self.exchanger, "state.state_dict()", "state.full_state_dict()")
         return checkpoint.save(self.exchanger)
 
     def full_state_dict(self) -> dict[str, Any]:
         """What all ranks remember; every rank must call it."""
+        checkpoint.check_settled(self)
         self.close_step()
         return checkpoint.gather(self.exchanger)
 
     def load_state_dict(self, state: dict[str, Any], memory: str = "strict") -> None:
-        """Restore; see :mod:`grace.checkpoint` for the rules."""
+        """Restore; see :mod:`grace.checkpoint` for the rules, and for what ``memory`` may be."""
+        checkpoint.check_settled(self)
         self.close_step()
         parameters = {name: p for p, name in self.names.items()}
-        checkpoint.load(self.exchanger, on_devices(state, parameters), memory)
+        checkpoint.load(self.exchanger, on_devices(unpacked(state), parameters), memory)
+
+    def _after_step(self, *ignored: Any) -> None:
+        self.stepped = True
+
+    @property
+    def begun(self) -> bool:
+        """Whether a step is under way that may still be dropped: one of the optimizer's that was given."""
+        if self.exchanger.begun:
+            return True
+        if self.optimizer is None or self.stepped or any(outcome.overflow for outcome in self.outcomes):
+            return False
+        return any(p.grad is not None and bool(p.grad.any()) for p in self.names)
 
     def close(self) -> None:
         """End the exchange: compressors and memories given by you may serve another one. Every rank must call it.
@@ -67,6 +95,8 @@ class DDPState:
         """
         self.close_step()
         self.closed = True
+        if self.hook is not None:
+            self.hook.remove()
         self.exchanger.close()
 
     def close_step(self) -> None:
@@ -105,7 +135,7 @@ class DDPState:
         if bucket.index() == 0:
             self.close_step()
             check_momentum(self.momenta, self.optimizer, later=True)
-            self.open = True
+            self.open, self.stepped = True, False
             if self.exchanger.follows_scaler():
                 self.exchanger.rescale(self.grad_scaler.get_scale())
         tracing.gradient()
@@ -199,7 +229,7 @@ def register_ddp_hook(
     context = Context(seed=seed)
 
     def list_variables():
-        return variables({name: p for name, p in model.module.named_parameters() if p.requires_grad})
+        return variables(trainable(model))
 
     backend = TorchBackend(model.process_group)
 

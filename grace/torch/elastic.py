@@ -19,7 +19,7 @@ from horovod.torch.elastic.state import StateHandler, get_handler_registry, set_
 
 from grace.runtime import current
 from grace.torch.parameters import broadcast_optimizer_state
-from grace.torch.saving import StateMixin
+from grace.torch.saving import StateMixin, rank_state
 
 
 class OptimizerState(StateHandler):
@@ -32,12 +32,16 @@ class OptimizerState(StateHandler):
 
     def save(self) -> None:
         """Commit."""
-        self.saved = copy.deepcopy(self.value.state_dict())
+        self.saved = copy.deepcopy(rank_state(self.value))
 
     def restore(self) -> None:
         """Back to the last commit."""
-        self.value._grace.exchanger.abandon()
-        self.value.load_state_dict(self.saved)
+        session = self.value._grace
+        session.abandon()
+        saved, context = self.saved["grace"], session.context
+        moved = (saved["rank"], saved["size"]) != (context.rank, context.size)  # the memories are this rank's own
+        saved.update(rank=context.rank, size=context.size)
+        self.value.load_state_dict(self.saved, memory="keep" if moved else "strict")
 
     def rejoin(self) -> None:
         """The ranks are others now."""

@@ -104,12 +104,22 @@ class HorovodSession(Session):
                 p.grad = torch.zeros_like(p)
         self.forget()
 
+    @property
+    def begun(self) -> bool:
+        """Whether gradients are on their way, Grace's or those that Horovod exchanges."""
+        optimizer: Any = self.optimizer
+        return super().begun or bool(optimizer._handles)
+
+    def abandon(self) -> None:
+        """Forget what was under way, which the engine has given up."""
+        self.exchanger.abandon()
+        self.forget()
+
     def rejoin(self) -> None:
         """The ranks are others now: forget what was under way, and what only made sense among the former ones."""
         backend: Any = self.exchanger.backend
         former = self.context.size
-        self.exchanger.abandon()
-        self.forget()
+        self.abandon()
         backend.rejoin()
         self.context.rank, self.context.size = backend.rank, backend.size
         for kind, part in self.exchanger.components:

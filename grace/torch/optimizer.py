@@ -18,7 +18,7 @@ from grace.runtime import current
 from grace.torch.backends.distributed import TorchBackend
 from grace.torch.closures import synchronized
 from grace.torch.life import Closable, begin
-from grace.torch.saving import StateMixin
+from grace.torch.saving import StateMixin, initializing
 from grace.torch.session import Session
 
 GROUP_BYTES = 25 << 20
@@ -112,6 +112,11 @@ class HookedSession(Session):
             self.finish()
             self._reset()
         self.synchronized = True
+
+    @property
+    def begun(self) -> bool:
+        """Whether this step's backward passes are done, which all ranks say alike, and not yet synchronized."""
+        return super().begun or (self.passes in self.counts.values() and not self.synchronized)
 
     def before_step(self) -> None:
         """``step()`` is about to run: synchronize unless the user has done it since the last one."""
@@ -292,6 +297,8 @@ def _backend(process_group: Any, process_set: Any) -> Backend:
 
 def after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Average what ranks train on their own, when it is time to."""
+    if initializing(optimizer):
+        return
     tracing.update_ends()
     optimizer._grace.average()
     tracing.step_ends()
@@ -299,6 +306,8 @@ def after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Synchronize before the user's step; with a closure, after every evaluation of it instead."""
+    if initializing(optimizer):
+        return None
     session = optimizer._grace
     given = args[1:]  # torch hands the hook step()'s arguments with the optimizer first
     closure = kwargs.get("closure", given[0] if given else None)

@@ -14,11 +14,12 @@ from grace.errors import ConfigError
 from grace.momentum import doubled, owners
 from grace.runtime import current
 from grace.torch.kernels import NAMES
-from grace.variable import Variable
+from grace.variable import Variable, unwrapped
 
 
 def named(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[str, torch.nn.Parameter]:
-    """The optimizer's parameters that need gradients, by name, in declaration order.
+    """The optimizer's parameters that need gradients, by name (without what wrappers put into it), in declaration
+    order.
 
     Raises:
         ConfigError: a name is given twice, or a parameter has none.
@@ -26,7 +27,8 @@ def named(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[str, 
     groups = optimizer.param_groups
     wanted = {p: f"{g}.{i}" for g, group in enumerate(groups) for i, p in enumerate(group["params"])}
     if named_parameters is None:
-        return {own_name(groups, position): p for p, position in wanted.items() if p.requires_grad}
+        own = {own_name(groups, position): p for p, position in wanted.items() if p.requires_grad}
+        return dict(zip(unwrapped(list(own)), own.values(), strict=True))
     module = isinstance(named_parameters, torch.nn.Module)
     pairs = list(named_parameters.named_parameters() if module else named_parameters)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
@@ -36,6 +38,7 @@ def named(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[str, 
     twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
     if twice:
         raise ConfigError(f"named_parameters has the name {twice[0]!r} more than once; names must be unique")
+    pairs = [(name, p) for name, (_, p) in zip(unwrapped([name for name, _ in pairs]), pairs, strict=True)]
     known = {p for _, p in pairs}
     for p, position in wanted.items():
         if p not in known and p.requires_grad:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import sys
+import warnings
 from typing import Any
 
 import torch
@@ -10,6 +13,11 @@ from grace import checkpoint
 from grace.errors import ConfigError
 from grace.exchange import Traffic
 from grace.torch.session import Session
+
+KEY = "grace.rank"
+"""With the rank, the name of its memories among the settings of the first parameter group, where
+``torch.distributed.checkpoint`` looks after them."""
+DCP = "torch.distributed.checkpoint.state_dict"
 
 
 class StateMixin:
@@ -24,36 +32,78 @@ class StateMixin:
             "exchanged together"
         )
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: copies and pickles."""
+        raise ConfigError(
+            "a distributed optimizer cannot be copied or pickled: it has hooks on its parameters and a place among the "
+            "ranks. Copy or save its state_dict(), and load that into a new optimizer made distributed"
+        )
+
     def state_dict(self) -> dict[str, Any]:
-        """The user's optimizer's state, and under "grace" what this rank remembers."""
+        """The user's optimizer's state, and under "grace" what this rank remembers.
+
+        Raises:
+            ExchangeError: a step is under way.
+        """
+        checkpoint.check_settled(self._grace)
+        asking = _asking()
+        if asking is None:
+            checkpoint.say_whose(self._grace.exchanger, "optimizer.state_dict()", "optimizer.full_state_dict()")
+            return rank_state(self)
         state = super().state_dict()  # type: ignore[misc]
-        state["grace"] = checkpoint.save(self._grace.exchanger)
+        if getattr(asking.f_locals.get("info"), "flatten_optimizer_state_dict", False):
+            warnings.warn(
+                "torch.distributed.checkpoint has no place for Grace's memories if flatten_optimizer_state_dict=True: "
+                "they are not saved. Leave it out, or save optimizer.full_state_dict(packed=True) beside it",
+                stacklevel=2,
+            )
+            return state
+        saved = checkpoint.save(self._grace.exchanger)
+        state["param_groups"][0][f"{KEY}{saved['rank']}"] = packed_up(saved)
         return state
 
-    def full_state_dict(self) -> dict[str, Any]:
+    def full_state_dict(self, packed: bool = False) -> dict[str, Any]:
         """Like ``state_dict()``, with every rank's memories, for one file that loads on any number of ranks.
 
-        Every rank must call it; save it on one."""
+        Every rank must call it; save it on one.
+
+        Args:
+            packed: the "grace" entry as one value, bytes, which ``torch.distributed.checkpoint`` loads whole.
+
+        Raises:
+            ExchangeError: a step is under way.
+        """
+        checkpoint.check_settled(self._grace)
         state = super().state_dict()  # type: ignore[misc]
-        state["grace"] = checkpoint.gather(self._grace.exchanger)
+        saved = checkpoint.gather(self._grace.exchanger)
+        state["grace"] = packed_up(saved) if packed else saved
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any], memory: str = "strict") -> None:
-        """Restore. A run that is stopped and resumed continues bit for bit.
+        """Restore. A run that is stopped and resumed continues bit for bit; what is refused changes nothing.
 
         Args:
             state_dict: from ``state_dict()`` of the same rank, or from ``full_state_dict()``.
-            memory: "strict", or "reset" to start with empty memories.
+            memory: "strict"; "keep" to keep the memories that fit this run, and drop the others with a warning; or
+                "reset" to start with empty ones.
 
         Raises:
             ConfigError: the memories belong to another rank, number of ranks or method.
+            ExchangeError: a step is under way.
         """
-        plain = {key: value for key, value in state_dict.items() if key != "grace"}
-        saved = state_dict.get("grace")
-        session = self._grace
-        saved = saved and on_devices(saved, session.parameters)
-        checkpoint.load(session.exchanger, saved, memory)
-        super().load_state_dict(plain)  # type: ignore[misc]
+        checkpoint.check_settled(self._grace)
+        plain, saved = _taken(state_dict, self._grace.exchanger.backend.rank)
+        if saved is None and _asking() is not None and memory == "strict":
+            memory = "keep"  # whoever calls torch's functions cannot say it
+        saved = saved and on_devices(saved, self._grace.parameters)
+        loaded = checkpoint.prepare(self._grace.exchanger, saved, memory)
+        before = dict(vars(self))
+        try:
+            super().load_state_dict(plain)  # type: ignore[misc]
+        except BaseException:
+            vars(self).update(before)
+            raise
+        checkpoint.apply(self._grace.exchanger, loaded)
 
     @property
     def strategy(self) -> Any:
@@ -64,6 +114,59 @@ class StateMixin:
     def traffic(self) -> Traffic:
         """What was exchanged so far, counted."""
         return self._grace.exchanger.traffic
+
+
+def rank_state(optimizer: Any) -> dict[str, Any]:
+    """What ``state_dict()`` gives for this rank."""
+    return {**super(StateMixin, optimizer).state_dict(), "grace": checkpoint.save(optimizer._grace.exchanger)}
+
+
+def packed_up(saved: dict[str, Any]) -> bytes:
+    """A state as bytes, which ``torch.load`` reads with ``weights_only=True``."""
+    file = io.BytesIO()
+    torch.save(saved, file)
+    return file.getvalue()
+
+
+def unpacked(saved: Any) -> Any:
+    """The inverse of :func:`packed_up`; what is not packed stays as it is."""
+    if isinstance(saved, io.BytesIO):
+        saved = saved.getvalue()
+    return torch.load(io.BytesIO(saved), weights_only=True) if isinstance(saved, bytes) else saved
+
+
+def _taken(state_dict: dict[str, Any], rank: int) -> tuple[dict[str, Any], Any]:
+    """A state dict as torch knows it, and what Grace remembers: this rank's, if there are several."""
+    plain = {key: value for key, value in state_dict.items() if key != "grace"}
+    groups, found = [], {}
+    for group in plain.get("param_groups", ()):
+        found.update({key: value for key, value in group.items() if key.startswith(KEY)})
+        groups.append({key: value for key, value in group.items() if not key.startswith(KEY)})
+    if groups:
+        plain["param_groups"] = groups
+    saved = state_dict.get("grace")
+    if saved is None and found:
+        saved = found.get(f"{KEY}{rank}", next(iter(found.values())))
+    return plain, unpacked(saved)
+
+
+def _asking() -> Any:
+    """The frame of ``torch.distributed.checkpoint``'s function that called a method of the optimizer, if one did."""
+    frame = sys._getframe(2)
+    return frame if frame.f_globals.get("__name__") == DCP else None
+
+
+def initializing(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``step()`` was called only to make the optimizer's state, with zeros for gradients, as
+    ``torch.distributed.checkpoint`` does before it reads or fills a state dict."""
+    module = sys.modules.get(DCP)
+    makes = getattr(getattr(module, "_init_optim_state", None), "__code__", None)
+    frame = None if optimizer.state or makes is None else sys._getframe(1)
+    for _ in range(8):
+        if frame is None or frame.f_code is makes:
+            break
+        frame = frame.f_back
+    return frame is not None and frame.f_code is makes
 
 
 def _device_of(key: Any, parameters: dict[str, torch.nn.Parameter], usual: Any) -> Any:

@@ -190,6 +190,11 @@ class Session:
         """The strategy that is executed, if there is one."""
         return None if self.plan is None else self.plan.strategy
 
+    @property
+    def begun(self) -> bool:
+        """Whether a step is under way: exchanges were begun, or are about to be, that may still be dropped."""
+        return self.exchanger.begun
+
     def _check(self, communicator: Communicator) -> None:
         check_optimizer(communicator, self.optimizer)
 

@@ -1,0 +1,341 @@
+"""What a run takes of a checkpoint, variable by variable: each rank's own, or the mean of all ranks'; joined to whole
+variables, and cut as the run's parts are.
+
+A memory is carried over if it is the same one (residual, say) on both sides and keeps tensors of the gradient's shape:
+then the sum over parts is what it was. What a compressor remembers (PowerSGD's factors, signum's momentum) is carried
+over where neither the cut nor the method of a variable changed, and starts anew elsewhere. The memory of a
+destination's answers follows the destination.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from itertools import accumulate, pairwise
+from typing import Any
+
+from grace.errors import ConfigError
+from grace.exchanger import Exchanger
+from grace.kernels import kernels_of
+from grace.scatter import bounds
+
+Cut = dict[str, Any]
+Cuts = dict[str, Cut]
+HOW = "or load it with memory='keep', which keeps what fits, or memory='reset', which starts with empty memories"
+
+
+class Misfit(ConfigError):
+    """Something of a checkpoint that this run cannot take; said without how to go on."""
+
+
+def bare(description: str) -> str:
+    """Names of components without their parameters.
+
+    >>> bare("allgather, topk(ratio=0.01) | qsgd(norm='l(2)'), residual")
+    'allgather, topk | qsgd, residual'
+    """
+    while (shorter := re.sub(r"\([^()]*\)", "", description)) != description:
+        description = shorter
+    return description
+
+
+class Carrier:
+    """Takes what is this rank's out of a checkpoint.
+
+    Args:
+        saved: what :func:`grace.checkpoint.save` or ``gather`` made, under this run's names.
+        now: how each variable is cut in this run, as the checkpoint's "pieces" are.
+        exchanger: of this run.
+        strict: refuse what does not fit, instead of dropping it.
+    """
+
+    def __init__(self, saved: dict[str, Any], now: Cuts, exchanger: Exchanger, strict: bool):
+        self.saved, self.now, self.exchanger, self.strict = saved, now, exchanger, strict
+        self.rank, self.size = exchanger.backend.rank, exchanger.backend.size
+        self.before: Cuts = saved.get("pieces") or {
+            name: {"axis": None} for name in {*now, *(name for values in saved["state"].values() for name in values)}
+        }
+        self.everyone: list[dict[str, Any]] | None = saved.get("ranks")
+        self.dropped: list[str] = []
+
+    def values(self) -> dict[str, dict[str, Any]]:
+        """The state by kind, and by this run's pieces.
+
+        Raises:
+            ConfigError: (if strict) something does not fit; the message names the variable.
+        """
+        states = [self.saved["state"], *(self.everyone or ())]
+        held = {kind: {name for state in states for name in state.get(kind, ())} for kind in self._kinds(states)}
+        found: dict[str, dict[str, Any]] = {kind: {} for kind in held}
+        parts_of = {name: set(_names(name, old)) for name, old in self.before.items()}
+        known = set().union(*parts_of.values())
+        for kind, names in held.items():
+            for name in sorted(names - known):
+                self._try(self._stranger, kind, name)
+            for name, parts in parts_of.items():
+                if parts & names:
+                    found[kind].update(self._try(self._carry, kind, name))
+        return found
+
+    def pending(self) -> list[dict[str, Any]]:
+        """Means that are still to be applied, cut anew.
+
+        Raises:
+            ConfigError: (if strict) one cannot be.
+        """
+        new: list[dict[str, Any]] = []
+        for step in self.saved.get("pending", ()):
+            new.append({})
+            for name, old in self.before.items():
+                if any(part in step for part in _names(name, old)):
+                    new[-1].update(self._try(self._pending_of, name, old, step))
+        return new
+
+    def _try(self, take: Callable[..., dict[str, Any]], *what: Any) -> dict[str, Any]:
+        try:
+            return take(*what)
+        except Misfit as why:
+            if self.strict:
+                raise ConfigError(f"{why}, {HOW}") from None
+            self.dropped.append(str(why))
+            return {}
+
+    @staticmethod
+    def _kinds(states: list[dict[str, Any]]) -> list[str]:
+        return list(dict.fromkeys(kind for state in states for kind in state))
+
+    def _stranger(self, kind: str, name: str) -> dict[str, Any]:
+        raise Misfit(
+            f"the checkpoint holds the {kind} of {name!r}, which this run does not exchange. Give the "
+            "parameters the names that they were saved with"
+        )
+
+    def _carry(self, kind: str, name: str) -> dict[str, Any]:
+        """One kind of state of one variable."""
+        if name not in self.now:
+            self._stranger(kind, name)
+        old, cut, base = self.before[name], self.now[name], kind.partition(".")[0]
+        self._check_shape(f"the {kind}", name)
+        if base in ("memory", "answer_memory", "shard_memory"):
+            self._check_memory(kind, name, old, cut)
+        if base == "answer_memory":
+            values = self._answers(kind, name, old, cut)
+        elif base == "memory":
+            values = {part: self._picked(kind, part) for part in _names(name, old)}
+            values = {part: value for part, value in values.items() if value is not None}
+            if not _same(old, cut, "axis", "sizes"):
+                values = _carried(name, old, cut, values, f"the {kind}")
+        elif not _same(old, cut, "axis", "sizes", "methods", "destinations"):
+            if base == "shard_memory":
+                raise Misfit(
+                    f"the checkpoint holds memories of {name!r} for the second compression of scatter_reduce, and this "
+                    "run exchanges it otherwise. Use the same strategy for it"
+                )
+            self.dropped.append(f"the {kind} of {name!r}, whose parts or method are others now")
+            return {}
+        else:
+            values = {part: self._picked(kind, part) for part in _names(name, old)}
+        fitting = {part: value for part, value in values.items() if value is not None and self._fits(kind, part, value)}
+        return fitting
+
+    def _check_shape(self, what: str, name: str) -> None:
+        old, cut = self.before[name].get("shape"), self.now[name]["shape"]
+        if old is not None and list(old) != cut:
+            raise Misfit(
+                f"the checkpoint holds {what} of {name!r} as a variable of shape {list(old)}, and in this run it has "
+                f"the shape {cut}"
+            )
+
+    def _check_memory(self, kind: str, name: str, old: Cut, cut: Cut) -> None:
+        same = (lambda a, b: a == b) if self.strict else (lambda a, b: bare(a) == bare(b))
+        for spec in old.get("memories") or ():
+            for other in cut["memories"]:
+                if not same(spec, other):
+                    raise Misfit(
+                        f"the checkpoint holds what the memory {spec} kept of {name!r}, and this run gives it the "
+                        f"memory {other}. Give it {spec}"
+                    )
+
+    def _picked(self, kind: str, part: str) -> Any:
+        """What this rank takes of a piece as it was cut: its own, what all ranks share, or the mean."""
+        own = self.saved["state"].get(kind, {}).get(part)
+        if self._is_shared(kind, part):
+            return own
+        if self.everyone is None:
+            rank, size = self.saved["rank"], self.saved["size"]
+            if own is not None and (rank, size) != (self.rank, self.size):
+                raise Misfit(
+                    f"the checkpoint holds the {kind} of {part!r} of rank {rank} of {size}, this is rank "
+                    f"{self.rank} of {self.size}. Save one file per rank, or save full_state_dict(), which holds all "
+                    "ranks and loads on any number of them"
+                )
+            return own
+        if len(self.everyone) == self.size:
+            return self.everyone[self.rank].get(kind, {}).get(part)
+        values = [state[kind][part] for state in self.everyone if part in state.get(kind, {})]
+        if values and kind.startswith("shard_memory"):
+            raise Misfit(
+                f"the checkpoint holds {len(self.everyone)} shards' memories of {part!r}, of the second compression of "
+                f"scatter_reduce, and this run has {self.size} ranks. Resume on {len(self.everyone)}"
+            )
+        return _mean_value(values, len(self.everyone), f"the {kind} of {part!r}") if values else None
+
+    def _is_shared(self, kind: str, part: str) -> bool:
+        if "shared" in self.saved:
+            return part in self.saved["shared"].get(kind, ())
+        piece = self.exchanger.pieces.get(part)  # saved by an earlier version
+        return (
+            piece is not None and kind in piece.communicator.keepers and piece.communicator.keepers[kind].shared_state
+        )
+
+    def _fits(self, kind: str, part: str, value: Any) -> bool:
+        """Whether a value is what the component keeps; False if it is not because the method's parameters changed."""
+        piece = self.exchanger.pieces[part]
+        component = piece.communicator.keepers.get(kind)
+        if component is None:
+            raise Misfit(f"the checkpoint holds the {kind} of {part!r}, and {piece.communicator.describe()} has none")
+        shape = piece.variable.shape
+        if kind.startswith("shard_memory"):
+            a, b = bounds(piece.variable.numel, self.size)[self.rank]
+            shape = (b - a,)
+        why = _unlike(value, component.keeps(shape))
+        if not why:
+            return True
+        whole = piece.whole.name
+        if kind.startswith("compressor") and self.before[whole].get("methods") != self.now[whole]["methods"]:
+            self.dropped.append(f"the {kind} of {part!r}, which {why} for {component.spec}")
+            return False
+        raise Misfit(f"the checkpoint holds the {kind} of {part!r}, which {why}")
+
+    def _answers(self, kind: str, name: str, old: Cut, cut: Cut) -> dict[str, Any]:
+        """What this rank, a destination, kept of its answers; another rank may have been the destination before."""
+        parts = _names(name, old)
+        if self.everyone is None:
+            if not _same(old, cut, "axis", "sizes", "destinations"):
+                raise Misfit(
+                    f"the checkpoint holds what this rank kept of its answers for {name!r}, which another rank reduces "
+                    "now, or in other parts. Save full_state_dict(), which holds all ranks"
+                )
+            return {part: value for part in parts if (value := self._picked(kind, part)) is not None}
+        kept = {part: value for one in self.everyone for part, value in one.get(kind, {}).items() if part in parts}
+        if not any(root is not None for root in cut["destinations"]):
+            self.dropped.append(f"the {kind} of {name!r}, which no destination reduces now")
+            return {}
+        whole = kept if _same(old, cut, "axis", "sizes") else _carried(name, old, cut, kept, f"the {kind}")
+        mine = {part for part, root in zip(_names(name, cut), cut["destinations"], strict=True) if root == self.rank}
+        return {part: value for part, value in whole.items() if part in mine}
+
+    def _pending_of(self, name: str, old: Cut, step: dict[str, Any]) -> dict[str, Any]:
+        """What is still to be applied to one variable."""
+        if name not in self.now:
+            self._stranger("mean", name)
+        cut = self.now[name]
+        self._check_shape("a mean", name)
+        if _same(old, cut, "axis", "sizes"):
+            values = {part: step[part] for part in _names(name, old) if part in step}
+        elif any(isinstance(step.get(part), dict) for part in _names(name, old)):
+            raise Misfit(
+                f"the checkpoint holds rows of {name!r} that were still to be applied, and this run cuts it "
+                "otherwise. Use the same partition for it"
+            )
+        else:
+            values = _carried(name, old, cut, step, "a mean")
+        for part, value in values.items():
+            why = "" if isinstance(value, dict) else _unlike(value, self.exchanger.pieces[part].variable.shape, None)
+            if why:
+                raise Misfit(f"the checkpoint holds a mean of {part!r} that was still to be applied, which {why}")
+        return values
+
+
+def _same(old: Cut, cut: Cut, *keys: str) -> bool:
+    """Whether a variable is cut and exchanged alike, but for methods' parameters."""
+    plain = {key: (old.get(key, cut[key]), cut[key]) for key in keys}
+    if "methods" in plain:
+        plain["methods"] = tuple([bare(method) for method in methods] for methods in plain["methods"])  # type: ignore
+    if plain["axis"] == (None, None):
+        plain.pop("sizes", None)
+    return all(a == b for a, b in plain.values())
+
+
+def _names(name: str, cut: Cut) -> list[str]:
+    return [name] if cut["axis"] is None else [f"{name}/part_{i}" for i in range(len(cut["sizes"]))]
+
+
+def _unlike(value: Any, wanted: Any, dtype: str | None = "float32") -> str:
+    """How a value differs from what is kept (see ``Component.keeps``); empty if it does not."""
+    if wanted is None:
+        return ""
+    if isinstance(wanted, dict):
+        if not isinstance(value, dict) or value.keys() != wanted.keys():
+            return f"should be {' and '.join(wanted)}, and is not"
+        return next((why for key, one in wanted.items() if (why := _unlike(value[key], one, dtype))), "")
+    if wanted is float:
+        return "" if isinstance(value, (int, float)) else f"should be a number, and is a {type(value).__name__}"
+    if not hasattr(value, "shape"):
+        return f"should be a tensor, and is a {type(value).__name__}"
+    if tuple(value.shape) != tuple(wanted):
+        return f"should have the shape {list(wanted)}, and has {list(value.shape)}"
+    kind = kernels_of(value).dtype(value)
+    return "" if dtype is None or kind == dtype else f"should be {dtype}, and is {kind}"
+
+
+def _mean_value(values: list[Any], count: int, what: str) -> Any:
+    """The mean over ranks; a rank without a value counts as zero."""
+    if isinstance(values[0], dict):
+        return {key: _mean_value([value[key] for value in values], count, what) for key in values[0]}
+    if isinstance(values[0], (int, float)):
+        return values[0] if len(set(values)) == 1 else sum(values) / len(values)
+    if len({tuple(value.shape) for value in values}) > 1:
+        raise Misfit(f"{what} has other shapes on other ranks of the checkpoint")
+    return sum(values[1:], start=values[0]) / count
+
+
+def _carried(name: str, old: Cut, cut: Cut, values: dict[str, Any], what: str) -> dict[str, Any]:
+    parts = _names(name, old)
+    kept = [values.get(part) for part in parts]
+    if all(value is None for value in kept):
+        return {}
+    shape = list(cut["shape"])
+    for part, value, n in zip(parts, kept, old.get("sizes") or [0], strict=False):
+        own = shape if old["axis"] is None else [*shape[: old["axis"]], n, *shape[old["axis"] + 1 :]]
+        leaves: list[Any] = list(value.values()) if isinstance(value, dict) else [value]
+        for leaf in leaves:
+            if hasattr(leaf, "shape") and list(leaf.shape) != own:
+                raise Misfit(f"the checkpoint holds {what} of {part!r}, which {_unlike(leaf, own)}")
+    whole = _joined(kept, old["axis"], old.get("sizes", []))
+    if cut["axis"] is None:
+        return {name: whole}
+    ends = pairwise(accumulate(cut["sizes"], initial=0))
+    return {part: _slice(whole, cut["axis"], a, b) for part, (a, b) in zip(_names(name, cut), ends, strict=True)}
+
+
+def _joined(values: list[Any], axis: int | None, sizes: list[int]) -> Any:
+    """Parts of one tensor, or of dicts of tensors, along the axis; None is zeros."""
+    if axis is None:
+        return values[0]
+    some = next(value for value in values if value is not None)
+    if isinstance(some, dict):
+        return {
+            key: _joined([None if v is None else v[key] for v in values], axis, sizes)
+            if hasattr(some[key], "shape")
+            else some[key]
+            for key in some
+        }
+    k = kernels_of(some)
+    shape = list(some.shape)
+    shape[axis] = sum(sizes)
+    parts = [
+        k.zeros((*shape[:axis], n, *shape[axis + 1 :]), k.dtype(some), some) if value is None else value
+        for n, value in zip(sizes, values, strict=True)
+    ]
+    return k.concat(parts, axis)
+
+
+def _slice(value: Any, axis: int, start: int, stop: int) -> Any:
+    if isinstance(value, dict):
+        return {key: _slice(item, axis, start, stop) for key, item in value.items()}
+    if not getattr(value, "shape", ()):
+        return value
+    k = kernels_of(value)
+    piece = value[(slice(None),) * axis + (slice(start, stop),)]
+    return k.reshape(k.flat(piece), tuple(piece.shape))

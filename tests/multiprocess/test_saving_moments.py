@@ -1,0 +1,126 @@
+"""When state may be saved and loaded, by whom, and what of the optimizer may be copied."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from checkpoints import SHAPES, made, steps
+from training import copied, ddp, digest, made_up, weights
+
+import grace
+
+pytestmark = pytest.mark.ranks
+
+
+def under_way(methods):
+    """What saving and loading say between backward and step, on ranks of which one lacks a gradient."""
+    answers = []
+    for compressor in methods:
+        model, optimizer = made(compressor)
+        steps(model, optimizer, range(2))
+        saved = copied(optimizer.full_state_dict())
+        before = digest(optimizer.full_state_dict())
+        optimizer.zero_grad()
+        given = made_up(SHAPES, 2, grace.rank())
+        if grace.rank() == 1:
+            del given["v"]  # so that this rank has begun less than the other, or nothing
+        model.backward(given)
+        calls = (optimizer.state_dict, optimizer.full_state_dict, partial(optimizer.load_state_dict, saved))
+        for call in calls:
+            with pytest.raises(grace.ExchangeError, match=r"after optimizer.step\(\), or drop .* optimizer.zero_grad"):
+                call()
+        optimizer.zero_grad()
+        dropped = optimizer.full_state_dict()
+        dropped["grace"]["step"] -= 1  # a dropped step counts
+        assert digest(dropped) == before
+        model.backward(made_up(SHAPES, 2, grace.rank()))
+        optimizer.synchronize()
+        optimizer.state_dict()  # as when a scaler skips the step
+        optimizer.step()
+        answers.append(digest(weights(model)))
+    return answers
+
+
+def test_nothing_is_saved_or_loaded_between_backward_and_step(two_ranks):
+    first, second = two_ranks.run(under_way, ("topk(ratio=0.1)", "powersgd"))
+    assert first == second
+
+
+def under_ddp():
+    model = torch.nn.Linear(8, 8)
+    wrapped = ddp(model)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    hook = grace.torch.register_ddp_hook(wrapped, "topk(ratio=0.1)", optimizer=sgd)
+    for step in range(2):
+        sgd.zero_grad()
+        wrapped(torch.full((2, 8), 1.0 + grace.rank() + step)).square().sum().backward()
+        with pytest.raises(grace.ExchangeError, match=r"after optimizer.step\(\)"):
+            hook.state_dict()
+        sgd.step()
+        saved = hook.state_dict()
+    wrapped(torch.ones(2, 8)).sum().backward()
+    with pytest.raises(grace.ExchangeError, match=r"after optimizer.step\(\)"):
+        hook.load_state_dict(saved)
+    sgd.zero_grad()
+    hook.load_state_dict(saved)
+
+
+def test_nor_under_ddp_whose_hook_knows_the_optimizer(two_ranks):
+    two_ranks.run(under_ddp)
+
+
+def copies():
+    model, optimizer = made()
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    torch.save(schedule.state_dict(), io.BytesIO())
+    for attempt in (
+        lambda: copy.copy(optimizer),
+        lambda: copy.deepcopy(optimizer),
+        lambda: pickle.dumps(optimizer),
+        lambda: torch.save({"optimizer": optimizer}, io.BytesIO()),
+        lambda: copy.deepcopy({"schedule": schedule}),
+    ):
+        with pytest.raises(grace.ConfigError, match=r"cannot be copied or pickled.*state_dict\(\)"):
+            attempt()
+    other = grace.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), "topk")
+    steps(model, other, range(1))  # hooks of both are on the parameters, and nobody was harmed
+    parts = optimizer._grace.exchanger.groups[0].communicator
+    alike = pickle.loads(pickle.dumps(copy.deepcopy(parts)))
+    assert alike.describe() == parts.describe()
+
+
+def test_a_distributed_optimizer_says_that_it_cannot_be_copied(tmp_path):
+    grace.init("local")
+    copies()
+    grace.shutdown()
+
+
+def warned(call):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(warning.message) for warning in caught]
+
+
+def told():
+    answers = {}
+    for compressor in ("topk(ratio=0.1)", "fp16"):
+        model, optimizer = made(compressor)
+        steps(model, optimizer, range(1))
+        answers[compressor] = [warned(call) for call in (optimizer.full_state_dict, *[optimizer.state_dict] * 2)]
+    return answers
+
+
+def test_rank_0_is_told_once_that_its_state_is_its_own(two_ranks):
+    first, second = two_ranks.run(told)
+    full, once, twice = first.pop("topk(ratio=0.1)")
+    assert (full, twice) == ([], [])
+    assert "full_state_dict()" in once[0]
+    assert not any(map(any, first.values()))
+    assert not any(any(said) for answers in second.values() for said in answers)

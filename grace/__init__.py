@@ -21,7 +21,7 @@ from grace.kernels import Kernels, kernels_of
 from grace.memory import Memory
 from grace.params import from_params
 from grace.registry import known, make, register
-from grace.runtime import init, rank, shutdown, size
+from grace.runtime import from_root, init, rank, shutdown, size
 from grace.state import State
 from grace.variable import Variable
 
@@ -46,6 +46,7 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "from_params",
+    "from_root",
     "init",
     "kernels_of",
     "known",

@@ -9,7 +9,8 @@ import os
 import signal
 import sys
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from grace.backend import Backend
 from grace.errors import ConfigError, MissingExtraError, RankError, missing_extra
@@ -17,6 +18,8 @@ from grace.local import LocalBackend
 
 FRAMEWORKS = ("torch", "tensorflow")
 BACKENDS = ("auto", "torch", "horovod", "mpi", "local")
+
+T = TypeVar("T")
 
 WAKE_SECONDS = 1.0
 """How long the main thread may take to come back to Python when the launcher ends this rank."""
@@ -85,6 +88,37 @@ def size() -> int:
     >>> shutdown()
     """
     return current().size
+
+
+def from_root(make: Callable[[], T], root: int = 0) -> T:
+    """What ``make()`` returns on the root, on every rank: to read a file that only one rank should. Every rank must
+    call it.
+
+    Args:
+        make: called on the root alone; what it returns is pickled for the others.
+        root: the rank.
+
+    Raises:
+        RankError: it failed on the root, where the error itself is raised.
+
+    >>> _ = init("local")
+    >>> from_root(lambda: {"step": 3})
+    {'step': 3}
+    >>> shutdown()
+    """
+    backend, made, error = current(), None, None
+    if backend.rank == root:
+        try:
+            made = make()
+        except Exception as raised:
+            error = raised
+    failure = None if error is None else f"{type(error).__name__}: {error}"
+    told, failure = backend.allgather_object((made, failure))[root]
+    if error is not None:
+        raise error
+    if failure is not None:
+        raise RankError(f"rank {root} failed: {failure}")
+    return told
 
 
 def shutdown() -> None:

@@ -1,6 +1,8 @@
 """The README's code runs as it stands."""
 
+import os
 import re
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +45,56 @@ def test_the_readmes_keras_model_trains():
     history = model.history.history["loss"]
     assert names["opt"].traffic.steps == 2
     assert np.isfinite(history).all()
+    grace.shutdown()
+
+
+def saved_and_resumed(folder, code):
+    """The README's two halves, on real ranks: a run that goes on, and one that is resumed."""
+    from training import digest, distributed, net, train, weights
+
+    ends, before = [], os.getcwd()
+    os.chdir(folder)
+    try:
+        for resumed in (False, True):
+            model = net(seed=int(resumed))
+            names = {"grace": grace, "torch": torch, "model": model, "opt": distributed(model, "topk(ratio=0.1)")}
+            if resumed:
+                exec(code[1], names)
+            else:
+                train(model, names["opt"], range(2))
+                exec(code[0], names)
+            train(model, names["opt"], range(2, 4))
+            ends.append(digest(weights(model)))
+        if grace.rank() == 0:
+            os.remove("checkpoint.pt")
+        with pytest.raises(FileNotFoundError if grace.rank() == 0 else grace.RankError, match="No such file"):
+            exec(code[1], names)
+    finally:
+        os.chdir(before)
+    return ends[0] == ends[1]
+
+
+@pytest.mark.ranks
+def test_the_readmes_checkpoints_of_rank_0_resume(two_ranks, tmp_path):
+    code = [block for block in blocks() if "checkpoint.pt" in block]
+    assert two_ranks.run(saved_and_resumed, str(tmp_path), code) == [True, True]
+
+
+def test_the_readmes_keras_checkpoint_resumes(tmp_path, monkeypatch):
+    keras = pytest.importorskip("keras", reason="TensorFlow is not installed")
+    (code,) = [block for block in blocks() if "save_model" in block]
+    monkeypatch.chdir(tmp_path)
+    grace.init("local")
+    model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(3)])
+    model.compile(grace.DistributedOptimizer(keras.optimizers.SGD(0.1), compressor="topk(ratio=0.5)"), "mse")
+    x, y = np.ones((8, 4), np.float32), np.zeros((8, 3), np.float32)
+    model.fit(x, y, verbose=0)
+    names = {"grace": grace, "model": model, "Path": Path, "tempfile": tempfile}
+    exec(code, names)
+    for one in (model, names["model"]):
+        one.fit(x, y, verbose=0)
+    for one, other in zip(model.variables, names["model"].variables, strict=True):
+        assert np.array_equal(one, other)
     grace.shutdown()
 
 

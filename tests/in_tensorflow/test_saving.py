@@ -187,6 +187,66 @@ def test_one_file_for_all_loads_on_another_number_of_ranks(halves):
             np.testing.assert_allclose(value, sum(everyone) / 2, rtol=1e-6)
 
 
+def rules():
+    """States that may be loaded, kept, and refused; what may be copied; what rank 0 is told."""
+    import copy
+    import pickle
+    import warnings
+
+    import keras
+    from tensorflow_training import state_of
+
+    rank = grace.rank()
+
+    def warned(call, *args, **options):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call(*args, **options)
+        return " ".join(str(w.message) for w in caught if "checkpoint remembers" in str(w.message) or "alone" in str(w))
+
+    model = new("topk(ratio=0.1)", "")
+    fit(model, range(1))
+    optimizer, own = model.optimizer, state_of(model.optimizer._grace)["memory"]
+    told = [warned(optimizer.state), warned(optimizer.state)]
+    assert ["full_state" in words for words in told] == [rank == 0, False]
+    everyone, step = optimizer.full_state(), optimizer._grace.context.step
+    for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(grace.ConfigError, match="cannot be copied or pickled"):
+            attempt(optimizer)
+    assert type(keras.optimizers.SGD.from_config(optimizer.get_config())) is keras.optimizers.SGD
+    keras.models.clone_model(model)
+
+    bent = {**everyone, "ranks": [{**one, "memory": dict(one["memory"])} for one in everyone["ranks"]]}
+    name = next(iter(own))
+    bent["ranks"][rank]["memory"][name] = np.zeros(3, np.float32)
+    fit(model, range(1, 2))
+    before = state_of(optimizer._grace)["memory"]
+    with pytest.raises(grace.ConfigError, match=f"'{name}', which should have the shape .* and has .3.*memory='keep'"):
+        optimizer.load_state(bent)
+    now = state_of(optimizer._grace)["memory"]
+    assert all(np.array_equal(now[key], before[key]) for key in before)
+    assert optimizer._grace.context.step == 2 * step
+
+    said = warned(optimizer.load_state, bent, memory="keep")
+    now = state_of(optimizer._grace)["memory"]
+    assert name in said
+    assert now.keys() == own.keys() - {name}
+    assert all(np.array_equal(now[key], own[key]) for key in now)
+    assert optimizer._grace.context.step == step
+
+    other = new("onebit", "")  # another method: what was left out is kept, at the first exchange
+    other.optimizer.load_state(everyone, memory="keep")
+    fit_nothing(other)
+    now = state_of(other.optimizer._grace)["memory"]
+    assert now.keys() == own.keys()
+    assert all(np.array_equal(now[key], own[key]) for key in now)
+    fit(other, range(1))
+
+
+def test_a_state_is_checked_whole_kept_where_it_fits_and_belongs_to_an_optimizer_that_is_not_copied():
+    pool().run(rules)
+
+
 def tape_checkpoint(folder):
     """A custom loop saves its exchange beside its model."""
     w, seen = tf.Variable([0.0, 0.0]), []

@@ -178,24 +178,14 @@ class Exchanger:
         outcomes = []
         try:
             for exchange in self._begun:
-                outcomes += self.with_owed(self._brought(exchange, outs))
+                given = outs(exchange.group)
+                brought = exchange.finish(given) if not self.hierarchy else self.hierarchy.finish(exchange, given)
+                outcomes += self.with_owed(brought)
         except PayloadError:
             self._roll_back()
             raise
         self.settle(outcomes)
         return outcomes
-
-    def _brought(self, exchange: Exchange, outs: Callable[[Group], Sequence[Tensor | None]]) -> list[Outcome]:
-        """What an exchange brought, and the leader's to the other ranks of its node."""
-        if self.hierarchy is None:
-            return exchange.finish(outs(exchange.group))
-        try:
-            brought = exchange.finish(outs(exchange.group))
-        except PayloadError:
-            self.hierarchy.refuse(exchange)
-            raise
-        with tracing.phase("share", "wait", group=exchange.group):
-            return self.hierarchy.shared(exchange, brought)
 
     def due(self) -> list[Group]:
         """Those that are averaged after this step; none if it was asked before in this step."""

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from grace import tracing
 from grace.backend import Backend
 from grace.communicators import Allreduce
 from grace.component import Context
@@ -86,6 +87,18 @@ class Hierarchy:
         ]
         return reduced, [outcome.value is not None for outcome in outcomes]
 
+    def finish(self, exchange: Exchange, outs: Sequence[Any]) -> list[Outcome]:
+        """What the leader's exchange brings, on all ranks of the node; they hear it too if it cannot be decoded."""
+        try:
+            brought = exchange.finish(outs)
+        except PayloadError:
+            if self.levels.node.size > 1:
+                marks = kernels_of(self.like).full([REFUSED] * len(exchange.group.variables), "float32", self.like)
+                self.levels.node.broadcast(marks, self.levels.first).wait()
+            raise
+        with tracing.phase("share", "wait", group=exchange.group):
+            return self.shared(exchange, brought)
+
     def shared(self, exchange: Exchange, brought: Sequence[Outcome]) -> list[Outcome]:
         """What the leader's exchange brought, on all ranks of the node; blocks."""
         node, first, group, like = self.levels.node, self.levels.first, exchange.group, self.like
@@ -107,12 +120,6 @@ class Hierarchy:
             shared.append(Outcome(variable, None if told[i] == GONE else value, told[i] == SPOILT))
         self.traffic.sent_bytes += node.sent_bytes - before
         return shared
-
-    def refuse(self, exchange: Exchange) -> None:
-        """Tell the ranks of this leader's node, who wait for it, that its exchange brings nothing; blocks."""
-        if self.levels.node.size > 1:
-            marks = kernels_of(self.like).full([REFUSED] * len(exchange.group.variables), "float32", self.like)
-            self.levels.node.broadcast(marks, self.levels.first).wait()
 
     def _dense(self, k: Any, group: Group, i: int, value: Any, like: Any) -> Any:
         variable = group.variables[i]

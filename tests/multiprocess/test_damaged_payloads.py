@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from functools import partial
 
 import numpy as np
@@ -227,3 +228,52 @@ def test_an_optimizers_step_fails_on_every_rank_until_it_is_dropped(two_ranks):
             assert said in errors[0] or "could not decode" in errors[0], about
             assert kept, about
             assert as_before, about
+
+
+def by_nodes() -> str:
+    """The error of a rank where nodes reduce first; the second node's only rank sends what does not decode."""
+    os.environ["GRACE_NODE"] = "b" if grace.rank() == 2 else "a"
+    try:
+        table = torch.nn.Embedding(ROWS, 2)
+        plain = torch.optim.SGD(table.parameters(), lr=0.1)
+        optimizer = grace.DistributedOptimizer(plain, table, "topk", hierarchical=True)
+        leaders = optimizer._grace.exchanger.hierarchy.backend
+        with damaging(leaders, DAMAGES["far"]) if grace.rank() == 2 else contextlib.nullcontext():
+            table(torch.arange(20)).square().sum().backward()
+            try:
+                optimizer.step()
+            except PayloadError as error:
+                return str(error)
+        return "nothing was noticed"
+    finally:
+        del os.environ["GRACE_NODE"]
+
+
+def test_a_node_hears_that_its_leader_could_not_decode(three_ranks):
+    leader, follower, sender = three_ranks.run(by_nodes)
+    for error in (leader, sender):
+        assert "what rank 1 sent of 'weight'" in error
+    assert follower == "the rank that speaks for this node could not decode what others sent for weight"
+
+
+def delayed() -> str:
+    """The error of a rank where means are applied a step later."""
+    table = torch.nn.Embedding(ROWS, 2)
+    communicator = ReduceBroadcast("topk", staleness=1)
+    plain = torch.optim.SGD(table.parameters(), lr=0.1)
+    optimizer = grace.DistributedOptimizer(plain, table, communicator=communicator)
+    with damaging(communicator.courier.backend, DAMAGES["far"]):
+        for _ in range(3):
+            table(torch.arange(20)).square().sum().backward()
+            try:
+                optimizer.step()
+            except PayloadError as error:
+                return str(error)
+            optimizer.zero_grad()
+    return "nothing was noticed"
+
+
+def test_a_delayed_mean_that_cannot_be_made_fails_on_every_rank(two_ranks):
+    destination, sender = two_ranks.run(delayed)
+    assert "what rank 1 sent of 'weight'" in destination
+    assert "rank 0 could not decode what it was sent of 'weight'" in sender

@@ -104,6 +104,8 @@ class HorovodSession(Session):
                 p.grad = torch.zeros_like(p)
         self.forget()
 
+    drop = "optimizer.synchronize() and optimizer.zero_grad()"
+
     @property
     def begun(self) -> bool:
         """Whether gradients are on their way, Grace's or those that Horovod exchanges."""

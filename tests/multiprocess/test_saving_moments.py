@@ -11,7 +11,8 @@ from functools import partial
 import pytest
 import torch
 from checkpoints import SHAPES, made, steps
-from training import copied, ddp, digest, made_up, weights
+from pools import launched
+from training import copied, ddp, digest, made_up, state_of, weights
 
 import grace
 
@@ -50,6 +51,31 @@ def under_way(methods):
 def test_nothing_is_saved_or_loaded_between_backward_and_step(two_ranks):
     first, second = two_ranks.run(under_way, ("topk(ratio=0.1)", "powersgd"))
     assert first == second
+
+
+def under_horovod():
+    """The same words there, and what an elastic run goes back to, whoever it was when it committed."""
+    from grace.torch.elastic import OptimizerState
+
+    model, optimizer = made()
+    steps(model, optimizer, range(2))
+    optimizer.zero_grad()
+    model.backward(made_up(SHAPES, 2, grace.rank()))
+    for call in (optimizer.state_dict, optimizer.full_state_dict):
+        with pytest.raises(grace.ExchangeError, match=r"optimizer.synchronize\(\) and optimizer.zero_grad\(\)"):
+            call()
+    optimizer.step()
+    handler, kept = OptimizerState(optimizer), digest(state_of(optimizer))
+    handler.saved["grace"].update(rank=5, size=7)
+    steps(model, optimizer, range(3, 5))
+    handler.restore()
+    with pytest.raises(grace.ConfigError, match="cannot be copied"):
+        copy.copy(optimizer)
+    return digest(state_of(optimizer)) == kept, optimizer._grace.context.step
+
+
+def test_horovods_optimizer_says_the_same_and_an_elastic_run_goes_back():
+    assert launched("horovodrun-gloo", 2).run(under_horovod) == [(True, 3)] * 2
 
 
 def under_ddp():
@@ -95,7 +121,7 @@ def copies():
     assert alike.describe() == parts.describe()
 
 
-def test_a_distributed_optimizer_says_that_it_cannot_be_copied(tmp_path):
+def test_a_distributed_optimizer_says_that_it_cannot_be_copied():
     grace.init("local")
     copies()
     grace.shutdown()

@@ -43,14 +43,19 @@ class Courier:
         atexit.register(self.land, PATIENCE_AT_EXIT)
         threading.Thread(target=self._run, name="grace courier", daemon=True).start()
 
-    def land(self, seconds: float = PATIENCE) -> None:
-        """Wait until all that was handed over has landed (other ranks may need this one for theirs), and end."""
+    def land(self, seconds: float = PATIENCE) -> bool:
+        """Wait until all that was handed over has landed (other ranks may need this one for theirs), and end.
+
+        Returns:
+            whether all has.
+        """
         deadline = time.monotonic() + seconds
         while self.under_way and self.failure is None and time.monotonic() < deadline:
             self.under_way[0].landed.wait(0.05)
             while self.under_way and self.under_way[0].landed.is_set():
                 self.under_way.popleft()
         self.todo.put(None)
+        return all(flight.landed.is_set() for flight in self.under_way)
 
     def send(self, flight: Flight) -> None:
         """Hand over the next exchange."""

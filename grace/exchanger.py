@@ -326,9 +326,7 @@ class Exchanger:
         if loss_scale != self.context.loss_scale:
             factor = loss_scale / self.context.loss_scale
             for kind, component in self.components:
-                if isinstance(component, Memory) and not kind.startswith(
-                    "answer_memory"
-                ):  # which follows when it answers
+                if isinstance(component, Memory) and not kind.startswith("answer_memory"):  # it follows as it answers
                     component.rescale(factor)
             self.owed = {name: scaled(value, factor) for name, value in self.owed.items()}
             self.context.loss_scale = loss_scale

@@ -177,7 +177,7 @@ class Backend(abc.ABC):
     def allgather_object(self, value: Any) -> list[Any]:
         """Gather small Python objects, blocking. For start-up and checkpoints only."""
 
-    def at_shutdown(self, function: Callable[[], None]) -> None:
+    def at_shutdown(self, function: Callable[[], Any]) -> None:
         """Call this before the ranks part."""
         self.__dict__.setdefault("closing", []).append(function)
 

@@ -80,7 +80,7 @@ def check_settled(exchanger: Any) -> None:
     if exchanger.begun:
         raise ExchangeError(
             "an exchange is under way, and what it changes is not yet part of the state. Save and load after "
-            f"optimizer.step(), or drop the step with {getattr(exchanger, 'drop', 'optimizer.zero_grad()')} before"
+            f"optimizer.step(), or drop the step with {getattr(exchanger, 'dropping', 'optimizer.zero_grad()')} before"
         )
 
 

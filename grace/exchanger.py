@@ -12,17 +12,15 @@ from grace.agreement import agree
 from grace.ahead import Courier, Flight, add, scaled
 from grace.backend import Backend
 from grace.channels import Leases
-from grace.communicator import Communicator
 from grace.communicators import Allreduce
 from grace.component import Component, Context
 from grace.compressor import Tensor
-from grace.errors import ConfigError, PayloadError
+from grace.errors import PayloadError
 from grace.exchange import Exchange, Group, Outcome, Traffic
 from grace.hierarchy import Hierarchy
 from grace.memory import Memory
 from grace.nodes import Levels, levels, node_name
 from grace.pieces import Piece, grouped
-from grace.plans import Plan
 from grace.variable import Variable
 from grace.versions import versions
 
@@ -339,78 +337,3 @@ class Exchanger:
             self.rescale(1.0)
         for communicator in self.communicators:
             communicator.resumed(loaded)
-
-
-def build_exchanger(
-    variables: Callable[[], Sequence[Variable]],
-    choose: Callable[[], Plan],
-    backend: Backend,
-    context: Context,
-    settings: Sequence[tuple[str, str]] = (),
-    check: Callable[[Communicator], None] = lambda communicator: None,
-    later: bool = False,
-    hierarchical: bool = False,
-) -> Exchanger:
-    """Check everything on this rank, then compare it with the others: either every rank goes on or none.
-
-    Args:
-        variables: lists the variables, or raises what is wrong with them.
-        choose: what the user chose, or raises why it cannot be.
-        check: raises if this communicator does not suit the run.
-        later: no collective now; the ranks compare when somebody calls the exchanger's ``agree()``.
-        hierarchical: the ranks of a node reduce among themselves first.
-        settings: further (what, value) facts that all ranks must share.
-
-    Raises:
-        ConfigError: this rank's choices or variables are wrong.
-        RankError: another rank's are, or they differ.
-    """
-    exchanger: Exchanger | None = None
-    plan: Plan | None = None
-    found: list[Variable] = []
-    error: Exception | None = None
-    try:
-        plan = choose()
-        found = list(variables())
-    except Exception as raised:
-        error = raised
-    if plan is not None:
-        found = plan.hand_out(found, backend, error, later)
-    try:
-        if error is not None or plan is None:
-            raise error or AssertionError
-        pieces = plan.pieces(found)
-        for communicator in {id(piece.communicator): piece.communicator for piece in pieces}.values():
-            check(communicator)
-        exchanger = Exchanger(found, pieces, backend, context, plan.name, hierarchical)
-        exchanger.claim()
-        _check_delays(exchanger, later)
-        exchanger.settings = list(settings)
-    except Exception as raised:
-        if exchanger is not None:
-            exchanger.close()
-        if not later:
-            agree(backend, [], raised)
-        raise
-    if not later:
-        try:
-            exchanger.agree()
-        except BaseException:
-            exchanger.close()
-            raise
-    return exchanger
-
-
-def _check_delays(exchanger: Exchanger, later: bool) -> None:
-    """Refuse what cannot be delayed."""
-    delayed = [c for c in exchanger.communicators if c.delayed]
-    if delayed and (later or exchanger.hierarchical):
-        where = "in elastic mode" if later else "with hierarchical reduction"
-        raise ConfigError(f"{delayed[0].describe()} applies means in later steps, which is not possible {where}")
-    if later and exchanger.hierarchical:
-        raise ConfigError("hierarchical reduction is not possible in elastic mode")
-    if exchanger.hierarchical and exchanger.backend.pairs_by_name:
-        raise ConfigError(
-            "hierarchical reduction is not for Horovod, whose ranks exchange in any order. Set "
-            "HOROVOD_HIERARCHICAL_ALLREDUCE=1 for sums, or use torch.distributed or MPI"
-        )

@@ -7,9 +7,9 @@ import pytest
 from grace import ConfigError, RankError
 from grace.agreement import agree
 from grace.component import Context
-from grace.exchanger import build_exchanger
 from grace.local import LocalBackend
 from grace.plans import Uniform
+from grace.setup import build_exchanger
 from grace.variable import Variable
 
 

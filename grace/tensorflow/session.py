@@ -17,10 +17,11 @@ from grace.communicator import Communicator
 from grace.component import Context
 from grace.errors import ConfigError, ExchangeError
 from grace.exchange import Group, Traffic
-from grace.exchanger import Exchanger, build_exchanger
+from grace.exchanger import Exchanger
 from grace.plans import Choices, Plan
 from grace.reduction import Reduction, check_integer
 from grace.rows import Slices
+from grace.setup import build_exchanger
 from grace.tensorflow.cutting import cut, put
 from grace.tensorflow.medium import Tensors, medium_for
 from grace.tensorflow.staging import GraphRun, HostRun

@@ -11,9 +11,10 @@ from grace import checkpoint, tracing
 from grace.component import Context
 from grace.errors import ConfigError, ExchangeError, PayloadError
 from grace.exchange import Exchange, Group, Outcome, Traffic
-from grace.exchanger import Exchanger, build_exchanger
+from grace.exchanger import Exchanger
 from grace.momentum import owners
 from grace.plans import STRATEGY, Uniform
+from grace.setup import build_exchanger
 from grace.torch.backends.distributed import TorchBackend
 from grace.torch.parameters import check_momentum, check_optimizer, variables
 from grace.torch.saving import on_devices, unpacked

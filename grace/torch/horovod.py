@@ -104,7 +104,7 @@ class HorovodSession(Session):
                 p.grad = torch.zeros_like(p)
         self.forget()
 
-    drop = "optimizer.synchronize() and optimizer.zero_grad()"
+    dropping = "optimizer.synchronize() and optimizer.zero_grad()"
 
     @property
     def begun(self) -> bool:

@@ -16,12 +16,12 @@ from grace.communicator import Communicator
 from grace.component import Context
 from grace.errors import ConfigError, ExchangeError
 from grace.exchange import Group, Outcome
-from grace.exchanger import build_exchanger
 from grace.momentum import owners
 from grace.pieces import Piece
 from grace.plans import Choices, Plan
 from grace.reduction import Reduction, check_integer
 from grace.rows import Slices
+from grace.setup import build_exchanger
 from grace.torch.life import check_free
 from grace.torch.parameters import (
     broadcast_parameters,

@@ -333,16 +333,22 @@ class Script:
 
     def save(self) -> dict[str, Any]:
         """All that a user saves."""
+        warnings.filterwarnings("ignore", message=".* holds the memories of this rank alone")  # each keeps its own
         return {
             "model": {name: value.clone() for name, value in self.model.state_dict().items()},
             "optimizers": [o.full_state_dict() if self.s.full else o.state_dict() for o in self.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
             "scaler": self.scaler and self.scaler.state_dict(),
+            "zeros": [name for name, p in self.model.named_parameters() if p.grad is not None],
         }
 
     def load(self, saved: dict[str, Any]) -> None:
         """Go on from it."""
         self.model.load_state_dict(saved["model"])
+        if self.s.zero == "zeros":  # a gradient of zeros takes part in the exchange, other than none at all
+            for name in saved["zeros"]:
+                p = self.model.get_parameter(name)
+                p.grad = torch.zeros_like(p)
         states = saved["optimizers"] + saved["schedulers"]
         for one, state in zip(self.optimizers + self.schedulers, states, strict=True):
             one.load_state_dict(state)

@@ -17,7 +17,7 @@ from grace.plans import STRATEGY, Uniform
 from grace.setup import build_exchanger
 from grace.torch.backends.distributed import TorchBackend
 from grace.torch.parameters import check_momentum, check_optimizer, variables
-from grace.torch.saving import on_devices, unpacked
+from grace.torch.saving import on_devices, packed_up, unpacked
 from grace.variable import unwrapped
 from grace.versions import public
 
@@ -64,13 +64,15 @@ class DDPState:
         checkpoint.say_whose(self.exchanger, "state.state_dict()", "state.full_state_dict()")
         return checkpoint.save(self.exchanger)
 
-    def full_state_dict(self) -> dict[str, Any]:
-        """What all ranks remember; every rank must call it."""
+    def full_state_dict(self, packed: bool = False) -> Any:
+        """What all ranks remember; every rank must call it. If ``packed``, as one value, bytes, which
+        ``torch.distributed.checkpoint`` loads whole."""
         checkpoint.check_settled(self)
         self.close_step()
-        return checkpoint.gather(self.exchanger)
+        saved = checkpoint.gather(self.exchanger)
+        return packed_up(saved) if packed else saved
 
-    def load_state_dict(self, state: dict[str, Any], memory: str = "strict") -> None:
+    def load_state_dict(self, state: Any, memory: str = "strict") -> None:
         """Restore; see :mod:`grace.checkpoint` for the rules, and for what ``memory`` may be."""
         checkpoint.check_settled(self)
         self.close_step()

@@ -81,6 +81,25 @@ def test_a_resumed_runs_weights_know_nothing_of_the_scale_that_was(two_ranks, me
     assert two_ranks.run(all_changes, method) == [[], []]
 
 
+def owed():
+    """How many ends there are, over all changes of the scale, of runs that owe means and delay nothing any more."""
+    ends = set()
+    for before, after in ((1.0, 1.0), *CHANGES):
+        first = Run(before, "topk(ratio=0.1)", None, {"communicator": "reduce_broadcast(staleness=2)"})
+        second = Run(after, "topk(ratio=0.1)", None, {"communicator": "reduce_broadcast"})
+        first.train(range(STOP))
+        second.model.load_state_dict(first.model.state_dict())
+        second.optimizer.load_state_dict(copied(first.optimizer.full_state_dict()))
+        assert second.optimizer._grace.exchanger.owed
+        second.train(range(STOP, END))
+        ends.add(digest(weights(second.model)))
+    return len(ends)
+
+
+def test_means_that_are_owed_follow_the_scale(two_ranks):
+    assert two_ranks.run(owed) == [1, 1]
+
+
 def voted_under_ddp():
     """The gradients of a DDP model whose hook loaded what a run with a loss scale remembers."""
     first = Run(2.0**16, "signsgd", None, {})

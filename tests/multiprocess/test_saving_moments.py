@@ -94,7 +94,13 @@ def under_ddp():
     with pytest.raises(grace.ExchangeError, match=r"after optimizer.step\(\)"):
         hook.load_state_dict(saved)
     sgd.zero_grad()
+    hook.load_state_dict(hook.full_state_dict(packed=True))
     hook.load_state_dict(saved)
+    other = grace.torch.register_ddp_hook(ddp(torch.nn.Linear(8, 8)), "onebit")
+    with pytest.raises(grace.ConfigError, match="memory='keep'"):
+        other.load_state_dict(saved)
+    other.load_state_dict(saved, memory="keep")
+    assert digest(other.state_dict()["state"]["memory"]) == digest(saved["state"]["memory"])
 
 
 def test_nor_under_ddp_whose_hook_knows_the_optimizer(two_ranks):

@@ -148,9 +148,11 @@ class Carrier:
 
     def _check_memory(self, kind: str, name: str, old: Cut, cut: Cut) -> None:
         same = (lambda a, b: a == b) if self.strict else (lambda a, b: bare(a) == bare(b))
-        for spec in old.get("memories") or ():
-            for other in cut["memories"]:
-                if not same(spec, other):
+        states, unchanged = self.everyone or [self.saved["state"]], _same(old, cut, "axis", "sizes")
+        for i, (part, spec) in enumerate(zip(_names(name, old), old.get("memories") or (), strict=False)):
+            held = any(part in state.get(kind, ()) for state in states)
+            for other in cut["memories"][i : i + 1] if unchanged else cut["memories"]:
+                if held and not same(spec, other):
                     raise Misfit(
                         f"the checkpoint holds what the memory {spec} kept of {name!r}, and this run gives it the "
                         f"memory {other}. Give it {spec}"

@@ -17,8 +17,9 @@ from grace import tracing
 from grace.backend import Handle
 from grace.compressor import Tensor
 from grace.errors import PayloadError
-from grace.exchange import Exchange, Group, Outcome, Traffic, both, in_range
+from grace.exchange import Exchange, Group, Outcome, Traffic
 from grace.kernels import kernels_of
+from grace.wire import both, in_range
 
 PATIENCE, PATIENCE_AT_EXIT = 60.0, 5.0
 """Seconds to wait at the end for other ranks that are behind: in ``grace.shutdown()``, and in a script that forgot
@@ -186,7 +187,6 @@ class AheadExchange(Exchange):
             begun += inner.encoded
         self.flight = Flight(inner, communicator.courier, self.loss_scale)
         self.flights.append(self.flight)
-        communicator.courier.send(self.flight)
         self.handle = Handle(lambda: None)
 
     @contextlib.contextmanager
@@ -213,6 +213,15 @@ class AheadExchange(Exchange):
     def advance(self) -> bool:
         """The courier does."""
         return False
+
+    def hand_over(self) -> None:
+        """To the courier, which must get the same exchanges in the same order on all ranks."""
+        communicator: Any = self.communicator
+        communicator.courier.send(self.flight)
+
+    def forget(self) -> None:
+        """It will never fly."""
+        self.flights.remove(self.flight)
 
     def wait(self) -> None:
         """Nothing that training has to wait for; the step is discarded, and what it brings will be dropped."""

@@ -16,7 +16,7 @@ from grace.group import Group, Outcome, Traffic
 from grace.kernels import kernels_of
 from grace.refusing import Refusing
 from grace.variable import Variable
-from grace.wire import OVERFLOW, Wire, mark
+from grace.wire import OVERFLOW, Wire, both, in_range, mark
 
 
 class Exchange(Refusing):
@@ -248,6 +248,12 @@ class Exchange(Refusing):
             buffer = self.kernels.divide(buffer, buffer, self._count_of_sum)
         return self.wire.unpack(buffer)
 
+    def hand_over(self) -> None:
+        """The step ends: what is applied in a later one goes on its way."""
+
+    def forget(self) -> None:
+        """The engine has given up the step."""
+
     def finish(self, outs: Sequence[Tensor | None], wait: bool = True) -> list[Outcome]:
         """Decode and aggregate; each value is written into its ``out`` where one is given.
 
@@ -353,23 +359,6 @@ class Exchange(Refusing):
             f"rank {context.rank} of {context.size}: the exchange of {self.group.describe()} failed at step "
             f"{context.step}; another rank probably ended. The engine says: {error}"
         )
-
-
-def in_range(k: Any, payload: Sequence[Tensor]) -> Any:
-    """Whether no number of a finite tensor became infinite in its payload, which only float16 makes of it; a bool, or a
-    0-d tensor of 1.0 or 0.0."""
-    found: Any = True
-    for tensor in payload:
-        if k.dtype(tensor) == "float16":
-            found = both(found, k.all_finite(tensor))
-    return found
-
-
-def both(one: Any, other: Any) -> Any:
-    """Whether both hold: bools, or 0-d tensors of 1.0 or 0.0."""
-    if isinstance(one, bool):
-        return one and other
-    return one if other is True else one * other
 
 
 def _returned(rounds: Any, mean: Any) -> Any:

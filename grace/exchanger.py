@@ -249,8 +249,14 @@ class Exchanger:
 
     def settle(self, outcomes: Sequence[Outcome]) -> None:
         """All exchanges begun are finished, and brought this: end the step."""
-        self._begun = []
+        self._hand_over()
         self.end_step(outcomes)
+
+    def _hand_over(self) -> None:
+        """What is applied in later steps goes on its way, in one order, whatever ranks began first."""
+        for exchange in sorted(self._begun, key=lambda exchange: exchange.group.index):
+            exchange.hand_over()
+        self._begun = []
 
     def end_step(self, outcomes: Sequence[Outcome], keep: bool = True) -> None:
         """Commit the state that this step changed; roll it back if any variable overflowed on any rank.
@@ -276,11 +282,13 @@ class Exchanger:
             pass
         for exchange in self._begun:
             exchange.wait()
-        self._begun = []
+        self._hand_over()
         self.end_step([], keep=False)
 
     def abandon(self) -> None:
         """Forget the exchanges begun, which the engine has given up, and what they changed."""
+        for exchange in self._begun:
+            exchange.forget()
         self._begun = []
         self._roll_back()
 

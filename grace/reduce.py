@@ -10,8 +10,8 @@ from typing import Any
 from grace import tracing
 from grace.compressor import Payload, Tensor
 from grace.errors import PayloadError
-from grace.exchange import Exchange, Outcome, both, in_range
-from grace.wire import MISSING, OVERFLOW, REFUSED, Wire, mark
+from grace.exchange import Exchange, Outcome
+from grace.wire import MISSING, OVERFLOW, REFUSED, Wire, both, in_range, mark
 
 
 class ReduceExchange(Exchange):

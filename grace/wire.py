@@ -44,6 +44,23 @@ def mark(present: bool, finite: Any, sums: bool) -> Any:
     return 1.0 / finite if sums else 2.0 - finite
 
 
+def in_range(k: Any, payload: Sequence[Tensor]) -> Any:
+    """Whether no number of a finite tensor became infinite in its payload, which only float16 makes of it; a bool, or a
+    0-d tensor of 1.0 or 0.0."""
+    found: Any = True
+    for tensor in payload:
+        if k.dtype(tensor) == "float16":
+            found = both(found, k.all_finite(tensor))
+    return found
+
+
+def both(one: Any, other: Any) -> Any:
+    """Whether both hold: bools, or 0-d tensors of 1.0 or 0.0."""
+    if isinstance(one, bool):
+        return one and other
+    return one if other is True else one * other
+
+
 class Wire:
     """The layout of one group's payloads, taken from this rank's, which all ranks share.
 

@@ -201,7 +201,7 @@ def stepped(make, damage, at: int, sparse: bool) -> tuple[list[str], bool, bool]
         backward(30)
         optimizer.step()
         ends.append(table.weight.detach().numpy().tobytes())
-        optimizer._grace.close()
+        optimizer.close()
     return errors, repr(states[0]) == repr(states[1]), ends[0] == ends[1]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from pools import launched
 from scenarios import compared
 
 pytestmark = pytest.mark.ranks
@@ -14,3 +15,9 @@ SEEDS = 48
 def test_scripts_drawn_from_seeds_keep_what_is_promised(ranks, part):
     for seed in range(part, SEEDS, 4):
         assert set(ranks.run(compared, 1000 * ranks.size + seed)) == {""}, f"seed {1000 * ranks.size + seed}"
+
+
+@pytest.mark.parametrize("engine", ["mpirun-mpi", "horovodrun-gloo"])
+def test_scripts_drawn_from_seeds_keep_it_on_engines_too(engine):
+    for seed in range(5000, 5012):  # in 5000 means come later, and ranks begin in other orders
+        assert set(launched(engine, 2).run(compared, seed)) == {""}, f"seed {seed}"

@@ -353,16 +353,15 @@ class Script:
             "optimizers": [o.full_state_dict() if self.s.full else o.state_dict() for o in self.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
             "scaler": self.scaler and self.scaler.state_dict(),
-            "zeros": [name for name, p in self.model.named_parameters() if p.grad is not None],
+            "zeros": {n: torch.zeros_like(p.grad) for n, p in self.model.named_parameters() if p.grad is not None},
         }
 
     def load(self, saved: dict[str, Any]) -> None:
         """Go on from it."""
         self.model.load_state_dict(saved["model"])
         if self.s.zero == "zeros":  # a gradient of zeros takes part in the exchange, other than none at all
-            for name in saved["zeros"]:
-                p = self.model.get_parameter(name)
-                p.grad = torch.zeros_like(p)
+            for name, zeros in saved["zeros"].items():
+                self.model.get_parameter(name).grad = zeros
         states = saved["optimizers"] + saved["schedulers"]
         for one, state in zip(self.optimizers + self.schedulers, states, strict=True):
             one.load_state_dict(state)

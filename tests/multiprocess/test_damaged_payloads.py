@@ -189,7 +189,7 @@ def stepped(make, damage, at: int, sparse: bool) -> tuple[list[str], bool, bool]
         optimizer.step()
         optimizer.zero_grad()
         if spoilt:
-            with damaging(optimizer._grace.exchanger.backend, damage, at):
+            with damaging(optimizer._grace.exchanger.channel, damage, at):
                 backward(20)
                 for _ in range(2):
                     try:

@@ -32,8 +32,8 @@ def loss_of_all(loss: Any, session: Session) -> Any:
     A line search compares losses: with its own one each rank would go its own way. The type stays what it was. What
     is no single number, as None, does not count, and is returned as it is.
     """
-    backend = session.exchanger.backend
-    if backend.size == 1:
+    channel = session.exchanger.channel
+    if channel.size == 1:
         return loss
     tensor = isinstance(loss, torch.Tensor)
     counts = loss.numel() == 1 if tensor else isinstance(loss, Real)
@@ -41,7 +41,7 @@ def loss_of_all(loss: Any, session: Session) -> Any:
     mine = torch.zeros(2, dtype=torch.float64, device=device)
     if counts:
         mine[0], mine[1] = 1, loss.reshape(()) if tensor else float(loss)
-    number, total = sum(backend.allgather(mine).wait())  # in the order of ranks
+    number, total = sum(channel.allgather(mine).wait())  # in the order of ranks
     if not counts:
         return loss
     whole = total if session.reduction.op == "sum" else total / number

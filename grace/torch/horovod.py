@@ -114,7 +114,7 @@ class HorovodSession(Session):
 
     def abandon(self) -> None:
         """Forget what was under way, which the engine has given up."""
-        self.exchanger.abandon()
+        super().abandon()
         self.forget()
 
     def rejoin(self) -> None:

@@ -113,6 +113,11 @@ class HookedSession(Session):
             self._reset()
         self.synchronized = True
 
+    def abandon(self) -> None:
+        """Forget what was under way, which the engine has given up."""
+        super().abandon()
+        self._reset()
+
     @property
     def begun(self) -> bool:
         """Whether this step's backward passes are done, which all ranks say alike, and not yet synchronized."""

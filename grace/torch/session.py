@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +15,7 @@ from grace import tracing
 from grace.backend import Backend
 from grace.communicator import Communicator
 from grace.component import Context
-from grace.errors import ConfigError, ExchangeError
+from grace.errors import ConfigError, ExchangeError, PayloadError
 from grace.exchange import Group, Outcome
 from grace.momentum import owners
 from grace.pieces import Piece
@@ -244,7 +245,23 @@ class Session:
             gradients.append(piece.of(self._rows(name, p) if variable.sparse else self._dense(name, p)))
             if p.grad is not None:
                 self.versions[name] = (p.grad, p.grad._version)
-        self.exchanger.start(group, gradients, present)
+        with self.giving_up():
+            self.exchanger.start(group, gradients, present)
+
+    @contextlib.contextmanager
+    def giving_up(self) -> Iterator[None]:
+        """What the engine failed in is forgotten, so that the state of the last good step can be saved."""
+        try:
+            yield
+        except PayloadError:  # the engine works: the step is dropped by all ranks together
+            raise
+        except ExchangeError:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """Forget what was under way, which the engine has given up."""
+        self.exchanger.abandon()
 
     def _dense(self, name: str, p: torch.nn.Parameter) -> torch.Tensor:
         if p.grad is None:
@@ -275,7 +292,8 @@ class Session:
     def finish(self) -> list[Outcome]:
         """Await the exchanges begun and write what they brought into ``p.grad``."""
         self._check_untouched()
-        outcomes = self.exchanger.finish(self._outs)
+        with self.giving_up():
+            outcomes = self.exchanger.finish(self._outs)
         rows = self._own_rows()
         for outcome in outcomes:
             piece = self.exchanger.pieces[outcome.variable.name]

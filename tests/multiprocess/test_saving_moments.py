@@ -15,6 +15,8 @@ from pools import launched
 from training import copied, ddp, digest, made_up, state_of, weights
 
 import grace
+from grace.backend import Handle
+from grace.local import LocalBackend
 
 pytestmark = pytest.mark.ranks
 
@@ -120,8 +122,7 @@ def copies():
     ):
         with pytest.raises(grace.ConfigError, match=r"cannot be copied or pickled.*state_dict\(\)"):
             attempt()
-    other = grace.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), "topk")
-    steps(model, other, range(1))  # hooks of both are on the parameters, and nobody was harmed
+    steps(model, optimizer, range(1))  # which was not harmed
     parts = optimizer._grace.exchanger.groups[0].communicator
     alike = pickle.loads(pickle.dumps(copy.deepcopy(parts)))
     assert alike.describe() == parts.describe()
@@ -156,3 +157,31 @@ def test_rank_0_is_told_once_that_its_state_is_its_own(two_ranks):
     assert "full_state_dict()" in once[0]
     assert not any(map(any, first.values()))
     assert not any(any(said) for answers in second.values() for said in answers)
+
+
+class Failing(LocalBackend):
+    """One process, whose engine fails when a collective starts, or when it is awaited."""
+
+    fails = ""
+
+    def allgather(self, tensor):
+        if self.fails == "start":
+            raise RuntimeError("the network is gone")
+        return Handle(self.waited, [tensor])
+
+    def waited(self):
+        if self.fails == "wait":
+            raise RuntimeError("the network is gone")
+
+
+@pytest.mark.parametrize("when", ["start", "wait"])
+def test_the_last_good_state_is_saved_after_the_engine_failed(when):
+    backend = grace.init(Failing())
+    model, optimizer = made("topk(ratio=0.1)")
+    steps(model, optimizer, range(2))
+    good = digest(optimizer.state_dict())
+    backend.fails = when
+    with pytest.raises(grace.ExchangeError, match="the network is gone"):
+        steps(model, optimizer, range(2, 3))
+    assert digest(optimizer.state_dict()) == good
+    grace.shutdown()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from engines import ENGINES
 from pools import launched
 from training import Given, distributed
 
@@ -82,7 +83,7 @@ def two_at_once(**choices):
     return True
 
 
-@pytest.mark.parametrize("engine", ["gloo", "mpirun-mpi", "horovodrun-gloo"])
+@pytest.mark.parametrize("engine", ["gloo", *ENGINES])
 def test_two_optimizers_a_metric_and_a_layer_that_one_rank_leaves_out(engine):
     assert all(launched(engine, 2).run(two_at_once))
 

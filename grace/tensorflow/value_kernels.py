@@ -62,8 +62,9 @@ class ValueTensorFlow:
 
     def add_table(self, out, packed, bits, table, scale, weight):
         codes = self.unpack(packed, bits, length(out))
-        if len(table) < 1 << bits:
-            self.check_indices(codes, len(table))
+        entries = table.shape[0]  # None where a graph does not know it
+        if entries is not None and entries < 1 << bits:
+            self.check_indices(codes, entries)
         factor = number(weight, tf.float32)
         amounts = tf.convert_to_tensor(table) * (factor if scale is None else scale * factor)
         return out + tf.gather(amounts, tf.cast(codes, tf.int32))

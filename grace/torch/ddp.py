@@ -87,7 +87,9 @@ class DDPState:
         """Whether a step is under way that may still be dropped: one of the optimizer's that was given."""
         if self.exchanger.begun:
             return True
-        if self.optimizer is None or self.stepped or any(outcome.overflow for outcome in self.outcomes):
+        if self.optimizer is None or self.stepped or not self.exchanger.stateful:
+            return False
+        if any(outcome.overflow for outcome in self.outcomes):
             return False
         return any(p.grad is not None and bool(p.grad.any()) for p in self.names)
 

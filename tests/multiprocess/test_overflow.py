@@ -81,7 +81,10 @@ def around_overflow_under_ddp(compressor):
         optimizer.zero_grad()
         outputs = wrapped()
         sum((outputs[name] * torch.from_numpy(g)).sum() for name, g in given.items()).backward()
-        found.append((digest(state.state_dict()["state"]), bool(torch.isfinite(model.matrix.grad).all())))
+        finite = bool(torch.isfinite(model.matrix.grad).all())
+        if finite:  # as a scaler does
+            optimizer.step()
+        found.append((digest(state.state_dict()["state"]), finite))
     return found
 
 

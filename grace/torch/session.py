@@ -130,7 +130,8 @@ class Session:
             found = variables(own, () if sparse_as_dense else sparse_of(given))
             start.update(starting(optimizer, given))
             held = {p for group in optimizer.param_groups for p in group["params"]}
-            self.frozen = {name: p for name, p in start.items() if p in held and name not in own}
+            held -= set(own.values())
+            self.frozen = {name: p for name, p in start.items() if p in held}
             if broadcast:
                 facts.extend(start_facts(start, found))
             return found

@@ -9,7 +9,7 @@ import torch
 
 from grace.errors import ConfigError
 from grace.torch.parameters import own_name, values
-from grace.variable import Variable
+from grace.variable import Variable, unwrapped
 
 
 def starting(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[str, torch.Tensor]:
@@ -23,7 +23,8 @@ def starting(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[st
     groups = optimizer.param_groups
     own = [(own_name(groups, f"{g}.{i}"), p) for g, group in enumerate(groups) for i, p in enumerate(group["params"])]
     names: dict[torch.Tensor, str] = {}
-    for name, tensor in [*pairs, *own]:
+    plain = zip(unwrapped([name for name, _ in pairs]), (tensor for _, tensor in pairs), strict=True)
+    for name, tensor in [*plain, *own]:
         names.setdefault(tensor, name)
     return {name: tensor for tensor, name in names.items()}
 

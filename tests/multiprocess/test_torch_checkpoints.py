@@ -26,7 +26,7 @@ def through_state_dicts(folder, compressor):
     optimizer = distributed(model, compressor)
     train(model, optimizer, range(STOP))
     optimizer.zero_grad()
-    sent = optimizer._grace.exchanger.backend.sent_bytes
+    sent = optimizer.traffic.sent_bytes
     mine, theirs = get_state_dict(model, optimizer)
     assert not any(key.startswith("grace") for group in optimizer.param_groups for key in group)
     dcp.save({"model": mine, "optimizer": theirs}, checkpoint_id=folder)
@@ -35,15 +35,15 @@ def through_state_dicts(folder, compressor):
 
     other = net(seed=9)
     again = distributed(other, compressor)
-    backend = again._grace.exchanger.backend
-    before = backend.sent_bytes
+    channel = again._grace.exchanger.channel
+    before = channel.sent_bytes, channel.started
     mine, theirs = get_state_dict(other, again)  # torch makes the optimizer's state by a step of its own
     assert again._grace.context.step == 0
     assert not again._grace.synchronized
     entry = {"model": mine, "optimizer": theirs}
     dcp.load(entry, checkpoint_id=folder)
     set_state_dict(other, again, model_state_dict=entry["model"], optim_state_dict=entry["optimizer"])
-    assert backend.sent_bytes == before
+    assert (channel.sent_bytes, channel.started) == before
     assert sent > 0
     assert not any(key.startswith("grace") for group in again.param_groups for key in group)
     train(other, again, range(STOP, END))

@@ -222,10 +222,10 @@ def _heed_the_launcher(backend: Backend) -> None:
     def speak(pipe: int) -> None:
         while os.read(pipe, 1) != bytes([signal.SIGTERM]):
             pass
+        group = backend.began
+        last = "" if group is None else f"; the last exchange that it began is that of {group.describe()}"
+        print(f"{message}{last}", file=sys.stderr, flush=True)  # at once: mpirun kills a second later
         if not raised.wait(WAKE_SECONDS):
-            group = backend.began
-            last = "" if group is None else f"; the last exchange that it began is that of {group.describe()}"
-            print(f"{message}{last}", file=sys.stderr, flush=True)
             os._exit(128 + signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, ended)

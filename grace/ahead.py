@@ -65,11 +65,6 @@ class Courier:
         self.under_way.append(flight)
         self.todo.put(flight)
 
-    @property
-    def idle(self) -> bool:
-        """Whether all that was handed over has landed."""
-        return all(flight.landed.is_set() for flight in tuple(self.under_way))
-
     def _run(self) -> None:
         while (flight := self.todo.get()) is not None:
             try:

@@ -251,12 +251,13 @@ class Carrier:
 
 def _same(old: Cut, cut: Cut, *keys: str) -> bool:
     """Whether a variable is cut and exchanged alike, but for methods' parameters."""
-    plain = {key: (old.get(key, cut[key]), cut[key]) for key in keys}
-    if "methods" in plain:
-        plain["methods"] = tuple([bare(method) for method in methods] for methods in plain["methods"])  # type: ignore
-    if plain["axis"] == (None, None):
-        plain.pop("sizes", None)
-    return all(a == b for a, b in plain.values())
+    if old.get("axis") is None and cut["axis"] is None:
+        keys = tuple(key for key in keys if key != "sizes")
+    pairs = [(old.get(key, cut[key]), cut[key]) for key in keys if key != "methods"]
+    if "methods" in keys:
+        before, after = old.get("methods") or cut["methods"], cut["methods"]
+        pairs.append(([bare(method) for method in before], [bare(method) for method in after]))
+    return all(a == b for a, b in pairs)
 
 
 def _names(name: str, cut: Cut) -> list[str]:

@@ -76,7 +76,9 @@ class Leases:
     """
 
     def __init__(self, backend: Any):
-        self.backend, self.offers, self.ends = backend, [], []  # type: ignore[var-annotated]
+        self.backend = backend
+        self.offers: list[Offer] = []
+        self.ends: list[weakref.finalize] = []
 
     def offer(self) -> Offer | None:
         """What this rank could use."""

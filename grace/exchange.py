@@ -380,7 +380,7 @@ def exchange_one(communicator: Communicator, tensor: Tensor, name: str) -> Tenso
     try:
         (outcome,) = exchange.finish([None])
     except PayloadError:
-        for part in communicator.components.values():
+        for part in communicator.keepers.values():
             part.state.rollback()
         raise
     for part in communicator.keepers.values():

@@ -13,7 +13,7 @@ from grace.kernels.contract import Tensor
 NARROW, TOO_MANY = 1 << 16, 1 << 31
 
 
-def check_count(n: int, whose: str = "a tensor", method: str = "the method", what: str = "elements") -> int:
+def check_positions(n: int, whose: str = "a tensor", method: str = "the method", what: str = "elements") -> int:
     """n, if int32 positions tell so many elements apart.
 
     Raises:
@@ -47,7 +47,7 @@ def encode(k: Kernels, indices: Tensor, n: int, fixed: bool) -> Tensor:
     >>> encode(NumpyKernels(), np.int32([0, 3, 4, 6]), 7, fixed=True)
     array([89], dtype=uint8)
     """
-    check_count(n)
+    check_positions(n)
     count = indices.shape[0]
     width = 16 if n <= NARROW else 32
     if fixed and index_bits(n, count) < width * count:

@@ -9,7 +9,7 @@ from typing import Any
 from grace.communicator import Communicator
 from grace.communicators import Allreduce
 from grace.exchange import Group
-from grace.indices import check_count
+from grace.indices import check_positions
 from grace.rows import Slices
 from grace.variable import Variable
 
@@ -102,7 +102,9 @@ class Chooser:
             ConfigError: it has too many elements, or rows, for 32-bit positions.
         """
         if variable.sparse:
-            check_count(variable.shape[0], f"the sparse variable {variable.name!r}", "the exchange of its rows", "rows")
+            check_positions(
+                variable.shape[0], f"the sparse variable {variable.name!r}", "the exchange of its rows", "rows"
+            )
             if id(wanted) not in self.rows:
                 self.rows[id(wanted)] = wanted.for_rows(variable.name)
             rows: Any = self.rows[id(wanted)]
@@ -115,7 +117,7 @@ class Chooser:
         if variable.numel == 0 or (bits is not None and bits >= variable.bits):
             return wanted.dense(self.dense)
         if wanted.compressor.by_position:
-            check_count(variable.numel, f"variable {variable.name!r}", wanted.compressor.spec)
+            check_positions(variable.numel, f"variable {variable.name!r}", wanted.compressor.spec)
         return wanted
 
 

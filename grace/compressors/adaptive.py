@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from grace.compressor import Compressor, Traits
 from grace.compressors.topk import kept
-from grace.indices import check_count, decode, encode
+from grace.indices import check_positions, decode, encode
 from grace.kernels import kernels_of
 
 
@@ -43,7 +43,7 @@ class Adaptive(Compressor):
 
     def compress(self, tensor, name):
         k = kernels_of(tensor)
-        n = check_count(math.prod(tensor.shape))
+        n = check_positions(math.prod(tensor.shape))
         flat = k.flat(tensor)
         sides, means = [], []
         for sign in (1, -1):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from grace.compressor import Traits
 from grace.compressors.topk import kept
-from grace.indices import check_count, encode
+from grace.indices import check_positions, encode
 from grace.kernels import kernels_of
 from grace.sparsifier import Sparsifier
 
@@ -70,7 +70,7 @@ class DGC(Sparsifier):
 
     def compress(self, tensor, name):
         k = kernels_of(tensor)
-        n = check_count(math.prod(tensor.shape))
+        n = check_positions(math.prod(tensor.shape))
         flat = k.flat(tensor)
         indices = self._select(k, flat, n, name)
         return [k.gather(flat, indices), encode(k, indices, n, fixed=False)], tuple(tensor.shape)

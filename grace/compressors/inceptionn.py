@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from grace.compressor import Compressor, Traits
-from grace.indices import check_count
+from grace.indices import check_positions
 from grace.kernels import kernels_of
 
 
@@ -55,7 +55,7 @@ class Inceptionn(Compressor):
 
     def compress(self, tensor, name):
         k = kernels_of(tensor)
-        check_count(math.prod(tensor.shape))
+        check_positions(math.prod(tensor.shape))
         flat = k.flat(tensor)
         one, step8, step16 = self.units
         tags = k.fixed_tags(flat, self.error_bound * one, one, step8, step16)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from grace.compressor import Compressor, Traits
 from grace.compressors.topk import kept
-from grace.indices import check_count
+from grace.indices import check_positions
 from grace.kernels import kernels_of
 
 
@@ -57,7 +57,7 @@ class RandomK(Compressor):
 
     def compress(self, tensor, name):
         k = kernels_of(tensor)
-        n = check_count(math.prod(tensor.shape))
+        n = check_positions(math.prod(tensor.shape))
         flat = k.flat(tensor)
         count = kept(self.ratio, n)
         indices = k.random_indices(self.context.stream(name, shared=True), n, count, flat)

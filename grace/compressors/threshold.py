@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from grace.compressor import Traits
-from grace.indices import check_count, encode
+from grace.indices import check_positions, encode
 from grace.kernels import kernels_of
 from grace.sparsifier import Sparsifier
 
@@ -41,7 +41,7 @@ class Threshold(Sparsifier):
 
     def compress(self, tensor, name):
         k = kernels_of(tensor)
-        n = check_count(math.prod(tensor.shape))
+        n = check_positions(math.prod(tensor.shape))
         flat = k.flat(tensor)
         indices = k.above(flat, min(self.value * self.context.loss_scale, FLOAT32_MAX))
         coded = encode(k, indices, n, fixed=False)

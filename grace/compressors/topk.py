@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from grace.compressor import Traits
-from grace.indices import check_count, encode, index_bits
+from grace.indices import check_positions, encode, index_bits
 from grace.kernels import kernels_of
 from grace.sparsifier import Sparsifier
 
@@ -48,7 +48,7 @@ class TopK(Sparsifier):
 
     def compress(self, tensor, name):
         k = kernels_of(tensor)
-        n = check_count(math.prod(tensor.shape))
+        n = check_positions(math.prod(tensor.shape))
         flat = k.flat(tensor)
         indices = k.topk(flat, kept(self.ratio, n))
         coded = encode(k, indices, n, fixed=True)

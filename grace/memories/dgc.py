@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from grace.indices import check_count
+from grace.indices import check_positions
 from grace.kernels import kernels_of
 from grace.memories.residual import Residual
 from grace.memory import Memory
@@ -97,6 +97,6 @@ def _sent(compressor, payload, ctx, shape):
     indices = compressor.sent_indices(payload, ctx)
     if indices is not None:
         return indices
-    check_count(math.prod(shape))
+    check_positions(math.prod(shape))
     k = kernels_of(payload[0])
     return k.above(k.flat(compressor.decompress(payload, ctx)), 0.0)

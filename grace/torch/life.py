@@ -21,15 +21,20 @@ def check_free(parameters: Mapping[str, torch.nn.Parameter]) -> None:
     Raises:
         ConfigError: the message names the first.
     """
-    taken = lambda: {p for session in _open for p in session.parameters.values()}  # noqa: E731
-    if not taken().isdisjoint(parameters.values()):
+    taken = _taken()
+    if not taken.isdisjoint(parameters.values()):
         gc.collect()  # a scheduler makes a cycle of its optimizer
+        taken = _taken()
     for name, p in parameters.items():
-        if p in taken():
+        if p in taken:
             raise ConfigError(
                 f"the parameter {name!r} is exchanged by another distributed optimizer already. Call close() of that "
                 "one first, on all ranks, or delete it and what holds it (a scheduler)"
             )
+
+
+def _taken() -> set[torch.nn.Parameter]:
+    return {p for session in _open for p in session.parameters.values()}
 
 
 def begin(optimizer: Any, session: Any, before_step: Callable, after_step: Callable, had: set[str]) -> None:

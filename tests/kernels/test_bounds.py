@@ -13,19 +13,20 @@ import pytest
 CHECKED = os.environ.get("NUMBA_BOUNDSCHECK") == "1"
 
 
-@pytest.mark.skipif(not CHECKED, reason="Numba checks indices where NUMBA_BOUNDSCHECK=1 alone")
-def test_fused_loops_are_checked_here():
-    from grace.kernels.fused import _gather
+if CHECKED:
 
-    with pytest.raises(IndexError):
-        _gather(np.zeros(3, np.float32), np.int32([3]), np.empty(1, np.float32))
+    def test_fused_loops_are_checked_here():
+        from grace.kernels.fused import _gather
+
+        with pytest.raises(IndexError):
+            _gather(np.zeros(3, np.float32), np.int32([3]), np.empty(1, np.float32))
 
 
 @pytest.mark.slow
 def test_no_compiled_loop_leaves_its_arrays(tmp_path):
     selected = "fused and not torch and not tensorflow"
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", str(Path(__file__).parent), "-m", "not slow", "-k", selected, "-rs"],
+        [sys.executable, "-m", "pytest", str(Path(__file__).parent), "-m", "not slow", "-k", selected, "-rsp"],
         env={**os.environ, "NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path)},  # others' code has no checks
         cwd=Path(__file__).parents[2],
         capture_output=True,
@@ -34,3 +35,4 @@ def test_no_compiled_loop_leaves_its_arrays(tmp_path):
     )
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
     assert "SKIPPED" not in run.stdout, run.stdout[-2000:]
+    assert "::test_fused_loops_are_checked_here" in run.stdout  # else nothing was checked

@@ -44,8 +44,11 @@ class OptimizerState(StateHandler):
         self.value.load_state_dict(self.saved, memory="keep" if moved else "strict")
 
     def rejoin(self) -> None:
-        """The ranks are others now."""
+        """The ranks are others now. Said here: Horovod does not synchronize when ranks have only gone."""
+        former, context = self.size, self.value._grace.context
         self.value._grace.rejoin()
+        self._say(former, context.size)
+        self.size = context.size
 
     def sync(self) -> None:
         """Bring every rank to rank 0's state, by the rules above."""
@@ -53,9 +56,6 @@ class OptimizerState(StateHandler):
         session.exchanger.agree()
         broadcast_optimizer_state(self.value, 0, session.exchanger.backend)
         session.exchanger.share(0)
-        sizes = session.exchanger.backend.allgather_object(self.size)
-        self._say(sizes[0], len(sizes))
-        self.size = session.context.size
         self.save()
 
     def _say(self, former: int, now: int) -> None:
@@ -64,8 +64,8 @@ class OptimizerState(StateHandler):
         if former != now and session.context.rank == 0 and kept:
             what = ", ".join(sorted(kept))
             warnings.warn(
-                f"the number of ranks changed from {former} to {now}: ranks that went on keep their memories ({what}); "
-                "those of ranks that ended are lost, and new ranks start with none",
+                f"the number of ranks changed from {former} to {now} at step {session.context.step}: ranks that went "
+                f"on keep their memories ({what}); those of ranks that ended are lost, and new ranks start with none",
                 stacklevel=2,
             )
 

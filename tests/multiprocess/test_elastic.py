@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -43,10 +44,10 @@ def test_training_goes_on_with_fewer_ranks_and_with_new_ones(run):
     starts = [(size, int(rest[0])) for what, _, size, rest in lines if what == "start"]
     assert sorted(starts)[:1] == [(1, 10)]  # alone, from the last commit before the other rank's death
     assert [start for start in starts if start[0] == 2][:2] == [(2, 0), (2, 0)]
-    joined = [start for start in starts if start[0] == 2][2:]
-    assert len(joined) == 2
-    assert joined[0] == joined[1]
-    assert joined[0][1] >= 30
+    joined = [step for size, step in starts if size == 2][2:]
+    assert len(joined) == 4
+    assert joined[0] == joined[1] >= 30
+    assert joined[2] == joined[3] >= 80
 
 
 def test_every_rank_ends_with_the_same_weights_factors_and_step_counters(run):
@@ -54,13 +55,13 @@ def test_every_rank_ends_with_the_same_weights_factors_and_step_counters(run):
     ends = [rest for what, _, size, rest in lines if what == "end"]
     assert len(ends) == 2
     assert ends[0] == ends[1]
-    assert ends[0][:2] == ["50", "50"]
+    assert ends[0][:2] == ["110", "110"]
 
 
 def test_a_rank_that_goes_on_keeps_its_memory_and_a_new_one_starts_with_none(run):
     lines, _ = run
     survivor = next(pid for what, pid, size, _ in lines if what == "start" and size == 1)
-    (alone,) = (rest for what, _, size, rest in lines if what == "start" and size == 1)
+    alone = next(rest for what, _, size, rest in lines if what == "start" and size == 1)
     assert alone[1] == alone[2]  # the residual is that of the commit
     for what, pid, size, rest in lines:
         if what == "start" and size == 2 and int(rest[0]) >= 30:
@@ -69,6 +70,6 @@ def test_a_rank_that_goes_on_keeps_its_memory_and_a_new_one_starts_with_none(run
 
 def test_what_was_lost_is_said(run):
     _, printed = run
-    assert "the number of ranks changed from 2 to 1" in printed
-    assert "the number of ranks changed from 1 to 2" in printed
+    changes = re.findall(r"the number of ranks changed from (\d to \d) at step", printed)
+    assert {change: changes.count(change) for change in changes} == {"2 to 1": 2, "1 to 2": 2}
     assert "those of ranks that ended are lost, and new ranks start with none" in printed

@@ -1,4 +1,5 @@
-"""Elastic training: a rank dies at step 12, a new one joins after step 30. Started by horovodrun; see test_elastic.py.
+"""Elastic training: a rank dies at step 12, a new one joins after step 30, is taken away after step 60, and one joins
+after step 80. Started by horovodrun; see test_elastic.py.
 
 Usage: elastic.py FOLDER; FOLDER/hosts is what the discovery script prints, FOLDER/log what happened.
 """
@@ -13,6 +14,9 @@ import torch
 from training import digest
 
 import grace
+
+SLOTS = {30: 2, 60: 1, 80: 2}
+"""How many there are after a step."""
 
 
 def main(folder: Path) -> None:
@@ -43,7 +47,7 @@ def main(folder: Path) -> None:
     @hvd.elastic.run
     def train(state) -> None:
         say("start", os.getpid(), grace.size(), state.step, residual(), state.residual)
-        while state.step < 50:
+        while state.step < 110:
             x = torch.randn(8, 40, generator=torch.Generator().manual_seed(100 * state.step + grace.rank()))
             first.zero_grad()
             second.zero_grad()
@@ -53,8 +57,8 @@ def main(folder: Path) -> None:
             state.step += 1
             if state.step == 12 and os.environ["HOROVOD_HOSTNAME"] == "127.0.0.1":
                 os.kill(os.getpid(), signal.SIGKILL)
-            if state.step == 30 and grace.rank() == 0:
-                (folder / "hosts").write_text("localhost:2\n")
+            if grace.rank() == 0 and state.step in SLOTS:
+                (folder / "hosts").write_text(f"localhost:{SLOTS[state.step]}\n")
             if state.step % 5 == 0:
                 state.residual = residual()
                 state.commit()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,7 +30,7 @@ class End:
 
     Attributes:
         code: the exit code: 0, or that of the first rank that failed, or 128 and the signal that ended it.
-        message: which rank ended how; empty for 0.
+        message: which rank ended how, or which node could not be reached; empty for 0.
     """
 
     code: int
@@ -38,7 +40,7 @@ class End:
 def run(commands: Sequence[Command]) -> End:
     """Start the commands, wait, and say how they ended; when one fails the others are ended.
 
-    What they print goes to this process's stdout and stderr.
+    What they print goes to this process's stdout and stderr. If this process is killed, they are ended, too.
 
     Raises:
         ConfigError: a launcher is not installed.
@@ -56,7 +58,23 @@ def run(commands: Sequence[Command]) -> End:
             processes.end(*(job.process for job in jobs))
     for job in jobs:
         job.close()
-    return failed[0].end() if failed else End(0)
+    return failed[0].end(len(commands) > 1) if failed else End(0)
+
+
+def check_program(name: str) -> None:
+    """Whether there is such a program, in PATH or beside this Python.
+
+    Raises:
+        ConfigError: there is none, or it cannot be executed.
+    """
+    if shutil.which(name, path=_path()) is None:
+        why = "it is not executable" if Path(name).is_file() else os.strerror(errno.ENOENT)
+        raise ConfigError(f"cannot start {name}: {why}")
+
+
+def _path() -> str:
+    """Where launchers that were installed beside this Python are found, after the user's own."""
+    return os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
 
 
 class _Job:
@@ -65,19 +83,18 @@ class _Job:
     def __init__(self, command: Command):
         self.command = command
         self.said = bytearray()
-        # where launchers that were installed beside this Python are found, after the user's own
-        path = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
         try:
-            self.process = subprocess.Popen(
-                command.argv,
-                env={**os.environ, "PATH": path, **command.environment},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE if command.remote else None,  # a remote terminal's stdout has its stderr, too
-                stderr=subprocess.PIPE,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise ConfigError(f"cannot start {command.argv[0]}: {error.strerror}; is it installed?") from None
+            check_program(command.argv[0])
+        except ConfigError as error:
+            raise ConfigError(f"{error}; is it installed?") from None
+        self.process = subprocess.Popen(
+            processes.kept(command.argv),
+            env={**os.environ, "PATH": _path(), **command.environment},
+            stdin=subprocess.PIPE,  # which ends when we do
+            stdout=subprocess.PIPE if command.tells_on_stdout else None,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
         pairs = ((self.process.stderr, sys.stderr), (self.process.stdout, sys.stdout))
         self.threads = [
             threading.Thread(target=self._copy, args=pair, daemon=True) for pair in pairs if pair[0] is not None
@@ -100,14 +117,16 @@ class _Job:
         for thread in self.threads:
             thread.join(2)
 
-    def end(self) -> End:
-        found = first_failure(self.said.decode(errors="replace"))
-        if found is None:
-            code = self.process.returncode
-            name = Path(self.command.argv[0]).name
-            return End(_exit_code(code), f"{name} for node {self.command.node} {_how(code)}; no rank is named")
-        rank, code = found
-        return End(_exit_code(code), f"rank {rank} {_how(code)}; the others were ended")
+    def end(self, one_of_several: bool) -> End:
+        said, code = self.said.decode(errors="replace"), self.process.returncode
+        if found := first_failure(said):
+            rank, code = found
+            return End(_exit_code(code), f"rank {rank} {_how(code)}; the others were ended")
+        if message := unreachable(said):
+            return End(_exit_code(code), message)
+        where = f" for node {self.command.node}" if one_of_several else ""
+        how = _how(code) if code < 0 else f"ended with exit code {code}"  # launchers have codes over 128 of their own
+        return End(_exit_code(code), f"{Path(self.command.argv[0]).name}{where} {how}; no rank is named")
 
 
 FAILURES = (
@@ -136,6 +155,25 @@ def first_failure(said: str) -> tuple[int, int] | None:
             code = -int(groups["signal"]) if "signal" in groups else int(groups.get("code", 1))
             return int(groups["rank"]), code
     return None
+
+
+UNREACHABLE = (
+    r"ssh: Could not resolve hostname (?P<node>\S+): (?P<why>[^\r\n]+)",
+    r"ssh: connect to host (?P<node>\S+) port \d+: (?P<why>[^\r\n]+)",
+    r"(?:\S+@)?(?P<node>[^\s@]+): (?P<why>Permission denied \([^\r\n]+)",
+    r"Host key for (?P<node>\S+) has changed and you have requested (?P<why>strict checking)",
+)
+"""What ssh says of a machine that it does not reach."""
+
+
+def unreachable(said: str) -> str:
+    """Which node ssh did not reach, and why; empty if it says nothing of the kind.
+
+    >>> unreachable("ssh: connect to host b port 22: Connection refused")
+    'node b cannot be reached by ssh: Connection refused'
+    """
+    found = next((match for pattern in UNREACHABLE if (match := re.search(pattern, said))), None)
+    return f"node {found['node']} cannot be reached by ssh: {found['why']}" if found else ""
 
 
 def _exit_code(code: int) -> int:

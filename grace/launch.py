@@ -47,6 +47,11 @@ class Command:
         """
         return shlex.join([*_env(self.environment), *self.argv])
 
+    @property
+    def tells_on_stdout(self) -> bool:
+        """Whether errors come there: those of a remote terminal, and what horovodrun's ssh said."""
+        return self.remote or self.argv[0] == "horovodrun"
+
 
 def default_engine() -> str:
     """Horovod where it is installed, or else torch, or else MPI."""
@@ -125,10 +130,14 @@ def _torchrun(where: list[str], program: list[str]) -> list[str]:
     >>> _torchrun([], ["./train.sh"])
     ['python', '-m', 'torch.distributed.run', '--no-python', './train.sh']
     """
-    is_python = re.fullmatch(r"python[\d.]*", Path(program[0]).name) is not None
+    is_python = _is_python(program[0])
     run = [program[0] if is_python else "python", "-m", "torch.distributed.run", *where]
     simple = is_python and len(program) > 1 and (not program[1].startswith("-") or program[1] == "-m")
     return [*run, *(program[1:] if simple else ["--no-python", *program])]
+
+
+def _is_python(name: str) -> bool:
+    return re.fullmatch(r"python[\d.]*", Path(name).name) is not None
 
 
 def _over_ssh(node: Node, ssh: SSH, argv: list[str]) -> list[str]:
@@ -179,6 +188,8 @@ def _mpirun(resources: Resources, program: list[str], environment: dict[str, str
     if any(" " in word for word in reach):
         raise ConfigError(f"mpirun takes no key file whose path has spaces: {key}")
     argv = ["mpirun", "-np", str(resources.world_size), "-H", _hosts(resources), "--bind-to", "none"]
+    if any(re.search(r"[a-z]\.", node.address) for node in resources.nodes):
+        argv += ["--mca", "orte_keep_fqdn_hostnames", "1"]  # else it cuts a name at its first dot
     argv += ["--map-by", "slot", *(["--mca", "plm_rsh_args", " ".join(reach)] if reach else [])]
     for name in variables:
         argv += ["-x", name]
@@ -282,10 +293,15 @@ def launch(
     from grace import jobs
     from grace.strategy.resources import Resources
 
-    commands = command(Resources.load(resources, ranks), engine or default_engine(), program, strategy, port)
+    cluster, chosen = Resources.load(resources, ranks), engine or default_engine()
+    commands = command(cluster, chosen, program, strategy, port)
     if dry_run:
         print(*commands, sep="\n")
         return
+    started = program if chosen == "torch" else _in_venv(cluster, program)
+    jobs.check_program(started[0])
+    if _is_python(program[0]) and program[1:] and not program[1].startswith("-") and not Path(program[1]).exists():
+        raise ConfigError(f"cannot start {program[1]}: there is no such file in {os.getcwd()}")
     try:
         end = jobs.run(commands)
     except KeyboardInterrupt:

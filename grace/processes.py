@@ -1,4 +1,7 @@
-"""Processes that start others: ending all of them, whoever ends first."""
+"""Processes that start others: ending all of them, whoever ends first, and however.
+
+This file is also a program, which needs nothing but Python: see :func:`kept`.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 GRACE_PERIOD = 10
 """Seconds that a launcher gets to end its ranks."""
+KILLING = 2
+"""Seconds that killing takes which did not end."""
 
 
 @contextlib.contextmanager
@@ -43,7 +48,7 @@ def end(*launchers: subprocess.Popen) -> None:
     for launcher in launchers:
         if launcher.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                launcher.wait(GRACE_PERIOD)
+                launcher.wait(GRACE_PERIOD + KILLING)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(launcher.pid, signal.SIGKILL)
         launcher.wait()
@@ -75,6 +80,38 @@ def no_orphans() -> Iterator[None]:
         libc.prctl(adopt, 0, 0, 0, 0)
 
 
+def kept(argv: Sequence[str]) -> list[str]:
+    """The command line that runs another and ends all that it started when it ends, when it is told to end, and when
+    whoever started it is gone, even killed. To be started with ``stdin=subprocess.PIPE``: the pipe has an end then.
+    """
+    return [sys.executable, "-I", "-S", os.path.abspath(__file__), *argv]
+
+
+def _keep(argv: Sequence[str]) -> int:
+    """Run a command; its exit code, or a signal's number below zero."""
+    child = None
+    with no_orphans():
+        try:
+            with signals_raise():
+                child = subprocess.Popen(argv, stdin=subprocess.DEVNULL)
+                threading.Thread(target=_heed, args=(os.getpid(),), daemon=True).start()
+                return child.wait()
+        except KeyboardInterrupt:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # told once is enough
+            if child is not None:
+                child.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return child.wait(GRACE_PERIOD)
+            return -signal.SIGKILL
+
+
+def _heed(pid: int) -> None:
+    """Wait for the end of stdin, which nobody writes to."""
+    while os.read(0, 1):
+        pass
+    os.kill(pid, signal.SIGTERM)
+
+
 def _children() -> dict[int, list[int]]:
     """The processes that each process has started."""
     found: dict[int, list[int]] = {}
@@ -83,3 +120,14 @@ def _children() -> dict[int, list[int]]:
             parent = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
             found.setdefault(parent, []).append(int(stat.parent.name))
     return found
+
+
+if __name__ == "__main__":
+    code = _keep(sys.argv[1:])
+    if code < 0:  # end as it did
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    sys.exit(code)

@@ -218,6 +218,8 @@ def test_groups_that_say_the_same_are_used(tmp_path):
         (["--strategy", "nowhere.json", "--", "python"], "grace: there is no strategy file nowhere.json"),
         (["--engine", "jax", "--", "python"], "grace: unknown engine 'jax'; known: horovod, torch, mpi"),
         (["--engine", "torch", "--", "/no/python", "a"], "grace: cannot start /no/python: No such file or directory"),
+        (["--engine", "mpi", "--", "./nothing"], "grace: cannot start ./nothing: No such file or directory"),
+        (["--engine", "mpi", "--", sys.executable, "no.py"], "grace: cannot start no.py: there is no such file in "),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(args, message):
@@ -271,8 +273,8 @@ def alive(folder):
     return [path.stem for path in folder.glob("*.pid") if Path("/proc", path.stem).exists()]
 
 
-def nobody_left(folder):
-    until = time.monotonic() + 5
+def nobody_left(folder, within=5):
+    until = time.monotonic() + within
     while alive(folder) and time.monotonic() < until:
         time.sleep(0.05)
     return list(folder.glob("*.pid")) and not alive(folder)
@@ -315,28 +317,37 @@ def test_a_rank_that_dies_ends_the_job_with_its_number_and_exit_code(script, tmp
 def test_a_launcher_that_names_no_rank_is_named():
     err = launched("--engine", "torch", "--", sys.executable, "-m", code=2)[1]
     assert err.splitlines()[-1] == (
-        f"grace launch: {Path(sys.executable).name} for node localhost ended with exit code 2; no rank is named"
+        f"grace launch: {Path(sys.executable).name} ended with exit code 2; no rank is named"
     )
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("engine", "number"),
-    [("torch", signal.SIGTERM), *(pytest.param(name, signal.SIGINT, marks=pytest.mark.slow) for name in NAMES[1:])],
+    [
+        ("torch", signal.SIGTERM),
+        ("torch", signal.SIGKILL),
+        *(pytest.param(name, signal.SIGINT, marks=pytest.mark.slow) for name in NAMES[1:]),
+        *(pytest.param(name, signal.SIGKILL, marks=pytest.mark.slow) for name in NAMES[1:]),
+    ],
 )
-def test_interrupting_leaves_nobody_behind(script, tmp_path, engine, number):
+def test_ending_the_command_leaves_nobody_behind(script, tmp_path, engine, number):
     need(engine)
     args = ["-n", "2", "--engine", engine, "--", str(BIN / "python"), str(script), "wait", str(tmp_path)]
-    process = subprocess.Popen([*GRACE, *args], env=env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    until = time.monotonic() + 60
-    while len(list(tmp_path.glob("*.rank"))) < 2 and time.monotonic() < until:
-        time.sleep(0.1)
-    time.sleep(0.5)
-    assert len(alive(tmp_path)) == 2
-    process.send_signal(number)
-    _, err = process.communicate(timeout=60)
+    with open(tmp_path / "err", "w+") as err:  # no pipe, which ranks would hold open
+        process = subprocess.Popen([*GRACE, *args], env=env(), stdout=subprocess.DEVNULL, stderr=err)
+        until = time.monotonic() + 60
+        while len(list(tmp_path.glob("*.rank"))) < 2 and time.monotonic() < until:
+            time.sleep(0.1)
+        time.sleep(0.5)
+        assert len(alive(tmp_path)) == 2
+        process.send_signal(number)
+        process.wait(60)
+        if number == signal.SIGKILL:
+            assert nobody_left(tmp_path, within=30)  # ranks and launchers get a while to end by themselves
+            return
     assert process.returncode == 130
-    assert err.splitlines()[-1] == "grace launch: interrupted; the ranks are ended"
+    assert (tmp_path / "err").read_text().splitlines()[-1] == "grace launch: interrupted; the ranks are ended"
     assert not alive(tmp_path)
 
 
@@ -384,6 +395,23 @@ def test_one_nodes_failure_ends_the_others(tmp_path, cluster, rank):
     err = launched(*args, "--", str(BIN / "python"), str(script), "exit", str(tmp_path), PATH=path, code=7)[1]
     assert err.splitlines()[-1] == f"grace launch: rank {rank} ended with exit code 7; the others were ended"
     assert nobody_left(tmp_path)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("engine", NAMES)
+def test_a_node_that_is_not_there_is_named(tmp_path, cluster, engine):
+    need(engine)
+    args, path = cluster
+    (tmp_path / "bin" / "ssh").write_text(
+        '#!/bin/sh\nfor word; do case "$word" in nobody*)'
+        ' echo "ssh: Could not resolve hostname $word: Name or service not known" >&2;; esac; done\nexit 255\n'
+    )
+    file = Path(args[1])
+    file.write_text(file.read_text().replace("address: other", "address: nobody.example"))
+    args = [*args[:2], "--engine", engine, "--", str(BIN / "python"), "-c", "1"]
+    err = launched(*args, PATH=path, code=1 if engine == "horovod" else 255)[1]
+    unreached = "grace launch: node nobody.example cannot be reached by ssh: Name or service not known"
+    assert err.splitlines()[-1] == unreached
 
 
 # -- what launchers say -----------------------------------------------------------------------------------------------

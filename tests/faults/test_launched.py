@@ -1,0 +1,218 @@
+"""``grace launch`` runs, and what becomes of ranks, launchers and nodes that die, are interrupted or are not there."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from engines import BIN, environment
+
+import grace
+
+GRACE = [sys.executable, "-m", "grace.cli", "launch"]
+ROOT = str(Path(grace.__file__).parents[1])
+PACKAGE = {"torch": "torch", "horovod": "horovod", "mpi": "mpi4py"}
+
+
+def env():
+    return {**environment(), "PYTHONPATH": ROOT, "COLUMNS": "80"}
+
+
+def launched(*args, folder=None, code=0, **variables):
+    """Run the command; returns (stdout, stderr)."""
+    done = subprocess.run(
+        [*GRACE, *args], capture_output=True, text=True, env={**env(), **variables}, cwd=folder, timeout=120
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout, done.stderr
+
+
+SCRIPT = """
+import os, signal, sys, time
+import grace
+how, out = sys.argv[1:]
+open(f"{out}/{os.getpid()}.pid", "w").close()
+backend = grace.init()
+with open(f"{out}/{grace.rank()}.rank", "w") as file:
+    print(backend.name, grace.rank(), grace.size(), os.environ.get("GRACE_STRATEGY"), os.environ.get("A"), file=file)
+if how == "wait":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a rank that does not listen
+    time.sleep(200)
+if grace.rank() == 1 and how == "exit":
+    os._exit(7)
+if grace.rank() == 1 and how == "raise":
+    raise ValueError("a mistake")
+if grace.rank() == 1 and how == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+if how in ("exit", "raise", "kill"):
+    time.sleep(100)
+print(f"said by {grace.rank()}")
+"""
+NAMES = ["torch", "horovod", "mpi"]
+ENGINES = ["torch", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])]
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "my train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def need(engine):
+    if importlib.util.find_spec(PACKAGE[engine]) is None:
+        pytest.skip(f"{PACKAGE[engine]} is not installed")
+
+
+def alive(folder):
+    """The ranks that are still there."""
+    return [path.stem for path in folder.glob("*.pid") if Path("/proc", path.stem).exists()]
+
+
+def nobody_left(folder, within=5):
+    until = time.monotonic() + within
+    while alive(folder) and time.monotonic() < until:
+        time.sleep(0.05)
+    return list(folder.glob("*.pid")) and not alive(folder)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("engine", ENGINES)
+def test_ranks_know_their_number_and_the_strategy(script, tmp_path, engine):
+    need(engine)
+    (tmp_path / "s.json").write_text("{}")
+    python = str(BIN / "python")
+    args = ["-n", "2", "--engine", engine, "--strategy", "s.json", "--", python, str(script), "end", str(tmp_path)]
+    out = launched(*args, folder=tmp_path)[0]
+    for rank in range(2):
+        words = (tmp_path / f"{rank}.rank").read_text().split()
+        assert words == [engine, str(rank), "2", str(tmp_path.resolve() / "s.json"), "None"]
+        assert f"said by {rank}" in out
+    assert nobody_left(tmp_path)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("how", "code", "message"),
+    [
+        ("exit", 7, "rank 1 ended with exit code 7"),
+        ("raise", 1, "rank 1 ended with exit code 1"),
+        ("kill", 137, "rank 1 was ended by SIGKILL (exit code 137)"),
+    ],
+)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_rank_that_dies_ends_the_job_with_its_number_and_exit_code(script, tmp_path, engine, how, code, message):
+    need(engine)
+    args = ["-n", "2", "--engine", engine, "--", str(BIN / "python"), str(script), how, str(tmp_path)]
+    err = launched(*args, code=code)[1]
+    assert err.splitlines()[-1] == f"grace launch: {message}; the others were ended"
+    assert nobody_left(tmp_path)
+
+
+@pytest.mark.ranks
+def test_a_launcher_that_names_no_rank_is_named():
+    err = launched("--engine", "torch", "--", sys.executable, "-m", code=2)[1]
+    assert err.splitlines()[-1] == (
+        f"grace launch: {Path(sys.executable).name} ended with exit code 2; no rank is named"
+    )
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("engine", "number"),
+    [
+        ("torch", signal.SIGTERM),
+        ("torch", signal.SIGKILL),
+        *(pytest.param(name, signal.SIGINT, marks=pytest.mark.slow) for name in NAMES[1:]),
+        *(pytest.param(name, signal.SIGKILL, marks=pytest.mark.slow) for name in NAMES[1:]),
+    ],
+)
+def test_ending_the_command_leaves_nobody_behind(script, tmp_path, engine, number):
+    need(engine)
+    args = ["-n", "2", "--engine", engine, "--", str(BIN / "python"), str(script), "wait", str(tmp_path)]
+    with open(tmp_path / "err", "w+") as err:  # no pipe, which ranks would hold open
+        process = subprocess.Popen([*GRACE, *args], env=env(), stdout=subprocess.DEVNULL, stderr=err)
+        until = time.monotonic() + 60
+        while len(list(tmp_path.glob("*.rank"))) < 2 and time.monotonic() < until:
+            time.sleep(0.1)
+        time.sleep(0.5)
+        assert len(alive(tmp_path)) == 2
+        process.send_signal(number)
+        process.wait(60)
+        if number == signal.SIGKILL:
+            assert nobody_left(tmp_path, within=30)  # ranks and launchers get a while to end by themselves
+            return
+    assert process.returncode == 130
+    assert (tmp_path / "err").read_text().splitlines()[-1] == "grace launch: interrupted; the ranks are ended"
+    assert not alive(tmp_path)
+
+
+# -- several nodes, on this machine: an ssh that runs the line in a shell here ----------------------------------------
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """A cluster of two names of this machine, and the folder of its ssh."""
+    name = socket.gethostname()
+    try:
+        socket.gethostbyname(name)
+    except OSError:
+        pytest.skip("this machine's name has no address")
+    (tmp_path / "bin").mkdir()
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.write_text('#!/bin/sh\nfor last; do :; done\nexec sh -c "$last"\n')
+    ssh.chmod(ssh.stat().st_mode | stat.S_IXUSR)
+    (tmp_path / "c.yaml").write_text(
+        f"nodes: [{{address: {name}, chief: true, cpus: [0, 1]}}, {{address: other, ssh_config: x}}]\n"
+        "ssh: {x: {shared_envs: {A: it's here}}}\n"
+    )
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    path = f"{tmp_path / 'bin'}{os.pathsep}{environment()['PATH']}"
+    return ["-r", str(tmp_path / "c.yaml"), "--engine", "torch", "--port", str(port)], path
+
+
+@pytest.mark.ranks
+def test_two_nodes_are_one_job(script, tmp_path, cluster):
+    args, path = cluster
+    out = launched(*args, "--", str(BIN / "python"), str(script), "end", str(tmp_path), PATH=path)[0]
+    for rank in range(3):
+        assert (tmp_path / f"{rank}.rank").read_text() == f"torch {rank} 3 None it's here\n"
+        assert f"said by {rank}" in out
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("rank", [1, 2], ids=["on the chief", "on the other node"])
+def test_one_nodes_failure_ends_the_others(tmp_path, cluster, rank):
+    args, path = cluster
+    script = tmp_path / "a.py"
+    script.write_text(SCRIPT.replace("grace.rank() == 1", f"grace.rank() == {rank}"))
+    err = launched(*args, "--", str(BIN / "python"), str(script), "exit", str(tmp_path), PATH=path, code=7)[1]
+    assert err.splitlines()[-1] == f"grace launch: rank {rank} ended with exit code 7; the others were ended"
+    assert nobody_left(tmp_path)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("engine", NAMES)
+def test_a_node_that_is_not_there_is_named(tmp_path, cluster, engine):
+    need(engine)
+    args, path = cluster
+    (tmp_path / "bin" / "ssh").write_text(
+        '#!/bin/sh\nfor word; do case "$word" in nobody*)'
+        ' echo "ssh: Could not resolve hostname $word: Name or service not known" >&2;; esac; done\nexit 255\n'
+    )
+    file = Path(args[1])
+    file.write_text(file.read_text().replace("address: other", "address: nobody.example"))
+    args = [*args[:2], "--engine", engine, "--", str(BIN / "python"), "-c", "1"]
+    err = launched(*args, PATH=path, code=1 if engine == "horovod" else 255)[1]
+    unreached = "grace launch: node nobody.example cannot be reached by ssh: Name or service not known"
+    assert err.splitlines()[-1] == unreached

@@ -1,0 +1,52 @@
+"""Runs of tests/faults/trains.py under every launcher, and how they end."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from engines import ENGINES, command, environment
+
+PROGRAM = Path(__file__).parent / "trains.py"
+LAUNCHERS = ("torchrun", *ENGINES)
+SIZE = 3
+
+
+@dataclass
+class Ended:
+    """How a run ended.
+
+    Attributes:
+        code: the launcher's exit code.
+        printed: what the launcher and the ranks said.
+        seconds: from the fault to the launcher's end.
+        left: processes of the run that are still there.
+    """
+
+    code: int
+    printed: str
+    seconds: float
+    left: list[int]
+
+
+def run(launcher: str, framework: str, method: str, fault: str, **variables: str) -> Ended:
+    """Train on three ranks until ``fault`` strikes rank 1."""
+    program = [str(PROGRAM), framework, method, fault]
+    if launcher == "torchrun":
+        line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(SIZE), *program]
+        backend = "torch"
+    else:
+        line, backend = command(launcher, SIZE, *program), ENGINES[launcher][1]
+    env = {**environment(), "GRACE_BACKEND": backend, "PYTHONUNBUFFERED": "1", **variables}
+    done = subprocess.run(
+        line, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=150, errors="replace"
+    )
+    ended = time.time()
+    struck = re.search(r"struck at ([\d.]+)", done.stdout)
+    assert struck, done.stdout
+    left = subprocess.run(["pgrep", "-f", " ".join(program)], capture_output=True, text=True).stdout
+    return Ended(done.returncode, done.stdout, ended - float(struck.group(1)), [int(pid) for pid in left.split()])

@@ -1,0 +1,72 @@
+"""Faults x launchers: what becomes of the other ranks, within how many seconds, and what they say.
+
+RELIABILITY.md is this table for people.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+
+import pytest
+from engines import ENGINES, available
+from faults import LAUNCHERS, run
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+TIMEOUT = 6
+"""Seconds that a rank waits for others, where the fault is that one does not come."""
+SECONDS = 40
+"""From the fault to the launcher's end at most, on a machine that does other things; torchrun gives ranks 30."""
+
+SAID = {
+    "kill": r"rank 1 was lost",
+    "raise": r"rank 1 failed: ValueError: a mistake on rank 1",
+    "leave": r"rank 1 has left",
+    "stop": rf"rank 1 .*within {TIMEOUT} s",
+    "skip": r"rank 1 is at step 5",
+    "miss": r"rank 1 is at step 5",
+}
+EXCHANGE = r"rank {rank} of 3: the exchange of group \d+ \(.*topk.*\) failed at step \d+"
+
+
+def need(launcher: str) -> None:
+    if launcher in ENGINES and not available(launcher):
+        pytest.skip(f"{launcher}: its packages are not installed (make horovod)")
+
+
+@pytest.mark.parametrize("fault", ["kill", "raise", "leave", "skip", "miss"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_fault_of_one_rank_ends_all_and_is_named(launcher, fault):
+    need(launcher)
+    ended = run(launcher, "torch", "topk(ratio=0.05)", fault)
+    assert ended.code != 0, ended.printed
+    assert ended.seconds < SECONDS, ended.printed
+    assert not ended.left, ended.printed
+    assert re.search(SAID[fault], ended.printed), ended.printed
+    if fault in ("kill", "raise", "leave"):
+        for rank in (0, 2):
+            assert re.search(EXCHANGE.format(rank=rank), ended.printed), ended.printed
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "horovodrun-gloo", "mpirun-mpi"])
+def test_a_rank_that_stands_still_is_named_after_the_timeout(launcher):
+    need(launcher)
+    ended = run(launcher, "torch", "topk(ratio=0.05)", "stop", GRACE_TIMEOUT=str(TIMEOUT))
+    assert ended.code != 0, ended.printed
+    assert ended.seconds < TIMEOUT + SECONDS, ended.printed
+    assert not ended.left, ended.printed
+    assert re.search(SAID["stop"], ended.printed), ended.printed
+
+
+@pytest.mark.skipif(find_spec("tensorflow") is None, reason="TensorFlow is not installed")
+@pytest.mark.parametrize("fault", ["kill", "raise", "leave"])
+@pytest.mark.parametrize("launcher", ["horovodrun-gloo", "mpirun-mpi"])
+def test_a_fault_in_the_middle_of_a_graph_ends_all_and_is_named(launcher, fault):
+    need(launcher)
+    ended = run(launcher, "keras", "topk(ratio=0.05)", fault)
+    assert ended.code != 0, ended.printed
+    assert ended.seconds < SECONDS, ended.printed
+    assert not ended.left, ended.printed
+    assert re.search(SAID[fault], ended.printed), ended.printed
+    assert re.search(r"grace\.1\.0\.dense_kernel|group 0 \(dense/kernel .. dense_1/bias", ended.printed), ended.printed

@@ -1,0 +1,75 @@
+"""Trains on all ranks until a fault strikes rank 1 in its sixth step. Started by a launcher; see test_matrix.py.
+
+Usage: trains.py torch|keras METHOD FAULT, where FAULT is what rank 1 does then:
+
+kill, stop    it gets SIGKILL or SIGSTOP
+raise         a ValueError that nobody catches
+leave         training ends as if its data did, and the program ends well
+skip          no optimizer.step() after its backward pass
+miss          neither a backward pass nor a step
+"""
+
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+
+import grace
+
+STEP, STEPS = 5, 100_000
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+
+
+def strike(fault: str) -> None:
+    """The fault; returns if it is about what the caller leaves out."""
+    print(f"struck at {time.time()}", flush=True)
+    if fault == "raise":
+        raise ValueError("a mistake on rank 1")
+    if fault in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[fault])
+
+
+def train_torch(method: str, fault: str) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    grace.init()
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = grace.DistributedOptimizer(optimizer, model.named_parameters(), compressor=method)
+    for step in range(STEPS):
+        struck = step == STEP and grace.rank() == 1
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 64)).square().mean()
+        if not (struck and fault == "miss"):
+            loss.backward()
+        if struck:
+            strike(fault)
+        if struck and fault == "leave":
+            return
+        if not (struck and fault in ("skip", "miss")):
+            optimizer.step()
+
+
+def fit_keras(method: str, fault: str) -> None:
+    import keras
+
+    grace.init()
+    struck_here = grace.rank() == 1
+
+    class Strike(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == STEP and struck_here:
+                strike(fault)
+
+    model = keras.Sequential([keras.layers.Input((64,)), keras.layers.Dense(64), keras.layers.Dense(10)])
+    model.compile(grace.DistributedOptimizer(keras.optimizers.SGD(0.01), compressor=method), "mse")
+    batches = STEP + 1 if struck_here and fault == "leave" else 10_000
+    x = np.ones((8 * batches, 64), np.float32)
+    model.fit(x, np.ones((8 * batches, 10), np.float32), batch_size=8, verbose=0, callbacks=[Strike()])
+
+
+if __name__ == "__main__":
+    {"torch": train_torch, "keras": fit_keras}[sys.argv[1]](*sys.argv[2:])

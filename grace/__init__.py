@@ -17,6 +17,7 @@ from grace.communicator import Communicator
 from grace.component import Context
 from grace.compressor import Compressor, Traits
 from grace.errors import ConfigError, ExchangeError, GraceError, MissingExtraError, RankError
+from grace.files import save_from_root
 from grace.kernels import Kernels, kernels_of
 from grace.memory import Memory
 from grace.params import from_params
@@ -53,6 +54,7 @@ __all__ = [
     "make",
     "rank",
     "register",
+    "save_from_root",
     "shutdown",
     "size",
 ]

@@ -13,7 +13,9 @@ from grace.errors import RankError
 DIFFERENT = "the ranks were set up differently; the first difference: "
 
 
-def tell(backend: Backend, what: str, value: Any, error: BaseException | None = None) -> list[Any]:
+def tell(
+    backend: Backend, what: str, value: Any, error: BaseException | None = None, failed: str = "refused to start"
+) -> list[Any]:
     """Every rank's small value of this kind; a rank that failed to set up passes its error instead.
 
     Every rank must call this the same number of times, failed ones too, so that nobody waits in vain. What travels
@@ -21,6 +23,7 @@ def tell(backend: Backend, what: str, value: Any, error: BaseException | None = 
 
     Args:
         what: the kind: "a strategy" where a rank was given one, "none" where it was not, or what is compared else.
+        failed: what a rank with an error did.
 
     Raises:
         RankError: on every rank but the failed one, if some rank failed, runs another Grace, or came with a value of
@@ -48,7 +51,7 @@ def tell(backend: Backend, what: str, value: Any, error: BaseException | None = 
             )
     for rank, answer in enumerate(answers):
         if answer["error"] is not None:
-            raise RankError(f"rank {rank} refused to start: {answer['error']}")
+            raise RankError(f"rank {rank} {failed}: {answer['error']}")
         if answer["what"] != what:
             raise RankError(
                 f"rank {rank} was given {answer['what']}, rank {backend.rank} {what}: give all ranks the same"

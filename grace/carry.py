@@ -17,6 +17,7 @@ from typing import Any
 from grace.errors import ConfigError
 from grace.exchanger import Exchanger
 from grace.kernels import kernels_of
+from grace.rows import NOTHING, floats
 from grace.scatter import bounds
 
 Cut = dict[str, Any]
@@ -84,8 +85,11 @@ class Carrier:
             ConfigError: (if strict) one cannot be.
         """
         new: list[dict[str, Any]] = []
+        known = {part for name, old in self.before.items() for part in _names(name, old)}
         for step in self.saved.get("pending", ()):
             new.append({})
+            for name in sorted(step.keys() - known):
+                self._try(self._stranger, "mean", name)
             for name, old in self.before.items():
                 if any(part in step for part in _names(name, old)):
                     new[-1].update(self._try(self._pending_of, name, old, step))
@@ -243,7 +247,8 @@ class Carrier:
         else:
             values = _carried(name, old, cut, step, "a mean")
         for part, value in values.items():
-            why = "" if isinstance(value, dict) else _unlike(value, self.exchanger.pieces[part].variable.shape, None)
+            variable = self.exchanger.pieces[part].variable
+            why = _unlike_rows(value, variable.shape) if variable.sparse else _unlike(value, variable.shape, None)
             if why:
                 raise Misfit(f"the checkpoint holds a mean of {part!r} that was still to be applied, which {why}")
         return values
@@ -279,17 +284,39 @@ def _unlike(value: Any, wanted: Any, dtype: str | None = "float32") -> str:
     if tuple(value.shape) != tuple(wanted):
         return f"should have the shape {list(wanted)}, and has {list(value.shape)}"
     kind = kernels_of(value).dtype(value)
-    return "" if dtype is None or kind == dtype else f"should be {dtype}, and is {kind}"
+    right = kind == dtype if dtype else floats(kind)
+    return "" if right else f"should be {dtype or 'of floats'}, and is {kind}"
+
+
+def _unlike_rows(value: Any, shape: tuple[int, ...]) -> str:
+    """How a value differs from distinct rows of a variable; empty if it does not."""
+    if not isinstance(value, dict):
+        return "should be rows and their values, and is not"
+    rows, values = value["rows"], value["values"]
+    why = _unlike(values, (values.shape[0] if len(values.shape) else 0, *shape[1:]), None)
+    if why or len(rows.shape) != 1 or not kernels_of(rows).dtype(rows).startswith("int"):
+        return why or "should have one whole number for each row, and has not"
+    numbers = kernels_of(rows).to_list(rows)
+    if len(numbers) != values.shape[0] or not (numbers == [NOTHING] or all(0 <= n < shape[0] for n in numbers)):
+        return f"should have row numbers below {shape[0]}, one for each of its {values.shape[0]} rows, and has not"
+    return ""
+
+
+def _layout(value: Any) -> Any:
+    """The names, types and shapes in a value."""
+    if isinstance(value, dict):
+        return {key: _layout(item) for key, item in value.items()}
+    return (kernels_of(value).dtype(value), *value.shape) if hasattr(value, "shape") else "a number"
 
 
 def _mean_value(values: list[Any], count: int, what: str) -> Any:
     """The mean over ranks; a rank without a value counts as zero."""
+    if any(_layout(value) != _layout(values[0]) for value in values):
+        raise Misfit(f"{what} has other shapes on other ranks of the checkpoint")
     if isinstance(values[0], dict):
         return {key: _mean_value([value[key] for value in values], count, what) for key in values[0]}
     if isinstance(values[0], (int, float)):
         return values[0] if len(set(values)) == 1 else sum(values) / len(values)
-    if len({tuple(value.shape) for value in values}) > 1:
-        raise Misfit(f"{what} has other shapes on other ranks of the checkpoint")
     return sum(values[1:], start=values[0]) / count
 
 
@@ -298,13 +325,14 @@ def _carried(name: str, old: Cut, cut: Cut, values: dict[str, Any], what: str) -
     kept = [values.get(part) for part in parts]
     if all(value is None for value in kept):
         return {}
-    shape = list(cut["shape"])
+    shape, some = list(cut["shape"]), next(value for value in kept if value is not None)
+    nested, dtype = isinstance(some, dict), kernels_of(some).dtype(some) if what == "a mean" else "float32"
     for part, value, n in zip(parts, kept, old.get("sizes") or [0], strict=False):
         own = shape if old["axis"] is None else [*shape[: old["axis"]], n, *shape[old["axis"] + 1 :]]
-        leaves: list[Any] = list(value.values()) if isinstance(value, dict) else [value]
-        for leaf in leaves:
-            if hasattr(leaf, "shape") and list(leaf.shape) != own:
-                raise Misfit(f"the checkpoint holds {what} of {part!r}, which {_unlike(leaf, own)}")
+        wanted = {key: own if hasattr(one, "shape") else float for key, one in some.items()} if nested else own
+        why = "" if value is None else _unlike(value, wanted, dtype)
+        if why:
+            raise Misfit(f"the checkpoint holds {what} of {part!r}, which {why}")
     whole = _joined(kept, old["axis"], old.get("sizes", []))
     if cut["axis"] is None:
         return {name: whole}

@@ -12,34 +12,33 @@ this run's loss scale. A variable that is new starts with nothing.
 ``memory`` says what becomes of the rest: "strict" refuses it before anything is changed; "keep" keeps each memory that
 fits (the same name and shape, and the same kind of memory, whatever else changed), and a warning says what was dropped;
 "reset" starts with empty memories. The step counter is restored in each case.
+
+Every save has an id, the same on all ranks, and the ranks compare what they are about to load: it must be of one save.
+What a state looks like, and how it is known to be whole, stands in :mod:`grace.form`.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from grace import form
+from grace.agreement import tell
+from grace.backend import Backend
 from grace.carry import HOW, Carrier, Cuts, Misfit, bare
-from grace.errors import ConfigError, ExchangeError
+from grace.errors import ConfigError, ExchangeError, RankError
 from grace.exchanger import Exchanger
 from grace.rows import Slices
 from grace.variable import unwrapped
 
-VERSION = 1
 MODES = ("strict", "keep", "reset")
 WITHOUT = (
     "the checkpoint has no 'grace' entry: it was saved by a plain optimizer. To start with empty memories call "
     "load_state_dict(state, memory='reset')"
 )
-FORM: dict[str, Any] = {
-    **dict.fromkeys(("step", "seed", "rank", "size"), int),
-    "loss_scale": (int, float),
-    "components": str,
-    "state": dict,
-}
-"""What a checkpoint must have."""
 
 
 def save(exchanger: Exchanger) -> dict[str, Any]:
@@ -48,11 +47,16 @@ def save(exchanger: Exchanger) -> dict[str, Any]:
     Raises:
         ExchangeError: a step is under way.
     """
+    return form.seal(_saved(exchanger))
+
+
+def _saved(exchanger: Exchanger) -> dict[str, Any]:
     check_settled(exchanger)
     context = exchanger.context
     pending = exchanger.pending()  # first: what is on its way may still change what a destination keeps
-    saved = {
-        "version": VERSION,
+    return {
+        "version": form.VERSION,
+        "id": f"{exchanger.run}.{context.step}",
         "components": exchanger.name,
         "pieces": cuts_of(exchanger),
         "step": context.step,
@@ -65,7 +69,6 @@ def save(exchanger: Exchanger) -> dict[str, Any]:
         "state": exchanger.state(),
         "pending": [{name: plain(value) for name, value in step.items()} for step in pending],
     }
-    return {**saved, "holds": list(_held(saved))}
 
 
 def check_settled(exchanger: Any) -> None:
@@ -129,26 +132,30 @@ def say_whose(exchanger: Exchanger, called: str, better: str) -> None:
         )
 
 
-def gather(exchanger: Exchanger) -> dict[str, Any]:
-    """All ranks' state in one; every rank must call it."""
-    saved = save(exchanger)
-    own = {
-        kind: {name: value for name, value in values.items() if name not in saved["shared"].get(kind, ())}
-        for kind, values in saved["state"].items()
-    }
-    full = {**saved, "ranks": exchanger.backend.allgather_object(own)}
-    return {**full, "holds": list(_held(full))}
+def gather(exchanger: Exchanger, settle: Callable[[], Any] = lambda: None) -> dict[str, Any]:
+    """All ranks' state in one; every rank must call it.
 
+    Args:
+        settle: called first; it raises if a step is under way of which the exchanger does not know.
 
-def _held(saved: dict[str, Any]) -> Iterator[str]:
-    """What the entry holds, item by item, so that one from which something is missing is known."""
-    for whose, state in [
-        ("", saved["state"]),
-        *((f" of rank {i}", one) for i, one in enumerate(saved.get("ranks", ()))),
-    ]:
-        yield from (f"the {kind} of {name!r}{whose}" for kind, values in state.items() for name in values)
-    for i, step in enumerate(saved.get("pending", ())):
-        yield from (f"mean {i} of {name!r}" for name in step)
+    Raises:
+        ExchangeError: a step is under way.
+        RankError: another rank failed to save.
+    """
+    saved: dict[str, Any] = {}
+    own: dict[str, dict[str, Any]] = {}
+    error: Exception | None = None
+    try:
+        settle()
+        saved = _saved(exchanger)
+        shared_by = saved["shared"]
+        own = {
+            kind: {name: value for name, value in values.items() if name not in shared_by.get(kind, ())}
+            for kind, values in saved["state"].items()
+        }
+    except Exception as raised:
+        error = raised
+    return form.seal({**saved, "ranks": tell(exchanger.backend, "a state to save", own, error, "could not save")})
 
 
 @dataclass
@@ -156,24 +163,73 @@ class Loaded:
     """What a checkpoint brings, once it is known to fit: state by kind and piece, and the rest."""
 
     step: int | None
+    id: str | None = None
     loss_scale: float = 1.0
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     pending: list[dict[str, Any]] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
 
 
-def load(exchanger: Exchanger, saved: dict[str, Any] | None, memory: str = "strict") -> None:
-    """Restore, by the rules above; nothing changes if that is refused.
+def load(
+    exchanger: Exchanger,
+    read: Callable[[], Any],
+    memory: str = "strict",
+    inside: Callable[[Any], Any] = lambda saved: saved,
+) -> None:
+    """Restore, by the rules above; nothing changes if that is refused on some rank. Every rank must call it.
+
+    Args:
+        read: gives what was saved; it raises if that cannot be read, or a step is under way of which the exchanger
+            does not know.
+        inside: what was saved, as the exchange computes with it.
 
     Raises:
         ConfigError: the checkpoint has no state, or it belongs to other components, another rank or
             another number of ranks; the message says what to do.
         ExchangeError: a step is under way.
+        RankError: it was refused on another rank, or the ranks load different ones.
     """
-    apply(exchanger, prepare(exchanger, saved, memory))
+    saved, loaded, error = None, None, None
+    try:
+        saved = read()
+        loaded = prepare(exchanger, saved, memory, inside)
+    except Exception as raised:
+        error = raised
+    compare(exchanger.backend, saved, memory, error)
+    assert loaded is not None
+    apply(exchanger, loaded)
 
 
-def prepare(exchanger: Exchanger, saved: dict[str, Any] | None, memory: str = "strict") -> Loaded:
+NOTHING: dict[str, Any] = {}
+"""Instead of a checkpoint, where a rank loads none."""
+
+
+def compare(backend: Backend, saved: Any, memory: str, error: BaseException | None = None) -> None:
+    """Compare over the ranks what they are about to load; every rank must call it, with the error if it refused.
+
+    Raises:
+        RankError: another rank refused, or they are not of one save.
+    """
+    facts = ["no checkpoint"] if saved is NOTHING else ["a checkpoint of a plain optimizer"]
+    if error is None and saved:
+        known = f"of step {saved['step']}", f"of {saved['size']} ranks", f"of the save {saved.get('id')}"
+        facts = [f"a checkpoint {fact}" for fact in (*known, f"with memory={memory!r}")]
+    told = tell(backend, "a checkpoint", facts, error, "did not load its checkpoint")
+    for rank, other in enumerate(told):
+        for mine, theirs in zip(told[0], other, strict=False):
+            if mine != theirs:
+                raise RankError(
+                    f"rank 0 loads {mine}, rank {rank} {theirs}. Let every rank load what was saved at the same "
+                    "moment: the same file, or its own of one save"
+                )
+
+
+def prepare(
+    exchanger: Exchanger,
+    saved: dict[str, Any] | None,
+    memory: str = "strict",
+    inside: Callable[[Any], Any] = lambda saved: saved,
+) -> Loaded:
     """What :func:`load` would load; it changes nothing."""
     check_mode(memory)
     check_settled(exchanger)
@@ -182,22 +238,20 @@ def prepare(exchanger: Exchanger, saved: dict[str, Any] | None, memory: str = "s
             raise ConfigError(WITHOUT)
         dropped = [] if memory == "reset" else ["everything: it was saved by a plain optimizer"]
         return Loaded(None, dropped=dropped)
-    _check_form(saved)
-    loaded = Loaded(saved["step"], float(saved["loss_scale"]))
+    form.check(saved)
+    loaded = Loaded(saved["step"], saved.get("id"), float(saved["loss_scale"]))
+    strict = memory == "strict"
+    spoilt = form.spoilt(saved) if memory != "reset" else {}
+    if spoilt and strict:
+        more = f" ({len(spoilt) - 1} values more are missing or damaged)" if len(spoilt) > 1 else ""
+        raise ConfigError(f"{next(iter(spoilt.values()))}{more}; {HOW}")
+    form.check_facts(saved)
     if memory == "reset":
         return loaded
-    strict = memory == "strict"
-    missing = sorted(set(saved.get("holds", ())) - set(_held(saved)))
-    if missing:
-        why = (
-            f"the checkpoint should hold {missing[0]}"
-            + (f" and {len(missing) - 1} values more" if len(missing) > 1 else "")
-            + ", and does not. torch.distributed.checkpoint loads only what is in the dict that it is given: save "
-            "full_state_dict(packed=True), and let it load into that of the new optimizer"
-        )
-        if strict:
-            raise ConfigError(f"{why}; {HOW}")
-        loaded.dropped.append(why)
+    if spoilt:
+        loaded.dropped += spoilt.values()
+        saved = form.without(saved, spoilt)
+    saved = inside(saved)
     saved, context, now = _renamed(saved, list(exchanger.pieces_of)), exchanger.context, exchanger.name
     if strict:
         by_strategy = any(name.startswith("strategy ") for name in (saved["components"], now))
@@ -239,6 +293,7 @@ def apply(exchanger: Exchanger, loaded: Loaded) -> None:
         component.state.commit()
     if loaded.step is None:
         return
+    exchanger.run = f"{zlib.crc32(f'{exchanger.run} {loaded.id}'.encode()):08x}"  # what follows has other ids
     exchanger.context.step, exchanger.context.loss_scale = loaded.step, loaded.loss_scale
     exchanger.restore_pending([{name: rich(value) for name, value in step.items()} for step in loaded.pending])
     exchanger.resumed()
@@ -258,22 +313,6 @@ def plain(value: Any) -> Any:
 def rich(value: Any) -> Any:
     """The inverse of :func:`plain`."""
     return Slices(value["values"], value["rows"]) if isinstance(value, dict) else value
-
-
-def _check_form(saved: Any) -> None:
-    """Refuse what no Grace has saved, or another version."""
-    if isinstance(saved, dict) and saved.get("version", VERSION) != VERSION:
-        raise ConfigError(f"the checkpoint's format is version {saved.get('version')}, this Grace reads {VERSION}")
-    for key, kind in FORM.items():
-        if not isinstance(saved, dict) or not isinstance(saved.get(key), kind):
-            raise ConfigError(f"the checkpoint's 'grace' entry is none: its {key!r} is missing or damaged")
-    states = [saved["state"], *saved.get("ranks", ())]
-    if not all(isinstance(values, dict) for state in states for values in state.values()):
-        raise ConfigError("the checkpoint's 'grace' entry is none: its 'state' is damaged")
-    if "ranks" in saved and len(saved["ranks"]) != saved["size"]:
-        raise ConfigError(
-            f"the checkpoint's 'grace' entry is damaged: it is of {saved['size']} ranks and holds {len(saved['ranks'])}"
-        )
 
 
 def _renamed(saved: dict[str, Any], now: list[str]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -65,6 +66,8 @@ class Exchanger:
         self.communicators = list({id(piece.communicator): piece.communicator for piece in pieces}.values())
         self.hierarchical = hierarchical
         self.hierarchy: Hierarchy | None = None
+        self.run = ""
+        """The same on all ranks, and another after each start and each load: what is saved at a step is known by it."""
         self._nodes: list[str] = []
         self._levels: dict[tuple[int, int], Levels] = {}
         self._bind(backend)
@@ -116,7 +119,9 @@ class Exchanger:
         Raises:
             RankError: they differ; the message names the first difference.
         """
-        self._leases.offers = agree(self.backend, [*self.settings, *self.facts()], beside=self._leases.offer())
+        mine = self._leases.offer(), secrets.token_hex(4)
+        told = agree(self.backend, [*self.settings, *self.facts()], beside=mine)
+        self._leases.offers, self.run = [offer for offer, _ in told], told[0][1]
         self.channel = self._averaging.backend = self._leases.take()
         if self.hierarchical:
             self.hierarchy = Hierarchy(self.backend, self.node_names())

@@ -92,7 +92,7 @@ class RowCompressor(Compressor):
         k = kernels_of(tensor)
         payload, ctx = self.inner.compress(tensor, name)
         layout = self._layout(payload)
-        coded = [part if _floats(dtype) else k.to_bytes(part) for part, (dtype, _) in zip(payload, layout, strict=True)]
+        coded = [part if floats(dtype) else k.to_bytes(part) for part, (dtype, _) in zip(payload, layout, strict=True)]
         return [*coded, self.rows[name]], (ctx, tuple(tensor.shape), name, layout)
 
     def accumulate(self, payload, ctx, out, weight=1.0):
@@ -145,7 +145,8 @@ def outside(rows: Tensor, n: int) -> bool:
     return any(not 0 <= row < n for row in k.to_list(k.join([rows[:1], rows[-1:]])))
 
 
-def _floats(dtype: str) -> bool:
+def floats(dtype: str) -> bool:
+    """Whether this is a type of floats."""
     return dtype.startswith(("float", "bfloat"))
 
 
@@ -153,7 +154,7 @@ def _decoded(payload: Payload, layout: Sequence[tuple[str, tuple[int, ...]]]) ->
     """What the inner compressor made, out of bytes where they are no floats."""
     k, tensors = kernels_of(payload[0]), []
     for part, (dtype, shape) in zip(payload, layout, strict=True):
-        if not _floats(dtype):
+        if not floats(dtype):
             item = ITEM_SIZE[dtype] * math.prod(shape[1:])
             count = part.shape[0] // item
             check_count("bytes of codes", part.shape[0], count * item)

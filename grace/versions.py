@@ -31,7 +31,7 @@ def versions(backend: Backend) -> list[tuple[str, str]]:
     >>> versions(LocalBackend())[0]
     ('the backend', 'grace.local.LocalBackend')
     """
-    from grace import checkpoint, wire
+    from grace import form, wire
     from grace.strategy import plan
 
     kind = type(backend)
@@ -39,6 +39,6 @@ def versions(backend: Backend) -> list[tuple[str, str]]:
         ("the backend", f"{kind.__module__}.{kind.__qualname__}"),
         ("wires of version", str(wire.VERSION)),
         ("strategies of version", str(plan.VERSION)),
-        ("checkpoints of version", str(checkpoint.VERSION)),
+        ("checkpoints of version", str(form.VERSION)),
         ("compiled kernels:", fused()),
     ]

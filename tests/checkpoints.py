@@ -8,6 +8,7 @@ import torch
 from training import Given, copied, digest, made_up
 
 import grace
+from grace import form
 
 SHAPES = {"w": (12, 8), "v": (40,)}
 
@@ -33,6 +34,11 @@ def saved_by(*choices, everyone=True, **options):
     model, optimizer = made(*choices, **options)
     steps(model, optimizer, range(3))
     return copied(optimizer.full_state_dict() if everyone else optimizer.state_dict())
+
+
+def sealed(saved):
+    """The same with checksums of what it holds now, as if it had been saved so."""
+    return {**saved, "grace": form.seal(saved["grace"])}
 
 
 def load(optimizer, saved, memory="strict"):

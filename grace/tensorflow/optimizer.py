@@ -254,16 +254,11 @@ def DistributedOptimizer(
     inner: Any = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
     if isinstance(inner, DistributedMixin):
         raise ConfigError("this optimizer is distributed already")
-    if process_set is not None:
-        if backend is not None:
-            raise ConfigError("give a process_set or a backend, not both")
-        from grace.tensorflow.backends.horovod import HorovodBackend
-
-        backend = HorovodBackend(process_set)
+    backend = engine_of(process_set, backend)
     known = weakref.ref(inner)  # which holds the session
     session = Session(
         Choices(compressor, memory, communicator, strategy),
-        current() if backend is None else backend,
+        backend,
         reduction=Reduction(op, gradient_predivide_factor),
         group_bytes=group_bytes,
         seed=seed,
@@ -281,6 +276,17 @@ def DistributedOptimizer(
     weakref.finalize(inner, session.close).atexit = False
     finite_everywhere()
     return optimizer
+
+
+def engine_of(process_set: Any = None, backend: Backend | None = None) -> Backend:
+    """The backend of a process set, or the one given; that of ``grace.init()`` if neither is."""
+    if process_set is None:
+        return current() if backend is None else backend
+    if backend is not None:
+        raise ConfigError("give a process_set or a backend, not both")
+    from grace.tensorflow.backends.horovod import HorovodBackend
+
+    return HorovodBackend(process_set)
 
 
 def check_momentum(communicators: Iterable[Communicator], optimizer: Any, later: bool = False) -> None:

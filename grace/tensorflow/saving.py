@@ -12,8 +12,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from grace.checkpoint import say_whose
+from grace.checkpoint import check_mode, compare, say_whose
 from grace.errors import ConfigError
+from grace.files import save_from_root
+from grace.form import MODEL, damaged
 
 FILE = "grace_state.npz"
 """In the archive that Keras saves, among the assets of the optimizer."""
@@ -43,17 +45,25 @@ def encode(state: Any) -> bytes:
 
 
 def decode(raw: bytes) -> Any:
-    """The inverse of :func:`encode`, with arrays for tensors."""
-    with np.load(io.BytesIO(raw), allow_pickle=False) as file:
+    """The inverse of :func:`encode`, with arrays for tensors.
 
-        def full(value: Any) -> Any:
-            if isinstance(value, dict):
-                if "tensor" in value:
-                    return file[f"tensor{value['tensor']}"]
-                return {key: full(item) for key, item in value["dict"].items()}
-            return [full(item) for item in value] if isinstance(value, list) else value
+    Raises:
+        ConfigError: it is damaged.
+    """
+    try:
+        with np.load(io.BytesIO(raw), allow_pickle=False) as file:
 
-        return full(json.loads(str(file["text"])))
+            def full(value: Any) -> Any:
+                if isinstance(value, dict):
+                    if "tensor" in value:
+                        return file[f"tensor{value['tensor']}"]
+                    return {key: full(item) for key, item in value["dict"].items()}
+                return [full(item) for item in value] if isinstance(value, list) else value
+
+            found = full(json.loads(str(file["text"])))
+    except Exception as error:  # of whatever kind, by the readers of zip files, arrays and JSON
+        raise damaged(f"its bytes cannot be read: {error}") from error
+    return found
 
 
 class Remembered(tf.train.experimental.PythonState):
@@ -81,9 +91,10 @@ class Remembered(tf.train.experimental.PythonState):
 
     def deserialize(self, string_value: bytes) -> None:
         """Go on from there."""
-        state = decode(string_value)["state"]
-        if state is not None:
-            self.session.restore(state)
+        found = decode(string_value)
+        MODEL(found, "")
+        if found["state"] is not None:
+            self.session.restore(found["state"])
 
 
 def distributed(optimizer: Any) -> Any:
@@ -97,7 +108,8 @@ def distributed(optimizer: Any) -> Any:
 def save_model(model: keras.Model, path: str | Path) -> None:
     """Save the whole model in one ``.keras`` file, with the memories of all ranks; every rank must call it.
 
-    Rank 0 writes it. ``model.save`` on a single rank saves that rank's memories only.
+    Rank 0 writes it, beside what is there, and then puts it in its place: if that fails, or the program is killed, the
+    last good file stays. ``model.save`` writes in place, and on a single rank saves that rank's memories only.
 
     Args:
         model: compiled with a distributed optimizer.
@@ -105,6 +117,7 @@ def save_model(model: keras.Model, path: str | Path) -> None:
 
     Raises:
         ConfigError: its optimizer is not a distributed one.
+        RankError: rank 0, where the error itself is raised, could not write it.
     """
     optimizer = distributed(model.optimizer)
     if optimizer is None:
@@ -112,17 +125,17 @@ def save_model(model: keras.Model, path: str | Path) -> None:
     remembered, session = optimizer.grace_state, optimizer._grace
     remembered.everyone = session.state(everyone=True)
     try:
-        if session.backend.rank == 0:
-            model.save(path)
+        save_from_root(path, model.save, backend=session.backend)
     finally:
         remembered.everyone = None
-    session.backend.allgather_object("saved")  # nobody goes on to load what is not there yet
 
 
 def load_model(
     path: str | Path, *choices: Any, memory_state: str = "strict", custom_objects: Any = None, **options: Any
 ):
     """Load a model that was saved with a distributed optimizer; its optimizer is distributed again, and goes on.
+
+    Every rank must call it. What is refused on one is refused on all.
 
     Args:
         path: what ``model.save`` wrote on this rank, or :func:`save_model` on rank 0.
@@ -133,14 +146,32 @@ def load_model(
         options: further ones of :func:`~grace.tensorflow.DistributedOptimizer`; as they were, if left out.
 
     Raises:
-        ConfigError: the file holds no compiled model, or memories that do not go with this run.
+        ConfigError: the file is damaged, holds no compiled model, or memories that do not go with this run.
+        RankError: it was refused on another rank, or the ranks load files of different saves.
     """
+    from grace.tensorflow.optimizer import engine_of
+
+    model = saved = error = None
+    try:
+        saved = _saved_in(Path(path))
+        model = _loaded(path, saved, choices, memory_state, custom_objects, options)
+    except Exception as raised:
+        error = raised
+    ranks = engine_of(options.get("process_set"), options.get("backend"))
+    compare(ranks, saved and saved["state"], memory_state, error)
+    return model
+
+
+def _loaded(
+    path: str | Path, saved: Any, choices: Any, memory_state: str, custom_objects: Any, options: dict[str, Any]
+) -> Any:
+    """The model; ``saved`` is what its file holds of Grace's."""
     from grace.tensorflow.optimizer import DistributedOptimizer
 
+    check_mode(memory_state)
     model = keras.saving.load_model(path, custom_objects=custom_objects)
     if model.optimizer is None:
         raise ConfigError(f"{path} holds a model that was not compiled; load it with keras.saving.load_model")
-    saved = _saved_in(Path(path))
     if saved is None and memory_state == "strict":
         raise ConfigError(
             f"{path} was saved with a plain optimizer. Load it with keras.saving.load_model and make its optimizer "
@@ -157,8 +188,22 @@ def load_model(
 
 
 def _saved_in(path: Path) -> dict[str, Any] | None:
-    with zipfile.ZipFile(path) as archive:
-        for where in ("optimizer", "optimizer/inner_optimizer"):
-            if f"assets/{where}/{FILE}" in archive.namelist():
-                return decode(archive.read(f"assets/{where}/{FILE}"))
+    """What a model's file holds of Grace's; None if there is nothing.
+
+    Raises:
+        ConfigError: the file is missing or damaged.
+    """
+    if not path.exists():
+        raise ConfigError(f"there is no file {path}")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if (bad := archive.testzip()) is not None:
+                raise ConfigError(f"its {bad} is not what was written")
+            for where in ("optimizer", "optimizer/inner_optimizer"):
+                if f"assets/{where}/{FILE}" in archive.namelist():
+                    found = decode(archive.read(f"assets/{where}/{FILE}"))
+                    MODEL(found, "")
+                    return found
+    except Exception as error:  # of whatever kind, by Python's zip reader
+        raise ConfigError(f"{path} is damaged or not complete: {error}") from error
     return None

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from grace import checkpoint
-from grace.agreement import agree, tell
+from grace import checkpoint, form
+from grace.agreement import tell
 from grace.backend import Backend
 from grace.communicator import Communicator
 from grace.component import Context
@@ -152,13 +152,11 @@ class Session:
         exchanger.computing = self.medium.computing
         self.needs_lr = any(communicator.memory.needs_lr for communicator in exchanger.communicators)
         self.late = {id(value_of(variables[i])) for i in self._delayed(exchanger)}
-        error: Exception | None = None
-        try:
-            if self.saved is not None:
-                checkpoint.load(exchanger, self.inside(self.saved[0]), self.saved[1])
-        except Exception as raised:
-            error = raised
-        agree(self.backend, [("a checkpoint", "none" if self.saved is None else "loaded")], error)
+        if self.saved is None:
+            checkpoint.compare(self.backend, checkpoint.NOTHING, "strict")
+        else:
+            saved, memory = self.saved
+            checkpoint.load(exchanger, lambda: saved, memory, self.inside)
         if self.broadcast:
             broadcast_variables(variables, 0, self.backend)
         for group in exchanger.groups:  # Horovod's errors name operations: let them say a variable
@@ -362,8 +360,10 @@ class Session:
         if self.exchanger is not None:
             if self.exchanger.begun:
                 self.exchanger.abandon()
-            checkpoint.load(self.exchanger, self.inside(saved), memory)
+            checkpoint.load(self.exchanger, lambda: saved, memory, self.inside)
         else:
+            if saved is not None:
+                form.check(saved)
             self.saved = (saved, memory)
 
 

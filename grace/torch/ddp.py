@@ -59,25 +59,30 @@ class DDPState:
         Raises:
             ExchangeError: a step is under way (known if the hook was given the optimizer).
         """
-        checkpoint.check_settled(self)
-        self.close_step()
+        self._settle()
         checkpoint.say_whose(self.exchanger, "state.state_dict()", "state.full_state_dict()")
         return checkpoint.save(self.exchanger)
 
     def full_state_dict(self, packed: bool = False) -> Any:
         """What all ranks remember; every rank must call it. If ``packed``, as one value, bytes, which
         ``torch.distributed.checkpoint`` loads whole."""
-        checkpoint.check_settled(self)
-        self.close_step()
-        saved = checkpoint.gather(self.exchanger)
+        saved = checkpoint.gather(self.exchanger, self._settle)
         return packed_up(saved) if packed else saved
 
     def load_state_dict(self, state: Any, memory: str = "strict") -> None:
-        """Restore; see :mod:`grace.checkpoint` for the rules, and for what ``memory`` may be."""
+        """Restore; see :mod:`grace.checkpoint` for the rules, and for what ``memory`` may be. Every rank must call
+        it."""
+        parameters = {name: p for p, name in self.names.items()}
+
+        def read() -> Any:
+            self._settle()
+            return unpacked(state)
+
+        checkpoint.load(self.exchanger, read, memory, lambda saved: on_devices(saved, parameters))
+
+    def _settle(self) -> None:
         checkpoint.check_settled(self)
         self.close_step()
-        parameters = {name: p for p, name in self.names.items()}
-        checkpoint.load(self.exchanger, on_devices(unpacked(state), parameters), memory)
 
     def _after_step(self, *ignored: Any) -> None:
         self.stepped = True

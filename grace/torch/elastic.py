@@ -17,9 +17,10 @@ from typing import Any
 import horovod.torch as hvd
 from horovod.torch.elastic.state import StateHandler, get_handler_registry, set_handler_registry
 
+from grace import form
 from grace.runtime import current
 from grace.torch.parameters import broadcast_optimizer_state
-from grace.torch.saving import StateMixin, rank_state
+from grace.torch.saving import StateMixin, load_state, rank_state
 
 
 class OptimizerState(StateHandler):
@@ -40,8 +41,8 @@ class OptimizerState(StateHandler):
         session.abandon()
         saved, context = self.saved["grace"], session.context
         moved = (saved["rank"], saved["size"]) != (context.rank, context.size)  # the memories are this rank's own
-        saved.update(rank=context.rank, size=context.size)
-        self.value.load_state_dict(self.saved, memory="keep" if moved else "strict")
+        saved = form.seal({**saved, "rank": context.rank, "size": context.size})
+        load_state(self.value, {**self.saved, "grace": saved}, "keep" if moved else "strict")  # asks no other rank
 
     def rejoin(self) -> None:
         """The ranks are others now. Said here: Horovod does not synchronize when ranks have only gone."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import sys
 import warnings
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import torch
 
-from grace import checkpoint
+from grace import checkpoint, form
 from grace.errors import ConfigError
 from grace.exchange import Traffic
 from grace.torch.session import Session
@@ -73,14 +75,14 @@ class StateMixin:
         Raises:
             ExchangeError: a step is under way.
         """
-        checkpoint.check_settled(self._grace)
+        saved = checkpoint.gather(self._grace.exchanger, lambda: checkpoint.check_settled(self._grace))
         state = super().state_dict()  # type: ignore[misc]
-        saved = checkpoint.gather(self._grace.exchanger)
         state["grace"] = packed_up(saved) if packed else saved
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any], memory: str = "strict") -> None:
-        """Restore. A run that is stopped and resumed continues bit for bit; what is refused changes nothing.
+        """Restore. A run that is stopped and resumed continues bit for bit; what is refused on some rank changes
+        nothing on any. Every rank must call it.
 
         Args:
             state_dict: from ``state_dict()`` of the same rank, or from ``full_state_dict()``.
@@ -88,22 +90,13 @@ class StateMixin:
                 "reset" to start with empty ones.
 
         Raises:
-            ConfigError: the memories belong to another rank, number of ranks or method.
+            ConfigError: the memories belong to another rank, number of ranks or method, or are damaged.
             ExchangeError: a step is under way.
+            RankError: it was refused on another rank, or the ranks load states of different saves.
         """
-        checkpoint.check_settled(self._grace)
-        plain, saved = _taken(state_dict, self._grace.exchanger.backend.rank)
-        if saved is None and _asking() is not None and memory == "strict":
-            memory = "keep"  # whoever calls torch's functions cannot say it
-        saved = saved and on_devices(saved, self._grace.parameters)
-        loaded = checkpoint.prepare(self._grace.exchanger, saved, memory)
-        before = dict(vars(self))
-        try:
-            super().load_state_dict(plain)  # type: ignore[misc]
-        except BaseException:
-            vars(self).update(before)
-            raise
-        checkpoint.apply(self._grace.exchanger, loaded)
+        if memory == "strict" and _asking() is not None:
+            memory = "maybe"  # whoever calls torch's functions cannot say it
+        load_state(self, state_dict, memory, checkpoint.compare)
 
     @property
     def strategy(self) -> Any:
@@ -121,6 +114,46 @@ def rank_state(optimizer: Any) -> dict[str, Any]:
     return {**super(StateMixin, optimizer).state_dict(), "grace": checkpoint.save(optimizer._grace.exchanger)}
 
 
+def load_state(optimizer: Any, state_dict: Any, memory: str, compare: Callable[..., None] | None = None) -> None:
+    """Restore all of it or nothing.
+
+    Args:
+        memory: or "maybe": "keep" if there is nothing of Grace's in it, else "strict".
+        compare: with the other ranks; None to ask none of them.
+    """
+    session, before = optimizer._grace, dict(vars(optimizer))
+    exchanger, saved, loaded, error = session.exchanger, None, None, None
+    try:
+        try:
+            checkpoint.check_settled(session)
+            with _plainly():
+                plain, saved = _taken(state_dict, exchanger.backend.rank)
+            if memory == "maybe":
+                memory = "keep" if saved is None else "strict"
+            loaded = checkpoint.prepare(exchanger, saved, memory, lambda s: on_devices(s, session.parameters))
+            with _plainly():
+                super(StateMixin, optimizer).load_state_dict(plain)
+        except Exception as raised:
+            error = raised
+        if compare is not None:
+            compare(exchanger.backend, saved, memory, error)
+        elif error is not None:
+            raise error
+        checkpoint.apply(exchanger, cast(checkpoint.Loaded, loaded))
+    except BaseException:
+        vars(optimizer).update(before)
+        raise
+
+
+@contextlib.contextmanager
+def _plainly() -> Iterator[None]:
+    """The state of torch's own optimizer is read here, which torch uses before it looks at it."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError) as error:
+        raise ConfigError(f"the checkpoint's part of the optimizer itself is damaged: {error!r}") from error
+
+
 def packed_up(saved: dict[str, Any]) -> bytes:
     """A state as bytes, which ``torch.load`` reads with ``weights_only=True``."""
     file = io.BytesIO()
@@ -132,11 +165,18 @@ def unpacked(saved: Any) -> Any:
     """The inverse of :func:`packed_up`; what is not packed stays as it is."""
     if isinstance(saved, io.BytesIO):
         saved = saved.getvalue()
-    return torch.load(io.BytesIO(saved), weights_only=True) if isinstance(saved, bytes) else saved
+    if not isinstance(saved, bytes):
+        return saved
+    try:
+        return torch.load(io.BytesIO(saved), weights_only=True)
+    except Exception as error:  # of whatever kind, by torch's zip reader and its unpickler
+        raise form.damaged(f"it is packed, and cannot be read: {str(error)[:200]}") from error
 
 
-def _taken(state_dict: dict[str, Any], rank: int) -> tuple[dict[str, Any], Any]:
+def _taken(state_dict: Any, rank: int) -> tuple[dict[str, Any], Any]:
     """A state dict as torch knows it, and what Grace remembers: this rank's, if there are several."""
+    if not isinstance(state_dict, dict):
+        raise ConfigError(f"a state dict is a dict, not {form.short(state_dict)}")
     plain = {key: value for key, value in state_dict.items() if key != "grace"}
     groups, found = [], {}
     for group in plain.get("param_groups", ()):

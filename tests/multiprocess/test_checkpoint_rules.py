@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from checkpoints import SHAPES, load, made, saved_by, steps
+from checkpoints import SHAPES, load, made, saved_by, sealed, steps
 from pools import ranks_of
 from strategies import executed, strategy_of, whole
 from training import Given, copied, digest, state_of, weights
@@ -67,7 +67,7 @@ def bent(kind):
         saved["param_groups"][0]["params"].append(7)
     elif kind == "entry":
         saved["state"][0]["momentum_buffer"] = {1: Broken()}
-    return saved
+    return saved if kind in ("missing", "form") else sealed(saved)
 
 
 class Broken(list):

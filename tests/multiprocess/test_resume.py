@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from checkpoints import sealed
 from pool import Ranks
 from training import METHODS, OPTIMIZERS, copied, ddp, digest, distributed, loss_of, net, sgd, state_of, train, weights
 
@@ -162,16 +163,22 @@ def test_loading_another_ranks_memories_is_refused_with_what_to_do(two_ranks, co
         assert "memory='reset'" in message
 
 
+def resealed(saved, **changed):
+    """As if it had been saved with other settings."""
+    saved.update(sealed({**saved, "grace": {**saved["grace"], **changed}}))
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (lambda saved: saved.pop("grace"), "saved by a plain optimizer"),
         (lambda saved: saved["grace"].update(version=99), "version 99"),
-        (lambda saved: saved["grace"].update(components="allgather, qsgd, none"), "saved with allgather, qsgd, none"),
-        (lambda saved: saved["grace"].update(seed=5), "seed=5"),
+        (lambda saved: resealed(saved, components="allgather, qsgd, none"), "saved with allgather, qsgd, none"),
+        (lambda saved: resealed(saved, seed=5), "seed=5"),
+        (lambda saved: saved["grace"].update(step=5), "its checksum differs"),
         (lambda saved: saved["grace"]["state"]["memory"].update(gone=torch.zeros(3)), "'gone'"),
     ],
-    ids=["plain", "version", "components", "seed", "unknown variable"],
+    ids=["plain", "version", "components", "seed", "damaged", "unknown variable"],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(two_ranks, change, words):
     checkpoints = two_ranks.run(saved_states, "topk", False)

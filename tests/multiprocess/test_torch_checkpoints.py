@@ -152,7 +152,9 @@ def under_old_names(saved):
     rename = lambda values: {f"module._orig_mod.{name}": value for name, value in values.items()}  # noqa: E731
     entry = {**saved["grace"], "pieces": rename(saved["grace"]["pieces"])}
     entry["state"] = {kind: rename(values) for kind, values in entry["state"].items()}
-    del entry["holds"], entry["shared"]  # as earlier versions saved it
+    entry["version"] = 1  # as earlier versions saved it
+    for key in ("id", "holds", "shared", "checksums", "checksum"):
+        del entry[key]
     return {**saved, "grace": entry}
 
 

@@ -155,7 +155,7 @@ def refused() -> str:
     plain = made(mixed(), compressor="topk(ratio=0.3)")
     try:
         plain.load_state_dict(saved)
-    except grace.ConfigError as error:
+    except grace.GraceError as error:
         return str(error)
     return ""
 

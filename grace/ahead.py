@@ -19,7 +19,6 @@ from grace.compressor import Tensor
 from grace.errors import PayloadError
 from grace.exchange import Exchange, Group, Outcome, Traffic
 from grace.kernels import kernels_of
-from grace.wire import both, in_range
 
 PATIENCE, PATIENCE_AT_EXIT = 60.0, 5.0
 """Seconds to wait at the end for other ranks that are behind: in ``grace.shutdown()``, and in a script that forgot
@@ -177,27 +176,24 @@ class AheadExchange(Exchange):
         # buffers of its own: those of the step before may still be under way
         own = dataclasses.replace(group, wire=None, buffer=None, communicator=communicator.aside())
         self.traffic, self.loss_scale = traffic, communicator.context.loss_scale
-        with self._committing(gradients, present) as begun:
+        with self._committing(present) as sound:
             inner = launched_later(kind)(own, gradients, present, guard, Traffic())  # type: ignore[arg-type]
-            begun += inner.encoded
+            sound += inner.sound
         self.flight = Flight(inner, communicator.courier, self.loss_scale)
         self.flights.append(self.flight)
         self.handle = Handle(lambda: None)
 
     @contextlib.contextmanager
-    def _committing(self, gradients: Sequence[Any], present: Sequence[bool]) -> Iterator[list[Any]]:
+    def _committing(self, present: Sequence[bool]) -> Iterator[list[Any]]:
         """Keep what is learnt here. Where this rank has no gradient nothing is sent, so what it remembers stays."""
         keepers = self.communicator.keepers.items()
         parts = [part for kind, part in keepers if not kind.startswith("answer_memory")]
         absent = [name for name, here in zip(self.names, present, strict=True) if not here]
         held = [{name: part.state.pop(name) for name in absent if name in part.state} for part in parts]
-        begun: list[Any] = []
-        yield begun
-        k = self.kernels
+        sound: list[Any] = []
+        yield sound
         spoilt = [
-            name
-            for name, gradient, (payload, _) in zip(self.names, gradients, begun, strict=True)
-            if self.communicator.stateful and not bool(both(k.all_finite(_values(gradient)), in_range(k, payload)))
+            name for name, ok in zip(self.names, sound, strict=True) if self.communicator.stateful and not bool(ok)
         ]
         for part, kept in zip(parts, held, strict=True):
             for name in [*absent, *spoilt]:

@@ -16,7 +16,7 @@ from grace.group import Group, Outcome, Traffic
 from grace.kernels import kernels_of
 from grace.refusing import Refusing
 from grace.variable import Variable
-from grace.wire import OVERFLOW, Wire, both, in_range, mark
+from grace.wire import OVERFLOW, Wire, in_range, mark
 
 
 class Exchange(Refusing):
@@ -57,6 +57,8 @@ class Exchange(Refusing):
         self.encoded: list[tuple[Any, Any]] = []
         """Payload and ctx, per variable."""
         self.layouts: list[Wire] = []
+        self.sound: list[Any] = [True] * len(self.names)
+        """Whether what this rank sends is in range, per variable, as far as somebody has to know."""
         self._start(gradients)
 
     # -- sending ---------------------------------------------------------------------------------------
@@ -122,12 +124,13 @@ class Exchange(Refusing):
     def _packed(self, payloads: list[Any], inputs: list[Tensor] | None) -> Tensor:
         """The wire's buffer: the payloads, and statuses that say what is in the inputs."""
         sums = self.communicator.sums
-        finite: list[Any] = [True] * len(payloads)
-        if inputs is not None and not self.traits.carries_nonfinite:
-            finite = [
-                here and both(self.kernels.all_finite(x), in_range(self.kernels, payload))
+        if inputs is not None and (not self.traits.carries_nonfinite or self.communicator.delayed):
+            kept = self.communicator.stateful
+            self.sound = [
+                here and in_range(self.kernels, x, payload, kept)
                 for here, x, payload in zip(self.present, inputs, payloads, strict=True)
             ]
+        finite = [True] * len(payloads) if inputs is None else self.sound
         marks = [mark(here, ok, sums) for here, ok in zip(self.present, finite, strict=True)]
         reusable = self.traits.fixed_size and self.traits.rounds == 1
         if self.group.wire is None or not reusable:
@@ -311,22 +314,21 @@ class Exchange(Refusing):
 
     def _judge(self, wires: list[Tensor]) -> tuple[list[bool], list[bool]]:
         """Per variable: whether no rank had a gradient, and whether one overflowed."""
-        count = len(self.names)
+        count, finite = len(self.names), lambda tensors: all(bool(self.kernels.all_finite(t)) for t in tensors)
         missing = overflow = [False] * count
         if not all(self.present) or not self.traits.carries_nonfinite:
             ranks = [layout.statuses(buffer) for layout, buffer in zip(self.layouts, wires, strict=True)]
             missing = [all(rank[i] == 0 for rank in ranks) for i in range(count)]
             limit = math.inf if self.communicator.sums else OVERFLOW
             overflow = [any(not rank[i] < limit for rank in ranks) for i in range(count)]
-        if self.traits.carries_nonfinite and self.guard:
-            # a summed wire is numbers; in a wire of bytes they are what the payloads hold
-            numbers = (
-                wires
-                if self.communicator.sums
-                else [t for layout, w in zip(self.layouts, wires, strict=True) for p in layout.unpack(w) for t in p]
-            )
-            if not all(bool(self.kernels.all_finite(tensor)) for tensor in numbers):
-                overflow = [True] * count
+        sums = self.communicator.sums  # of finite numbers may be infinite
+        if (
+            self.guard
+            and (sums or self.traits.carries_nonfinite)
+            and not (sums and finite([wires[0][: self.wire.body]]))
+        ):
+            received = [layout.unpack(buffer) for layout, buffer in zip(self.layouts, wires, strict=True)]
+            overflow = [was or not all(finite(rank[i]) for rank in received) for i, was in enumerate(overflow)]
         return missing, overflow
 
     def _received(self, wires: list[Tensor]) -> list[list[Any]]:

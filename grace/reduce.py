@@ -11,7 +11,7 @@ from grace import tracing
 from grace.compressor import Payload, Tensor
 from grace.errors import PayloadError
 from grace.exchange import Exchange, Outcome
-from grace.wire import MISSING, OVERFLOW, REFUSED, Wire, both, in_range, mark
+from grace.wire import MISSING, OVERFLOW, REFUSED, Wire, in_range, mark
 
 
 class ReduceExchange(Exchange):
@@ -118,7 +118,7 @@ class ReduceExchange(Exchange):
                 marks = [REFUSED if other == name else MISSING for other in self.names] + [0] * self.wire.padding
                 return k.join([k.zeros((self.wire.body,), "uint8", wires[0]), k.full(marks, "uint8", wires[0])])
             with tracing.phase("update", variable=name):
-                ok = both(k.all_finite(mean), in_range(k, payload)) and max(ranks) < OVERFLOW
+                ok = in_range(k, mean, payload, answer.answer_memory.stateful) and max(ranks) < OVERFLOW
                 if all(status == MISSING for status in ranks) or not ok:
                     answer.answer_memory.state.rollback(name)
                 else:

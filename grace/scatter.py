@@ -12,7 +12,7 @@ from grace.compressor import Compressor, Payload, Tensor, Traits
 from grace.errors import PayloadError, payload_of
 from grace.exchange import Exchange, Outcome
 from grace.kernels import kernels_of
-from grace.wire import OVERFLOW, REFUSED, Wire, mark
+from grace.wire import OVERFLOW, REFUSED, Wire, in_range, mark
 
 
 def bounds(n: int, shards: int) -> list[tuple[int, int]]:
@@ -71,8 +71,12 @@ class ScatterExchange(Exchange):
         inputs = tracing.each("compensate", self.names, self._compensated, gradients)
         self.encoded = tracing.each("compress", self.names, self.sharded.compress, inputs)
         with tracing.phase("pack", group=self.group):
-            finite: list[Any] = [here and k.all_finite(x) for here, x in zip(self.present, inputs, strict=True)]
-            marks = [mark(here, ok, False) for here, ok in zip(self.present, finite, strict=True)]
+            kept = self.memory.stateful
+            self.sound = [
+                here and in_range(k, x, [tensor for shard in shards for tensor in shard], kept)
+                for here, x, (shards, _) in zip(self.present, inputs, self.encoded, strict=True)
+            ]
+            marks = [mark(here, ok, False) for here, ok in zip(self.present, self.sound, strict=True)]
             shards = [[payload[j] for payload, _ in self.encoded] for j in range(size)]
             self.wires = [Wire(k, payloads, False) for payloads in shards]
             self.longest = max(wire.length for wire in self.wires)
@@ -119,8 +123,8 @@ class ScatterExchange(Exchange):
         answers = tracing.each("compress", self.names, self._compressed_mean, means)
         with tracing.phase("pack", group=self.group):
             marks = [
-                OVERFLOW if spoilt else mark(True, k.all_finite(mean), False)
-                for spoilt, mean in zip(overflow, means, strict=True)
+                OVERFLOW if spoilt else mark(True, in_range(k, mean, payload, self._shard_memory.stateful), False)
+                for spoilt, mean, (payload, _) in zip(overflow, means, answers, strict=True)
             ]
             marks = [REFUSED if name == self.refused else m for name, m in zip(self.names, marks, strict=True)]
             buffer = self._padded(wire, [payload for payload, _ in answers], marks)

@@ -23,6 +23,9 @@ from grace.kernels import Kernels
 VERSION = 1
 """Of what travels: how payloads and statuses are packed. All ranks must have the same."""
 MISSING, PRESENT, OVERFLOW, REFUSED = 0, 1, 2, 3
+LARGEST = 2.0**95
+"""Of a finite tensor that a memory learns from: what a payload leaves out of it is finite, though methods may decode to
+2^31 times as much (random-k, unbiased) and sums over ranks to more."""
 ITEM_SIZE = {
     **dict.fromkeys(("float64", "int64"), 8),
     **dict.fromkeys(("float32", "int32"), 4),
@@ -44,13 +47,15 @@ def mark(present: bool, finite: Any, sums: bool) -> Any:
     return 1.0 / finite if sums else 2.0 - finite
 
 
-def in_range(k: Any, payload: Sequence[Tensor]) -> Any:
-    """Whether no number of a finite tensor became infinite in its payload, which only float16 makes of it; a bool, or a
-    0-d tensor of 1.0 or 0.0."""
-    found: Any = True
-    for tensor in payload:
-        if k.dtype(tensor) == "float16":
-            found = both(found, k.all_finite(tensor))
+def in_range(k: Any, tensor: Tensor, payload: Sequence[Tensor], kept: bool) -> Any:
+    """Whether a tensor and all numbers of its payload are finite (methods add, scale and round, so that a payload may
+    not be); a bool, or a 0-d tensor of 1.0 or 0.0.
+
+    Where something is ``kept`` of them, what is larger than :data:`LARGEST` counts as infinite."""
+    found = k.all_finite(tensor, LARGEST if kept else math.inf)
+    for part in payload:
+        if "float" in k.dtype(part):
+            found = both(found, k.all_finite(part))
     return found
 
 

@@ -45,7 +45,6 @@ class PowerSGD(Compressor):
         category="low-rank",
         contraction=True,
         summable=True,
-        carries_nonfinite=True,
         rounds=2,
         communicator="allreduce",
         memory="residual",

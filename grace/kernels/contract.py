@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -13,6 +14,9 @@ from grace.kernels.sparse_contract import SparseKernels
 from grace.kernels.value_contract import ValueKernels
 
 Tensor = Any
+
+
+LARGEST_FACTOR = 2.0**40
 
 
 def bucket_within(bucket_size: int, n: int) -> int:
@@ -123,8 +127,9 @@ class Kernels(ValueKernels, SparseKernels):
     # -- arithmetic ------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def all_finite(self, x: Tensor) -> Any:
-        """Whether no element is NaN or Inf: a bool, or 1.0 or 0.0 in a 0-d tensor where reading would wait."""
+    def all_finite(self, x: Tensor, most: float = math.inf) -> Any:
+        """Whether no element is NaN, Inf, or larger in magnitude than ``most`` (as float32): a bool, or 1.0 or 0.0 in a
+        0-d tensor where reading would wait."""
 
     @abc.abstractmethod
     def combine(self, a: float, x: Tensor, b: float, y: Tensor) -> Tensor:
@@ -161,7 +166,8 @@ class Kernels(ValueKernels, SparseKernels):
 
     @abc.abstractmethod
     def fill_zero_columns(self, x: Tensor, other: Tensor) -> Tensor:
-        """``x`` with each all-zero column replaced by that of ``other`` (matrices)."""
+        """``x`` with each column replaced by that of ``other`` that is all zero, or has elements beyond
+        :data:`LARGEST_FACTOR`, which products overflow with (matrices)."""
 
     # -- random numbers --------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ order, except that float64 sums are reassociated.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,6 @@ from numba import njit
 from grace.kernels.checks import check_count, check_packed, check_quantized
 from grace.kernels.contract import bucket_within
 from grace.kernels.loops import (
-    INF_BITS,
     LOW31,
     SHIFT8,
     TILE,
@@ -279,10 +279,10 @@ class FusedKernels(ValueFused, SparseFused, NumpyKernels):
     empty: Any = staticmethod(np.empty)
     """Makes the arrays that are returned: a 1-d one of so many elements; for frameworks that ask more of memory."""
 
-    def all_finite(self, x):
+    def all_finite(self, x, most=math.inf):
         if x.dtype != np.float32:
-            return super().all_finite(x)
-        return bool(_max_bits(x.reshape(-1).view(np.uint32)) < INF_BITS)
+            return super().all_finite(x, most)
+        return bool(_max_bits(x.reshape(-1).view(np.uint32)) <= f32(min(most, FLOAT32_MAX)).view(np.uint32))
 
     def combine(self, a, x, b, y):
         if not _plain(x, y):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
 from grace.kernels.checks import check_count, check_packed, check_quantized, check_range
-from grace.kernels.contract import Kernels, bucket_within
+from grace.kernels.contract import LARGEST_FACTOR, Kernels, bucket_within
 from grace.kernels.random import FEISTEL_ROUNDS, Stream, feistel_bits, philox
 from grace.kernels.sparse_reference import SparseReference
 from grace.kernels.value_reference import ValueReference
@@ -88,8 +89,8 @@ class NumpyKernels(ValueReference, SparseReference, Kernels):
     def dtype(self, x):
         return x.dtype.name
 
-    def all_finite(self, x) -> Any:
-        return bool(np.isfinite(x).all())
+    def all_finite(self, x, most=math.inf) -> Any:
+        return bool((np.isfinite(x) if most == math.inf else np.abs(x.astype(np.float32)) <= most).all())
 
     def combine(self, a, x, b, y):
         # asarray: NumPy makes scalars of 0-d results
@@ -121,7 +122,7 @@ class NumpyKernels(ValueReference, SparseReference, Kernels):
         return np.ascontiguousarray(np.linalg.qr(x)[0])
 
     def fill_zero_columns(self, x, other):
-        return np.where((x == 0).all(axis=0), other, x)
+        return np.where((x != 0).any(axis=0) & (np.abs(x) <= LARGEST_FACTOR).all(axis=0), x, other)
 
     def random_bits(self, stream: Stream, n, like=None):
         key_low, key_high, step, draw = stream.words

@@ -7,13 +7,14 @@ Tensors are immutable, so whatever writes into ``out`` returns a new tensor. Ten
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from grace.kernels.checks import check_count, check_packed, check_quantized, check_range
-from grace.kernels.contract import Kernels, bucket_within
+from grace.kernels.contract import LARGEST_FACTOR, Kernels, bucket_within
 from grace.kernels.random import FEISTEL_ROUNDS, MULTIPLIERS, ROUNDS, WEYL, Stream, feistel_bits
 from grace.tensorflow.graphs import LOW31, is_upper, length, number
 from grace.tensorflow.memory import aligned_empty, as_tensor
@@ -104,8 +105,9 @@ class TensorFlowKernels(ValueTensorFlow, SparseTensorFlow, Kernels):
     def dtype(self, x):
         return x.dtype.name
 
-    def all_finite(self, x) -> Any:
-        finite = True if x.dtype.is_integer else tf.reduce_all(tf.math.is_finite(x))
+    def all_finite(self, x, most=math.inf) -> Any:
+        inside = tf.math.is_finite if most == math.inf else lambda x: tf.abs(tf.cast(x, tf.float32)) <= most
+        finite = True if x.dtype.is_integer else tf.reduce_all(inside(x))
         if isinstance(finite, bool):
             return finite
         readable = not tf.is_symbolic_tensor(finite) and "CPU" in finite.device
@@ -144,7 +146,8 @@ class TensorFlowKernels(ValueTensorFlow, SparseTensorFlow, Kernels):
         return tf.cast(tf.linalg.qr(tf.cast(x, tf.float64))[0], tf.float32)
 
     def fill_zero_columns(self, x, other):
-        return tf.where(tf.reduce_all(x == 0, axis=0), other, x)
+        small = tf.reduce_all(tf.abs(x) <= LARGEST_FACTOR, axis=0)
+        return tf.where(tf.reduce_any(x != 0, axis=0) & small, x, other)
 
     def random_bits(self, stream: Stream, n, like):
         key_low, key_high, step, draw = words(stream)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 
 from grace.kernels.checks import check_count, check_packed, check_quantized, check_range
-from grace.kernels.contract import Kernels, bucket_within
+from grace.kernels.contract import LARGEST_FACTOR, Kernels, bucket_within
 from grace.kernels.random import FEISTEL_ROUNDS, MULTIPLIERS, ROUNDS, WEYL, Stream, feistel_bits
 from grace.torch.sparse_kernels import SparseTorch
 from grace.torch.value_kernels import ValueTorch
@@ -97,8 +98,8 @@ class TorchKernels(ValueTorch, SparseTorch, Kernels):
     def dtype(self, x):
         return NAMES.get(x.dtype, str(x.dtype).removeprefix("torch."))
 
-    def all_finite(self, x) -> Any:
-        finite = torch.isfinite(x).all()
+    def all_finite(self, x, most=math.inf) -> Any:
+        finite = (torch.isfinite(x) if most == math.inf else x.float().abs() <= most).all()
         return bool(finite) if x.device.type == "cpu" else finite.float()
 
     def combine(self, a, x, b, y):
@@ -138,7 +139,7 @@ class TorchKernels(ValueTorch, SparseTorch, Kernels):
         return torch.linalg.qr(x)[0].contiguous()
 
     def fill_zero_columns(self, x, other):
-        return torch.where((x == 0).all(dim=0), other, x)
+        return torch.where((x != 0).any(dim=0) & (x.abs() <= LARGEST_FACTOR).all(dim=0), x, other)
 
     def random_bits(self, stream: Stream, n, like):
         key_low, key_high, step, draw = stream.words

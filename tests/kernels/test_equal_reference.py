@@ -146,6 +146,16 @@ def test_all_finite_takes_the_largest_number_and_whole_numbers(it):
     assert it.kernels.all_finite(it.to(np.full(3, -1, np.int32)))
 
 
+@every
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_all_finite_refuses_what_is_larger_than_asked(it, dtype):
+    x = it.to(np.array([4, -4, 0.1], dtype))
+    assert it.kernels.all_finite(x, 4.0) == 1
+    assert it.kernels.all_finite(x, 3.9990234375) == 0
+    for bad in (np.nan, np.inf, -np.inf):
+        assert it.kernels.all_finite(it.to(np.array([1, bad], dtype)), 4.0) == 0
+
+
 @pytest.mark.parametrize("kernels", [TorchKernels(), FusedTorchKernels()], ids=lambda k: k.name)
 def test_all_finite_reads_bfloat16(kernels):
     x = torch.ones(5, dtype=torch.bfloat16)
@@ -268,12 +278,13 @@ def test_orthonormalize_spans_the_columns_and_stays_finite(it, kind, shape):
 
 
 @every
-def test_fill_zero_columns_replaces_only_all_zero_columns(it):
+def test_fill_zero_columns_replaces_only_all_zero_columns_and_huge_ones(it):
     x, other = data("gaussian", (5, 4), 1), data("gaussian", (5, 4), 2)
     x[:, 1] = 0
     x[1:, 2] = 0
+    x[3, 3] = 2e12
     wanted = x.copy()
-    wanted[:, 1] = other[:, 1]
+    wanted[:, [1, 3]] = other[:, [1, 3]]
     same(it.run("fill_zero_columns", x, other), wanted)
 
 

@@ -219,12 +219,11 @@ class AheadExchange(Exchange):
         self.flight.dropped = True
 
     def finish(self, outs: Sequence[Tensor | None], wait: bool = True) -> list[Outcome]:
-        """The mean of ``staleness`` steps ago, or the sum of the means that have come if there is no bound."""
+        """The mean of ``staleness`` steps ago; without ``sync`` the sum of the means that have come, and of the oldest
+        if there are too many."""
         communicator: Any = self.communicator
-        due: list[Flight] = []
-        while self.flights and (
-            len(self.flights) > communicator.staleness if communicator.sync else self.flights[0].landed.is_set()
-        ):
+        most, due = communicator.staleness if communicator.sync else communicator.ahead, []
+        while len(self.flights) > most or (not communicator.sync and self.flights and self.flights[0].landed.is_set()):
             due.append(self.flights.popleft())
         brought = [self._collected(flight) for flight in due]
         brought = [outcomes for outcomes in brought if outcomes]

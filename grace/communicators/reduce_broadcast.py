@@ -16,6 +16,9 @@ from grace.errors import ConfigError
 from grace.kernels import kernels_of
 from grace.memory import Memory
 
+AHEAD = 8
+"""Steps whose means may be under way at once, where nothing else bounds them."""
+
 
 class ReduceBroadcast(Communicator):
     """Every rank sends its payload to one destination, which sends the mean to all.
@@ -30,14 +33,16 @@ class ReduceBroadcast(Communicator):
     OSDI 2014 (parameter server); Tang et al., ICML 2019, arXiv 1905.05957 (compression both ways with two memories).
 
     With ``staleness`` s > 0 the exchange runs in a thread of its own: the mean of step t is applied in step t + s, so
-    that a rank may run up to s steps ahead of the slowest. The first s steps change nothing. With ``sync=False``
-    nobody waits: a step applies the sum of the means that have come since the last one.
+    that a rank may run up to s steps ahead of the slowest. The first s steps change nothing. With ``sync=False`` a
+    step applies the sum of the means that have come since the last one, and waits for the oldest only if those of
+    more than ``ahead`` steps would be under way.
 
     Args:
         compressor, memory: specs or objects.
         destination: the rank that reduces.
         staleness: how many steps a rank may run ahead.
-        sync: False for no bound.
+        sync: False to apply means as they come, in other steps on each rank.
+        ahead: how many steps' means may be under way with ``sync=False``; each holds its payloads in memory.
         local_replication: send the answer once to each node, where one rank hands it to the others.
 
     Raises:
@@ -59,17 +64,23 @@ class ReduceBroadcast(Communicator):
         staleness: int = 0,
         sync: bool = True,
         local_replication: bool = False,
+        ahead: int = AHEAD,
     ):
-        self.destination, self.staleness, self.sync = destination, staleness, sync
+        self.destination, self.staleness, self.sync, self.ahead = destination, staleness, sync, ahead
         self.local_replication = local_replication
         self.root = destination
         """The destination among those that take part, if one speaks for several."""
         self.check_integer("destination", 0)
         self.check_integer("staleness", 0)
+        self.check_integer("ahead", 1)
         for key in ("sync", "local_replication"):
             self.check_choice(key, (True, False))
         if not sync and staleness:
-            raise ConfigError("reduce_broadcast: staleness goes with sync=True only; without it there is no bound")
+            raise ConfigError("reduce_broadcast: staleness goes with sync=True only; without it the bound is ahead")
+        if sync and ahead != AHEAD:
+            raise ConfigError(
+                "reduce_broadcast: ahead goes with sync=False only; with sync=True the bound is staleness"
+            )
         super().__init__(compressor, memory)
         self.sums = self.compressor.traits.summable  # type: ignore[misc]
         if self.delayed and self.compressor.traits.rounds > 1:
@@ -97,7 +108,7 @@ class ReduceBroadcast(Communicator):
     @classmethod
     def parameters(cls) -> dict[str, Any]:
         """What its spec may say."""
-        return {"destination": 0, "staleness": 0, "sync": True, "local_replication": False}
+        return {"destination": 0, "staleness": 0, "sync": True, "local_replication": False, "ahead": AHEAD}
 
     @property
     def delayed(self) -> bool:

@@ -138,7 +138,8 @@ def _target(part: Part) -> str:
         return f"average every {sync.period}"
     if sync.type != "reduce_broadcast":
         return f"group {sync.group}"
-    extra = "" if sync.sync and not sync.staleness else f", {sync.staleness} ahead" if sync.sync else ", unbounded"
+    extra = "" if sync.sync and not sync.staleness else f", {sync.staleness if sync.sync else sync.ahead} ahead"
+    extra += "" if sync.sync else " at most"
     return f"rank {sync.destination}{extra}{', replicated' if sync.local_replication else ''}"
 
 

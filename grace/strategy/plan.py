@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
+from grace.communicators.reduce_broadcast import AHEAD
 from grace.errors import ConfigError
 from grace.registry import make
 from grace.variable import Variable
@@ -22,7 +23,7 @@ VERSION = 1
 COLLECTIVES = ("allreduce", "allgather", "broadcast", "scatter_reduce")
 FIELDS = {
     **dict.fromkeys(COLLECTIVES, ("group",)),
-    "reduce_broadcast": ("destination", "sync", "staleness", "local_replication"),
+    "reduce_broadcast": ("destination", "sync", "staleness", "local_replication", "ahead"),
     "none": ("period",),
 }
 """The fields that each type of synchronization has."""
@@ -37,9 +38,10 @@ class Sync:
             round: a parameter server); or "none" (ranks train on their own and average now and then).
         group: parts of one group, type, compressor and memory travel in one collective.
         destination: the rank that reduces.
-        sync: False for no bound on how far a rank may run ahead.
+        sync: False to apply means as they come.
         staleness: how many steps a rank may run ahead.
         local_replication: send the destination's answer once to each node, where one rank hands it on.
+        ahead: how many steps' means may be under way with ``sync: false``.
         period: average every so many steps.
     """
 
@@ -50,6 +52,7 @@ class Sync:
     staleness: int = 0
     local_replication: bool = False
     period: int = 1
+    ahead: int = AHEAD
 
     def to_dict(self) -> dict[str, Any]:
         """The type and the fields that it has.
@@ -246,11 +249,13 @@ def part_faults(part: Part, variable: Variable, world_size: int) -> Iterator[tup
         return
     if not 0 <= sync.destination < world_size:
         yield "sync.destination", f"rank {sync.destination} is not one of {world_size} (0 to {world_size - 1})"
-    for name, low in (("group", 0), ("staleness", 0), ("period", 1)):
+    for name, low in (("group", 0), ("staleness", 0), ("period", 1), ("ahead", 1)):
         if getattr(sync, name) < low:
             yield f"sync.{name}", f"must be at least {low}, not {getattr(sync, name)}"
     if not sync.sync and sync.staleness:
-        yield "sync.staleness", "goes with sync: true only; without it there is no bound"
+        yield "sync.staleness", "goes with sync: true only; without it the bound is ahead"
+    if sync.sync and sync.ahead != AHEAD:
+        yield "sync.ahead", "goes with sync: false only; with sync: true the bound is staleness"
     if sync.type == "none":
         if part.compressor != "none" or part.memory not in (None, "none"):
             yield "compressor", "ranks that train on their own average variables, uncompressed: use none"

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from grace.communicators.reduce_broadcast import AHEAD
 from grace.errors import ConfigError, missing_extra
 
 try:
@@ -45,6 +46,7 @@ class ReduceBroadcast(_Strict):
     sync: StrictBool = True
     staleness: Natural = 0
     local_replication: StrictBool = False
+    ahead: Positive = AHEAD
 
 
 class Alone(_Strict):

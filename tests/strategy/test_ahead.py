@@ -1,4 +1,4 @@
-"""Exchanges that are applied later: bounded staleness, no bound at all, and what a checkpoint keeps of them."""
+"""Exchanges that are applied later: bounded staleness, means applied as they come, and their checkpoints."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_means_on_their_way_are_applied_under_another_staleness(ranks, staleness
         torch.testing.assert_close(values["w"] - LR * left, 6 * total)
 
 
-def without_a_bound() -> tuple[float, torch.Tensor]:
+def within_the_bound() -> tuple[float, torch.Tensor]:
     model = Quadratic()
     model.gradients = lambda step, rank: (TARGETS * (rank + 1), torch.ones(2))
     optimizer = made(ReduceBroadcast("none", sync=False), model)
@@ -219,12 +219,36 @@ def without_a_bound() -> tuple[float, torch.Tensor]:
     return seconds, model.w.detach().clone()
 
 
-def test_without_a_bound_nobody_waits_and_nothing_is_lost(ranks):
-    answers = ranks.run(without_a_bound)
+def test_within_the_bound_nobody_waits_and_nothing_is_lost(ranks):
+    answers = ranks.run(within_the_bound)
     assert answers[0][0] > 0.6
     assert all(seconds < answers[0][0] / 1.5 for seconds, _ in answers[1:])
     for _, value in answers:
         torch.testing.assert_close(value, -LR * 7 * (ranks.size + 1) / 2 * TARGETS)
+
+
+def far_ahead(steps: int, ahead: int) -> tuple[int, torch.Tensor]:
+    """The most exchanges that were ever under way, and the weights when all means are applied."""
+    model = Quadratic()
+    model.gradients = lambda step, rank: (TARGETS * (rank + 1), torch.ones(2))
+    optimizer, most = made(ReduceBroadcast("none", sync=False, ahead=ahead), model), 0
+    group = optimizer._grace.exchanger.groups[0]
+    for step in range(steps):
+        if grace.rank() == 0:  # the destination
+            time.sleep(0.02)
+        one_step(model, optimizer, step)
+        most = max(most, len(group.communicator.flights[group.variables[0].name]))
+    weights = model.w.detach().clone()
+    for step in optimizer._grace.exchanger.pending():
+        weights -= LR * step["w"]
+    return most, weights
+
+
+def test_without_sync_no_more_steps_are_under_way_than_may_be(two_ranks):
+    (_, destination), (most, other) = two_ranks.run(far_ahead, 25, 3)
+    assert most == 3
+    for weights in (destination, other):
+        torch.testing.assert_close(weights, -LR * 25 * 1.5 * TARGETS)
 
 
 def spoilt() -> tuple[list[bool], bool]:
@@ -317,6 +341,8 @@ def test_means_follow_the_loss_scale(two_ranks):
     [
         ({"compressor": "powersgd", "staleness": 1}, "powersgd needs what a step brought to begin the next"),
         ({"staleness": 2, "sync": False}, "staleness goes with sync=True only"),
+        ({"ahead": 3}, "ahead goes with sync=False only"),
+        ({"ahead": 0, "sync": False}, "ahead"),
         ({"staleness": -1}, r"staleness must be a whole number in \[0"),
     ],
 )

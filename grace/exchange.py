@@ -11,7 +11,7 @@ from grace import tracing
 from grace.backend import Backend, Handle
 from grace.communicator import Communicator
 from grace.compressor import Tensor
-from grace.errors import ExchangeError, GraceError, PayloadError
+from grace.errors import ConfigError, ExchangeError, GraceError, PayloadError
 from grace.group import Group, Outcome, Traffic
 from grace.kernels import kernels_of
 from grace.refusing import Refusing
@@ -373,8 +373,16 @@ def _returned(rounds: Any, mean: Any) -> Any:
 
 
 def exchange_one(communicator: Communicator, tensor: Tensor, name: str) -> Tensor:
-    """One blocking exchange of one tensor; commits the communicator's state."""
-    k = kernels_of(tensor)
+    """One blocking exchange of one tensor; commits the communicator's state.
+
+    Raises:
+        ConfigError: it is no tensor of floating point numbers; nothing was sent.
+    """
+    try:
+        k = kernels_of(tensor)
+        tensor = k.given(tensor)
+    except (TypeError, ConfigError) as error:
+        raise ConfigError(f"cannot exchange {name!r}: {error}") from None
     group = Group(0, communicator, [Variable(name, tuple(tensor.shape), k.dtype(tensor))])
     exchange = communicator.begin(group, [tensor], [True], communicator.stateful, Traffic())
     while exchange.advance():

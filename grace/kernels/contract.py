@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from grace.errors import ConfigError
 from grace.kernels.random import Stream
 from grace.kernels.sparse_contract import SparseKernels
 from grace.kernels.value_contract import ValueKernels
@@ -16,6 +17,7 @@ from grace.kernels.value_contract import ValueKernels
 Tensor = Any
 
 
+FLOATS = ("float16", "bfloat16", "float32", "float64")
 LARGEST_FACTOR = 2.0**40
 
 
@@ -58,6 +60,16 @@ class Kernels(ValueKernels, SparseKernels):
     @abc.abstractmethod
     def cast(self, x: Tensor, dtype: str) -> Tensor:
         """``x`` as "float32", "float16", "bfloat16" or "float64"; round to nearest even, overflow to Inf."""
+
+    def given(self, x: Tensor) -> Tensor:
+        """A tensor of a user's, without what it remembers of how it was computed (autograd's graph).
+
+        Raises:
+            ConfigError: its elements are no floating point numbers in one dense block of memory.
+        """
+        if self.dtype(x) not in FLOATS:
+            raise ConfigError(f"it is of dtype {self.dtype(x)}; Grace exchanges {', '.join(FLOATS)}")
+        return self.cast(x, self.dtype(x))
 
     @abc.abstractmethod
     def zeros(self, shape: tuple[int, ...], dtype: str, like: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from grace.errors import ConfigError
 from grace.kernels.checks import check_count, check_packed, check_quantized, check_range
 from grace.kernels.contract import LARGEST_FACTOR, Kernels, bucket_within
 from grace.kernels.random import FEISTEL_ROUNDS, MULTIPLIERS, ROUNDS, WEYL, Stream, feistel_bits
@@ -35,6 +36,13 @@ class TorchKernels(ValueTorch, SparseTorch, Kernels):
     """
 
     name = "torch"
+
+    def given(self, x):
+        if x.is_nested or x.layout is not torch.strided:
+            raise ConfigError(f"it is {'nested' if x.is_nested else f'sparse ({x.layout})'}; give a dense one")
+        if x.is_meta:
+            raise ConfigError("it is on the meta device, where tensors have no numbers")
+        return super().given(x.detach())
 
     def flat(self, x):
         return x.contiguous().view(-1)

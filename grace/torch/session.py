@@ -275,10 +275,10 @@ class Session:
                     "or make the layer dense (Embedding(sparse=False))"
                 )
             p.grad = p.grad.to_dense()
-        return p.grad.contiguous()
+        return p.grad.detach().contiguous()  # it has a graph after backward(create_graph=True)
 
     def _rows(self, name: str, p: torch.nn.Parameter) -> Slices:
-        gradient = p.grad
+        gradient = None if p.grad is None else p.grad.detach()
         if gradient is None:
             return Slices(p.new_zeros((0, *p.shape[1:])), torch.zeros(0, dtype=torch.int64, device=p.device))
         if gradient.layout is torch.strided:

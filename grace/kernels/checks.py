@@ -34,6 +34,19 @@ def check_packed(nbytes: Any, bits: int, n: Any) -> None:
     check_count("bytes of codes", nbytes, (n * bits + 7) // 8)
 
 
+def check_scale(scale: Any) -> None:
+    """The one factor of a tensor, of shape (1,), if there is one."""
+    if scale is not None:
+        check_count("scales", scale.shape[0], 1)
+
+
+def check_table(table: Any, bits: int) -> None:
+    """A table of at most as many entries as there are codes."""
+    entries = table.shape[0]
+    if isinstance(entries, int) and entries > 1 << bits:
+        raise PayloadError(f"{entries} entries of a table, where there must be at most {1 << bits}")
+
+
 def check_quantized(codes: Any, scales: Any, n: Any, bucket_size: Any) -> None:
     """The numbers of codes and scales of n elements."""
     check_count("codes", codes, n)

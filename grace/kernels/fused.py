@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from grace.kernels.checks import check_count, check_packed, check_quantized
+from grace.kernels.checks import check_count, check_packed, check_quantized, check_scale
 from grace.kernels.contract import bucket_within
 from grace.kernels.loops import (
     LOW31,
@@ -353,6 +353,7 @@ class FusedKernels(ValueFused, SparseFused, NumpyKernels):
         return out
 
     def add_signs(self, out, packed, scale, weight):
+        check_scale(scale)
         check_packed(packed.size, 1, out.size)
         amount = np.float32(weight) * (np.float32(1) if scale is None else scale[0])
         _add_signs(out, packed, np.float32(amount))

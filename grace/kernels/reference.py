@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from grace.kernels.checks import check_count, check_packed, check_quantized, check_range
+from grace.kernels.checks import check_count, check_packed, check_quantized, check_range, check_scale
 from grace.kernels.contract import LARGEST_FACTOR, Kernels, bucket_within
 from grace.kernels.random import FEISTEL_ROUNDS, Stream, feistel_bits, philox
 from grace.kernels.sparse_reference import SparseReference
@@ -178,6 +178,7 @@ class NumpyKernels(ValueReference, SparseReference, Kernels):
         return np.packbits(x >= 0, bitorder="little")
 
     def add_signs(self, out, packed, scale, weight):
+        check_scale(scale)
         check_packed(packed.size, 1, out.size)
         bits = np.unpackbits(packed, count=out.size, bitorder="little")
         amount = np.float32(weight) * (np.float32(1) if scale is None else scale[0])

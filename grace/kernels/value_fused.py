@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from grace.kernels.checks import check_packed
+from grace.kernels.checks import check_packed, check_scale, check_table
 from grace.kernels.loops import LOW31, TILE, _max_bits, _random_blocks, _words, f32, f64, i32, u8, u32, u64
 from grace.kernels.value_contract import POWER_OFFSET
 from grace.kernels.value_reference import FLOAT32_MAX, deviation_limit, table_factor
@@ -179,6 +179,8 @@ class ValueFused:
         return codes
 
     def add_table(self, out, packed, bits, table, scale, weight):
+        check_scale(scale)
+        check_table(table, bits)
         check_packed(packed.size, bits, out.size)
         if table.size < 1 << bits:  # as a sketch's of fewer buckets; the other tables have an entry for every code
             self.check_indices(self.unpack(packed, bits, out.size), table.size)

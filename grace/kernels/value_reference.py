@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from grace.kernels.checks import check_packed
+from grace.kernels.checks import check_packed, check_scale, check_table
 from grace.kernels.value_contract import POWER_OFFSET
 
 FLOAT32_MAX = np.finfo(np.float32).max
@@ -62,6 +62,8 @@ class ValueReference:
         return np.searchsorted(edges, x / divisor, side="left").astype(np.uint8)
 
     def add_table(self, out, packed, bits, table, scale, weight):
+        check_scale(scale)
+        check_table(table, bits)
         codes = self.unpack(packed, bits, out.size)
         self.check_indices(codes, table.size)
         out += (table_factor(scale, weight) * table)[codes]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from grace.kernels.checks import check_count, check_packed, check_quantized, check_range
+from grace.kernels.checks import check_count, check_packed, check_quantized, check_range, check_scale
 from grace.kernels.contract import LARGEST_FACTOR, Kernels, bucket_within
 from grace.kernels.random import FEISTEL_ROUNDS, MULTIPLIERS, ROUNDS, WEYL, Stream, feistel_bits
 from grace.tensorflow.graphs import LOW31, is_upper, length, number
@@ -224,6 +224,7 @@ class TensorFlowKernels(ValueTensorFlow, SparseTensorFlow, Kernels):
         return self.pack(tf.cast(is_upper(x), tf.uint8), 1)
 
     def add_signs(self, out, packed, scale, weight):
+        check_scale(scale)
         signs = tf.cast(self.unpack(packed, 1, length(out)), out.dtype) * 2 - 1
         return out + signs * (number(weight, out.dtype) if scale is None else _times(scale, weight))
 

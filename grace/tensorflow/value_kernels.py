@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from grace.kernels.checks import check_packed
+from grace.kernels.checks import check_packed, check_scale, check_table
 from grace.kernels.value_contract import POWER_OFFSET
 from grace.kernels.value_reference import CONSTANT
 from grace.tensorflow.graphs import LOW31, is_upper, length, number
@@ -61,6 +61,8 @@ class ValueTensorFlow:
         return tf.cast(tf.searchsorted(edges, scaled, side="left"), tf.uint8)
 
     def add_table(self, out, packed, bits, table, scale, weight):
+        check_scale(scale)
+        check_table(table, bits)
         codes = self.unpack(packed, bits, length(out))
         entries = table.shape[0]  # None where a graph does not know it
         if entries is not None and entries < 1 << bits:

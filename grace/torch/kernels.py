@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from grace.errors import ConfigError
-from grace.kernels.checks import check_count, check_packed, check_quantized, check_range
+from grace.kernels.checks import check_count, check_packed, check_quantized, check_range, check_scale
 from grace.kernels.contract import LARGEST_FACTOR, Kernels, bucket_within
 from grace.kernels.random import FEISTEL_ROUNDS, MULTIPLIERS, ROUNDS, WEYL, Stream, feistel_bits
 from grace.torch.sparse_kernels import SparseTorch
@@ -214,6 +214,7 @@ class TorchKernels(ValueTorch, SparseTorch, Kernels):
         return self.pack((x >= 0).to(torch.uint8), 1)
 
     def add_signs(self, out, packed, scale, weight):
+        check_scale(scale)
         signs = self.unpack(packed, 1, out.numel()).to(out.dtype) * 2 - 1
         return out.add_(signs if scale is None else signs * scale, alpha=weight)
 

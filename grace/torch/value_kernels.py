@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from grace.kernels.checks import check_packed
+from grace.kernels.checks import check_packed, check_scale, check_table
 from grace.kernels.value_contract import POWER_OFFSET
 from grace.kernels.value_reference import CONSTANT
 
@@ -60,6 +60,8 @@ class ValueTorch:
         return torch.bucketize(x / divisor, torch.as_tensor(edges, device=x.device), out_int32=True).to(torch.uint8)
 
     def add_table(self, out, packed, bits, table, scale, weight):
+        check_scale(scale)
+        check_table(table, bits)
         codes = self.unpack(packed, bits, out.numel()).to(torch.int32)
         if len(table) < 1 << bits:
             self.check_indices(codes, len(table))

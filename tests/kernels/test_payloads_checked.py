@@ -42,6 +42,14 @@ def refusals():
     for nbytes in (12, 14, 0):
         yield "add_signs", (codes[:nbytes], one, 1.0), f"{nbytes} bytes of codes, where there must be 13"
         yield "add_table", (codes[:nbytes], 1, data("gaussian", 2), None, 1.0), "where there must be 13"
+    signs = np.zeros(13, np.uint8)
+    for count in (0, 2, 256):
+        scales, said = np.ones(count, np.float32), f"{count} scales, where there must be 1"
+        yield "add_signs", (signs, scales, 1.0), said
+        yield "add_table", (signs, 1, data("gaussian", 2), scales, 1.0), said
+    for bits in (1, 8):
+        large, zeros = data("gaussian", (1 << bits) + 1), np.zeros((N * bits + 7) // 8, np.uint8)
+        yield "add_table", (zeros, bits, large, None, 1.0), f"where there must be at most {1 << bits}"
     five = np.arange(N, dtype=np.uint8) % 6
     for bits in (3, 8):
         table = data("gaussian", 5)

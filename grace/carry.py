@@ -198,7 +198,7 @@ class Carrier:
         """Whether a value is what the component keeps; False if it is not because the method's parameters changed."""
         piece = self.exchanger.pieces[part]
         component = piece.communicator.keepers.get(kind)
-        if component is None:
+        if component is None or not getattr(component, "stateful", True):
             raise Misfit(f"the checkpoint holds the {kind} of {part!r}, and {piece.communicator.describe()} has none")
         shape = piece.variable.shape
         if kind.startswith("shard_memory"):

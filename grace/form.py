@@ -23,7 +23,9 @@ VERSION = 2
 """Of what is saved; 1 had no id and no checksums."""
 READ = (1, 2)
 KINDS = ("compressor", "memory", "answer_memory", "shard_memory")
-LARGEST, SMALLEST_SCALE = sys.float_info.max, 2.0**-126
+LARGEST = sys.float_info.max
+SCALES = 2.0**-126, 2.0**127
+"""Between which a loss scale is a normal float32, and so is its reciprocal."""
 _words = reprlib.Repr()
 _words.maxstring = 200
 Form = Callable[[Any, str], None]
@@ -69,8 +71,8 @@ def _whole(low: int = 0, high: int = 2**63) -> Form:
 
 
 def _scale(value: Any, where: str) -> None:
-    if not _is_number(value) or not SMALLEST_SCALE <= value <= LARGEST:
-        raise refuse(where, "a finite number above 0", value)
+    if not _is_number(value) or not SCALES[0] <= value <= SCALES[1]:
+        raise refuse(where, "a number above 0, of float32's", value)
 
 
 def _or_none(form: Form) -> Form:
@@ -298,7 +300,7 @@ def without(saved: dict[str, Any], left_out: Any) -> dict[str, Any]:
 def _finite(value: Any) -> bool:
     if isinstance(value, dict):
         return all(map(_finite, value.values()))
-    return abs(value) <= LARGEST if _is_number(value) else bool(kernels_of(value).all_finite(value))
+    return abs(value) < SCALES[1] if _is_number(value) else bool(kernels_of(value).all_finite(value))
 
 
 def checksum(value: Any, crc: int = 0) -> int:

@@ -26,6 +26,9 @@ def replacing(path: str | Path) -> Iterator[Path]:
     ('whole', ['words.txt'])
     """
     path = Path(os.path.realpath(path))  # of a link, what it leads to
+    if path.exists() and not path.is_file():  # /dev/stdout, say, or a folder, which writing will refuse
+        yield path
+        return
     draft = path.with_name(f".{path.stem}.draft{path.suffix}")
     try:
         yield draft

@@ -17,6 +17,7 @@ from typing import Any
 
 from grace._version import __version__
 from grace.errors import ConfigError
+from grace.files import replacing
 
 FORMAT = 1
 """Of the file; a later one is refused."""
@@ -75,9 +76,8 @@ class Results:
         make(folder)
         try:
             for name, text in texts.items():
-                draft = folder / f".{name}.{os.getpid()}"
-                draft.write_text(text, encoding="utf-8")
-                draft.replace(folder / name)
+                with replacing(folder / name) as draft:
+                    draft.write_text(text, encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"cannot write to {folder}: {error}") from error
         return [folder / name for name in texts]

@@ -16,6 +16,7 @@ from grace.bench.record import Results
 from grace.bench.report_tables import kernels_columns, step_columns, table, train_columns
 from grace.bench.report_words import verdict
 from grace.errors import ConfigError
+from grace.files import replacing
 
 HEADINGS = {"step": "Step time", "train": "Training", "kernels": "Compressors alone"}
 
@@ -41,9 +42,8 @@ def write_report(path: Path, results: Sequence[Results]) -> Path:
     text = page(results)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f".{path.name}.draft")
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
+        with replacing(path) as draft:
+            draft.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
     return path

@@ -10,6 +10,7 @@ from typing import Any
 
 from grace._version import __version__
 from grace.errors import ConfigError
+from grace.files import replacing
 from grace.tracing import COLLECTIVE_TRACK, FORMAT
 
 Event = dict[str, Any]
@@ -159,6 +160,7 @@ def save(ranks: list[RankTrace], path: Path) -> None:
     raw = json.dumps(merged(ranks), separators=(",", ":")).encode()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
+        with replacing(path) as draft:
+            draft.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from grace.communicators.reduce_broadcast import AHEAD
 from grace.errors import ConfigError, missing_extra
+from grace.files import replacing
 
 try:
     import yaml
@@ -308,4 +309,5 @@ def dump(strategy: Strategy, path: str | Path) -> None:
         text = json.dumps(document, indent=1) + "\n"
     else:
         text = yaml.safe_dump(document, sort_keys=False, width=110, default_flow_style=None)
-    Path(path).write_text(text)
+    with replacing(path) as draft:
+        draft.write_text(text)

@@ -7,9 +7,9 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from damaged_states import at, bent, changed, each, loads_or_changes_nothing, mutated, places, resealed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mutations import at, bent, changed, each, loads_or_changes_nothing, mutated, places, resealed
 from strategies import Tables, executed, reduced, strategy_of, whole
 from training import copied, state_of
 

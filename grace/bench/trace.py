@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from grace._version import __version__
+from grace.bench.trace_lines import entry_of
 from grace.errors import ConfigError
 from grace.files import replacing
-from grace.tracing import COLLECTIVE_TRACK, FORMAT
+from grace.tracing import COLLECTIVE_TRACK
 
 Event = dict[str, Any]
 
@@ -25,10 +26,12 @@ class RankTrace:
             by number), "variables" (shape, dtype, method, memory and communicator by name), and "waits": who waits
             for collectives, if Grace does not.
         events: in Chrome's format, but in nanoseconds of the rank's clock.
+        damage: the lines that were left out, and why.
     """
 
     facts: dict[str, Any]
     events: list[Event]
+    damage: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -42,40 +45,50 @@ class RankTrace:
 
 
 def read(path: Path) -> RankTrace:
-    """Read one rank's file. A last line that was cut off, because the rank was killed, is left out.
+    """Read one rank's file. Damaged lines are left out; so is, without a word, a last one that was cut off because the
+    rank was killed.
 
     Raises:
         ConfigError: it was not written by a rank, or by that of another version.
     """
-    facts: dict[str, Any] = {"tracks": {}, "variables": {}}
-    events = []
-    lines = path.read_text(encoding="utf-8").splitlines()
+    facts: dict[str, Any] = {}
+    events, damage = [], []
+    try:
+        lines = path.read_bytes().decode("utf-8", "surrogateescape").split("\n")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
         try:
-            entry = json.loads(line)
+            entry = entry_of(line, facts)
         except ValueError as error:
-            if number == len(lines):
-                break
-            raise ConfigError(f"{path} is damaged: line {number} is not JSON ({error})") from error
-        if not isinstance(entry, dict) or (number == 1 and "grace_trace" not in entry):
-            raise ConfigError(f"{path} was not written by a rank that was traced: line {number} is {line[:40]!r}")
-        if entry.pop("grace_trace", FORMAT) != FORMAT:
-            raise ConfigError(f"{path} was written by another version of Grace, in another format; trace again")
+            where = f"{path}, line {number}: {error}"
+            if not facts:
+                raise ConfigError(where) from error
+            if number < len(lines):  # the last one has no end
+                damage.append(where)
+            continue
         if "ph" in entry:
             events.append(entry)
             continue
+        facts = facts or {"tracks": {}, "variables": {}}
         for key, value in entry.items():
-            facts[key] = {**facts.get(key, {}), **value} if isinstance(value, dict) else value
-    if "rank" not in facts:
+            facts[key] = {**facts.get(key, {}), **value} if key in ("tracks", "variables") else value
+    if not facts:
         raise ConfigError(f"{path} is empty")
-    return RankTrace(facts, events)
+    return RankTrace(facts, events, damage)
 
 
-def load(folder: Path) -> list[RankTrace]:
+def load(folder: Path, damage: list[str] | None = None) -> list[RankTrace]:
     """Read what all ranks have left in a folder, in their order.
 
+    Args:
+        folder: where.
+        damage: what could not be read is told here, by file and line; None to be told nothing.
+
     Raises:
-        ConfigError: there is no such folder, nothing in it, or files of different runs.
+        ConfigError: there is no such folder, nothing in it that can be read, or files of different runs.
     """
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}")
@@ -85,7 +98,21 @@ def load(folder: Path) -> list[RankTrace]:
             f"no rank has left a trace in {folder}: programs that use Grace do, on every rank, if GRACE_TRACE names "
             "the folder while they run"
         )
-    ranks = sorted((read(path) for path in paths), key=lambda rank: rank.facts["rank"])
+    found: dict[int, RankTrace] = {}
+    told = [] if damage is None else damage
+    for path in paths:
+        try:
+            rank = read(path)
+        except ConfigError as error:
+            told.append(str(error))
+            continue
+        told += rank.damage
+        if rank.facts["rank"] in found:
+            told.append(f"{path}: another file is of {rank.name}, too")
+        found.setdefault(rank.facts["rank"], rank)
+    if not found:
+        raise ConfigError(told[0])
+    ranks = [rank for _, rank in sorted(found.items())]
     sizes = {rank.name: rank.facts["size"] for rank in ranks}
     if len(set(sizes.values())) > 1:
         each = ", ".join(f"{name} of {size}" for name, size in sizes.items())

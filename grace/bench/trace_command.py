@@ -16,6 +16,8 @@ from grace import tracing
 from grace.errors import ConfigError
 
 PROGRAM = "grace.trace.program"
+MOST_TOLD = 10
+"""Damaged lines that are told of one by one."""
 
 
 class WithProgram(TyperCommand):
@@ -145,10 +147,18 @@ def _show(folder: Path, out: Path, top: int) -> None:
     from grace.bench.trace_tables import tables
 
     console = Console(highlight=False)
-    ranks = traces.load(folder)
+    damage: list[str] = []
+    ranks = traces.load(folder, damage)
+    for line in damage[:MOST_TOLD]:
+        print(f"grace trace: left out {line}", file=sys.stderr)
+    if len(damage) > MOST_TOLD:
+        print(f"grace trace: {len(damage) - MOST_TOLD} more lines are damaged", file=sys.stderr)
     summary = summarize(ranks)
     traces.save(ranks, out)
     console.print(tables(summary, top))
-    for rank in traces.missing(ranks):
-        console.print(f"Rank {rank} left no file in {folder}.")
-    console.print(f"\nWrote {out}; open it at ui.perfetto.dev or chrome://tracing.")
+    lost = traces.missing(ranks)
+    for rank in lost[:MOST_TOLD]:
+        console.print(f"Rank {rank} left no file in {folder}.", markup=False)
+    if len(lost) > MOST_TOLD:
+        console.print(f"Nor did {len(lost) - MOST_TOLD} more ranks.")
+    console.print(f"\nWrote {out}; open it at ui.perfetto.dev or chrome://tracing.", markup=False)

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Group
+from rich.markup import escape
 from rich.table import Table
 
 from grace.bench.trace_summary import PHASES, Summary
@@ -26,7 +27,7 @@ def tables(summary: Summary, top: int) -> Group:
     if len(summary.groups) > top:
         left_groups = summary.groups[top:]
         found.append(f"{len(left_groups)} more groups: waited {_ms(sum(group.waited for group in left_groups))} ms\n")
-    found += [_whole(summary), summary.sentence()]
+    found += [_whole(summary), escape(summary.sentence())]
     return Group(*found)
 
 
@@ -51,7 +52,7 @@ def _variables(summary: Summary, top: int) -> Table:
     for cost in summary.variables[:top]:
         times = [_ms(cost.ms[phase]) for phase in PHASES]
         size, calls = _si(math.prod(cost.shape)), f"{cost.calls:.3g}"
-        table.add_row(cost.name, size, _names(cost.method), calls, *times, _si(cost.nbytes))
+        table.add_row(escape(cost.name), size, escape(_names(cost.method)), calls, *times, _si(cost.nbytes))
     return table
 
 
@@ -68,14 +69,14 @@ def _groups(summary: Summary, top: int) -> Table:
     for group in summary.groups[:top]:
         waited = "?" if summary.waits else _ms(group.waited)
         numbers = [f"{group.collectives:.3g}", _si(group.nbytes), _ms(group.packing), _ms(group.under_way), waited]
-        table.add_row(group.variables, group.communicator, *numbers)
+        table.add_row(escape(group.variables), escape(group.communicator), *numbers)
     return table
 
 
 def _whole(summary: Summary) -> Table:
     table = _table(("a step", False), ("ms", True), ("share", True))
     for part, ms in sorted(summary.parts.items(), key=lambda part: -part[1]):
-        table.add_row(summary.words[part], _ms(ms), f"{100 * ms / summary.step:.0f} %")
+        table.add_row(escape(summary.words[part]), _ms(ms), f"{100 * ms / summary.step:.0f} %")
     table.add_section()
     table.add_row("the step", _ms(summary.step), "100 %")
     table.add_row("(collectives under way)", _ms(summary.under_way), f"{100 * summary.under_way / summary.step:.0f} %")

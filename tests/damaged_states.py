@@ -58,9 +58,9 @@ def bent(array: Any, how: str) -> Any:
         import torch
 
         make = torch.from_numpy
-    x = np.array(np.asarray(array))
+    x = np.array(np.asarray(array), order="C")
     if how == "bits" and x.size:
-        x.view(np.uint8).reshape(-1)[-1] ^= 0x40
+        x.reshape(-1).view(np.uint8)[-1] ^= 0x40
     elif how in ("nan", "inf") and x.size and x.dtype.kind == "f":
         x.flat[-1] = float(how)
     elif how == "one":

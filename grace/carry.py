@@ -70,6 +70,8 @@ class Carrier:
         found: dict[str, dict[str, Any]] = {kind: {} for kind in held}
         parts_of = {name: set(_names(name, old)) for name, old in self.before.items()}
         known = set().union(*parts_of.values())
+        for name in sorted(self.before.keys() & self.now.keys()) if self.strict else ():
+            self._try(self._check_shape, "something", name)
         for kind, names in held.items():
             for name in sorted(names - known):
                 self._try(self._stranger, kind, name)
@@ -142,13 +144,14 @@ class Carrier:
         fitting = {part: value for part, value in values.items() if value is not None and self._fits(kind, part, value)}
         return fitting
 
-    def _check_shape(self, what: str, name: str) -> None:
+    def _check_shape(self, what: str, name: str) -> dict[str, Any]:
         old, cut = self.before[name].get("shape"), self.now[name]["shape"]
         if old is not None and list(old) != cut:
             raise Misfit(
                 f"the checkpoint holds {what} of {name!r} as a variable of shape {list(old)}, and in this run it has "
                 f"the shape {cut}"
             )
+        return {}
 
     def _check_memory(self, kind: str, name: str, old: Cut, cut: Cut) -> None:
         same = (lambda a, b: a == b) if self.strict else (lambda a, b: bare(a) == bare(b))

@@ -12,13 +12,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from grace.strategy.plan import Part, Strategy
-from grace.strategy.traffic import links, payload
+from grace.strategy.traffic import kinds, links, payload
 
 app = typer.Typer(no_args_is_help=True, help="Build, show, check and compare strategies.")
 
 Model = Annotated[
     str | None, typer.Option("--model", help="module:function that makes the model, as in examples.torch.models:lstm.")
 ]
+MOST_ROWS = 8
+"""Ranks that are told of one by one."""
 File = Annotated[Path, typer.Argument(help="A strategy: YAML, or JSON if its name ends in .json.")]
 
 
@@ -65,14 +67,25 @@ def show(strategy: File, model: Model = None) -> None:
     console.print(table)
     console.print(f"\n{_about(read)}; id {read.id[:12]}")
     console.print("wire bytes: one rank's payload in a step; ~: at most, the data decide", style="dim")
-    ways = links(read)
-    sums = [sum(row) for row in ways]
-    for rank, way in enumerate(ways):
-        to = ", ".join(f"{_size(nbytes)} to rank {other}" for other, nbytes in enumerate(way) if nbytes)
-        listed = f": {to}" if 2 < len(sums) <= 8 and to else ""
-        console.print(f"rank {rank} sends, and receives, {_size(sums[rank])} a step{listed}", soft_wrap=True)
-    if len(sums) > 1 and max(sums) > 1.5 * min(sums):
-        busiest = sums.index(max(sums))
+    found = kinds(read)
+    if read.world_size <= MOST_ROWS:
+        ways = links(read)
+        for rank, way in enumerate(ways):
+            to = ", ".join(f"{_size(nbytes)} to rank {other}" for other, nbytes in enumerate(way) if nbytes)
+            listed = f": {to}" if read.world_size > 2 and to else ""
+            console.print(f"rank {rank} sends, and receives, {_size(sum(way))} a step{listed}", soft_wrap=True)
+    else:
+        told = sorted(found[: len(found) - (not found[-1][0])], key=lambda kind: -kind[1])
+        for ranks, sent in told[:MOST_ROWS]:
+            console.print(f"rank {ranks[0]} sends, and receives, {_size(sent)} a step")
+        if len(told) > MOST_ROWS:
+            console.print(f"{len(told) - MOST_ROWS} more destinations send, and receive, {_size(told[-1][1])} or more")
+        if not found[-1][0]:
+            others = f"each of the other {read.world_size - len(told)} ranks" if told else "each rank"
+            console.print(f"{others} sends, and receives, {_size(found[-1][1])} a step")
+    sums = [sent for _, sent in found]
+    if read.world_size > 1 and max(sums) > 1.5 * min(sums):
+        busiest = found[sums.index(max(sums))][0][0]
         console.print(
             f"the busiest link is that of rank {busiest}: {max(sums) / max(1.0, min(sums)):.1f} times the least"
         )

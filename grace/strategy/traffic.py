@@ -110,6 +110,29 @@ def links(strategy: Strategy) -> list[list[float]]:
     return sums
 
 
+def kinds(strategy: Strategy) -> list[tuple[list[int], float]]:
+    """Ranks that send as much in a step as each other, and how many bytes: each destination of a reduce_broadcast by
+    itself, and last all others alike, as an empty list, if there are any. What a rank sends it also receives.
+
+    >>> from grace.strategy.plan import Plan, Sync
+    >>> part = Part(Sync("reduce_broadcast", destination=7))
+    >>> kinds(Strategy((Plan(Variable("w", (25,)), (part,)),), world_size=10**9))
+    [([7], 99999999900.0), ([], 100.0)]
+    """
+    world, usual, more = strategy.world_size, 0.0, dict[int, float]()
+    for plan in strategy.plans:
+        for part, variable in zip(plan.parts, plan.part_variables(), strict=True):
+            nbytes, to = payload(part, variable).nbytes, part.sync.destination
+            other = sent_by(part, variable, nbytes, world, to + 1)
+            usual += other
+            if carried_by(part, variable) == "reduce_broadcast":
+                more[to] = more.get(to, 0.0) + sent_by(part, variable, nbytes, world, to) - other
+    found: list[tuple[list[int], float]] = [([rank], usual + extra) for rank, extra in sorted(more.items())]
+    return found + [([], usual)] * (len(more) < world)
+
+
 def totals(strategy: Strategy) -> list[float]:
     """Bytes that leave each rank in a step."""
-    return [sum(row) for row in links(strategy)]
+    found = kinds(strategy)
+    alone = {ranks[0]: sent for ranks, sent in found if ranks}
+    return [alone.get(rank, found[-1][1]) for rank in range(strategy.world_size)]

@@ -1,0 +1,52 @@
+"""``grace strategy show`` for clusters of any size: what ranks send is counted by kinds of ranks."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+from helpers import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from grace.cli import app
+from grace.strategy import schema
+from grace.strategy.plan import Part, Plan, Strategy, Sync
+from grace.strategy.traffic import links, totals
+from grace.variable import Variable
+
+PARTS = [
+    Part(),
+    Part(Sync("allgather"), "topk(ratio=0.1)"),
+    Part(Sync("broadcast"), "signsgd"),
+    Part(Sync("scatter_reduce"), "qsgd"),
+    Part(Sync("none", period=4)),
+    *(Part(Sync("reduce_broadcast", destination=rank), "topk") for rank in (0, 1, 2)),
+    Part(Sync("reduce_broadcast", destination=1)),
+]
+
+
+def strategy_of(parts, world):
+    parts = [part for part in parts if part.sync.destination < world]
+    return Strategy(tuple(Plan(Variable(f"w{i}", (30, 7)), (part,)) for i, part in enumerate(parts)), world)
+
+
+@examples(40)
+@given(st.lists(st.sampled_from(PARTS), max_size=6), st.integers(1, 7))
+def test_what_kinds_of_ranks_send_is_what_the_links_carry(parts, world):
+    strategy = strategy_of(parts, world)
+    assert totals(strategy) == pytest.approx([sum(row) for row in links(strategy)])
+
+
+@pytest.mark.parametrize("world", [9, 20_000, 10**9])
+def test_show_takes_no_longer_for_large_worlds(tmp_path, world):
+    schema.dump(strategy_of(PARTS, world), tmp_path / "s.json")
+    began = time.perf_counter()
+    ran = CliRunner().invoke(app, ["strategy", "show", str(tmp_path / "s.json")])
+    assert time.perf_counter() - began < 2
+    assert ran.exit_code == 0, ran.output
+    assert len(re.findall(r"^rank \d+ sends, and receives", ran.stdout, re.MULTILINE)) == 3
+    assert f"each of the other {world - 3} ranks sends, and receives" in ran.stdout
+    assert "the busiest link is that of rank 1: " in ran.stdout

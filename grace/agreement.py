@@ -11,6 +11,10 @@ from grace.backend import Backend
 from grace.errors import RankError
 
 DIFFERENT = "the ranks were set up differently; the first difference: "
+DRIFTED = (
+    "the ranks made a step with different hyperparameters; the first difference: ",
+    "Let schedules and callbacks follow what is the same on every rank (a mean over ranks)",
+)
 
 
 def tell(
@@ -83,19 +87,20 @@ def agree(
     digest = hashlib.sha256(repr(list(facts)).encode()).hexdigest()
     answers = tell(backend, "no strategy", (digest, beside), error)
     if any(other != digest for other, _ in answers):
-        raise RankError(_first_difference(backend.allgather_object(list(facts))))
+        raise RankError(first_difference(backend.allgather_object(list(facts))))
     return [given for _, given in answers]
 
 
-def _first_difference(all_facts: list[Sequence[tuple[str, str]]]) -> str:
+def first_difference(
+    all_facts: list[Sequence[tuple[str, str]]],
+    begin: str = DIFFERENT,
+    end: str = "Run the same script with the same arguments on every rank",
+) -> str:
+    """What to say of facts that differ: the first that does, and each side's value."""
     mine = all_facts[0]
     for rank, theirs in enumerate(all_facts):
         for i in range(max(len(mine), len(theirs))):
             ours, other = (facts[i] if i < len(facts) else ("nothing more", "") for facts in (mine, theirs))
             if ours != other:
-                return (
-                    f"{DIFFERENT}"
-                    f"rank 0 has {' '.join(ours).strip()}, rank {rank} has {' '.join(other).strip()}. "
-                    "Run the same script with the same arguments on every rank"
-                )
+                return f"{begin}rank 0 has {' '.join(ours).strip()}, rank {rank} has {' '.join(other).strip()}. {end}"
     return "the ranks were set up differently"

@@ -6,7 +6,9 @@ import atexit
 import contextlib
 import dataclasses
 import functools
+import os
 import queue
+import sys
 import threading
 import time
 from collections import deque
@@ -16,13 +18,13 @@ from typing import Any
 from grace import tracing
 from grace.backend import Handle
 from grace.compressor import Tensor
-from grace.errors import PayloadError
+from grace.errors import ExchangeError, PayloadError, StepError
 from grace.exchange import Exchange, Group, Outcome, Traffic
 from grace.kernels import kernels_of
 
 PATIENCE, PATIENCE_AT_EXIT = 60.0, 5.0
-"""Seconds to wait at the end for other ranks that are behind: in ``grace.shutdown()``, and in a script that forgot
-it (or failed)."""
+"""Seconds to wait at the end for other ranks that are behind, and in a script that failed."""
+NEVER = "it has not come back. All ranks must make as many steps"
 
 
 class Courier:
@@ -33,14 +35,17 @@ class Courier:
     Args:
         backend: see :meth:`grace.backend.Backend.beside`.
         computing: the context that an exchange computes in.
+        check: raises if the ranks of an exchange were not at one step, over its backend.
     """
 
-    def __init__(self, backend: Any, computing: Callable[[], Any] = contextlib.nullcontext):
-        self.backend, self.computing = backend, computing
+    def __init__(self, backend: Any, computing: Callable[[], Any], check: Callable[[Sequence[Any], Any], None]):
+        self.backend, self.computing, self.check = backend, computing, check
         self.todo: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
         self.under_way: deque[Flight] = deque()
         self.failure: Exception | None = None
-        atexit.register(self.land, PATIENCE_AT_EXIT)
+        self.told = False
+        """Whether the failure was raised."""
+        atexit.register(self.exit)
         threading.Thread(target=self._run, name="grace courier", daemon=True).start()
 
     def land(self, seconds: float = PATIENCE) -> bool:
@@ -57,6 +62,38 @@ class Courier:
         self.todo.put(None)
         return all(flight.landed.is_set() for flight in self.under_way)
 
+    def arrive(self) -> None:
+        """The ranks part: let all that was handed over land.
+
+        Raises:
+            ExchangeError: it does not. Another rank has made fewer steps, and its weights are others.
+        """
+        landed = self.land()
+        if self.told or sys.exc_info()[0] is not None:
+            return
+        if self.failure is not None or not landed:
+            self.told = True
+            raise self.reason(self.under_way[0].exchange if self.under_way else None)
+
+    def reason(self, exchange: Any) -> Exception:
+        """Why an exchange brought nothing."""
+        failure = self.failure
+        if isinstance(failure, ExchangeError) or exchange is None:
+            return failure or ExchangeError(NEVER)
+        return exchange.lost(failure or ExchangeError(NEVER))
+
+    def exit(self) -> None:
+        """The program ends without ``grace.shutdown()``; what is raised now does not change its status."""
+        if self.told or hasattr(sys, "last_value"):  # it fails: others need not be waited for
+            self.land(0 if self.told else PATIENCE_AT_EXIT)
+            return
+        try:
+            self.arrive()
+        except ExchangeError as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            sys.stdout.flush()
+            os._exit(1)
+
     def send(self, flight: Flight) -> None:
         """Hand over the next exchange."""
         while self.under_way and self.under_way[0].landed.is_set():
@@ -69,7 +106,7 @@ class Courier:
             try:
                 if self.failure is None:
                     with self.computing():
-                        flight.fly()
+                        flight.fly(self.check)
             except Exception as error:  # the training thread raises it
                 self.failure = error
             flight.landed.set()
@@ -93,8 +130,9 @@ class Flight:
         flight.landed.set()
         return flight
 
-    def fly(self) -> None:
-        """Run all its collectives, and keep what the destination's memory learnt."""
+    def fly(self, check: Callable[[Sequence[Any], Any], None]) -> None:
+        """Run all its collectives, and keep what the destination's memory learnt; ``check`` raises if the ranks are not
+        at one step."""
         exchange = self.exchange
         exchange.take_off()
         while exchange.advance():
@@ -103,7 +141,8 @@ class Flight:
         memory = getattr(exchange.communicator, "answer_memory", None)
         try:
             self.outcomes = exchange.finish([None] * len(exchange.names), wait=False)
-        except PayloadError:
+            check([exchange], exchange.communicator.backend)
+        except (PayloadError, StepError):
             if memory is not None:
                 memory.state.rollback()
             raise
@@ -117,8 +156,8 @@ class Flight:
                 self.landed.wait()
         if self.outcomes is None:
             assert self.courier is not None
-            failure = self.courier.failure
-            raise failure if isinstance(failure, PayloadError) else self.exchange.lost(failure) from failure
+            self.courier.told = True
+            raise self.courier.reason(self.exchange) from self.courier.failure
         if self.exchange is not None:
             self.traffic, self.exchange = self.exchange.traffic, None
         return self.outcomes
@@ -204,6 +243,9 @@ class AheadExchange(Exchange):
     def advance(self) -> bool:
         """The courier does."""
         return False
+
+    def glance(self) -> None:
+        """The courier does."""
 
     def hand_over(self) -> None:
         """To the courier, which must get the same exchanges in the same order on all ranks."""

@@ -183,11 +183,13 @@ class Backend(abc.ABC):
 
     def close(self) -> None:
         """Do what is to be done before the ranks part, and leave."""
-        for function in self.__dict__.pop("closing", []):
-            function()
-        if "_channels" in self.__dict__:
-            self.channels.close()
-        self.shutdown()
+        try:
+            for function in self.__dict__.pop("closing", []):
+                function()
+        finally:
+            if "_channels" in self.__dict__:
+                self.channels.close()
+            self.shutdown()
 
     def shutdown(self) -> None:  # noqa: B027 - optional to override
         """Release what the backend opened."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from grace.errors import ConfigError
@@ -31,6 +31,11 @@ class Context:
         loss_scale: the factor that gradients are scaled by in mixed precision.
         lr: the learning rate that the optimizer will use for a variable.
         predivide: what payloads are divided by before an engine sums them; see :class:`grace.reduction.Reduction`.
+        updates: number of the optimizer's steps, as far as it is known.
+        left_out: how often gradients were cleared again, and nothing was done with the optimizer since the last time.
+        settings: a digest of the hyperparameters that the last step was made with.
+        astray: why ranks that this one speaks for cannot go on; empty if they can.
+        names: what the ranks are called, where only some of all take part.
     """
 
     seed: int = 0
@@ -40,6 +45,11 @@ class Context:
     loss_scale: float = 1.0
     lr: Callable[[str], float] = _one
     predivide: float = 1.0
+    updates: int = 0
+    left_out: int = 0
+    settings: int = 0
+    astray: str = ""
+    names: Sequence[int] = ()
 
     def stream(self, name: str, *, shared: bool = False) -> Stream:
         """Random numbers for one variable at this step, the same on all ranks if ``shared``."""

@@ -40,6 +40,10 @@ def payload_of(place: int) -> Iterator[None]:
         raise
 
 
+class StepError(RankError, ExchangeError):
+    """The ranks are at different steps, or make them with different settings."""
+
+
 class MissingExtraError(GraceError, ImportError):
     """An optional package is needed; the message is the line that installs it."""
 

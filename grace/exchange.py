@@ -11,15 +11,16 @@ from grace import tracing
 from grace.backend import Backend, Handle
 from grace.communicator import Communicator
 from grace.compressor import Tensor
-from grace.errors import ConfigError, ExchangeError, GraceError, PayloadError
+from grace.errors import ConfigError, ExchangeError, GraceError, PayloadError, StepError
 from grace.group import Group, Outcome, Traffic
+from grace.judging import Judging
 from grace.kernels import kernels_of
 from grace.refusing import Refusing
 from grace.variable import Variable
-from grace.wire import OVERFLOW, Wire, in_range, mark
+from grace.wire import Wire, in_range, mark
 
 
-class Exchange(Refusing):
+class Exchange(Refusing, Judging):
     """The round trip of one group; ``start`` it, ``advance`` until it says False, then ``finish``.
 
     1. compensate and compress each gradient; 2. pack all payloads and start the collective;
@@ -135,9 +136,9 @@ class Exchange(Refusing):
         reusable = self.traits.fixed_size and self.traits.rounds == 1
         if self.group.wire is None or not reusable:
             # what a method of several rounds receives may live on in its state: it gets buffers of its own
-            self.group.wire, self.group.buffer = Wire(self.kernels, payloads, sums), None
+            self.group.wire, self.group.buffer = Wire(self.kernels, payloads, sums, self.room), None
         self.wire = self.group.wire
-        self.group.buffer = self.wire.pack(payloads, marks, self.group.buffer)
+        self.group.buffer = self.wire.pack(payloads, marks, self.group.buffer, self.own_place())
         return self.group.buffer
 
     def _launch(self, collective: Callable[[Tensor], Handle], tensor: Tensor) -> None:
@@ -226,6 +227,14 @@ class Exchange(Refusing):
         self._launch(self.communicator.communicate, buffer)
         return True
 
+    def _wires(self) -> list[Tensor]:
+        """What came: all ranks' wires, or their sum. Their layouts are known from now on."""
+        wires = self._cut() if self.concatenated else self.handle.result()
+        if self.layouts:
+            return [buffer[: layout.length] for layout, buffer in zip(self.layouts, wires, strict=True)]
+        self.layouts = [self.wire] * len(wires)
+        return list(wires)
+
     def _cut(self) -> list[Tensor]:
         """Each rank's wire out of the concatenation; in front of each are the sizes of its payload tensors."""
         (whole,) = self.handle.result()
@@ -274,17 +283,11 @@ class Exchange(Refusing):
         if self.refusal:
             raise self.refusal
         with tracing.phase("unpack", group=self.group):
-            if several:
-                missing, overflow = self._judge_round()
-                received: list[Any] = self._mean()
-            else:
-                wires = self._cut() if self.concatenated else self.handle.result()
-                if self.layouts:
-                    wires = [buffer[: layout.length] for layout, buffer in zip(self.layouts, wires, strict=True)]
-                else:
-                    self.layouts = [self.wire] * len(wires)
-                missing, overflow = self._judge(wires)
-                received = self._received(wires)
+            wires = self._wires()
+            missing, overflow = self._judge_round() if several else self._judge(wires)
+            if self.astray:
+                return self.nothing()
+            received: list[Any] = self._mean() if several else self._received(wires)
         decode = self.decoding(self._last if several else self._aggregate)
         outcomes = tracing.each("decode", self.names, decode, range(len(self.names)), received, outs)
         if several:  # with what all ranks got
@@ -297,39 +300,6 @@ class Exchange(Refusing):
                 outcome.value = None
         self.traffic.codec_seconds += time.perf_counter() - began
         return outcomes
-
-    def _judge_round(self) -> tuple[list[bool], list[bool]]:
-        """Of a method of several rounds: whether no rank had a gradient, and whether one overflowed in this round or
-        an earlier one, which later rounds may not show (an infinite column becomes a finite one again)."""
-        (total,) = self.handle.result()
-        missing = [False] * len(self.names)
-        if not all(self.present) or not self.traits.carries_nonfinite:
-            statuses = self.wire.statuses(total)
-            missing = [status == 0 for status in statuses]
-            self.spoilt = [was or not status < math.inf for was, status in zip(self.spoilt, statuses, strict=True)]
-        for i, payload in enumerate(self.wire.unpack(total)):
-            finite = all(bool(self.kernels.all_finite(tensor)) for tensor in payload)
-            self.spoilt[i] = self.spoilt[i] or not finite
-        return missing, self.spoilt
-
-    def _judge(self, wires: list[Tensor]) -> tuple[list[bool], list[bool]]:
-        """Per variable: whether no rank had a gradient, and whether one overflowed."""
-        count, finite = len(self.names), lambda tensors: all(bool(self.kernels.all_finite(t)) for t in tensors)
-        missing = overflow = [False] * count
-        if not all(self.present) or not self.traits.carries_nonfinite:
-            ranks = [layout.statuses(buffer) for layout, buffer in zip(self.layouts, wires, strict=True)]
-            missing = [all(rank[i] == 0 for rank in ranks) for i in range(count)]
-            limit = math.inf if self.communicator.sums else OVERFLOW
-            overflow = [any(not rank[i] < limit for rank in ranks) for i in range(count)]
-        sums = self.communicator.sums  # of finite numbers may be infinite
-        if (
-            self.guard
-            and (sums or self.traits.carries_nonfinite)
-            and not (sums and finite([wires[0][: self.wire.body]]))
-        ):
-            received = [layout.unpack(buffer) for layout, buffer in zip(self.layouts, wires, strict=True)]
-            overflow = [was or not all(finite(rank[i]) for rank in received) for i, was in enumerate(overflow)]
-        return missing, overflow
 
     def _received(self, wires: list[Tensor]) -> list[list[Any]]:
         """The payloads of all ranks, or their sum, per variable."""
@@ -377,6 +347,8 @@ def exchange_one(communicator: Communicator, tensor: Tensor, name: str) -> Tenso
 
     Raises:
         ConfigError: it is no tensor of floating point numbers; nothing was sent.
+        PayloadError: what a rank sent cannot be decoded.
+        StepError: ranks have exchanged another number of tensors.
     """
     try:
         k = kernels_of(tensor)
@@ -389,7 +361,9 @@ def exchange_one(communicator: Communicator, tensor: Tensor, name: str) -> Tenso
         pass
     try:
         (outcome,) = exchange.finish([None])
-    except PayloadError:
+        if exchange.astray:
+            raise StepError(exchange.astray)
+    except (PayloadError, StepError):
         for part in communicator.keepers.values():
             part.state.rollback()
         raise

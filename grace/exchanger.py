@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from grace import tracing
-from grace.agreement import agree
+from grace.agreement import DRIFTED, agree, first_difference
 from grace.ahead import Courier, Flight, add, scaled
 from grace.backend import Backend
 from grace.channels import Leases
 from grace.communicators import Allreduce
 from grace.component import Component, Context
 from grace.compressor import Tensor
-from grace.errors import PayloadError
+from grace.errors import PayloadError, StepError
 from grace.exchange import Exchange, Group, Outcome, Traffic
 from grace.hierarchy import Hierarchy
 from grace.memory import Memory
@@ -56,6 +56,9 @@ class Exchanger:
         for piece in pieces:
             self.pieces_of[piece.whole.name].append(piece)
         self.groups = grouped([piece for piece in pieces if not piece.period])
+        for delayed in (False, True):  # one group of a step tells the ranks' places, and one beside training
+            for group in [group for group in self.groups if group.communicator.delayed is delayed][1:]:
+                group.carries = False
         self._averaging = Allreduce("none")
         self._averaging.bind(Context(rank=backend.rank, size=backend.size), backend)
         alone = grouped([piece for piece in pieces if piece.period])
@@ -74,6 +77,8 @@ class Exchanger:
         self.stateful = any(communicator.stateful for communicator in self.communicators)
         self.traffic = Traffic()
         self.settings: list[tuple[str, str]] = []
+        self.hyperparameters: Callable[[], Sequence[tuple[str, str]]] = lambda: ()
+        """Those that the last step was made with, in words; the context has their digest."""
         tracing.begin(backend, pieces)
         self.numel = sum(variable.numel for variable in self.variables)
         self._begun: list[Exchange] = []
@@ -90,6 +95,8 @@ class Exchanger:
     def _bind(self, backend: Backend) -> None:
         """Who the communicators exchange with."""
         self.context.rank, self.context.size = backend.rank, backend.size
+        if self.hierarchy is not None:
+            self.context.names = self.hierarchy.speakers
         for communicator in self.communicators:
             if self.hierarchy is not None:
                 communicator.follow(self.hierarchy.levels.speaker)
@@ -147,15 +154,17 @@ class Exchanger:
     def courier(self) -> Courier:
         """The thread that runs exchanges beside training; every rank asks for it first at the same moment."""
         if self._courier is None:
-            self._courier = Courier(self._leases.take(another=True), lambda: self.computing())
-            self.backend.at_shutdown(self._courier.land)
+            backend = self._leases.take(another=True)
+            self._courier = Courier(backend, lambda: self.computing(), lambda *flown: self.check_places(*flown))
+            self.backend.at_shutdown(self._courier.arrive)
         return self._courier
 
     def facts(self) -> list[tuple[str, str]]:
         """What all ranks must agree on."""
         facts = [*versions(self.backend), ("the seed", str(self.context.seed)), ("the choice", self.name)]
         facts += [(f"variable {v.name!r}", v.describe()) for v in self.variables]
-        facts += [("the groups", str([[v.name for v in group.variables] for group in self.groups]))]
+        for group in self.groups:
+            facts += [(f"in group {group.index}:", repr(v.name)) for v in group.variables]
         return facts
 
     # -- a step ----------------------------------------------------------------------------------------
@@ -166,6 +175,7 @@ class Exchanger:
             exchange = group.communicator.begin(group, gradients, present, self.stateful, self.traffic)
         else:
             exchange = self.hierarchy.begin(group, gradients, present, self.stateful, self.traffic)
+        exchange.lazy = self.hierarchy is None
         self._begun.append(exchange)
         return exchange
 
@@ -175,6 +185,7 @@ class Exchanger:
         Raises:
             PayloadError: what a rank sent cannot be decoded. State is as if the step had not been; this raises again
                 until the step is discarded.
+            StepError: the ranks are at different steps. The step is forgotten.
         """
         while any([exchange.advance() for exchange in self._begun]):
             pass
@@ -182,13 +193,26 @@ class Exchanger:
         try:
             for exchange in self._begun:
                 given = outs(exchange.group)
-                brought = exchange.finish(given) if not self.hierarchy else self.hierarchy.finish(exchange, given)
-                outcomes += self.with_owed(brought)
+                outcomes += exchange.finish(given) if not self.hierarchy else self.hierarchy.finish(exchange, given)
         except PayloadError:
             self._roll_back()
             raise
         self.settle(outcomes)
         return outcomes
+
+    def check_places(self, exchanges: Sequence[Exchange], backend: Backend) -> None:
+        """Compare what the exchanges, which are done, learnt of where the ranks are; every rank comes here with the
+        same ones.
+
+        Raises:
+            StepError: the ranks are at different steps, or their optimizers have different hyperparameters.
+        """
+        for exchange in exchanges:
+            exchange.look_again()
+            if exchange.unlike:
+                raise StepError(first_difference(backend.allgather_object(list(self.hyperparameters())), *DRIFTED))
+            if exchange.astray:
+                raise StepError(exchange.astray)
 
     def due(self) -> list[Group]:
         """Those that are averaged after this step; none if it was asked before in this step."""
@@ -202,16 +226,18 @@ class Exchanger:
 
     def mean(self, group: Group, values: Sequence[Tensor]) -> list[Tensor]:
         """The mean over ranks of what a group's pieces hold, in their own dtype; blocks."""
+        group.communicator.context.step = self.context.step
         exchange = group.communicator.begin(group, values, [True] * len(values), False, self.traffic)
-        return [outcome.value for outcome in exchange.finish([None] * len(values))]
+        outcomes = exchange.finish([None] * len(values))
+        self.check_places([exchange], self.channel)
+        return [outcome.value for outcome in outcomes]
 
-    def with_owed(self, outcomes: list[Outcome]) -> list[Outcome]:
+    def with_owed(self, outcomes: Sequence[Outcome]) -> None:
         """Add what a checkpoint's run still had to apply, and this one does not delay."""
         for outcome in outcomes:
             if outcome.variable.name in self.owed:
                 owed = self.owed.pop(outcome.variable.name)
                 outcome.value = owed if outcome.value is None else add(outcome.value, owed)
-        return outcomes
 
     def pending(self) -> list[dict[str, Any]]:
         """Means that are still to be applied, by piece, of the oldest step first; waits until they are there."""
@@ -253,9 +279,22 @@ class Exchanger:
         return any(exchange.group is group for exchange in self._begun)
 
     def settle(self, outcomes: Sequence[Outcome]) -> None:
-        """All exchanges begun are finished, and brought this: end the step."""
+        """All exchanges begun are finished, and brought this: end the step.
+
+        Raises:
+            StepError: the ranks are at different steps. The step is forgotten.
+        """
+        self._check_begun()
+        self.with_owed(outcomes)
         self._hand_over()
         self.end_step(outcomes)
+
+    def _check_begun(self) -> None:
+        try:
+            self.check_places(self._begun, self.channel)
+        except StepError:
+            self.abandon()
+            raise
 
     def _hand_over(self) -> None:
         """What is applied in later steps goes on its way, in one order, whatever ranks began first."""
@@ -263,11 +302,12 @@ class Exchanger:
             exchange.hand_over()
         self._begun = []
 
-    def end_step(self, outcomes: Sequence[Outcome], keep: bool = True) -> None:
+    def end_step(self, outcomes: Sequence[Outcome], discarded: bool = False) -> None:
         """Commit the state that this step changed; roll it back if any variable overflowed on any rank.
 
-        A variable that no rank had a gradient for keeps its state as well."""
-        keep = keep and not any(outcome.overflow for outcome in outcomes)
+        A variable that no rank had a gradient for keeps its state as well. A step that was discarded does not count."""
+        keep = not discarded and not any(outcome.overflow for outcome in outcomes)
+        self.context.step += not discarded
         for component in self._stepping():
             for outcome in outcomes:
                 if outcome.value is None:
@@ -276,25 +316,35 @@ class Exchanger:
                 component.state.commit()
             else:
                 component.state.rollback()
-        self.context.step += 1
         self.traffic.steps += 1
         self.traffic.elements += self.numel
         tracing.exchanged()
 
     def discard(self) -> None:
-        """Complete the exchanges begun and forget them, state included."""
+        """Complete the exchanges begun and forget them, state included.
+
+        Raises:
+            StepError: the ranks are at different steps.
+        """
         while any([exchange.advance() for exchange in self._begun]):
             pass
         for exchange in self._begun:
-            exchange.wait()
+            if self.hierarchy is None:
+                exchange.wait()
+                exchange.glance()  # other ranks may raise what they learn, and so must all
+            else:  # others of the node may not discard it, and share what it brings
+                with contextlib.suppress(PayloadError):
+                    self.hierarchy.finish(exchange, [None] * len(exchange.group.variables))
+        self._check_begun()
         self._hand_over()
-        self.end_step([], keep=False)
+        self.end_step([], discarded=True)
 
     def abandon(self) -> None:
         """Forget the exchanges begun, which the engine has given up, and what they changed."""
         for exchange in self._begun:
             exchange.forget()
         self._begun = []
+        self.context.astray = ""
         self._roll_back()
 
     def _roll_back(self) -> None:
@@ -322,11 +372,14 @@ class Exchanger:
         return [part for c in self.communicators if not c.delayed for part in c.keepers.values()]
 
     def share(self, root: int) -> None:
-        """Give every rank the root's step counter, loss scale, and state of the parts whose state all ranks share."""
+        """Give every rank the root's step counters, loss scale, and state of the parts whose state all ranks share."""
         shared = [part for _, part in self.components if part.shared_state]
-        mine = (self.context.step, self.context.loss_scale, [dict(part.state) for part in shared])
+        context, counted = self.context, ("step", "updates", "left_out", "settings", "loss_scale")
+        mine = ([getattr(context, name) for name in counted], [dict(part.state) for part in shared])
         answers = self.backend.allgather_object(mine if self.backend.rank == root else None)
-        self.context.step, self.context.loss_scale, states = answers[root]
+        counts, states = answers[root]
+        for name, count in zip(counted, counts, strict=True):
+            setattr(context, name, count)
         for part, state in zip(shared, states, strict=True):
             part.state.clear()
             part.state.update(state)

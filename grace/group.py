@@ -24,6 +24,8 @@ class Group:
     """The wire's buffer, likewise."""
     label: str = "grace"
     """What the engine calls its collectives, the same on every rank."""
+    carries: bool = True
+    """Whether its wires carry the ranks' places; one group of a step does."""
 
     def describe(self) -> str:
         """For messages: the group's number, first and last variable, and its communicator."""

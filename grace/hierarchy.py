@@ -25,7 +25,7 @@ from grace.local import LocalBackend
 from grace.nodes import levels
 from grace.rows import Slices
 
-GONE, HERE, SPOILT, REFUSED = 0.0, 1.0, 2.0, 3.0
+GONE, HERE, SPOILT, REFUSED, ASTRAY = 0.0, 1.0, 2.0, 3.0, 4.0
 
 
 class Hierarchy:
@@ -42,7 +42,13 @@ class Hierarchy:
         self.weight = node.size * self.levels.nodes / backend.size
         self.traffic = Traffic()
         self.inside = Allreduce("none")
-        self.inside.bind(Context(rank=node.rank, size=node.size), node)
+        members = [rank for rank, speaker in enumerate(self.levels.speaker) if speaker == self.levels.own]
+        self.inside.bind(Context(rank=node.rank, size=node.size, names=members), node)
+
+    @property
+    def speakers(self) -> list[int]:
+        """The ranks that speak for the nodes."""
+        return [self.levels.speaker.index(number) for number in range(self.levels.nodes)]
 
     @property
     def leads(self) -> bool:
@@ -76,11 +82,17 @@ class Hierarchy:
         # rows sum up in float32, and so do dense gradients that the leaders will compress
         widened = gradients if group.variables[0].sparse or _exact(group) else [_wide(g) for g in gradients]
         variables = group.variables if _exact(group) else [replace(v, dtype="float32") for v in group.variables]
-        own = Group(group.index, inside, variables, label=f"{group.label}.node")
+        own = Group(group.index, inside, variables, label=f"{group.label}.node", carries=group.carries)
+        outside, within = group.communicator.context, inside.context
+        for number in ("step", "updates", "left_out", "settings"):
+            setattr(within, number, getattr(outside, number))
         exchange = inside.begin(own, widened, present, False, traffic)
         while exchange.advance():
             pass
         outcomes = exchange.finish([None] * len(own.variables))
+        if exchange.astray:
+            outside.astray = exchange.astray
+            return list(gradients), [False] * len(gradients)
         reduced = [
             _times(given if outcome.value is None else outcome.value, self.weight)
             for given, outcome in zip(gradients, outcomes, strict=True)
@@ -102,12 +114,17 @@ class Hierarchy:
     def shared(self, exchange: Exchange, brought: Sequence[Outcome]) -> list[Outcome]:
         """What the leader's exchange brought, on all ranks of the node; blocks."""
         node, first, group, like = self.levels.node, self.levels.first, exchange.group, self.like
+        exchange.astray = exchange.astray or group.communicator.context.astray
         if node.size == 1:
             return list(brought)
         outcomes, before = brought if self.leads else None, node.sent_bytes
         k = kernels_of(like)
-        marks = k.full([_mark(outcome) for outcome in outcomes or ()] or [GONE] * len(group.variables), "float32", like)
+        marks = [ASTRAY if exchange.astray else _mark(outcome) for outcome in outcomes or ()]
+        marks = k.full(marks or [GONE] * len(group.variables), "float32", like)
         told = k.to_list(node.broadcast(marks, first).wait())
+        if ASTRAY in told:
+            exchange.astray = exchange.astray or "the ranks are out of step, on other nodes; their own errors say how"
+            return exchange.nothing()
         if REFUSED in told:
             raise PayloadError(f"the rank that speaks for this node could not decode what others sent for {group.ends}")
         shared = []

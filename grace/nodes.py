@@ -61,6 +61,7 @@ class Levels:
         leaders: a backend over those of all nodes; None if this rank is not one of them.
         nodes: how many there are.
         speaker: for each of all ranks, the number in ``leaders`` of the one that speaks for it.
+        own: that of the one that speaks for this rank.
     """
 
     node: Backend
@@ -68,6 +69,7 @@ class Levels:
     leaders: Backend | None
     nodes: int
     speaker: list[int]
+    own: int
 
 
 def levels(backend: Backend, names: Sequence[str], leader: int | None = None) -> Levels:
@@ -86,4 +88,4 @@ def levels(backend: Backend, names: Sequence[str], leader: int | None = None) ->
     own = next(made for made in backends if made is not None)
     mine = node_of[backend.rank]
     speaker = [leaders.index(node_of[rank][0]) for rank in range(backend.size)]
-    return Levels(own, sorted(mine).index(mine[0]), over_leaders, len(members), speaker)
+    return Levels(own, sorted(mine).index(mine[0]), over_leaders, len(members), speaker, speaker[backend.rank])

@@ -49,6 +49,11 @@ class ReduceExchange(Exchange):
             return False
         return True
 
+    @property
+    def everyone(self) -> bool:
+        """Answers tell all ranks' places."""
+        return True
+
     def _broadcast(self, tensor: Tensor) -> None:
         communicator: Any = self.communicator
         self._launch(lambda t: communicator.broadcast(t).map(lambda received: [received]), tensor)
@@ -106,6 +111,9 @@ class ReduceExchange(Exchange):
             wires = self.handle.result()
             layouts = self.layouts or [self.wire] * len(wires)
             wires = [buffer[: layout.length] for layout, buffer in zip(layouts, wires, strict=True)]
+            if self.look(layouts, wires):
+                self.answer_wire = self.wire
+                return self._refusal([MISSING] * len(self.names))
             statuses = [layout.statuses(buffer) for layout, buffer in zip(layouts, wires, strict=True)]
             received = [layout.unpack(buffer) for layout, buffer in zip(layouts, wires, strict=True)]
         payloads, marks = [], []
@@ -115,8 +123,7 @@ class ReduceExchange(Exchange):
                 mean, payload, ctx = self._compressed_mean(i, [payloads_of[i] for payloads_of in received], answer)
             except PayloadError as error:
                 self.refuse(error, name)
-                marks = [REFUSED if other == name else MISSING for other in self.names] + [0] * self.wire.padding
-                return k.join([k.zeros((self.wire.body,), "uint8", wires[0]), k.full(marks, "uint8", wires[0])])
+                return self._refusal([REFUSED if other == name else MISSING for other in self.names])
             with tracing.phase("update", variable=name):
                 ok = in_range(k, mean, payload, answer.answer_memory.stateful) and max(ranks) < OVERFLOW
                 if all(status == MISSING for status in ranks) or not ok:
@@ -126,10 +133,16 @@ class ReduceExchange(Exchange):
             payloads.append(payload)
             marks.append(MISSING if max(ranks) == MISSING else mark(True, bool(ok), False))
         with tracing.phase("pack", group=self.group):
-            self.answer_wire = Wire(k, payloads, False)
-            buffer = self.answer_wire.pack(payloads, marks)
+            self.answer_wire = Wire(k, payloads, False, self.room)
+            buffer = self.answer_wire.pack(payloads, marks, places=self.told)
         self._count_answer(self.answer_wire, buffer)
         return buffer
+
+    def _refusal(self, marks: list[int]) -> Tensor:
+        """An answer without payloads."""
+        k, like = self.kernels, self.group.buffer
+        ends = [*marks, *self.told, *[0] * self.wire.padding]
+        return k.join([k.zeros((self.wire.body,), "uint8", like), k.full(ends, "uint8", like)])
 
     def _compressed_mean(self, i: int, payloads: list[Payload], answer: Any) -> tuple[Tensor, Payload, Any]:
         """One variable's mean with what the memory of the answers adds to it, and its payload."""
@@ -183,6 +196,8 @@ class ReduceExchange(Exchange):
         with tracing.phase("unpack", group=self.group):
             (buffer,) = self.handle.result()
             wire = self.wire if self.traits.fixed_size else self.answer_wire
+            if self.look([wire], [buffer]):
+                return self.nothing()
             statuses, payloads, outcomes = wire.statuses(buffer), wire.unpack(buffer), []
         self.check_refused([statuses], self.root)
         for i, variable in enumerate(self.group.variables):
@@ -194,6 +209,13 @@ class ReduceExchange(Exchange):
             outcomes.append(Outcome(variable, None if statuses[i] == MISSING else value, overflow))
         self.traffic.codec_seconds += time.perf_counter() - began
         return outcomes
+
+    def glance(self) -> None:
+        """Compare the places in the answer."""
+        if self.communicator.sums:
+            super().glance()
+        elif not self.refusal:
+            self.look([self.wire if self.traits.fixed_size else self.answer_wire], self.handle.result())
 
     def _spoilt(self, value: Any) -> Any:
         """A rank's gradient was not finite, so that the mean is not."""

@@ -78,7 +78,7 @@ class ScatterExchange(Exchange):
             ]
             marks = [mark(here, ok, False) for here, ok in zip(self.present, self.sound, strict=True)]
             shards = [[payload[j] for payload, _ in self.encoded] for j in range(size)]
-            self.wires = [Wire(k, payloads, False) for payloads in shards]
+            self.wires = [Wire(k, payloads, False, self.room) for payloads in shards]
             self.longest = max(wire.length for wire in self.wires)
             packed = [self._padded(wire, p, marks) for wire, p in zip(self.wires, shards, strict=True)]
             buffer = k.join(packed)
@@ -99,7 +99,7 @@ class ScatterExchange(Exchange):
         self.memory.update(tensor, name, self.sharded, *encoded)
 
     def _padded(self, wire: Wire, payloads: list[Payload], marks: list[Any]) -> Tensor:
-        buffer = wire.pack(payloads, marks)
+        buffer = wire.pack(payloads, marks, places=self.own_place())
         return self.kernels.join([buffer, self.kernels.zeros((self.longest - wire.length,), "uint8", buffer)])
 
     def advance(self) -> bool:
@@ -112,6 +112,9 @@ class ScatterExchange(Exchange):
         wire = self.wires[context.rank]
         with tracing.phase("unpack", group=self.group):
             rows = [row[: wire.length] for row in self.handle.result()]
+            if self.look([wire] * len(rows), rows):  # as all ranks do, each of which has got something of all
+                self.means_sent = True
+                return False
             statuses = [wire.statuses(row) for row in rows]
             received = [wire.unpack(row) for row in rows]
             payloads = [[payload[i] for payload in received] for i in range(len(self.names))]
@@ -159,6 +162,8 @@ class ScatterExchange(Exchange):
 
     def finish(self, outs: Sequence[Tensor | None], wait: bool = True) -> list[Outcome]:
         """Put the means of all shards together."""
+        if self.astray:
+            return self.nothing()
         if wait:
             self.wait()
         began = time.perf_counter()
@@ -174,6 +179,9 @@ class ScatterExchange(Exchange):
         outcomes = tracing.each("decode", self.names, joined, places, payloads, overflow, outs)
         self.traffic.codec_seconds += time.perf_counter() - began
         return outcomes
+
+    def glance(self) -> None:
+        """Places were compared before the means went round."""
 
     def _joined(self, i: int, payloads: list[Payload], overflow: bool, out: Tensor | None, name: str) -> Outcome:
         """One variable's mean, of the means of all shards."""

@@ -7,6 +7,9 @@ own, which variables had a gradient somewhere and which overflowed somewhere:
 - byte wires hold the payload tensors, widest items first so that every tensor is aligned, then one status
   byte per variable (0 missing, 1 present, 2 overflow; 3 in an answer: what was sent for it could not be decoded),
   padded to a multiple of 8 bytes.
+
+Behind the statuses, one group of each step carries the ranks' places (:mod:`grace.places`): in a summed wire each rank
+has elements of its own, in which all others write 0, and the sum is all ranks' places.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from grace.compressor import Payload, Tensor
 from grace.errors import ConfigError, PayloadError
 from grace.kernels import Kernels
 
-VERSION = 1
+VERSION = 2
 """Of what travels: how payloads and statuses are packed. All ranks must have the same."""
 MISSING, PRESENT, OVERFLOW, REFUSED = 0, 1, 2, 3
 LARGEST = 2.0**95
@@ -67,7 +70,8 @@ def both(one: Any, other: Any) -> Any:
 
 
 class Wire:
-    """The layout of one group's payloads, taken from this rank's, which all ranks share.
+    """The layout of one group's payloads, taken from this rank's, which all ranks share; behind the statuses there is
+    room for so many numbers of ``places``.
 
     >>> import numpy as np
     >>> from grace.kernels import NumpyKernels
@@ -80,8 +84,9 @@ class Wire:
     [[array([7], dtype=uint8), array([1.5], dtype=float32)], [array([9], dtype=uint8)]]
     """
 
-    def __init__(self, kernels: Kernels, payloads: Sequence[Payload], sums: bool):
+    def __init__(self, kernels: Kernels, payloads: Sequence[Payload], sums: bool, places: int = 0):
         self.kernels, self.sums = kernels, sums
+        self.header = len(payloads) + places
         tensors = [tensor for payload in payloads for tensor in payload]
         sizes = [kernels.nbytes(tensor) for tensor in tensors]
         self.lengths = [len(payload) for payload in payloads]
@@ -101,9 +106,9 @@ class Wire:
             self.dtype = "uint8"
             self.order = sorted(range(len(tensors)), key=lambda i: -ITEM_SIZE[self.dtypes[i]])
             self.units = sizes
-            self.padding = -(sum(sizes) + len(payloads)) % 8
+            self.padding = -(sum(sizes) + self.header) % 8
         self.body = sum(self.units)
-        self.length = self.body + len(self.lengths) + self.padding
+        self.length = self.body + self.header + self.padding
         self._statuses: tuple[list[Any], Tensor] | None = None
         self._unpacked: tuple[Tensor, list[Payload]] | None = None
 
@@ -134,20 +139,25 @@ class Wire:
         other.body = sum(other.units)
         if other.body > most:
             raise PayloadError(f"the payloads are said to take {other.body} bytes, more than {most} of any use")
-        other.padding = -(other.body + len(self.lengths)) % 8
-        other.length = other.body + len(self.lengths) + other.padding
+        other.padding = -(other.body + self.header) % 8
+        other.length = other.body + self.header + other.padding
         other._unpacked = other._statuses = None
         return other
 
-    def pack(self, payloads: Sequence[Payload], statuses: list[Any], out: Tensor | None = None) -> Tensor:
-        """All payload tensors, then the statuses, in one 1-d tensor (into ``out`` if given)."""
+    def pack(
+        self, payloads: Sequence[Payload], statuses: list[Any], out: Tensor | None = None, places: Sequence[int] = ()
+    ) -> Tensor:
+        """All payload tensors, then the statuses and places, in one 1-d tensor (into ``out`` if given)."""
         k, tensors = self.kernels, [tensor for payload in payloads for tensor in payload]
         plain = all(isinstance(status, (int, float)) for status in statuses)  # comparing tensors would wait for them
+        ends = [] if places else [0] * self.padding
         if self._statuses is None or not plain or self._statuses[0] != statuses:
-            values = [*statuses, *[0] * self.padding]
-            self._statuses = statuses, k.full(values, self.dtype, tensors[0])
+            self._statuses = statuses, k.full([*statuses, *ends], self.dtype, tensors[0])
         parts = [k.flat(tensor) for tensor in tensors] if self.sums else [k.to_bytes(tensors[i]) for i in self.order]
-        return k.join([*parts, self._statuses[1]], out)
+        parts.append(self._statuses[1])
+        if places:
+            parts.append(k.full([*places, *[0] * self.padding], self.dtype, tensors[0]))
+        return k.join(parts, out)
 
     def unpack(self, buffer: Tensor) -> list[Payload]:
         """The payloads in a buffer laid out like this one: views of it."""
@@ -168,3 +178,7 @@ class Wire:
     def statuses(self, buffer: Tensor) -> list[float]:
         """The statuses at the end of a buffer; reads them back from the device."""
         return self.kernels.to_list(buffer[self.body : self.body + len(self.lengths)])
+
+    def told(self, buffer: Tensor) -> Tensor:
+        """The places at the end of a buffer."""
+        return buffer[self.body + len(self.lengths) : self.body + self.header]

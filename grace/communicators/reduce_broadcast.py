@@ -33,8 +33,8 @@ class ReduceBroadcast(Communicator):
     OSDI 2014 (parameter server); Tang et al., ICML 2019, arXiv 1905.05957 (compression both ways with two memories).
 
     With ``staleness`` s > 0 the exchange runs in a thread of its own: the mean of step t is applied in step t + s, so
-    that a rank may run up to s steps ahead of the slowest. The first s steps change nothing. With ``sync=False`` a
-    step applies the sum of the means that have come since the last one, and waits for the oldest only if those of
+    that a rank may run up to s steps ahead of the slowest. The first s steps change nothing. With ``sync=False``
+    a step applies the sum of the means that have come since the last one, and waits for the oldest only if those of
     more than ``ahead`` steps would be under way.
 
     Args:
@@ -78,9 +78,7 @@ class ReduceBroadcast(Communicator):
         if not sync and staleness:
             raise ConfigError("reduce_broadcast: staleness goes with sync=True only; without it the bound is ahead")
         if sync and ahead != AHEAD:
-            raise ConfigError(
-                "reduce_broadcast: ahead goes with sync=False only; with sync=True the bound is staleness"
-            )
+            raise ConfigError("reduce_broadcast: ahead goes with sync=False only; else the bound is staleness")
         super().__init__(compressor, memory)
         self.sums = self.compressor.traits.summable  # type: ignore[misc]
         if self.delayed and self.compressor.traits.rounds > 1:

@@ -16,6 +16,7 @@ from grace.checkpoint import say_whose
 from grace.communicator import Communicator
 from grace.errors import ConfigError
 from grace.exchange import Traffic
+from grace.hyperparameters import facts, numbers
 from grace.momentum import doubled, owners
 from grace.plans import Choices
 from grace.reduction import Reduction
@@ -57,6 +58,7 @@ class DistributedMixin:
     grace_state: Remembered
     built: bool
     learning_rate: Any
+    iterations: Any
     _trainable_variables: list[Any]
 
     @tf.autograph.experimental.do_not_convert
@@ -95,7 +97,8 @@ class DistributedMixin:
         step, variables = self._step, self._trainable_variables
         gradient_of = {_key(v): g for v, g in zip(step.variables, grads, strict=True)}
         gradients = [None if _key(v) in step.absent else gradient_of.get(_key(v)) for v in variables]
-        means = dict(zip(map(_key, variables), self._grace(gradients, variables, self.learning_rate), strict=True))
+        brought = self._grace(gradients, variables, self.learning_rate, value_of(self.iterations))
+        means = dict(zip(map(_key, variables), brought, strict=True))
         step.found = {key: means[key].found for key in step.absent | self._grace.late}
         return super()._clip_gradients([_usable(means[_key(v)], v) for v in step.variables])  # type: ignore[misc]
 
@@ -255,7 +258,8 @@ def DistributedOptimizer(
     if isinstance(inner, DistributedMixin):
         raise ConfigError("this optimizer is distributed already")
     backend = engine_of(process_set, backend)
-    known = weakref.ref(inner)  # which holds the session
+    known: Any = weakref.ref(inner)  # which holds the session
+    cls = type(inner)
     session = Session(
         Choices(compressor, memory, communicator, strategy),
         backend,
@@ -267,8 +271,8 @@ def DistributedOptimizer(
         hierarchical=hierarchical,
         check=lambda chosen: check_momentum([chosen], known()),
         averages=True,
+        settings=lambda: facts(cls.__name__, [numbers(known().get_config())]),
     )
-    cls = type(inner)
     inner.__class__ = type(cls.__name__, (DistributedMixin, cls), {"__module__": cls.__module__})
     for name, value in (("_grace", session), ("_step", _Step())):
         object.__setattr__(inner, name, value)  # not Keras's, which would track and copy what is in them

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from grace import checkpoint, form
@@ -18,6 +19,7 @@ from grace.component import Context
 from grace.errors import ConfigError, ExchangeError
 from grace.exchange import Group, Traffic
 from grace.exchanger import Exchanger
+from grace.places import CYCLE, digest
 from grace.plans import Choices, Plan
 from grace.reduction import Reduction, check_integer
 from grace.rows import Slices
@@ -63,6 +65,7 @@ class Session:
         check: raises if a communicator does not suit the optimizer.
         averages: whether somebody calls :meth:`average` after each step.
         hierarchical: the ranks of a node reduce among themselves first.
+        settings: further facts that all ranks must share, asked for at the first exchange.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class Session:
         check: Callable[[Communicator], None] = lambda communicator: None,
         averages: bool = False,
         hierarchical: bool = False,
+        settings: Callable[[], Sequence[tuple[str, str]]] = lambda: (),
     ):
         if backend.framework not in ("", "tensorflow"):
             raise ConfigError(
@@ -87,6 +91,7 @@ class Session:
         self.choices, self.backend, self.reduction = choices, backend, reduction
         self.group_bytes, self.sparse_as_dense, self.broadcast = group_bytes, sparse_as_dense, broadcast
         self.check, self.averages, self.hierarchical = check, averages, hierarchical
+        self.settings = settings
         self.lr = 1.0
         self.context = Context(seed=seed, lr=lambda name: self.lr, predivide=reduction.predivide)
         self.variables: list[Any] = []
@@ -138,6 +143,7 @@ class Session:
             ("broadcast", str(self.broadcast)),
             ("sparse_as_dense", str(self.sparse_as_dense)),
             ("hierarchical", str(self.hierarchical)),
+            *self.settings(),
         ]
         exchanger = build_exchanger(
             described, self._choose, self.backend, self.context, facts, self.check, hierarchical=self.hierarchical
@@ -150,6 +156,7 @@ class Session:
         self.variables, self.names = list(variables), names
         self.medium = medium_for([*exchanger.communicators, *(part for _, part in exchanger.components)])
         exchanger.computing = self.medium.computing
+        exchanger.hyperparameters = lambda: [("the learning rate", f"{self.lr:g}")]
         self.needs_lr = any(communicator.memory.needs_lr for communicator in exchanger.communicators)
         self.late = {id(value_of(variables[i])) for i in self._delayed(exchanger)}
         if self.saved is None:
@@ -190,13 +197,16 @@ class Session:
     # -- a step ----------------------------------------------------------------------------------------
 
     @tf.autograph.experimental.do_not_convert
-    def __call__(self, gradients: Sequence[Any], variables: Sequence[Any], lr: Any = None) -> list[Mean]:
+    def __call__(
+        self, gradients: Sequence[Any], variables: Sequence[Any], lr: Any = None, updates: Any = None
+    ) -> list[Mean]:
         """Exchange the gradients of all ranks; the same variables at every call.
 
         Args:
             gradients: tensors, tf.IndexedSlices or None.
             variables: whose they are.
-            lr: the learning rate, for memories that follow it.
+            lr: the learning rate, for memories that follow it; all ranks must have the same.
+            updates: how many steps the optimizer has made, likewise.
         """
         self.check_open()
         exchanger = self._prepare(variables, gradients)
@@ -208,7 +218,8 @@ class Session:
             )
         present = tuple(gradient is not None for gradient in gradients)
         given = [self._entering(i, gradient) for i, gradient in enumerate(gradients)]
-        rate = tf.cast(1.0 if lr is None or not self.needs_lr else lr, tf.float32)
+        number = 0 if updates is None else tf.cast(updates, tf.int64) % CYCLE  # which a float32 holds
+        rate = tf.stack([tf.cast(1.0 if lr is None else lr, tf.float32), tf.cast(number, tf.float32)])
         if tf.executing_eagerly() and not self.backend.pairs_by_name:
             return self._leaving(HostRun(self, exchanger, present).run(given, rate))
         if not tf.executing_eagerly():
@@ -309,8 +320,9 @@ class Session:
         """Begin the exchange of one group, with eager tensors."""
         assert self.exchanger is not None
         self.check_open()
-        if self.needs_lr:
-            self.lr = float(rate)
+        if self.needs_lr or group.carries:
+            self.lr, updates = map(float, np.asarray(rate))
+            self.context.updates, self.context.settings = int(updates), digest(self.lr)
         return self.exchanger.start(group, [self.inside(gradient) for gradient in gradients], present)
 
     def inside(self, value: Any) -> Any:

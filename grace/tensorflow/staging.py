@@ -226,7 +226,8 @@ class GraphRun(Run):
                 exchange = self.running[group.index]
                 if exchange.advance():
                     raise ExchangeError(f"the exchange of {group.describe()} takes more collectives than it did before")
-                outcomes = self.exchanger.with_owed(exchange.finish(self.outs(group)))
+                outcomes = exchange.finish(self.outs(group))
+                self.exchanger.with_owed(outcomes)
                 self.outcomes += outcomes
                 return self.tensors(outcomes)
 

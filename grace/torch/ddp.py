@@ -9,14 +9,16 @@ import torch
 
 from grace import checkpoint, tracing
 from grace.component import Context
-from grace.errors import ConfigError, ExchangeError, PayloadError
+from grace.errors import ConfigError, ExchangeError, PayloadError, StepError
 from grace.exchange import Exchange, Group, Outcome, Traffic
 from grace.exchanger import Exchanger
+from grace.hyperparameters import facts as in_words
 from grace.momentum import owners
+from grace.places import digest
 from grace.plans import STRATEGY, Uniform
 from grace.setup import build_exchanger
 from grace.torch.backends.distributed import TorchBackend
-from grace.torch.parameters import check_momentum, check_optimizer, variables
+from grace.torch.parameters import check_momentum, check_optimizer, hyperparameters, variables
 from grace.torch.saving import on_devices, packed_up, unpacked
 from grace.variable import unwrapped
 from grace.versions import public
@@ -41,11 +43,16 @@ class DDPState:
         exchanger.follows_scaler = lambda: grad_scaler is not None and grad_scaler.is_enabled()
         self.names = {p: name for name, p in trainable(model).items()}
         self.by_name = {variable.name: variable for variable in exchanger.variables}
-        self.plans: dict[tuple[str, ...], list[Group]] = {}
+        self.plans: dict[tuple[bool, tuple[str, ...]], list[Group]] = {}
+        self.exchanges: list[Exchange] = []
+        """Those of this step, which tell where the ranks are."""
+        self.changes = -1
         self.outcomes: list[Outcome] = []
         self.momenta = owners(exchanger.communicators)
         self.open, self.stepped, self.closed = False, True, False
         self.hook = optimizer and optimizer.register_step_post_hook(self._after_step)
+        self.settings = () if optimizer is None else hyperparameters(optimizer)
+        exchanger.hyperparameters = lambda: in_words(type(optimizer).__name__, self.settings)
 
     @property
     def traffic(self) -> Traffic:
@@ -86,6 +93,17 @@ class DDPState:
 
     def _after_step(self, *ignored: Any) -> None:
         self.stepped = True
+        context = self.exchanger.context
+        context.updates += 1
+        self.settings = hyperparameters(self.optimizer)
+        context.settings = digest(self.settings)
+
+    def _count_updates(self) -> None:
+        """Without the optimizer: whether the parameters changed since the last step, by torch's own counts."""
+        changes = sum(p._version for p in self.names)
+        if self.optimizer is None and self.changes not in (-1, changes):
+            self.exchanger.context.updates += 1
+        self.changes = changes
 
     @property
     def begun(self) -> bool:
@@ -110,10 +128,25 @@ class DDPState:
         self.exchanger.close()
 
     def close_step(self) -> None:
-        """Commit the last step, whose futures DDP has awaited at the end of backward."""
+        """Commit the last step, whose futures DDP has awaited at the end of backward.
+
+        Raises:
+            StepError: the ranks' optimizers had different hyperparameters.
+        """
         if self.open:
-            self.exchanger.end_step(self.outcomes)
-            self.outcomes, self.open = [], False
+            self.open, outcomes, exchanges = False, self.outcomes, self.exchanges
+            self.outcomes, self.exchanges = [], []
+            try:
+                self.exchanger.check_places(exchanges, self.exchanger.channel)
+            except StepError:
+                self.exchanger.abandon()
+                raise
+            self.exchanger.end_step(outcomes)
+
+    def _drop(self) -> None:
+        """Nothing of this step is kept."""
+        self.exchanger.abandon()
+        self.outcomes, self.exchanges, self.open = [], [], False
 
     def lr(self, name: str) -> float:
         """The learning rate of a parameter, for memories that follow it."""
@@ -122,17 +155,19 @@ class DDPState:
                 return float(group["lr"])
         raise ConfigError(f"the optimizer does not hold the parameter {name!r}")
 
-    def groups(self, names: tuple[str, ...]) -> list[Group]:
-        """The groups of a bucket: compressed variables, and dense ones by dtype."""
-        if names not in self.plans:
+    def groups(self, names: tuple[str, ...], first: bool) -> list[Group]:
+        """The groups of a bucket: compressed variables, and dense ones by dtype. One of the first bucket's tells the
+        ranks' places."""
+        if (first, names) not in self.plans:
             kinds: dict[Any, Group] = {}
             for name in names:
                 variable = self.by_name[name]
                 communicator = self.exchanger.pieces[name].communicator
                 key = (id(communicator), variable.dtype)
-                kinds.setdefault(key, Group(len(kinds), communicator, [])).variables.append(variable)
-            self.plans[names] = list(kinds.values())
-        return self.plans[names]
+                new = Group(len(kinds), communicator, [], carries=first and not kinds)
+                kinds.setdefault(key, new).variables.append(variable)
+            self.plans[first, names] = list(kinds.values())
+        return self.plans[first, names]
 
     @torch.no_grad()
     def exchange(self, bucket: Any) -> torch.futures.Future:
@@ -145,6 +180,7 @@ class DDPState:
         if bucket.index() == 0:
             self.close_step()
             check_momentum(self.momenta, self.optimizer, later=True)
+            self._count_updates()
             self.open, self.stepped = True, False
             if self.exchanger.follows_scaler():
                 self.exchanger.rescale(self.grad_scaler.get_scale())
@@ -153,14 +189,16 @@ class DDPState:
         views = dict(zip(names, bucket.gradients(), strict=True))
         guard, future_buffer = self.exchanger.stateful, bucket.buffer()
         exchanges: list[Exchange] = []
-        for group in self.groups(names):
+        for group in self.groups(names, bucket.index() == 0):
             gradients = [views[v.name] for v in group.variables]
             exchanges.append(
                 group.communicator.begin(group, gradients, [True] * len(gradients), guard, self.exchanger.traffic)
             )
         for exchange in exchanges:
+            exchange.lazy = True
             while exchange.advance():
                 pass
+        self.exchanges += exchanges
 
         def finish(done: Any) -> torch.Tensor:
             try:
@@ -170,9 +208,10 @@ class DDPState:
             try:
                 for exchange in exchanges:
                     self._write(exchange, views)
-            except PayloadError:  # nothing of this step is kept
-                self.exchanger.abandon()
-                self.outcomes, self.open = [], False
+                    if exchange.astray:
+                        raise StepError(exchange.astray)
+            except (PayloadError, StepError):
+                self._drop()
                 raise
             return future_buffer
 
@@ -263,6 +302,7 @@ def register_ddp_hook(
         ("torch", public(torch.__version__)),
         ("the buckets of", "DistributedDataParallel"),
         ("grad_scaler", "none" if grad_scaler is None else "given"),
+        *([] if optimizer is None else in_words(type(optimizer).__name__, hyperparameters(optimizer))),
     ]
     exchanger = build_exchanger(list_variables, choose, backend, context, facts, check)
     tracing.note(waits="DistributedDataParallel")

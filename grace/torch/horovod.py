@@ -80,7 +80,8 @@ class HorovodSession(Session):
         optimizer: Any = self.optimizer
         if any(handle is not None for handle, _ in optimizer._handles.values()):
             self.start_missing()
-            self.exchanger.discard()
+            with self.giving_up():
+                self.exchanger.discard()
         self.forget()
 
     def forget(self) -> None:
@@ -158,6 +159,7 @@ def _make_hook(self: Any, p: torch.nn.Parameter) -> Callable:
         if alive is None or not alive.hooks:
             return
         tracing.gradient()
+        alive.idle = False
         if alive.optimizer._paused:
             alive.optimizer._synchronized = False
         else:
@@ -219,6 +221,8 @@ def zero_grad(self: Any, set_to_none: bool = True) -> None:
     """Clear gradients; refused, as Horovod does, while their exchange is under way."""
     if self._handles:
         _DistributedOptimizer.zero_grad(self)  # raises
+    if self._grace is not None:
+        self._grace.gradients_cleared()
     self._synchronized = False  # also where no step() came after synchronize(), as after an overflow
     super(self.__class__, self).zero_grad(set_to_none=set_to_none)
 

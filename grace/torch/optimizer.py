@@ -62,7 +62,7 @@ class HookedSession(Session):
         """A parameter's gradient has accumulated: start the groups that waited for it."""
         tracing.gradient()
         self._look(name, gradient)
-        self.synchronized = False
+        self.synchronized = self.idle = False
         if self.paused:
             return
         if not self.checked:
@@ -136,7 +136,8 @@ class HookedSession(Session):
         if self.passes in self.counts.values() and not self.synchronized:
             while self.next_group < len(self.exchanger.groups):
                 self._start_next()
-            self.exchanger.discard()
+            with self.giving_up():
+                self.exchanger.discard()
         self._reset()
         self.synchronized = False
 
@@ -179,6 +180,7 @@ class DistributedMixin(Closable, StateMixin):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients; an exchange under way is completed and its result dropped."""
         self._grace.drop()
+        self._grace.gradients_cleared()
         super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
 
 
@@ -305,6 +307,7 @@ def after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if initializing(optimizer):
         return
     tracing.update_ends()
+    optimizer._grace.after_step()
     optimizer._grace.average()
     tracing.step_ends()
 

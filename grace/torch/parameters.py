@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ import torch
 from grace.backend import Backend
 from grace.communicator import Communicator
 from grace.errors import ConfigError
+from grace.hyperparameters import Numbers, numbers
 from grace.momentum import doubled, owners
+from grace.reduction import check_integer
 from grace.runtime import current
 from grace.torch.kernels import NAMES
 from grace.variable import Variable, unwrapped
@@ -94,6 +97,18 @@ def variables(
             )
         found.append(Variable(name, tuple(p.shape), dtype, str(p.device), p in sparse))
     return found
+
+
+def hyperparameters(optimizer: torch.optim.Optimizer) -> tuple[Numbers, ...]:
+    """The numbers of each of its groups; tensors that lie on a device are left out, since reading them would wait."""
+
+    def read(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
+            return value.item()
+        return value
+
+    groups = optimizer.param_groups
+    return tuple(numbers({k: read(v) for k, v in group.items() if k != "params"}) for group in groups)
 
 
 def check_optimizer(communicator: Communicator, optimizer: torch.optim.Optimizer | None) -> None:
@@ -217,3 +232,40 @@ def _with_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
     if isinstance(value, dict):
         return {key: _with_tensors(part, tensors) for key, part in value.items()}
     return type(value)(_with_tensors(part, tensors) for part in value) if isinstance(value, (list, tuple)) else value
+
+
+def parts(
+    parameters: Mapping[str, torch.nn.Parameter], groups: int | Sequence[Sequence[torch.Tensor]] | None, each: bool
+) -> list[list[str]] | None:
+    """Names of the parameters that may share a collective, Horovod's ``groups``.
+
+    Args:
+        parameters: by name.
+        groups: how many sets, or the sets (parameters in none of them are on their own).
+        each: if ``groups`` is None, every parameter is on its own (and the engine joins small messages).
+
+    >>> weights = {name: torch.nn.Parameter(torch.zeros(2)) for name in "abc"}
+    >>> parts(weights, 2, each=True), parts(weights, [[weights["c"], weights["a"]]], each=True)
+    ([['a', 'b'], ['c']], [['c', 'a'], ['b']])
+    """
+    if groups is None or groups == 0:
+        return [[name] for name in parameters] if each else None
+    if isinstance(groups, int):
+        check_integer("groups", groups)
+        names, count = list(parameters), min(groups, len(parameters))
+        small, larger = divmod(len(names), max(1, count))
+        starts = [i * small + min(i, larger) for i in range(count + 1)]
+        return [names[a:b] for a, b in pairwise(starts)]
+    name_of = {p: name for name, p in parameters.items()}
+    given = [[name_of[p] for p in group if p in name_of] for group in _tensors(groups)]
+    taken = Counter(name for group in given for name in group)
+    twice = [name for name, count in taken.items() if count > 1]
+    if twice:
+        raise ConfigError(f"groups has the parameter {twice[0]!r} more than once")
+    return [*(group for group in given if group), *([name] for name in parameters if name not in taken)]
+
+
+def _tensors(groups: Any) -> Any:
+    if all(isinstance(p, torch.Tensor) for group in groups for p in group):
+        return groups
+    raise ConfigError("groups must be a whole number, or lists of parameters")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +15,10 @@ from grace.communicator import Communicator
 from grace.component import Context
 from grace.errors import ConfigError, ExchangeError, PayloadError
 from grace.exchange import Group, Outcome
+from grace.hyperparameters import facts as in_words
 from grace.momentum import owners
 from grace.pieces import Piece
+from grace.places import digest
 from grace.plans import Choices, Plan
 from grace.reduction import Reduction, check_integer
 from grace.rows import Slices
@@ -28,49 +28,14 @@ from grace.torch.parameters import (
     broadcast_parameters,
     check_momentum,
     check_optimizer,
+    hyperparameters,
     named,
+    parts,
     sparse_of,
     variables,
 )
 from grace.torch.start import start_facts, starting
 from grace.versions import public
-
-
-def parts(
-    parameters: Mapping[str, torch.nn.Parameter], groups: int | Sequence[Sequence[torch.Tensor]] | None, each: bool
-) -> list[list[str]] | None:
-    """Names of the parameters that may share a collective, Horovod's ``groups``.
-
-    Args:
-        parameters: by name.
-        groups: how many sets, or the sets (parameters in none of them are on their own).
-        each: if ``groups`` is None, every parameter is on its own (and the engine joins small messages).
-
-    >>> weights = {name: torch.nn.Parameter(torch.zeros(2)) for name in "abc"}
-    >>> parts(weights, 2, each=True), parts(weights, [[weights["c"], weights["a"]]], each=True)
-    ([['a', 'b'], ['c']], [['c', 'a'], ['b']])
-    """
-    if groups is None or groups == 0:
-        return [[name] for name in parameters] if each else None
-    if isinstance(groups, int):
-        check_integer("groups", groups)
-        names, count = list(parameters), min(groups, len(parameters))
-        small, larger = divmod(len(names), max(1, count))
-        starts = [i * small + min(i, larger) for i in range(count + 1)]
-        return [names[a:b] for a, b in pairwise(starts)]
-    name_of = {p: name for name, p in parameters.items()}
-    given = [[name_of[p] for p in group if p in name_of] for group in _tensors(groups)]
-    taken = Counter(name for group in given for name in group)
-    twice = [name for name, count in taken.items() if count > 1]
-    if twice:
-        raise ConfigError(f"groups has the parameter {twice[0]!r} more than once")
-    return [*(group for group in given if group), *([name] for name in parameters if name not in taken)]
-
-
-def _tensors(groups: Any) -> Any:
-    if all(isinstance(p, torch.Tensor) for group in groups for p in group):
-        return groups
-    raise ConfigError("groups must be a whole number, or lists of parameters")
 
 
 class Session:
@@ -148,6 +113,7 @@ class Session:
             ("broadcast", str(broadcast)),
             ("hierarchical", str(hierarchical)),
             ("grad_scaler", "none" if grad_scaler is None else "given"),
+            *in_words(type(optimizer).__name__, hyperparameters(optimizer)),
         ]
 
         self.plan: Plan | None = None
@@ -177,6 +143,12 @@ class Session:
         }
         self.momenta = owners(self.exchanger.communicators)
         self.checked = False
+        self.idle = False
+        """Whether gradients were cleared, and nothing was done with the optimizer since."""
+        self.settings = hyperparameters(optimizer)
+        """Those that the last step was made with."""
+        kind = type(optimizer).__name__
+        self.exchanger.hyperparameters = lambda: [] if (session := me()) is None else in_words(kind, session.settings)
         self.versions: dict[str, tuple[torch.Tensor, int]] = {}
         self.written: dict[str, torch.Tensor] = {}
         if broadcast and not backend.elastic:
@@ -344,6 +316,19 @@ class Session:
             p.grad = torch.zeros_like(p) if self.exchanger.follows_scaler() else None
         else:
             piece.of(p.grad).zero_()
+
+    def after_step(self) -> None:
+        """The optimizer has stepped: what the next exchange tells of it."""
+        self.idle = False
+        self.context.updates += 1
+        self.settings = hyperparameters(self.optimizer)
+        self.context.settings = digest(self.settings)
+
+    def gradients_cleared(self) -> None:
+        """Gradients were cleared."""
+        if self.idle and self.context.updates:
+            self.context.left_out += 1
+        self.idle = True
 
     @torch.no_grad()
     def average(self) -> None:

@@ -16,9 +16,9 @@ import pytest
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
+from damaged_states import each, loads_or_changes_nothing, mutated, resealed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from damaged_states import each, loads_or_changes_nothing, mutated, resealed
 from pools import launched
 
 import grace

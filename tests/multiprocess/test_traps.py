@@ -70,7 +70,7 @@ def sparse(rank: int) -> torch.Tensor:
 def spoiled_padding(kind: str) -> tuple[list[float], bool]:
     """The aggregate, with rubbish in the padding, and whether there was zero before."""
     communicator, clean = joined(getattr(grace.torch, kind)("threshold(value=0.5)", "none")), []
-    used = 20 * grace.rank() * (4 + 2) + 1  # float32 values, 16-bit indices, a status
+    used = 20 * grace.rank() * (4 + 2) + 1 + 5  # float32 values, 16-bit indices, a status, a place
     communicate = communicator.communicate
 
     def spoil(wire):

@@ -1,4 +1,4 @@
-"""Exchanges that are applied later: bounded staleness, means applied as they come, and their checkpoints."""
+"""Exchanges that are applied later: bounded staleness, means applied as they come, and what a checkpoint keeps."""
 
 from __future__ import annotations
 

@@ -1,0 +1,104 @@
+"""Places: where each rank is in training. One exchange of every step carries them beside its payloads, so that ranks
+that went different ways learn of it before anything is updated with what they exchanged.
+
+A place is five numbers: steps exchanged; steps of the optimizer; how often gradients were cleared with nothing done
+since; a digest of the hyperparameters; and a check sum. Each travels as 1 to 254, which any dtype holds exactly; 0 is a
+rank that takes no part (Horovod's ``join``), and 255 one that speaks for ranks which differ among themselves. A place
+with a wrong sum is damaged, and so is what came with it, which says so when it is decoded.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+from grace.component import Context
+
+NUMBERS = 5
+CYCLE, ASTRAY = 254, 255
+ADVICE = (
+    "All ranks must make the same steps: let them decide together to leave one out (by an all-reduce of what decides), "
+    "and resume them all from one checkpoint"
+)
+
+
+def digest(settings: Any) -> int:
+    """A small number for settings, the same in every process.
+
+    >>> digest((0.1, 0.9)) == digest((0.1, 0.9)), digest((0.1, 0.9)) == digest((0.01, 0.9))
+    (True, False)
+    """
+    return zlib.crc32(repr(settings).encode()) % CYCLE
+
+
+def place(context: Context) -> list[int]:
+    """What this rank's wire says."""
+    if context.astray:
+        return [ASTRAY] * NUMBERS
+    numbers = [1 + n % CYCLE for n in (context.step, context.updates, context.left_out, context.settings)]
+    return [*numbers, _check(numbers)]
+
+
+def _check(numbers: Sequence[int]) -> int:
+    return 1 + sum(i * n for i, n in enumerate(numbers, 1)) % CYCLE
+
+
+def compare(places: Sequence[Sequence[float]], context: Context) -> tuple[str, bool]:
+    """Why the ranks cannot go on together, and whether their hyperparameters differ; ("", False) if all is well.
+
+    >>> here = Context(step=6, rank=0, size=3)
+    >>> behind = place(Context(step=5, updates=-1))
+    >>> compare([place(here), behind, place(here)], here)[0].partition(". ")[0]
+    'rank 1 is at step 5, ranks 0 and 2 are at step 6: rank 1 left out optimizer.step()'
+    """
+    mine = place(context)
+    found = {rank: [int(n) for n in theirs] for rank, theirs in enumerate(places)}
+    astray = [rank for rank, theirs in found.items() if context.names and theirs == [ASTRAY] * NUMBERS]
+    found = {rank: theirs for rank, theirs in found.items() if rank in astray or _check(theirs[:-1]) == theirs[-1]}
+    if all(theirs == mine for theirs in found.values()):
+        return "", False
+    names = context.names or range(context.size)
+    call = lambda ranks: called([names[rank] for rank in ranks], len(places) == context.size)  # noqa: E731
+    if astray:
+        return f"ranks that exchange through {call(astray)} went different ways; their own errors say how", False
+    ahead = {rank: [_signed(a - b) for a, b in zip(theirs, mine, strict=True)] for rank, theirs in found.items()}
+    first = [max(one[i] for one in ahead.values()) for i in (0, 1)]
+    behind = {rank: max(first[0] - one[0], first[1] - one[1]) for rank, one in ahead.items()}
+    if any(behind.values()):
+        late = [rank for rank, steps in behind.items() if steps]
+        steps = {rank: context.step + first[0] - steps for rank, steps in behind.items()}
+        return f"{_listed(steps, call)}: {call(late)} left out optimizer.step(). {ADVICE}", False
+    least = min(one[2] for one in ahead.values())
+    steps = {rank: context.step + one[2] - least for rank, one in ahead.items()}
+    if any(one[2] > least for one in ahead.values()):
+        early = [rank for rank, one in ahead.items() if one[2] > least]
+        return (
+            f"{_listed(steps, call)}: {call(early)} called optimizer.zero_grad() and left out backward(). {ADVICE}",
+            False,
+        )
+    return f"the optimizer's hyperparameters differ at step {context.step}", True
+
+
+def called(ranks: Sequence[int], known: bool = True) -> str:
+    """Ranks in words.
+
+    >>> called([1]), called([0, 2, 3])
+    ('rank 1', 'ranks 0, 2 and 3')
+    """
+    if not known:  # a communicator of the user's own, which exchanges with some
+        return "a rank" if len(ranks) == 1 else "some ranks"
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def _listed(steps: dict[int, int], call: Any) -> str:
+    """Who is at which step; those at the lowest first."""
+    at = [(step, [rank for rank in steps if steps[rank] == step]) for step in sorted(set(steps.values()))]
+    return ", ".join(f"{call(ranks)} {'is' if len(ranks) == 1 else 'are'} at step {step}" for step, ranks in at)
+
+
+def _signed(n: int) -> int:
+    """A difference of numbers that start again after CYCLE, the nearest to 0."""
+    return (n + CYCLE // 2) % CYCLE - CYCLE // 2

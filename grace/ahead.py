@@ -21,6 +21,7 @@ from grace.compressor import Tensor
 from grace.errors import ExchangeError, PayloadError, StepError
 from grace.exchange import Exchange, Group, Outcome, Traffic
 from grace.kernels import kernels_of
+from grace.waiting import waiting
 
 PATIENCE, PATIENCE_AT_EXIT = 60.0, 5.0
 """Seconds to wait at the end for other ranks that are behind, and in a script that failed."""
@@ -152,7 +153,7 @@ class Flight:
     def collect(self) -> list[Outcome]:
         """What it brought; blocks until it is there."""
         if not self.landed.is_set():
-            with tracing.phase("wait", "wait", group=self.exchange.group):
+            with waiting(self.exchange.place), tracing.phase("wait", "wait", group=self.exchange.group):
                 self.landed.wait()
         if self.outcomes is None:
             assert self.courier is not None

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import copy
-from collections.abc import Callable, Sequence
+import pickle
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
+
+from grace import watch
 from grace.channels import Channels
-from grace.errors import ConfigError, ExchangeError
+from grace.errors import ConfigError, ExchangeError, GraceError
+from grace.waiting import TIMEOUT, asked_for, waiting
 
 Tensor = Any
 
@@ -93,6 +99,12 @@ class Backend(abc.ABC):
     """How many collectives exchanges have started over it, and how many of these are known to be done."""
     concatenates: ClassVar[bool] = False
     """Whether the engine gathers tensors of unequal lengths itself."""
+    timeout: float = TIMEOUT
+    """Seconds that a rank waits for others; see :func:`grace.init`."""
+    watched: bool = False
+    """Whether it is over all ranks of the run, which may so find each other; see :mod:`grace.watch`."""
+    members: Sequence[int] | None = None
+    """Of its ranks, the numbers in the run; None if they are the same."""
 
     def describe(self) -> str:
         """The engine, for people."""
@@ -176,6 +188,45 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def allgather_object(self, value: Any) -> list[Any]:
         """Gather small Python objects, blocking. For start-up and checkpoints only."""
+
+    def tensor_of(self, array: np.ndarray) -> Tensor:
+        """An array as the engine's collectives take it."""
+        return array
+
+    def all_objects(self, value: Any) -> list[Any]:
+        """What ``allgather_object`` gives, by two all-gathers, which are not counted."""
+        before, raw = self.sent_bytes, np.frombuffer(pickle.dumps(value), np.uint8)
+        sizes = [int(size[0]) for size in self.allgather(self.tensor_of(np.array([raw.size]))).wait()]
+        padded = np.zeros(max(sizes), np.uint8)
+        padded[: raw.size] = raw
+        parts = self.allgather(self.tensor_of(padded)).wait()
+        arrays = [np.asarray(part.cpu() if hasattr(part, "cpu") else part) for part in parts]
+        self.sent_bytes = before
+        return [pickle.loads(part[:size].tobytes()) for part, size in zip(arrays, sizes, strict=True)]
+
+    @contextlib.contextmanager
+    def asking(self, kind: str) -> Iterator[None]:
+        """The context of what all ranks do together that is no exchange, and block in; the outermost counts.
+
+        Args:
+            kind: what the engine does, and must do on all ranks.
+
+        Raises:
+            ExchangeError: the engine failed, or other ranks did not come in time.
+            RankError: other ranks do something else.
+        """
+        name = asked_for()
+        with waiting(lambda: name) as wait:
+            try:
+                watch.meet(self, kind, name)
+                yield
+            except GraceError:
+                raise
+            except Exception as error:
+                why = watch.explain(wait.place(), error)
+                raise self.failure(
+                    f"rank {self.rank} of {self.size}: {name} failed; {why}. The engine says: {error}"
+                ) from error
 
     def at_shutdown(self, function: Callable[[], Any]) -> None:
         """Call this before the ranks part."""

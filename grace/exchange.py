@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from grace import tracing
+from grace import tracing, watch
 from grace.backend import Backend, Handle
 from grace.communicator import Communicator
 from grace.compressor import Tensor
@@ -17,6 +17,7 @@ from grace.judging import Judging
 from grace.kernels import kernels_of
 from grace.refusing import Refusing
 from grace.variable import Variable
+from grace.waiting import waiting
 from grace.wire import Wire, in_range, mark
 
 
@@ -178,12 +179,13 @@ class Exchange(Refusing, Judging):
         Raises:
             ExchangeError: the engine failed; the message names the group and what the engine said.
         """
-        try:
-            with tracing.phase("wait", "wait", group=self.group):
-                self.handle.wait()
-                self.arrived()
-        except Exception as error:
-            raise self.lost(error) from error
+        with waiting(self.place):
+            try:
+                with tracing.phase("wait", "wait", group=self.group):
+                    self.handle.wait()
+                    self.arrived()
+            except Exception as error:
+                raise self.lost(error) from error
 
     def arrived(self) -> None:
         """The collective under way is known to be done."""
@@ -324,12 +326,16 @@ class Exchange(Refusing, Judging):
             out = self.kernels.zeros(variable.shape, "float32", self.group.buffer)
         return Outcome(variable, self.compressor.aggregate([payload], ctx, out, 1), False)
 
+    def place(self) -> str:
+        """What a rank that waits for it is said to be in."""
+        return f"the exchange of {self.group.describe()} at step {self.communicator.context.step}"
+
     def lost(self, error: Exception) -> ExchangeError:
-        """What to raise when the engine failed."""
-        context = self.communicator.context
+        """What to raise when the engine failed: which rank has ended or is elsewhere, as far as it told."""
+        context, why = self.communicator.context, watch.explain(self.place(), error)
         return self.communicator.backend.failure(
             f"rank {context.rank} of {context.size}: the exchange of {self.group.describe()} failed at step "
-            f"{context.step}; another rank probably ended. The engine says: {error}"
+            f"{context.step}; {why}. The engine says: {error}"
         )
 
 

@@ -22,9 +22,9 @@ from mpi4py import MPI
 from grace.backend import Backend, Handle, Tensor
 from grace.errors import RankError
 from grace.kernels import kernels_of
+from grace.waiting import timeout_for
+from grace.watch import Patience
 
-TIMEOUT = 1800.0
-"""Seconds that a collective may take before its rank gives up; another rank has then ended or hangs."""
 SPINS, SLEEP = 50, 50e-6
 """How often a request is looked at before the process sleeps between looks, and for how many seconds."""
 
@@ -66,14 +66,18 @@ class MPIBackend(Backend):
 
     Args:
         comm: an mpi4py communicator, which is duplicated; ``MPI.COMM_WORLD`` if left out.
-        timeout: seconds that a collective may take.
+        timeout: seconds that a collective may take; that of ``grace.init()`` if left out.
     """
 
     name = "mpi"
 
-    def __init__(self, comm: Any = None, timeout: float = TIMEOUT):
+    def __init__(self, comm: Any = None, timeout: float | None = None):
         self.comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
-        self.timeout = timeout
+        self.timeout = timeout_for() if timeout is None else timeout
+        same = MPI.Comm.Compare(self.comm, MPI.COMM_WORLD)
+        self.watched = self.comm.Get_size() > 1 and same == MPI.CONGRUENT
+        if same not in (MPI.CONGRUENT, MPI.IDENT):
+            self.members = self.comm.group.Translate_ranks(group=MPI.COMM_WORLD.group)
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
         self.pending: list[Any] = []
         self.sums = _sums()
@@ -141,10 +145,12 @@ class MPIBackend(Backend):
         return self._handle(request, received, sent).map(lambda whole: _rows(whole, self.size))
 
     def beside(self) -> MPIBackend:
-        return self.like(comm=self.comm.Dup(), pending=[])
+        with self.asking("beside"):  # which brings all ranks here: the rest is a matter of milliseconds
+            return self.like(comm=self.comm.Dup(), pending=[])
 
     def among(self, ranks: Sequence[int]) -> MPIBackend | None:
-        comm = self.comm.Split(0 if self.rank in ranks else MPI.UNDEFINED, self.rank)
+        with self.asking("among"):
+            comm = self.comm.Split(0 if self.rank in ranks else MPI.UNDEFINED, self.rank)
         if comm == MPI.COMM_NULL:
             return None
         made = MPIBackend(comm, self.timeout)
@@ -152,7 +158,8 @@ class MPIBackend(Backend):
         return made
 
     def allgather_object(self, value: Any) -> list[Any]:
-        return self.comm.allgather(value)
+        with self.asking("allgather_object"):
+            return self.all_objects(value)
 
     def _handle(self, request: Any, received: _Staged, *alive: Any, finish: Callable[[], None] | None = None) -> Handle:
         """The result is the tensor in ``received``; ``alive``: what else MPI reads until the request is complete;
@@ -172,14 +179,14 @@ class MPIBackend(Backend):
         return Handle(wait, later=lambda: received.result)
 
     def _complete(self, request: Any) -> None:
-        """Look at the request until it is complete: a signal or the timeout must be able to end this."""
-        deadline, looks = time.monotonic() + self.timeout, 0
+        """Look at the request until it is complete: a signal, the timeout or a rank that left must be able to end
+        this."""
+        patience, looks = Patience(self), 0
         while not request.Test():
             looks += 1
             if looks > SPINS:
                 time.sleep(SLEEP)
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"no answer from the other ranks within {self.timeout:.0f} s")
+                patience()
 
     def shutdown(self) -> None:
         """Leave; a rank that leaves in the middle of a collective ends the others, who would wait for ever."""

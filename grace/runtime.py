@@ -12,9 +12,11 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from grace import watch
 from grace.backend import Backend
 from grace.errors import ConfigError, MissingExtraError, RankError, missing_extra
 from grace.local import LocalBackend
+from grace.waiting import choose, timeout_for
 
 FRAMEWORKS = ("torch", "tensorflow")
 BACKENDS = ("auto", "torch", "horovod", "mpi", "local")
@@ -27,7 +29,7 @@ WAKE_SECONDS = 1.0
 _current: Backend | None = None
 
 
-def init(backend: str | Backend = "auto", framework: str | None = None) -> Backend:
+def init(backend: str | Backend = "auto", framework: str | None = None, timeout: float | None = None) -> Backend:
     """Join the run. Call it once, before anything else of Grace's.
 
     Args:
@@ -37,12 +39,17 @@ def init(backend: str | Backend = "auto", framework: str | None = None) -> Backe
             under mpirun and srun Horovod where it is installed, else MPI; and "local" without a launcher.
         framework: "torch" or "tensorflow": whose tensors Horovod moves, for programs that import both. By default
             the one for which Horovod is initialized, or else the one that is imported.
+        timeout: seconds that a rank waits for others, in an exchange or in anything else that all ranks do together,
+            before it raises an ExchangeError that says which ranks did not come, and where they are; after 30 seconds a
+            line on stderr says that already. By default what the environment variable GRACE_TIMEOUT says, or else
+            600, or less where the process group that the program has made waits less. If ranks differ the smallest
+            counts. Engines that the program initialized itself keep their own timeouts for what they do themselves.
 
     Returns:
         The backend.
 
     Raises:
-        ConfigError: an unknown name, or a launcher that Grace cannot join.
+        ConfigError: an unknown name, a launcher that Grace cannot join, or a timeout that is no positive number.
         MissingExtraError: the backend's package is not installed.
 
     >>> init("local").describe()
@@ -57,11 +64,16 @@ def init(backend: str | Backend = "auto", framework: str | None = None) -> Backe
         raise ConfigError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
     if framework not in (None, *FRAMEWORKS):
         raise ConfigError(f"unknown framework {framework!r}; known: {', '.join(FRAMEWORKS)}")
+    if timeout is not None or _current is None:
+        choose(timeout)
+        timeout_for()
     name = _detect() if backend == "auto" else backend
     if _current is None or _current.name != name or framework not in (None, _current.framework or framework):
         _current = _horovod(framework) if name == "horovod" else JOIN[name]()
         if name in ("horovod", "mpi"):
             _heed_the_launcher(_current)
+    elif timeout is not None:
+        _current.timeout = timeout_for()
     return _current
 
 
@@ -125,8 +137,11 @@ def shutdown() -> None:
     """Leave the run, and close what ``init`` opened."""
     global _current
     if _current is not None:
+        _current.at_shutdown(watch.leave)  # last: the others may have needed this rank until now
         _current.close()
     _current = None
+    watch.leave()
+    choose(None)
 
 
 atexit.register(shutdown)

@@ -17,6 +17,7 @@ from grace.kernels import kernels_of
 from grace.pieces import Piece
 from grace.rows import Slices
 from grace.tensorflow.cutting import Pair, cut, joined
+from grace.waiting import Wait, waits
 
 
 class Run:
@@ -76,6 +77,7 @@ class Run:
             with self.session.medium.computing():
                 yield
         except BaseException:
+            waits.pop(id(self), None)
             self.exchanger.abandon()
             raise
 
@@ -204,6 +206,7 @@ class GraphRun(Run):
             backend: Any = self.exchanger.backend
             with self.computing(), backend.recording() as operations:
                 self.running[group.index] = self.begin(group, gradients, rate)
+            waits.setdefault(id(self), Wait(self.running[group.index].place, backend.timeout, backend.give_up))
             self.operations[group.index] = operations
             return self._sent(operations)
 
@@ -242,6 +245,7 @@ class GraphRun(Run):
 
     def _settle(self, *flags: tf.Tensor) -> int:
         with self.lock:
+            waits.pop(id(self), None)
             outcomes = self.outcomes
             self.running, self.operations, self.outcomes = {}, {}, []
             self.exchanger.settle(outcomes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -54,8 +55,10 @@ def broadcast_variables(variables: Iterable[Any], root: int = 0, backend: Backen
     >>> grace.shutdown()
     """
     backend = current() if backend is None else backend
-    with tf.init_scope():
-        for variable in map(value_of, variables):
+    found = [value_of(variable) for variable in variables]
+    shapes = repr((root, [str(variable.shape) for variable in found]))
+    with backend.asking(f"broadcast of {zlib.crc32(shapes.encode()):08x}"), tf.init_scope():
+        for variable in found:
             value = variable.read_value()
             if value.dtype == tf.string or not value.shape.num_elements():
                 continue

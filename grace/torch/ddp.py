@@ -22,6 +22,7 @@ from grace.torch.parameters import check_momentum, check_optimizer, hyperparamet
 from grace.torch.saving import on_devices, packed_up, unpacked
 from grace.variable import unwrapped
 from grace.versions import public
+from grace.waiting import Wait, waits
 
 
 def trainable(model: Any) -> dict[str, torch.nn.Parameter]:
@@ -194,6 +195,7 @@ class DDPState:
             exchanges.append(
                 group.communicator.begin(group, gradients, [True] * len(gradients), guard, self.exchanger.traffic)
             )
+        waits[id(self), bucket.index()] = Wait(exchanges[0].place)
         for exchange in exchanges:
             exchange.lazy = True
             while exchange.advance():
@@ -201,6 +203,7 @@ class DDPState:
         self.exchanges += exchanges
 
         def finish(done: Any) -> torch.Tensor:
+            waits.pop((id(self), bucket.index()), None)
             try:
                 done.value()  # raises if a collective failed: nothing that arrived may be decoded
             except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -172,8 +173,10 @@ def broadcast_parameters(
     with torch.no_grad():
         dense = [tensor.contiguous() for tensor in tensors]
         raw = [tensor.view(-1).view(torch.uint8) for tensor in dense]  # engines do not know every dtype
-        for handle in [backend.broadcast(buffer, root) for buffer in raw]:
-            handle.wait()
+        sizes = [buffer.numel() for buffer in raw]
+        with backend.asking(f"broadcast of {zlib.crc32(repr((root, sizes)).encode()):08x}"):
+            for handle in [backend.broadcast(buffer, root) for buffer in raw]:
+                handle.wait()
         for tensor, sent in zip(tensors, dense, strict=True):
             if sent is not tensor:
                 tensor.copy_(sent)

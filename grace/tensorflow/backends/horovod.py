@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +15,10 @@ import tensorflow as tf
 
 from grace.backend import Backend, Handle
 from grace.errors import ConfigError
+from grace.horovod import heed_timeout
 from grace.kernels import kernels_of
 from grace.tensorflow.memory import as_array, as_tensor
+from grace.waiting import timeout_for
 
 
 @dataclass
@@ -80,12 +81,17 @@ class HorovodBackend(Backend):
         self.rank, self.size = self.process_set.rank(), self.process_set.size()
         self._calls = itertools.count()
         self._recorded: list[Operation] | None = None
+        self.timeout = timeout_for()
+        everyone = self.size == hvd.size()
+        self.watched = everyone and self.size > 1 and not self.elastic
+        self.members = None if everyone else self.process_set.ranks
 
     @classmethod
     def join(cls) -> HorovodBackend:
         """All ranks; Horovod is initialized if nobody has done it yet."""
         owns = not hvd.is_initialized()
         if owns:
+            heed_timeout(timeout_for())
             hvd.init()
         return cls(owns=owns)
 
@@ -188,12 +194,12 @@ class HorovodBackend(Backend):
         return k.join([operation.tensor] * copies) if copies > 1 else operation.tensor
 
     def allgather_object(self, value: Any) -> list[Any]:
-        raw = np.frombuffer(pickle.dumps(value), np.uint8)
-        with tf.init_scope():  # at once, also while a graph is traced
-            sizes = [int(part[0]) for part in self.allgather(tf.constant([raw.size])).wait()]
-            (whole,) = self.concatenate(tf.constant(raw)).wait()
-        ends = np.cumsum(sizes)
-        return [pickle.loads(part.tobytes()) for part in np.split(whole.numpy(), ends[:-1])]
+        with self.asking("allgather_object"), tf.init_scope():  # at once, also while a graph is traced
+            return self.all_objects(value)
+
+    def give_up(self) -> None:
+        """Let all operations under way fail, on all ranks: a graph's cannot be ended one by one."""
+        hvd.shutdown()
 
     def shutdown(self) -> None:
         if self.owns and hvd.is_initialized():

@@ -7,6 +7,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +16,8 @@ import torch.distributed as dist
 from grace.backend import Backend, Handle
 from grace.channels import Channels
 from grace.errors import ConfigError
+from grace.waiting import timeout_for
+from grace.watch import Patience
 
 SETTLE_SECONDS = 0.3
 
@@ -37,16 +40,18 @@ class TorchBackend(Backend):
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise ConfigError("this process is not a member of the process group")
+        self.timeout = timeout_for(_timeout(group))
+        members = [self._global(rank) for rank in range(self.size)]
+        same = members == list(range(dist.get_world_size()))
+        self.watched, self.members = same and self.size > 1, None if same else members
 
     @classmethod
     def join(cls) -> TorchBackend:
         """The default process group, made from the launcher's environment if there is none yet."""
         if dist.is_initialized():
             return cls()
-        if torch.cuda.is_available():
-            dist.init_process_group("cpu:gloo,cuda:nccl")
-        else:
-            dist.init_process_group("gloo")
+        kind = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(kind, timeout=timedelta(seconds=timeout_for()))
         return cls(owns=True)
 
     def describe(self) -> str:
@@ -54,23 +59,24 @@ class TorchBackend(Backend):
 
     def allreduce(self, tensor: torch.Tensor) -> Handle:
         self.count(2 * (self.size - 1) / self.size * tensor.nbytes)
-        return _handle(dist.all_reduce(tensor, group=self.group, async_op=True), tensor)
+        return self._handle(dist.all_reduce(tensor, group=self.group, async_op=True), tensor, tensor)
 
     def allgather(self, tensor: torch.Tensor) -> Handle:
         self.count((self.size - 1) * tensor.nbytes)
         gathered = list(tensor.new_empty((self.size, tensor.numel())).unbind())
-        return _handle(dist.all_gather(gathered, tensor, group=self.group, async_op=True), gathered)
+        return self._handle(dist.all_gather(gathered, tensor, group=self.group, async_op=True), gathered, tensor)
 
     def alltoall(self, tensor: torch.Tensor) -> Handle:
         self.count((self.size - 1) / self.size * tensor.nbytes)
         received = torch.empty_like(tensor)
         work = dist.all_to_all_single(received, tensor, group=self.group, async_op=True)
-        return _handle(work, list(received.view(self.size, -1).unbind()))
+        return self._handle(work, list(received.view(self.size, -1).unbind()), tensor)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
         if root == self.rank:
             self.count((self.size - 1) * tensor.nbytes)
-        return _handle(dist.broadcast(tensor, self._global(root), group=self.group, async_op=True), tensor)
+        work = dist.broadcast(tensor, self._global(root), group=self.group, async_op=True)
+        return self._handle(work, tensor, tensor)
 
     def gather(self, tensor: torch.Tensor, root: int) -> Handle:
         gathered: list[torch.Tensor] = []
@@ -79,14 +85,18 @@ class TorchBackend(Backend):
         else:
             self.count(tensor.nbytes)
         work = dist.gather(tensor, gathered or None, self._global(root), group=self.group, async_op=True)
-        return _handle(work, gathered)
+        return self._handle(work, gathered, tensor)
 
     def beside(self) -> TorchBackend:
         return self.like(group=self._new(range(self.size)), owns=False)
 
     def among(self, ranks: Sequence[int]) -> TorchBackend | None:
         group = self._new(ranks)
-        return TorchBackend(group) if self.rank in ranks else None
+        if self.rank not in ranks:
+            return None
+        made = TorchBackend(group)
+        made.timeout = self.timeout
+        return made
 
     @property
     def channels(self) -> Channels:
@@ -98,7 +108,7 @@ class TorchBackend(Backend):
     def _new(self, ranks: Sequence[int]) -> Any:
         """A process group of some of the ranks, which all of them make together."""
         numbers = [self._global(rank) for rank in ranks]
-        options: dict[str, Any] = {"timeout": _timeout(self.group)}
+        options: dict[str, Any] = {"timeout": timedelta(seconds=self.timeout)}
         if numbers != sorted(numbers):
             options["sort_ranks"] = False
         if self.size == dist.get_world_size():
@@ -126,9 +136,32 @@ class TorchBackend(Backend):
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
     def allgather_object(self, value: Any) -> list[Any]:
-        gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value, group=self.group)
-        return gathered
+        with self.asking("allgather_object"):
+            return self.all_objects(value)
+
+    def tensor_of(self, array: Any) -> torch.Tensor:
+        group: Any = self.group or dist.group.WORLD
+        cpu = torch.device("cpu") in group._device_types
+        return torch.tensor(array, device="cpu" if cpu else torch.cuda.current_device())
+
+    def _handle(self, work: Any, result: Any, sent: torch.Tensor) -> Handle:
+        """A collective that was started; on a GPU ``wait()`` only lets later work on it wait."""
+        if sent.is_cuda:
+            return Handle(work.wait, result, (work,))
+
+        def wait() -> None:
+            patience = Patience(self)
+            while True:
+                try:
+                    work.wait(timedelta(seconds=patience.look))
+                    return
+                except RuntimeError:
+                    if work.is_completed():
+                        work.wait()  # raises what it failed of
+                        return
+                patience()
+
+        return Handle(wait, result, (work,))
 
     def shutdown(self) -> None:
         if self.owns and dist.is_initialized():
@@ -138,14 +171,10 @@ class TorchBackend(Backend):
             time.sleep(SETTLE_SECONDS)
 
 
-def _timeout(group: Any) -> Any:
-    """How long the collectives of a process group may take, which torch does not hand on to others; None if it does
-    not tell."""
+def _timeout(group: Any) -> float | None:
+    """Seconds that the collectives of a process group may take, which torch does not hand on to others; None if it
+    does not tell."""
     group = group or dist.group.WORLD
     with contextlib.suppress(AttributeError, RuntimeError):
-        return group._get_backend(group._device_types[0]).options._timeout
+        return group._get_backend(group._device_types[0]).options._timeout.total_seconds()
     return None
-
-
-def _handle(work: Any, result: Any) -> Handle:
-    return Handle(work.wait, result, (work,))

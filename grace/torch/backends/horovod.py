@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import pickle
 import time
 import weakref
 from collections.abc import Sequence
@@ -16,6 +15,9 @@ from horovod.common.exceptions import HorovodInternalError
 
 from grace.backend import Backend, Handle
 from grace.errors import ConfigError, ExchangeError
+from grace.horovod import heed_timeout
+from grace.waiting import timeout_for
+from grace.watch import Patience
 
 POLL_SECONDS = 50e-6
 """Between two looks at an operation; Horovod itself looks every millisecond."""
@@ -52,12 +54,17 @@ class HorovodBackend(Backend):
         self.included = self.process_set.included()
         self.rank, self.size = (self.process_set.rank(), self.process_set.size()) if self.included else (-1, 1)
         self._calls = 0
+        self.timeout = timeout_for()
+        everyone = self.size == hvd.size()
+        self.watched = everyone and self.size > 1 and not self.elastic
+        self.members = None if everyone or not self.included else self.process_set.ranks
 
     @classmethod
     def join(cls) -> HorovodBackend:
         """All ranks; Horovod is initialized if nobody has done it yet."""
         owns = not hvd.is_initialized()
         if owns:
+            heed_timeout(timeout_for())
             hvd.init()
         return cls(owns=owns)
 
@@ -97,7 +104,7 @@ class HorovodBackend(Backend):
         if tensor.dtype == torch.bfloat16:
             return self._sum_bfloats(tensor)
         work = hvd.allreduce_async_(tensor, name=self._name(), op=hvd.Sum, process_set=self.process_set)
-        return Handle(Operation(work, lambda output: None), tensor)
+        return Handle(Operation(self, work, lambda output: None), tensor)
 
     def _sum_bfloats(self, tensor: torch.Tensor) -> Handle:
         """Horovod does not know bfloat16: each rank sums a part of the tensor in float32, and gathers the others'."""
@@ -112,19 +119,21 @@ class HorovodBackend(Backend):
             whole = hvd.allgather(total, name=f"{name}.totals", process_set=self.process_set)
             tensor.view(-1).copy_(whole.view(torch.bfloat16)[: tensor.numel()])
 
-        return Handle(Operation(work, gather), tensor)
+        return Handle(Operation(self, work, gather), tensor)
 
     def allgather(self, tensor: torch.Tensor) -> Handle:
         self.count((self.size - 1) * tensor.nbytes)
         work = hvd.allgather_async(tensor, name=self._name(), process_set=self.process_set)
         gathered: list[torch.Tensor] = []
-        return Handle(Operation(work, lambda output: gathered.extend(output.view(self.size, -1).unbind())), gathered)
+        return Handle(
+            Operation(self, work, lambda output: gathered.extend(output.view(self.size, -1).unbind())), gathered
+        )
 
     def concatenate(self, tensor: torch.Tensor) -> Handle:
         self.count((self.size - 1) * tensor.nbytes)
         work = hvd.allgather_async(tensor, name=self._name(), process_set=self.process_set)
         gathered: list[torch.Tensor] = []
-        return Handle(Operation(work, gathered.append), gathered)
+        return Handle(Operation(self, work, gathered.append), gathered)
 
     def alltoall(self, tensor: torch.Tensor) -> Handle:
         self.count((self.size - 1) / self.size * tensor.nbytes)
@@ -132,14 +141,15 @@ class HorovodBackend(Backend):
         received: list[torch.Tensor] = []
 
         return Handle(
-            Operation(work, lambda output: received.extend(_received(output).view(self.size, -1).unbind())), received
+            Operation(self, work, lambda output: received.extend(_received(output).view(self.size, -1).unbind())),
+            received,
         )
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
         if root == self.rank:
             self.count((self.size - 1) * tensor.nbytes)
         work = hvd.broadcast_async_(tensor, self._global(root), name=self._name(), process_set=self.process_set)
-        return Handle(Operation(work, lambda output: None), tensor)
+        return Handle(Operation(self, work, lambda output: None), tensor)
 
     def gather(self, tensor: torch.Tensor, root: int) -> Handle:
         if root != self.rank:
@@ -153,11 +163,11 @@ class HorovodBackend(Backend):
             if root == self.rank:
                 gathered.extend(_received(output).view(self.size, -1).unbind())
 
-        return Handle(Operation(work, received), gathered)
+        return Handle(Operation(self, work, received), gathered)
 
     def beside(self) -> HorovodBackend:
         other = HorovodBackend(self.process_set)
-        other._calls_are = f"{self._calls_are}.beside"
+        other.timeout, other._calls_are = self.timeout, f"{self._calls_are}.beside"
         return other
 
     def among(self, ranks: Sequence[int]) -> HorovodBackend | None:
@@ -165,6 +175,7 @@ class HorovodBackend(Backend):
         if self.rank not in ranks:
             return None
         other = HorovodBackend(process_set)
+        other.timeout = self.timeout
         other._calls_are = f"grace.among{other.count_optimizer()}.call"  # there may be others over the same set
         return other
 
@@ -172,10 +183,11 @@ class HorovodBackend(Backend):
         return self.process_set.ranks[rank] if self.process_set.ranks else rank
 
     def allgather_object(self, value: Any) -> list[Any]:
-        raw = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = [int(part) for part in self.allgather(torch.tensor([len(raw)])).wait()]
-        (whole,) = self.concatenate(raw).wait()
-        return [pickle.loads(part.numpy().tobytes()) for part in whole.split(sizes)]
+        with self.asking("allgather_object"):
+            return self.all_objects(value)
+
+    def tensor_of(self, array: Any) -> torch.Tensor:
+        return torch.tensor(array)
 
     def shutdown(self) -> None:
         if self.owns and hvd.is_initialized():
@@ -201,16 +213,24 @@ def _received(output: Any) -> torch.Tensor:
 
 
 class Operation:
-    """Waits for a Horovod operation, once, and hands its output on."""
+    """Waits for a Horovod operation, once, and hands its output on.
 
-    def __init__(self, work: int, done: Any):
-        self.work, self.done = work, done
+    Args:
+        backend: whose.
+        work: Horovod's handle.
+        done: takes the output.
+    """
+
+    def __init__(self, backend: HorovodBackend, work: int, done: Any):
+        self.backend, self.work, self.done = backend, work, done
 
     def __call__(self) -> None:
         if self.done is None:
             return
+        patience = Patience(self.backend)
         while not hvd.poll(self.work):
             time.sleep(POLL_SECONDS)
+            patience()
         output = hvd.synchronize(self.work)
         done, self.done = self.done, None
         done(output)

@@ -1,0 +1,186 @@
+"""The hub of the watch: rank 0 hears how ranks end and where they wait, and hands it on. See :mod:`grace.watch`."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import selectors
+import socket
+import threading
+import time
+from typing import Any
+
+LONGEST = 1 << 20
+"""Bytes that a line may have."""
+ANSWER_SECONDS = 1.0
+"""How long a rank may take to say where it is, which a thread of its own does."""
+LOST = "was lost (killed, or its machine is gone)"
+SILENT = "does not answer (stopped, or its machine hangs)"
+
+
+class Line:
+    """A connection over which lines of JSON go both ways; nothing is ever unpickled."""
+
+    def __init__(self, connection: socket.socket):
+        self.socket, self.held, self.rank = connection, b"", -1
+        self.lock = threading.Lock()
+        connection.settimeout(5)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, **message: Any) -> None:
+        """Send a message; to one who has gone, nothing."""
+        with contextlib.suppress(OSError), self.lock:
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> list[dict[str, Any]] | None:
+        """The messages that have come, once there is something to read; None at the end."""
+        try:
+            data = self.socket.recv(1 << 16)
+        except OSError:
+            return None
+        *lines, self.held = (self.held + data).split(b"\n")
+        if not data or len(self.held) > LONGEST:
+            return None
+        try:
+            messages = [json.loads(line) for line in lines]
+        except ValueError:
+            return None
+        return messages if all(isinstance(message, dict) for message in messages) else None
+
+    def close(self) -> None:
+        """End it."""
+        self.socket.close()
+
+
+class Hub:
+    """Accepts one connection of each rank, and then no more.
+
+    Args:
+        size: how many ranks there are.
+        alone: whether they all run on this machine.
+        token: what a rank has to say first.
+    """
+
+    def __init__(self, size: int, alone: bool, token: str):
+        self.size, self.token = size, token
+        both = not alone and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        where = ("127.0.0.1" if alone else "", 0)
+        self.listener = socket.create_server(where, family=family, backlog=size, dualstack_ipv6=both)
+        self.port = self.listener.getsockname()[1]
+        self.ranks: dict[int, Line] = {}
+        self.ended: dict[int, str] = {}
+        self.meetings: dict[int, dict[int, tuple[str, str]]] = {}
+        self.asking: list[tuple[Line, int]] = []
+        self.answers: dict[int, tuple[list[str], str]] = {}
+        self.polled, self.deadline = 0, 0.0
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(self.listener, selectors.EVENT_READ, self._accept)
+        self.closing = False
+        self.wake, waking = socket.socketpair()
+        self.selector.register(waking, selectors.EVENT_READ, lambda: waking.recv(1))
+        self.waking = waking
+        self.thread = threading.Thread(target=self._run, name="grace hub", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        while not self.closing:
+            for key, _ in self.selector.select(0.1 if self.asking else None):
+                key.data()
+            if self.asking and (time.monotonic() > self.deadline or not self._awaited()):
+                self._tell_places()
+        self.forget()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            line = Line(self.listener.accept()[0])
+            self.selector.register(line.socket, selectors.EVENT_READ, lambda: self._read(line))
+
+    def _read(self, line: Line) -> None:
+        messages = line.receive()
+        for message in messages or ():
+            if line.rank < 0 and not self._joins(line, message):
+                messages = None
+                break
+            with contextlib.suppress(KeyError, TypeError, ValueError):  # of another Grace: passed over
+                self._handle(line, message)
+        if messages is None:
+            self.selector.unregister(line.socket)
+            line.close()
+            if line.rank >= 0:
+                self._end(line.rank, LOST)
+
+    def _joins(self, line: Line, message: dict[str, Any]) -> bool:
+        """Whether this is a rank of the run, which must say so first."""
+        rank = message.get("rank")
+        if not isinstance(rank, int) or rank in self.ranks or not 0 <= rank < self.size:
+            return False
+        if not hmac.compare_digest(str(message.get("token")).encode(), self.token.encode()):
+            return False
+        line.rank, self.ranks[rank] = rank, line
+        if len(self.ranks) == self.size:
+            self.selector.unregister(self.listener)
+            self.listener.close()
+        line.send(welcome=rank)
+        return True
+
+    def _handle(self, line: Line, message: dict[str, Any]) -> None:
+        if "end" in message:
+            self._end(line.rank, str(message["end"]))
+        elif "meet" in message:
+            self._meet(int(message["meet"]), line.rank, str(message["kind"]), str(message["name"]))
+        elif "ask" in message:
+            if not self.asking:
+                self.polled, self.answers, self.deadline = self.polled + 1, {}, time.monotonic() + ANSWER_SECONDS
+                self._all(where=self.polled)
+            self.asking.append((line, message["ask"]))
+        elif message.get("answer") == self.polled:
+            self.answers[line.rank] = ([str(place) for place in message["places"]], str(message["line"]))
+
+    def _all(self, **message: Any) -> None:
+        for rank in sorted(self.ranks, reverse=True):  # rank 0 last, which hangs up when it has heard that it ended
+            self.ranks[rank].send(**message)
+
+    def _end(self, rank: int, how: str) -> None:
+        if rank not in self.ended:
+            self.ended[rank] = how
+            self._all(ended=rank, how=how)
+
+    def _meet(self, number: int, rank: int, kind: str, name: str) -> None:
+        here = self.meetings.setdefault(number, {})
+        here[rank] = (kind, name)
+        if len(here) == self.size:
+            del self.meetings[number]
+            kinds: dict[str, list[int]] = {}
+            for who, (told, _) in here.items():
+                kinds.setdefault(told, []).append(who)
+            said = [[here[ranks[0]][1], sorted(ranks)] for ranks in kinds.values()]
+            self._all(met=number, said=said if len(kinds) > 1 else None)
+
+    def _awaited(self) -> set[int]:
+        return self.ranks.keys() - self.answers.keys() - self.ended.keys()
+
+    def _tell_places(self) -> None:
+        """Tell those who asked where everybody is; ranks that are at the same place once."""
+        found: dict[str, Any] = {}
+        for rank in self.ranks:
+            places, line = self.answers.get(rank, ([], SILENT))
+            if rank not in self.ended:
+                found.setdefault(json.dumps([places, line]), [places, line, []])[2].append(rank)
+        asking, self.asking = self.asking, []
+        for asker, number in asking:
+            asker.send(places=list(found.values()), answer=number)
+
+    def close(self) -> None:
+        """Hang up."""
+        self.closing = True
+        self.wake.send(b"!")
+        self.thread.join(2)
+
+    def forget(self) -> None:
+        """Close what it has open; alone in a child made by fork, which has no part in it."""
+        for line in self.ranks.values():
+            line.close()
+        for end in (self.listener, self.wake, self.waking):
+            end.close()

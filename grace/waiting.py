@@ -1,0 +1,137 @@
+"""Where the threads of this rank wait for other ranks, and for how long they may."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from grace.errors import ConfigError
+
+TIMEOUT = 600.0
+"""Seconds that a rank waits for others, if nobody says anything else."""
+LONGEST = 1e9
+
+_chosen: float | None = None
+"""What ``grace.init()`` was told."""
+
+
+def choose(timeout: float | None) -> None:
+    """What the user says of how long a rank waits, for everything that is opened from now on.
+
+    Raises:
+        ConfigError: it is no positive number.
+    """
+    global _chosen
+    _chosen = None if timeout is None else _checked(timeout, "timeout")
+
+
+def timeout_for(engines: float | None = None) -> float:
+    """How long a rank waits: what ``grace.init()`` was told, or GRACE_TIMEOUT says; or else 600 seconds, or what the
+    engine was started with if that is less.
+
+    Raises:
+        ConfigError: GRACE_TIMEOUT is no positive number.
+
+    >>> timeout_for(), timeout_for(30.0), timeout_for(1800.0)
+    (600.0, 30.0, 600.0)
+    """
+    if _chosen is not None:
+        return _chosen
+    if text := os.environ.get("GRACE_TIMEOUT"):
+        return _checked(text, "GRACE_TIMEOUT")
+    return TIMEOUT if engines is None else min(TIMEOUT, engines)
+
+
+def _checked(value: Any, what: str) -> float:
+    try:
+        seconds = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if not 0 < seconds <= LONGEST:
+        raise ConfigError(f"{what}={str(value)[:40]!r}: give a number of seconds above 0, as in 600")
+    return seconds
+
+
+class Wait:
+    """One wait of a thread for other ranks.
+
+    Attributes:
+        place: what it waits in, the same words on all ranks; a function that makes them, for they are seldom needed.
+        began: when.
+        warned: whether somebody was told that it takes long.
+        timeout: after how many seconds to call ``give_up``, which ends it where the thread itself cannot.
+    """
+
+    def __init__(self, place: Callable[[], str], timeout: float = math.inf, give_up: Callable[[], Any] = lambda: None):
+        self.place, self.timeout, self.give_up = place, timeout, give_up
+        self.began, self.warned = time.monotonic(), False
+
+
+waits: dict[Any, Wait] = {}
+"""By thread, or by whatever else waits for one thing at a time."""
+_failed: list[tuple[Wait, float]] = []
+"""The wait that failed last, if none has succeeded since, and when: others may ask a moment later."""
+MOMENT = 5.0
+
+
+@contextlib.contextmanager
+def waiting(place: Callable[[], str]) -> Iterator[Wait]:
+    """In this context the thread waits; in a wait inside another the outer one counts."""
+    mine = threading.get_ident()
+    outer = waits.get(mine)
+    wait = waits[mine] = outer or Wait(place)
+    try:
+        yield wait
+        _failed.clear()
+    except BaseException:
+        _failed[:] = [(wait, time.monotonic())]
+        raise
+    finally:
+        if outer is None:
+            waits.pop(mine, None)
+
+
+def here() -> tuple[list[str], str]:
+    """Where this rank is: what its threads wait in, and the line of the program that its main thread is at."""
+    waited = list(waits.values()) or [wait for wait, when in _failed if time.monotonic() - when < MOMENT]
+    places = [wait.place() for wait in waited]
+    frame: Any = sys._current_frames().get(threading.main_thread().ident or 0)
+    inner = ""
+    while frame is not None and not _users(frame):
+        if not inner and not _graces(frame):
+            inner = f", in {frame.f_code.co_name}()"
+        frame = frame.f_back
+    if frame is None:
+        return places, ""
+    return places, f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}{inner if not places else ''}"
+
+
+def asked_for() -> str:
+    """The function of Grace's that the program called, which has led here."""
+    frame: Any = sys._getframe(1)
+    name = ""
+    while frame is not None and not _users(frame):
+        if _graces(frame):
+            name = frame.f_code.co_name
+        frame = frame.f_back
+    return f"{name}()"
+
+
+_NOT_THE_USERS = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "<")
+
+
+def _users(frame: Any) -> bool:
+    file = frame.f_code.co_filename
+    return "site-packages" not in file and not file.startswith(_NOT_THE_USERS)
+
+
+def _graces(frame: Any) -> bool:
+    return frame.f_globals.get("__name__", "").partition(".")[0] == "grace"

@@ -15,9 +15,8 @@ pytestmark = pytest.mark.ranks
 def plain_allreduce(layout, steps):
     """Data-parallel SGD written with dist.all_reduce alone.
 
-    ``layout`` lists the names that are summed in one flat buffer each. Behind each variable's elements Grace
-    sends one status element per variable, and gloo's ring adds elements up in an order that depends on
-    where they lie; so the reference leaves the same room.
+    ``layout`` lists the names that are summed in one flat buffer each, and the elements behind theirs, in which Grace
+    sends statuses and places: gloo's ring adds elements up in an order that depends on where they lie.
     """
     model = net()
     optimizer = sgd(model.parameters())
@@ -25,12 +24,12 @@ def plain_allreduce(layout, steps):
     for step in range(steps):
         optimizer.zero_grad()
         loss_of(model, step).backward()
-        for names in layout:
+        for names, more in layout:
             grads = [parameters[name].grad for name in names]
-            buffer = torch.cat([grad.flatten() for grad in grads] + [torch.ones(len(grads))])
+            buffer = torch.cat([grad.flatten() for grad in grads] + [torch.ones(more)])
             dist.all_reduce(buffer)
             buffer /= grace.size()
-            for grad, mean in zip(grads, buffer.split([g.numel() for g in grads] + [len(grads)]), strict=False):
+            for grad, mean in zip(grads, buffer.split([g.numel() for g in grads] + [more]), strict=False):
                 grad.copy_(mean.view_as(grad))
         optimizer.step()
     return weights(model)
@@ -40,7 +39,7 @@ def none_against_plain_allreduce(group_bytes, steps):
     model = net()
     optimizer = distributed(model, "none", group_bytes=group_bytes)
     train(model, optimizer, range(steps))
-    layout = [[v.name for v in group.variables] for group in optimizer._grace.exchanger.groups]
+    layout = [([v.name for v in group.variables], group.wire.header) for group in optimizer._grace.exchanger.groups]
     return same(weights(model), plain_allreduce(layout, steps)), len(layout)
 
 

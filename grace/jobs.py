@@ -148,13 +148,20 @@ def first_failure(said: str) -> tuple[int, int] | None:
     (1, -9)
     >>> first_failure("Process name: 3\\nExit code: 7")
     (3, 7)
+
+    Ranks know who was first where a launcher names one that followed:
+
+    >>> first_failure("[1]<stderr>:grace: rank 1 failed first: ValueError: no\\nProcess name: 0\\nExit code: 7")
+    (1, 1)
     """
+    told = re.search(r"grace: rank (?P<rank>\d+) failed first: ", said)  # grace.watch says it, on all ranks
     for pattern in FAILURES:
-        if found := re.search(pattern, said, re.DOTALL):
+        found = re.search(pattern, said, re.DOTALL)
+        if found and (told is None or told["rank"] == found["rank"]):
             groups = found.groupdict()
             code = -int(groups["signal"]) if "signal" in groups else int(groups.get("code", 1))
             return int(groups["rank"]), code
-    return None
+    return (int(told["rank"]), 1) if told else None
 
 
 UNREACHABLE = (

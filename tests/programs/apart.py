@@ -3,6 +3,7 @@
 Usage: apart.py leave|raise|broadcast|object|state|sleep [TIMEOUT [WARN_SECONDS]]
 """
 
+import importlib
 import sys
 import time
 
@@ -14,10 +15,11 @@ from grace import watch
 
 def main(how: str, timeout: str = "", warn: str = "") -> None:
     torch.set_num_threads(1)
-    grace.init(timeout=float(timeout) if timeout else None)
     watch.WARN_SECONDS = float(warn or watch.WARN_SECONDS)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    importlib.import_module("grace.torch")
+    grace.init(timeout=float(timeout) if timeout else None)  # last: ranks come here together, and no timeout is short
     optimizer = grace.DistributedOptimizer(optimizer, model.named_parameters(), compressor="topk(ratio=0.1)")
     try:
         for step in range(10_000):

@@ -81,7 +81,7 @@ class Watch:
         self.answers: dict[int, Any] = {}
         self.asked = self.meetings = self.met = 0
         self.said: Any = None
-        self.closing = False
+        self.closing, self.hung_up = False, threading.Event()
         threading.Thread(target=self._listen, name="grace watch", daemon=True).start()
 
     # -- what comes ------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ class Watch:
         while not self.closing:
             tick = min(1.0, WARN_SECONDS / 4)
             if not alive:
-                time.sleep(tick)
+                self.hung_up.wait(tick)
             elif ready.select(tick):
                 messages = self.line.receive()
                 alive = messages is not None
@@ -223,6 +223,7 @@ class Watch:
     def hang_up(self) -> None:
         """End it without a word."""
         self.closing = True
+        self.hung_up.set()
         with contextlib.suppress(OSError):
             self.line.socket.shutdown(socket.SHUT_RDWR)
         if self.hub is not None:

@@ -22,6 +22,8 @@ from grace.scatter import bounds
 
 Cut = dict[str, Any]
 Cuts = dict[str, Cut]
+KINDS = ("compressor", "memory", "answer_memory", "shard_memory")
+"""What state may be of, in every run."""
 HOW = "or load it with memory='keep', which keeps what fits, or memory='reset', which starts with empty memories"
 
 
@@ -72,7 +74,10 @@ class Carrier:
         known = set().union(*parts_of.values())
         for name in sorted(self.before.keys() & self.now.keys()) if self.strict else ():
             self._try(self._check_shape, "something", name)
+        kept = {kind for piece in self.exchanger.pieces.values() for kind in piece.communicator.keepers}
         for kind, names in held.items():
+            if kind.partition(".")[0] not in KINDS and kind not in kept:
+                self._try(self._unknown, kind)
             for name in sorted(names - known):
                 self._try(self._stranger, kind, name)
             for name, parts in parts_of.items():
@@ -109,6 +114,9 @@ class Carrier:
     @staticmethod
     def _kinds(states: list[dict[str, Any]]) -> list[str]:
         return list(dict.fromkeys(kind for state in states for kind in state))
+
+    def _unknown(self, kind: str) -> dict[str, Any]:
+        raise Misfit(f"the checkpoint holds what it calls {kind!r}, which nothing in this run keeps")
 
     def _stranger(self, kind: str, name: str) -> dict[str, Any]:
         raise Misfit(

@@ -22,7 +22,6 @@ from grace.kernels import kernels_of
 VERSION = 2
 """Of what is saved; 1 had no id and no checksums."""
 READ = (1, 2)
-KINDS = ("compressor", "memory", "answer_memory", "shard_memory")
 LARGEST = sys.float_info.max
 SCALES = 2.0**-126, 2.0**127
 """Between which a loss scale is a normal float32, and so is its reciprocal."""
@@ -65,7 +64,7 @@ def _is(kind: Any, should: str) -> Form:
 def _whole(low: int = 0, high: int = 2**63) -> Form:
     def form(value: Any, where: str) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value < high:
-            raise refuse(where, f"a whole number of at least {low}" if low > -(2**127) else "a whole number", value)
+            raise refuse(where, f"a whole number of at least {low}" if low >= 0 else "a whole number", value)
 
     return form
 
@@ -150,9 +149,9 @@ def _mean(value: Any, where: str) -> None:
     (_record({"values": _array, "rows": _array}, {}) if isinstance(value, dict) else _array)(value, where)
 
 
-_seed = _whole(-(2**127), 2**127)
+_seed = _whole(-(2**1023), 2**1023)
 _text, _yes_or_no = _is(str, "text"), _is(bool, "True or False")
-_state = _table(_table(_value), lambda kind: kind.partition(".")[0] in KINDS)
+_state = _table(_table(_value))
 _axis = {"axis": _or_none(_whole())}
 _cut = {
     "shape": _listed(_whole()),

@@ -23,7 +23,7 @@ from grace.bench.all_command import demo
 from grace.bench.report_command import report
 from grace.bench.trace_command import WithProgram, trace
 from grace.composition import Composed
-from grace.errors import ConfigError, GraceError
+from grace.errors import ConfigError, GraceError, shortened
 from grace.launch import launch
 from grace.registry import KINDS, aliases, known, legal_communicators, make
 from grace.strategy import commands as strategies
@@ -56,6 +56,11 @@ def main() -> None:
         app()
     except GraceError as error:
         print(f"grace: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(shortened(f"grace: {error.filename}: {error.strerror}"), file=sys.stderr)  # a name may be too long
         sys.exit(2)
 
 

@@ -219,13 +219,14 @@ class Component:
         """Refuse a parameter that is not a number in [low, high] (or (low, high] if ``low_open``)."""
         value = getattr(self, key)
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not (value > low if low_open else value >= low) or not value <= high:
+        if not number or not (value > low if low_open else value >= low) or not value <= high or value == math.inf:
             left = "(" if low_open else "["
-            raise self.refuse(f"{key} must be a number in {left}{low:g}, {high:g}], not {value!r}")
+            right = f"{high:g}]" if high < math.inf else "inf)"
+            raise self.refuse(f"{key} must be a number in {left}{low:g}, {right}, not {value!r}")
         if type(value) not in (int, float):  # NumPy's numbers are no literals of a spec
             object.__setattr__(self, key, float(value))
 
-    def check_integer(self, key: str, low: int, high: float = math.inf) -> None:
+    def check_integer(self, key: str, low: int, high: float = 2**53) -> None:
         """Refuse a parameter that is not a whole number in [low, high]."""
         value = getattr(self, key)
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:

@@ -3,11 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 
 
 class GraceError(Exception):
-    """Base of every error that Grace raises on purpose."""
+    """Base of every error that Grace raises on purpose. What it repeats of an input is cut."""
+
+    def __init__(self, *args: object):
+        super().__init__(*(shortened(arg) if isinstance(arg, str) else arg for arg in args))
+
+
+WORD, MESSAGE = 400, 6000
+"""Characters of a word, and of a whole message, that are shown."""
+
+
+def shortened(text: str) -> str:
+    """A message for people: the middle of what is too long is left out.
+
+    >>> shortened("unknown method " + "x" * 10**6).replace("x" * 50, "x")
+    'unknown method xxxxx...(999,700 more)...x'
+    """
+    text = re.sub(rf"\S{{{WORD + 1},}}", lambda word: _cut(word[0], WORD), text) if len(text) > WORD else text
+    return text if len(text) <= MESSAGE else _cut(text, MESSAGE)
+
+
+def _cut(text: str, length: int) -> str:
+    head, tail = length * 5 // 8, length // 8
+    return f"{text[:head]}...({len(text) - head - tail:,} more)...{text[-tail:]}"
 
 
 class ConfigError(GraceError, ValueError):

@@ -90,6 +90,8 @@ def make(kind: str, spec: Component | str | dict[str, Any]) -> Any:
     if parts is not None:
         from grace.composition import Composed
 
+        if any(isinstance(part, dict) and specs.split(part) for part in parts):
+            raise ConfigError("a composition has two parts, and none of them is one itself")
         return Composed(make(kind, parts[0]), make(kind, parts[1]))
     name, parameters = specs.parse(spec)
     if name in _found(kind)[1]:

@@ -7,6 +7,9 @@ from typing import Any
 
 from grace.errors import ConfigError
 
+LONGEST = 10_000
+"""Characters of a spec."""
+
 
 def parse(spec: str | dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """A spec as (name, parameters).
@@ -25,9 +28,11 @@ def parse(spec: str | dict[str, Any]) -> tuple[str, dict[str, Any]]:
         return spec["name"], {key: value for key, value in spec.items() if key != "name"}
     if not isinstance(spec, str):
         raise ConfigError(f"a spec is text like 'topk(ratio=0.01)' or a dict, not {spec!r}")
+    if len(spec) > LONGEST:
+        raise ConfigError(f"a spec of {len(spec):,} characters is too long: {spec!r}")
     try:
         tree = ast.parse(spec.strip(), mode="eval").body
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         tree = None
     if isinstance(tree, ast.Name):
         return tree.id, {}
@@ -62,6 +67,5 @@ def _literal(spec: str, keyword: ast.keyword) -> Any:
         return {"true": True, "false": False}.get(keyword.value.id, keyword.value.id)
     try:
         return ast.literal_eval(keyword.value)
-    except (ValueError, TypeError):
-        value = ast.unparse(keyword.value)
-        raise ConfigError(f"{spec}: {keyword.arg}={value} is not a number, a word or a literal") from None
+    except (ValueError, TypeError, RecursionError, MemoryError):
+        raise ConfigError(f"{spec}: {keyword.arg} is not a number, a word or a literal") from None

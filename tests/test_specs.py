@@ -92,7 +92,7 @@ def test_any_text_is_read_or_refused(text):
     [
         ("topk(0.1)", "write parameters by name, as in topk"),
         ("topk(**x)", "write parameters by name"),
-        ("topk(ratio=a+b)", r"ratio=a \+ b is not a number, a word or a literal"),
+        ("topk(ratio=a+b)", "ratio is not a number, a word or a literal"),
         ("topk(ratio={[]: 1})", "is not a number, a word or a literal"),
         ("topk(ratio=1, ratio=1)", "a parameter is given twice"),
         ("topk ratio", "cannot read the spec 'topk ratio'"),

@@ -10,6 +10,7 @@ from grace.bench.rates import parse_rate
 from grace.errors import ConfigError
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
+MOST_SEEDS = 10_000
 SIZES = ("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """Where launchers say how many ranks they have started."""
 
@@ -38,7 +39,10 @@ def methods(text: str) -> list[str]:
     """
     from grace.bench.training import every_method
 
-    return list(dict.fromkeys(every_method() if text.strip() == "all" else split(text)))
+    found = list(dict.fromkeys(every_method() if text.strip() == "all" else split(text)))
+    if not found:
+        raise ConfigError(f"no method is named in {text!r}; write some, separated by commas, or all")
+    return found
 
 
 def integers(text: str, what: str) -> list[int]:
@@ -67,6 +71,8 @@ def seeds(text: str) -> list[int]:
         return found
     if found[0] < 1:
         raise ConfigError(f"--seeds must be at least 1, or seeds separated by commas, not {text}")
+    if found[0] > MOST_SEEDS:
+        raise ConfigError(f"--seeds must be at most {MOST_SEEDS}, not {text}; each is a run of its own")
     return list(range(found[0]))
 
 

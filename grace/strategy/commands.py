@@ -65,7 +65,7 @@ def show(strategy: File, model: Model = None) -> None:
     for row in _table(read):
         table.add_row(*map(escape, row))
     console.print(table)
-    console.print(f"\n{_about(read)}; id {read.id[:12]}")
+    console.print(f"\n{escape(_about(read))}; id {read.id[:12]}")
     console.print("wire bytes: one rank's payload in a step; ~: at most, the data decide", style="dim")
     found = kinds(read)
     if read.world_size <= MOST_ROWS:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from grace import documents
 from grace.agreement import tell
 from grace.backend import Backend
 from grace.communicator import Communicator
@@ -99,10 +101,7 @@ def resolve(given: Any, variables: Sequence[Variable], cluster: Any, sparse_know
         document, where = given, "the strategy"
         if isinstance(given, (str, Path)):
             where = str(given)
-            try:
-                document = schema.read_text(Path(given).read_text(), where)
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"cannot read the strategy {where}: {error}") from error
+            document = documents.parse(documents.read(Path(given)), where)
         elif not isinstance(given, dict):
             raise ConfigError(
                 f"strategy must be a file's path, a Strategy, or a builder or its spec, not a {type(given).__name__}"
@@ -118,7 +117,7 @@ def resolve(given: Any, variables: Sequence[Variable], cluster: Any, sparse_know
 
 
 def _is_file(text: str) -> bool:
-    return text.endswith((".yaml", ".yml", ".json")) or Path(text).exists()
+    return text.endswith((".yaml", ".yml", ".json")) or os.path.exists(text)  # which a name may be too long for
 
 
 def compiled(strategy: Strategy, variables: Sequence[Variable]) -> list[Piece]:

@@ -61,4 +61,8 @@ def from_spec(spec: str) -> list[Variable]:
         raise ConfigError(f"cannot import {module!r} for the model {spec!r}: {error}") from error
     except AttributeError:
         raise ConfigError(f"{module!r} has no {function!r} for the model {spec!r}") from None
-    return model_variables(made() if callable(made) else made)
+    try:
+        model = made() if callable(made) else made
+    except Exception as error:  # anything may be named
+        raise ConfigError(f"{spec!r} makes no model: {type(error).__name__}: {error}") from error
+    return model_variables(model)

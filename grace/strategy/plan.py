@@ -20,6 +20,7 @@ from grace.variable import Variable
 
 VERSION = 1
 """Of a strategy's document."""
+MOST_ELEMENTS = 2**56
 COLLECTIVES = ("allreduce", "allgather", "broadcast", "scatter_reduce")
 FIELDS = {
     **dict.fromkeys(COLLECTIVES, ("group",)),
@@ -164,6 +165,8 @@ class Strategy:
     builder: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.nodes > self.world_size:
+            raise ConfigError(f"cluster.nodes: {self.nodes} nodes cannot have {self.world_size} ranks; a node has some")
         seen = set()
         for plan in self.plans:
             if plan.variable.name in seen:
@@ -216,6 +219,12 @@ class Strategy:
 def faults(plan: Plan, world_size: int) -> Iterator[tuple[str, str]]:
     """What is wrong with a variable's plan: where, and what would be right."""
     v, axis = plan.variable, plan.axis
+    if v.numel > MOST_ELEMENTS:
+        yield "shape", f"{list(v.shape)} has more elements than any memory"
+        return
+    if v.sparse and not v.shape:
+        yield "shape", "a sparse variable has rows, so that it needs a first dimension"
+        return
     if axis is None:
         if len(plan.parts) != 1 or plan.sizes:
             yield "parts", f"a variable that is not cut has one part, not {len(plan.parts)}"

@@ -13,20 +13,21 @@ from __future__ import annotations
 import collections
 import difflib
 import ipaddress
-import json
 import re
 import reprlib
 from pathlib import Path
 from typing import Annotated, Any
 
+from grace import documents
 from grace.errors import ConfigError, missing_extra
 
 try:
     import pydantic
 except ImportError:
     raise missing_extra("pydantic", "strategy") from None
+
 try:
-    import yaml
+    import yaml  # noqa: F401
 except ImportError:
     raise missing_extra("pyyaml", "strategy") from None
 
@@ -258,21 +259,9 @@ class Resources(_Part):
 
 
 def _read(path: Path) -> Any:
-    parsers = {".yaml": yaml.safe_load, ".yml": yaml.safe_load, ".json": json.loads}
-    if path.suffix.lower() not in parsers:
+    if path.suffix.lower() not in (".yaml", ".yml", ".json"):
         raise ConfigError(f"{path}: must be a .yaml, .yml or .json file")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except ValueError:
-        raise ConfigError(f"{path}: is not UTF-8 text") from None
-    try:
-        return parsers[path.suffix.lower()](text)
-    except Exception as error:  # parsers raise errors of many types on malformed text
-        kind = "JSON" if path.suffix.lower() == ".json" else "YAML"
-        said = " ".join(str(error).split())
-        raise ConfigError(f"{path}: is not {kind}: {said or type(error).__name__}") from None
+    return documents.parse(documents.read(path), str(path))
 
 
 def _matching(pattern: re.Pattern[str], text: str, right: str) -> str:

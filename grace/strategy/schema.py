@@ -8,13 +8,23 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from grace import documents
 from grace.communicators.reduce_broadcast import AHEAD
 from grace.errors import ConfigError, missing_extra
 from grace.files import replacing
 
 try:
     import yaml
-    from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
+    from pydantic import (
+        BaseModel,
+        BeforeValidator,
+        ConfigDict,
+        Field,
+        StrictBool,
+        StrictInt,
+        StrictStr,
+        ValidationError,
+    )
 except ImportError as error:
     raise missing_extra(error.name or "pydantic", "strategy") from error
 
@@ -181,7 +191,7 @@ class Cluster(_Strict):
 class Document(_Strict):
     """A strategy file."""
 
-    version: Literal[1]
+    version: Annotated[Literal[1], BeforeValidator(lambda version: None if version is True else version)]
     builder: BuilderEntry | None = None
     model: StrictStr | None = None
     cluster: Cluster = Cluster()
@@ -270,36 +280,7 @@ def _ruled(rules: Sequence[Rule], variable: Variable) -> Plan:
 
 def load(path: str | Path, variables: Sequence[Variable] | None = None) -> Strategy:
     """The strategy in a file: JSON if its name ends in .json, else YAML; see :func:`parse`."""
-    try:
-        text = Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the strategy {path}: {error}") from error
-    return parse(read_text(text, str(path)), str(path), variables)
-
-
-def read_text(text: str, where: str) -> Any:
-    """The document in a text, JSON if ``where`` ends in .json, else YAML.
-
-    Raises:
-        ConfigError: it is neither; the message names the line.
-    """
-    try:
-        return json.loads(text) if where.endswith(".json") else yaml.load(text, _Unique)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"cannot read {where}: {error}") from None
-
-
-class _Unique(yaml.SafeLoader):
-    """YAML whose keys stand once."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        """A mapping, refused if it has a key twice."""
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for i, key in enumerate(keys):
-            if key in keys[:i]:
-                line = node.value[i][0].start_mark.line + 1
-                raise yaml.YAMLError(f"line {line}: the key {key!r} stands there a second time")
-        return super().construct_mapping(node, deep)
+    return parse(documents.parse(documents.read(Path(path)), str(path)), str(path), variables)
 
 
 def dump(strategy: Strategy, path: str | Path) -> None:

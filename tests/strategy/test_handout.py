@@ -77,7 +77,7 @@ def check_refused(answers, *texts, own="ConfigError"):
 def test_a_file_that_rank_0_has_not(ranks, tmp_path):
     there = saved(tmp_path / "s.yaml", ranks.size)
     answers = answers_of(ranks, ["/nowhere/s.yaml", *([there] * (ranks.size - 1))])
-    check_refused(answers, "cannot read the strategy /nowhere/s.yaml")
+    check_refused(answers, "/nowhere/s.yaml: cannot be read")
 
 
 @pytest.mark.parametrize("form", ["file", "object"])

@@ -168,18 +168,40 @@ def test_rules_are_resolved_for_a_model():
         schema.parse(document, variables=VARIABLES)
 
 
+SUM = "sync: {type: allreduce}"
+
+
 def test_broken_files_are_refused(tmp_path):
     for name, text, message in (
-        ("a.yaml", "version: [1", "cannot read"),
-        ("a.json", "{'version': 1}", "cannot read"),
+        ("a.yaml", "version: [1", "a.yaml: is not YAML: "),
+        ("a.json", "{'version': 1}", "a.json: is not JSON: "),
         ("b.yaml", "version: 1\nversion: 1", "line 2: the key 'version' stands there a second time"),
+        ("b.json", '{"version": 1, "version": 1}', "the key 'version' stands there a second time"),
+        ("e.yaml", "version: true", "e.yaml, version: Input should be 1"),
+        ("f.yaml", "version: !!int ''", "'' cannot be read as int (line 1)"),
+        ("g.yaml", "version: 1\ncluster: {world_size: 1, nodes: 5}", "cluster.nodes: 5 nodes cannot have 1 ranks"),
+        (
+            "h.yaml",
+            "version: 1\nvariables: {w: {shape: [], sparse: true, sync: {type: allreduce}}}",
+            "'w', shape: a sparse",
+        ),
+        (
+            "i.json",
+            f'{{"version": 1, "variables": {{"w": {{"shape": {[10**18] * 30}, "sync": {{"type": "none"}}}}}}}}',
+            "'w', shape",
+        ),
+        ("j.json", '{"version": ' + "[" * 900 + "]" * 900 + "}", "nested too deeply"),
+        ("k.json", '{"version": ' + "1" * 100_000 + "}", "k.json: is not JSON: "),
+        ("l.json", '{"version": 1, "variables": {"\\ud800": {}}}', "half a character"),
+        ("m.yaml", f"version: {'x' * 10**6}", "version: Input should be 1"),
         ("c.yaml", "- 1", "Input should be a valid dictionary"),
         ("d.yaml", "", "Input should be a valid dictionary"),
     ):
         (tmp_path / name).write_text(text)
-        with pytest.raises(grace.ConfigError, match=re.escape(message)):
+        with pytest.raises(grace.ConfigError, match=re.escape(message)) as error:
             schema.load(tmp_path / name)
-    with pytest.raises(grace.ConfigError, match="cannot read the strategy"):
+        assert len(str(error.value)) < 2000
+    with pytest.raises(grace.ConfigError, match=r"missing\.yaml: cannot be read"):
         schema.load(tmp_path / "missing.yaml")
 
 

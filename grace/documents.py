@@ -1,0 +1,140 @@
+"""Files of people's: JSON and YAML as plain data, or an error that says which file is wrong, and where.
+
+JSON needs nothing but Python; YAML its package.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from grace.errors import ConfigError, missing_extra
+
+DEEPEST = 50
+"""Levels of lists and objects in each other; what reads a document may go down them by recursion."""
+
+
+def read(path: Path) -> str:
+    """The text of a file.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except ValueError:
+        raise ConfigError(f"{path}: is not UTF-8 text") from None
+
+
+def parse(text: str, where: str) -> Any:
+    """The document in a text: JSON if ``where`` ends in .json, else YAML.
+
+    Only text, numbers, true, false, null, lists and objects are taken; no key may stand twice.
+
+    Raises:
+        ConfigError: it is none.
+
+    >>> parse('{"a": 1, "a": 2}', "x.json")
+    Traceback (most recent call last):
+    grace.errors.ConfigError: x.json: is not JSON: the key 'a' stands there a second time
+    """
+    kind = "JSON" if where.lower().endswith(".json") else "YAML"
+    try:
+        if kind == "JSON":
+            found = json.loads(text, object_pairs_hook=_object, parse_constant=_no_number, parse_float=_number)
+        else:
+            found = _yaml(text)
+        _check(found)
+    except (ValueError, RecursionError) as error:
+        said = "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+        raise ConfigError(f"{where}: is not {kind}: {said}") from None
+    return found
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r} stands there a second time")
+        found[key] = value
+    return found
+
+
+def _no_number(word: str) -> float:
+    raise ValueError(f"{word} is no number")
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _no_number(text)
+
+
+def _check(document: Any) -> None:
+    """Refuse depth, and text that cannot be printed or written again."""
+    level, seen = [document], set[int]()
+    for _ in range(DEEPEST):
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, str):
+                _check_text(value)
+            elif isinstance(value, (dict, list)) and id(value) not in seen:  # YAML may have one in many places
+                seen.add(id(value))
+                below += value if isinstance(value, list) else [*value, *value.values()]
+        level = below
+        if not level:
+            return
+    raise RecursionError
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{text!a} holds half a character") from None
+
+
+def _yaml(text: str) -> Any:
+    try:
+        import yaml
+    except ImportError as error:
+        raise missing_extra("yaml", "strategy") from error
+
+    class Plain(yaml.SafeLoader):
+        """Plain data only: dates stay text."""
+
+        yaml_implicit_resolvers = {
+            first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+            for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
+
+        def construct_object(self, node: Any, deep: bool = False) -> Any:
+            word = node.tag.rpartition(":")[2]
+            try:
+                if word not in ("str", "int", "float", "bool", "null", "seq", "map", "merge"):
+                    raise ValueError(f"could not determine a constructor for {node.tag}, which is not taken")
+                return super().construct_object(node, deep)
+            except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
+                said = str(error) if isinstance(error, ValueError) else f"{node.value!r} cannot be read as {word}"
+                at = f" (line {node.start_mark.line + 1})"
+                raise ValueError(said if "line " in said else said + at) from None
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            self.flatten_mapping(node)
+            seen = set()
+            for key, _ in node.value:
+                name = self.construct_object(key, deep=True)
+                if isinstance(name, (list, dict)):
+                    raise ValueError(f"line {key.start_mark.line + 1}: a list or an object is no key")
+                if name in seen:
+                    raise ValueError(f"line {key.start_mark.line + 1}: the key {name!r} stands there a second time")
+                seen.add(name)
+            return super().construct_mapping(node, deep)
+
+    try:
+        return yaml.load(text, Plain)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None

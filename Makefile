@@ -6,13 +6,14 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c const
 SETUP := setup.cfg pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check soak horovod clean
+.PHONY: help demo test check soak fuzz horovod clean
 
 help:
 	@echo "make demo    in about a minute: does compression pay over a slow network? tables, and a report in out/demo"
 	@echo "make test    all tests"
 	@echo "make check   style, types and the fast tests"
 	@echo "make soak    training scripts drawn from seeds, for MINUTES=10; RANKS=2, ENGINE=gloo (mpirun-mpi, ...)"
+	@echo "make fuzz    property tests with new examples, for MINUTES=10; seeds and counts are printed"
 	@echo "make horovod builds Horovod for torch and TensorFlow, and tries it; MPI=system takes your MPI, JOBS=n compilers"
 	@echo "make clean   remove .venv and everything else that was made here"
 	@echo "PYTHON=python3.12 chooses the interpreter (3.10 or newer)"
@@ -33,6 +34,9 @@ check: $(VENV)/test.stamp
 # Every failing seed is printed: make it a case in tests/multiprocess, and run it again by tests/soak.py --seed.
 soak: $(VENV)/test.stamp
 	$(BIN)/python tests/soak.py --minutes $(or $(MINUTES),10) --ranks $(or $(RANKS),2) --engine $(or $(ENGINE),gloo)
+
+fuzz: $(VENV)/test.stamp
+	$(BIN)/python tests/fuzz.py --minutes $(or $(MINUTES),10)
 
 # Its wheel is kept in the user's cache (the top of the script says where), so that the second time takes seconds.
 horovod:

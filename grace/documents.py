@@ -30,10 +30,15 @@ def read(path: Path) -> str:
         raise ConfigError(f"{path}: is not UTF-8 text") from None
 
 
-def parse(text: str, where: str) -> Any:
+def parse(text: str, where: str, infinite: bool = False) -> Any:
     """The document in a text: JSON if ``where`` ends in .json, else YAML.
 
     Only text, numbers, true, false, null, lists and objects are taken; no key may stand twice.
+
+    Args:
+        text: of the file.
+        where: the file, for messages.
+        infinite: it is JSON, and NaN and Infinity are taken, as Python writes them.
 
     Raises:
         ConfigError: it is none.
@@ -42,10 +47,15 @@ def parse(text: str, where: str) -> Any:
     Traceback (most recent call last):
     grace.errors.ConfigError: x.json: is not JSON: the key 'a' stands there a second time
     """
-    kind = "JSON" if where.lower().endswith(".json") else "YAML"
+    kind = "JSON" if infinite or where.lower().endswith(".json") else "YAML"
     try:
         if kind == "JSON":
-            found = json.loads(text, object_pairs_hook=_object, parse_constant=_no_number, parse_float=_number)
+            found = json.loads(
+                text,
+                object_pairs_hook=_object,
+                parse_constant=float if infinite else _no_number,
+                parse_float=float if infinite else _number,
+            )
         else:
             found = _yaml(text)
         _check(found)

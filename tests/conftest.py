@@ -20,6 +20,7 @@ from pool import Ranks
 from pools import ranks_of, stop_all, stop_engines
 
 settings.register_profile("all", deadline=None, derandomize=True, max_examples=40)
+settings.register_profile("fuzz", deadline=None, max_examples=1000, print_blob=True)
 settings.register_profile("quick", settings.get_profile("all"), max_examples=10)
 
 USERS = ("multiprocess", "in_tensorflow", "strategy")
@@ -28,7 +29,8 @@ USERS = ("multiprocess", "in_tensorflow", "strategy")
 
 def pytest_configure(config):
     """Fewer examples for ``@given`` in `make check`, which leaves out the slow tests."""
-    settings.load_profile("quick" if "not slow" in config.option.markexpr else "all")
+    usual = "quick" if "not slow" in config.option.markexpr else "all"
+    settings.load_profile("fuzz" if os.environ.get("GRACE_FUZZ") else usual)  # see fuzz.py
 
 
 def pytest_runtest_teardown(item, nextitem):

@@ -125,7 +125,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path):
     for kind in KINDS:
         results(kind).save(tmp_path / kind)
     assert "different kinds" in run(tmp_path / "step", tmp_path / "train", code=2)[1]
-    assert "cannot read" in run(tmp_path / "step", tmp_path / "nowhere", code=2)[1]
+    assert "cannot be read" in run(tmp_path / "step", tmp_path / "nowhere", code=2)[1]
     with pytest.raises(ConfigError, match="no row in common"):
         compare(train(methods=["qsgd"]), train(methods=["none"]))
     broken = train()

@@ -44,7 +44,7 @@ def test_csv_has_the_plain_values_of_all_rows(results):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "cannot read"),
+        (None, "cannot be read"),
         ("{", "is not JSON"),
         ("[1]", "was not written by grace bench"),
         ('{"rows": []}', "was not written by grace bench"),

@@ -123,7 +123,7 @@ def test_several_results_become_sections_of_one_small_file(whole):
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [(None, "cannot read"), ("{", "is not JSON"), ('{"grace_bench": 1, "rows": 3}', "is damaged")],
+    [(None, "cannot be read"), ("{", "is not JSON"), ('{"grace_bench": 1, "rows": 3}', "is damaged")],
 )
 def test_files_that_are_no_results_are_named(tmp_path, text, says):
     path = tmp_path / "results.json"

@@ -11,10 +11,12 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from grace import documents
 from grace._version import __version__
 from grace.errors import ConfigError
 from grace.files import replacing
@@ -92,12 +94,7 @@ def load(path: Path | str) -> Results:
     path = Path(path)
     if path.is_dir():
         path = path / "results.json"
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
+    facts = documents.parse(documents.read(path), f"{path}", infinite=True)
     if not isinstance(facts, dict) or "grace_bench" not in facts:
         raise ConfigError(f"{path} was not written by grace bench: it has no 'grace_bench'")
     if facts.pop("grace_bench") != FORMAT:
@@ -107,7 +104,66 @@ def load(path: Path | str) -> Results:
     whole = set(facts) == known and all(isinstance(facts[key], kind) for key, kind in plain.items())
     if not whole or facts["kind"] not in KINDS or not all(isinstance(row, dict) for row in facts["rows"]):
         raise ConfigError(f"{path} is damaged: it needs {', '.join(sorted(known))}, and a kind of {', '.join(KINDS)}")
+    for place, fault in _faults(facts):
+        raise ConfigError(f"{path} is damaged: {place} {fault}")
     return Results(**facts)
+
+
+TEXT = {"name", "kind", "method", "engine", "tensor", "device", "model", "optimizer", "task", "about", "metric", "unit"}
+TEXT |= {"framework", "platform", "processor"}
+FLAGS = {"pays", "higher_is_better"}
+LISTS = {"times_ms", "curve", "runs", "gpus", "seeds", "bandwidths"}
+ANY = {"verdict", "ranks"}
+
+
+def _faults(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What is of another type than those who read it expect: where, and what it must be."""
+    rows = [(f"row {i}, ", row) for i, row in enumerate(facts["rows"], start=1)]
+    for place, named in [("settings.", facts["settings"]), ("machine.", facts["machine"]), *rows]:
+        for key, value in named.items():
+            fault = _fault(key, value)
+            if fault:
+                yield f"{place}{key}", fault
+    for i, row in enumerate(facts["rows"], start=1):
+        if not isinstance(row.get("ranks", 1), int):
+            yield f"row {i}, ranks", "must be a number"
+    settings = facts["settings"]
+    for key in ("ranks", "seeds", "bandwidths"):
+        values = settings.get(key)
+        for value in values if isinstance(values, list) else [values]:
+            if not _is_number(value) and not (key != "bandwidths" and value is None):
+                yield f"settings.{key}", "must hold numbers"
+    verdict = settings.get("verdict", {})
+    if not isinstance(verdict, dict) or not all(isinstance(said, str) for said in verdict.values()):
+        yield "settings.verdict", "must be an object of sentences"
+    if not _is_number(facts["seconds"]) or facts["seconds"] is None or not isinstance(facts["complete"], bool):
+        yield "seconds, complete", "must be a number, and true or false"
+    if not all(isinstance(text, str) for text in [*facts["versions"].values(), *facts["machine"].get("gpus", [])]):
+        yield "versions, machine.gpus", "must be text"
+
+
+def _fault(key: str, value: Any) -> str:
+    if value is None or key in ANY:
+        return ""
+    if key in TEXT:
+        return "" if isinstance(value, str) else "must be text"
+    if key in FLAGS:
+        return "" if isinstance(value, bool) else "must be true or false"
+    if key in LISTS:
+        return "" if isinstance(value, list) else "must be a list"
+    measured = key.endswith(("_ms", "_bytes", "_gbps", "_copies", "_seconds", "_s", "_step", "_element", "_spread"))
+    if measured or key in NUMBERS or key.endswith(("_to_target", "_volume", "_throughput")):
+        return "" if _is_number(value) else "must be a number"
+    return ""
+
+
+NUMBERS = {"bandwidth", "elements", "steps", "speedup", "quality", "lr", "reached", "vnmse", "aggregate_vnmse", "bias"}
+NUMBERS |= {"parameters", "batch", "rounds", "repeats", "threads", "scale", "target", "epochs", "cores"}
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a number, or unknown."""
+    return value is None or isinstance(value, float) or (type(value) is int and abs(value) < 1e300)
 
 
 def make(folder: Path) -> None:

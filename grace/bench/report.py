@@ -39,7 +39,13 @@ def write_report(path: Path, results: Sequence[Results]) -> Path:
     """
     if not results:
         raise ConfigError("a report needs results of at least one benchmark")
-    text = page(results)
+    try:
+        text = page(results)
+    except (TypeError, KeyError, IndexError, AttributeError, ArithmeticError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        kinds = ", ".join(each.kind for each in results)
+        raise ConfigError(f"the results ({kinds}) hold values that cannot be shown: {error!r}") from error
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as draft:

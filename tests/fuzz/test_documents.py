@@ -1,0 +1,104 @@
+"""Specs, strategies and resources with something wrong in them: an error that names the place, or a round trip."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+import yaml
+from helpers import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from mutations import JSON, mutated
+
+from grace.errors import GraceError
+from grace.registry import known, make
+from grace.strategy import schema
+from grace.strategy.resources import Resources
+
+STRATEGY = {
+    "version": 1,
+    "builder": {"name": "ps", "params": {"compressor": "topk"}, "seed": 0},
+    "cluster": {"world_size": 4, "nodes": 2},
+    "variables": {
+        "w": {"shape": [6, 2], "sync": {"type": "allgather", "group": 1}, "compressor": "topk(ratio=0.1)"},
+        "e": {"shape": [9, 2], "sparse": True, "sync": {"type": "allreduce"}, "priority": 1},
+        "cut": {
+            "shape": [5, 3],
+            "dtype": "float16",
+            "partition": {"axis": 0, "sizes": [3, 2]},
+            "parts": [
+                {"sync": {"type": "reduce_broadcast", "destination": 1, "staleness": 2}, "memory": "none"},
+                {"sync": {"type": "none", "period": 3}},
+            ],
+        },
+    },
+}
+RESOURCES = {
+    "nodes": [
+        {"address": "10.0.0.1", "chief": True, "gpus": [0, 1], "cpus": [0], "network_bandwidth": 10},
+        {"address": "10.0.0.2", "gpus": [0, 1], "ssh_config": "default"},
+    ],
+    "ssh": {"default": {"username": "me", "port": 22, "key_file": "~/.ssh/id", "shared_envs": {"A": "B"}}},
+}
+KINDS = ("compressor", "memory", "communicator", "builder")
+SIGNS = ["(", ")", "=", ",", "|", " ", "[", "]", "ratio", "levels", "clip", "true", "'x'"]
+WORDS = st.sampled_from(
+    [*SIGNS, "0.5", "7", "1e999", "-1", "nan", "9" * 300, *(name for kind in KINDS for name in known(kind))]
+)
+
+
+def said_by(function, *args):
+    """What a function gives, and what it says if it refuses."""
+    try:
+        return function(*args), None
+    except GraceError as error:
+        said = str(error)
+    assert len(said) < 8000
+    return None, said
+
+
+@pytest.mark.parametrize("kind", ["compressor", "memory", "communicator", "builder"])
+@examples(40)
+@given(st.one_of(st.lists(WORDS, max_size=9).map("".join), JSON, st.data()))
+def test_a_spec_is_refused_or_survives_a_round_trip(kind, spec):
+    if hasattr(spec, "draw"):
+        cls = known(kind)[spec.draw(st.sampled_from(sorted(known(kind))))]
+        parameters = {key: spec.draw(JSON) for key in cls.parameters() if spec.draw(st.booleans())}
+        spec = {"name": cls.name, **parameters}
+    made, refused = said_by(make, kind, spec)
+    if refused is not None:
+        return
+    assert make(kind, made.spec).spec == made.spec
+    assert make(kind, made.to_dict()).spec == made.spec
+
+
+@pytest.mark.parametrize("ending", ["json", "yaml"])
+@examples(40)
+@given(mutated(STRATEGY))
+def test_a_strategy_is_refused_by_file_or_survives_a_round_trip(ending, document):
+    with tempfile.TemporaryDirectory() as made:
+        path = Path(made, f"s.{ending}")
+        try:
+            path.write_text(json.dumps(document) if ending == "json" else yaml.safe_dump(document, sort_keys=False))
+        except UnicodeEncodeError:
+            return
+        read, refused = said_by(schema.load, path)
+        if read is None:
+            assert str(path) in refused
+            return
+        again = Path(made, f"again.{ending}")
+        schema.dump(read, again)
+        assert schema.load(again).id == read.id
+
+
+@examples(40)
+@given(st.sampled_from(["json", "yaml"]), st.text(max_size=60) | st.binary(max_size=60) | mutated(RESOURCES))
+def test_resources_are_refused_by_file_or_read(ending, document):
+    with tempfile.TemporaryDirectory() as made:
+        path = Path(made, f"r.{ending}")
+        raw = json.dumps(document) if isinstance(document, (dict, list)) else document
+        path.write_bytes(raw if isinstance(raw, bytes) else str(raw).encode("utf-8", "replace"))
+        assert str(path) in (said_by(Resources.load, path)[1] or str(path))

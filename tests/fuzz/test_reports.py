@@ -1,0 +1,72 @@
+"""``grace report`` and ``grace bench compare`` on results with wrong values: a refusal, or a page."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+import results as samples
+from helpers import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from mutations import mutated
+from typer.testing import CliRunner
+
+from grace.cli import app
+from grace.errors import GraceError
+
+DOCUMENTS = {
+    kind: json.loads(json.dumps({"grace_bench": 1, **dataclasses.asdict(samples.results(kind))}))
+    for kind in ("step", "train", "kernels")
+}
+for _document in DOCUMENTS.values():
+    del _document["rows"][3:]
+
+
+def runs(document, command):
+    """Run a command on results with this content; what it says, and whether it did."""
+    with tempfile.TemporaryDirectory() as made:
+        path, good = Path(made, "results.json"), Path(made, "good.json")
+        path.write_text(json.dumps(document), encoding="utf-8", errors="replace")
+        kind = document.get("kind") if isinstance(document, dict) else None
+        good.write_text(json.dumps(DOCUMENTS[kind if isinstance(kind, str) and kind in DOCUMENTS else "step"]))
+        out = [f"--out={made}/r.html"] if command == ["report"] else [str(good)]
+        ran = CliRunner().invoke(app, [*command, str(path), *out])
+        if ran.exception is not None and not isinstance(ran.exception, SystemExit):
+            assert isinstance(ran.exception, GraceError), repr(ran.exception)
+            return str(ran.exception)
+        return ""
+
+
+@pytest.mark.parametrize("kind", DOCUMENTS)
+@examples(8)
+@given(st.data())
+def test_wrong_values_are_refused_or_shown(kind, data):
+    document = data.draw(mutated(DOCUMENTS[kind]))
+    command = data.draw(st.sampled_from([["report"], *[["bench", "compare"]] * 3]))  # a page takes a second
+    assert len(runs(document, command)) < 3000
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "value", "said"),
+    [
+        ("step", ("rows", 0, "step_ms"), "x", "row 1, step_ms must be a number"),
+        ("step", ("rows", 1, "name"), 7, "row 2, name must be text"),
+        ("step", ("settings", "ranks"), {}, "settings.ranks must hold numbers"),
+        ("step", ("settings", "verdict"), [1], "settings.verdict must be an object of sentences"),
+        ("train", ("settings", "scale"), "x", "settings.scale must be a number"),
+        ("train", ("rows", 0, "curve"), 1, "row 1, curve must be a list"),
+        ("kernels", ("machine", "gpus"), 3, "machine.gpus must be a list"),
+        ("kernels", ("seconds",), "x", "seconds, complete must be a number"),
+    ],
+)
+def test_the_place_of_a_wrong_value_is_named(kind, place, value, said):
+    document = json.loads(json.dumps(DOCUMENTS[kind]))
+    owner = document
+    for key in place[:-1]:
+        owner = owner[key]
+    owner[place[-1]] = value
+    assert said in runs(document, ["report"])

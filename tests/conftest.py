@@ -20,7 +20,7 @@ from pool import Ranks
 from pools import ranks_of, stop_all, stop_engines
 
 settings.register_profile("all", deadline=None, derandomize=True, max_examples=40)
-settings.register_profile("fuzz", deadline=None, max_examples=1000, print_blob=True)
+settings.register_profile("fuzz", deadline=None, max_examples=400, print_blob=True)
 settings.register_profile("quick", settings.get_profile("all"), max_examples=10)
 
 USERS = ("multiprocess", "in_tensorflow", "strategy")

@@ -27,7 +27,7 @@ def counts(output: str) -> Counter[str]:
     for line in output.splitlines():
         if re.match(r"\S+::\S+:$", line):
             test = line[:-1].partition("::")[2]
-        number = re.search(r"(\d+) passing examples, (\d+) failing", line)
+        number = re.search(r"(\d+) passing(?: examples)?, (\d+) failing", line)
         if number and test:
             found[test] += int(number[1]) + int(number[2])
     return found

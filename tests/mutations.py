@@ -41,11 +41,13 @@ def mutated(draw: Any, document: Any, changes: int = 2) -> Any:
             owner = owner[key]
         key, how = path[-1], draw(st.sampled_from(["replace", "replace", "replace", "remove", "add"]))
         if how == "replace":
-            owner[key] = draw(JSON)
+            owner[key] = copy.deepcopy(draw(JSON))  # which may be changed next
         elif how == "remove":
             del owner[key]
         elif isinstance(owner, dict):
-            owner[draw(st.sampled_from(["", "x", "name", "rank", "w/part_0", "\ud800", "__class__"]))] = draw(JSON)
+            owner[draw(st.sampled_from(["", "x", "name", "rank", "w/part_0", "\ud800", "__class__"]))] = copy.deepcopy(
+                draw(JSON)
+            )  # which may be changed next
         else:
-            owner.append(draw(JSON))
+            owner.append(copy.deepcopy(draw(JSON)))
     return document

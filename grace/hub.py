@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import os
 import selectors
 import socket
 import threading
@@ -184,3 +185,42 @@ class Hub:
             line.close()
         for end in (self.listener, self.wake, self.waking):
             end.close()
+
+
+def machine() -> str:
+    """What two ranks on one machine, which reach each other over loopback, have in common."""
+    found = socket.gethostname()
+    with contextlib.suppress(OSError):
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            found += file.read()
+        found += str(os.stat("/proc/self/ns/net").st_ino)
+    return found
+
+
+def addresses() -> list[str]:
+    """Where other machines may reach this one."""
+    found = [os.environ.get("MASTER_ADDR", ""), socket.gethostname()]
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing; tells by which address this machine goes out
+        found.append(probe.getsockname()[0])
+    with contextlib.suppress(OSError):
+        found += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)]
+    return [address for address in dict.fromkeys(found) if address and not address.startswith("127.")]
+
+
+def connected(offer: Any, rank: int) -> Line:
+    """A line to the hub.
+
+    Raises:
+        OSError: it cannot be reached.
+    """
+    if offer is None:
+        raise OSError("it cannot listen")
+    hosts, port, token = offer
+    for host in ["127.0.0.1", *hosts] if rank == 0 else hosts:
+        with contextlib.suppress(OSError):
+            line = Line(socket.create_connection((host, port), timeout=2))
+            line.send(rank=rank, token=token)
+            if line.receive() == [{"welcome": rank}]:
+                return line
+    raise OSError(f"no answer at {', '.join(hosts)}, port {port}")

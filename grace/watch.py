@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grace.errors import RankError
-from grace.hub import ANSWER_SECONDS, LOST, SILENT, Hub, Line
+from grace.hub import ANSWER_SECONDS, LOST, SILENT, Hub, Line, addresses, connected, machine
 from grace.waiting import Wait, here, waits
 
 WARN_SECONDS = 30.0
@@ -315,18 +315,18 @@ def _opened(backend: Any) -> Watch | None:
 
 
 def _open(backend: Any) -> Watch | None:
-    told = backend.all_objects((_machine(), backend.timeout))
+    told = backend.all_objects((machine(), backend.timeout))
     backend.timeout = min(timeout for _, timeout in told)
-    alone = len({machine for machine, _ in told}) == 1
+    alone = len({place for place, _ in told}) == 1
     hub, offer, watch, error = None, None, None, ""
     if backend.rank == 0:
         with contextlib.suppress(OSError):
             token = secrets.token_hex(16)
             hub = Hub(backend.size, alone, token)
-            offer = (["127.0.0.1"] if alone else _addresses(), hub.port, token)
+            offer = (["127.0.0.1"] if alone else addresses(), hub.port, token)
     offer = backend.all_objects(offer)[0]
     try:
-        line = _connected(offer, backend.rank)
+        line = connected(offer, backend.rank)
         watch = Watch(backend.rank, line, hub)
     except OSError as raised:
         error = f"rank {backend.rank} does not reach rank 0: {raised}"
@@ -343,45 +343,6 @@ def _open(backend: Any) -> Watch | None:
             file=sys.stderr,
         )
     return None
-
-
-def _machine() -> str:
-    """What two ranks on one machine, which reach each other over loopback, have in common."""
-    found = socket.gethostname()
-    with contextlib.suppress(OSError):
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            found += file.read()
-        found += str(os.stat("/proc/self/ns/net").st_ino)
-    return found
-
-
-def _addresses() -> list[str]:
-    """Where other machines may reach this one."""
-    found = [os.environ.get("MASTER_ADDR", ""), socket.gethostname()]
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # sends nothing; tells by which address this machine goes out
-        found.append(probe.getsockname()[0])
-    with contextlib.suppress(OSError):
-        found += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)]
-    return [address for address in dict.fromkeys(found) if address and not address.startswith("127.")]
-
-
-def _connected(offer: Any, rank: int) -> Line:
-    """A line to the hub.
-
-    Raises:
-        OSError: it cannot be reached.
-    """
-    if offer is None:
-        raise OSError("it cannot listen")
-    hosts, port, token = offer
-    for host in ["127.0.0.1", *hosts] if rank == 0 else hosts:
-        with contextlib.suppress(OSError):
-            line = Line(socket.create_connection((host, port), timeout=2))
-            line.send(rank=rank, token=token)
-            if line.receive() == [{"welcome": rank}]:
-                return line
-    raise OSError(f"no answer at {', '.join(hosts)}, port {port}")
 
 
 def _tell_uncaught_errors() -> None:

@@ -67,7 +67,9 @@ def stopped():
     if backend.rank == 1:
         time.sleep(3)
         return None
+    time.sleep(0.5)  # until rank 1 sleeps
     os.kill(pids[1], signal.SIGSTOP)
+    time.sleep(0.2)
     try:
         absent, there = watch._current.elsewhere("a place")
         return absent, there

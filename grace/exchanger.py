@@ -171,10 +171,8 @@ class Exchanger:
 
     def start(self, group: Group, gradients: Sequence[Tensor], present: Sequence[bool]) -> Exchange:
         """Begin the exchange of one group. Groups must be started in order, each once a step."""
-        if self.hierarchy is None:
-            exchange = group.communicator.begin(group, gradients, present, self.stateful, self.traffic)
-        else:
-            exchange = self.hierarchy.begin(group, gradients, present, self.stateful, self.traffic)
+        over = group.communicator if self.hierarchy is None else self.hierarchy
+        exchange = over.begin(group, gradients, present, self.stateful, self.traffic)
         exchange.lazy = self.hierarchy is None
         self._begun.append(exchange)
         return exchange
@@ -312,10 +310,7 @@ class Exchanger:
             for outcome in outcomes:
                 if outcome.value is None:
                     component.state.rollback(outcome.variable.name)
-            if keep:
-                component.state.commit()
-            else:
-                component.state.rollback()
+            component.state.commit() if keep else component.state.rollback()
         self.traffic.steps += 1
         self.traffic.elements += self.numel
         tracing.exchanged()

@@ -1,4 +1,4 @@
-"""Trains on all ranks until a fault strikes rank 1 in its sixth step. Started by a launcher; see test_matrix.py.
+"""Trains on all ranks until a fault strikes rank 1 in its sixth step; a launcher starts it (faults/test_matrix.py).
 
 Usage: trains.py torch|keras METHOD FAULT, where FAULT is what rank 1 does then:
 

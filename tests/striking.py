@@ -1,4 +1,4 @@
-"""Runs of tests/faults/trains.py under every launcher, and how they end."""
+"""Runs of tests/programs/trains.py under every launcher, and how they end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from engines import ENGINES, command, environment
 
-PROGRAM = Path(__file__).parent / "trains.py"
+PROGRAM = Path(__file__).parent / "programs" / "trains.py"
 LAUNCHERS = ("torchrun", *ENGINES)
 SIZE = 3
 

@@ -14,9 +14,10 @@ from grace.kernels import kernels_of
 from grace.runtime import current
 
 
-def value_of(variable: Any) -> tf.Variable:
-    """The tf.Variable of a Keras variable, or of one itself."""
-    return variable if isinstance(variable, tf.Variable) else variable.value
+def value_of(variable: Any) -> Any:
+    """The tf.Variable of a Keras variable; a tf.Variable or a tensor itself (Keras computes ``iterations`` where it
+    accumulates gradients)."""
+    return variable if isinstance(variable, tf.Variable) else getattr(variable, "value", variable)
 
 
 def names_of(variables: Sequence[Any]) -> list[str]:

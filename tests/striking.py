@@ -1,4 +1,4 @@
-"""Runs of tests/programs/trains.py under every launcher, and how they end."""
+"""Runs of tests/programs/trains.py under every launcher, and how they end; as a program, RELIABILITY.md's seconds."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from engines import ENGINES, command, environment
 
 PROGRAM = Path(__file__).parent / "programs" / "trains.py"
 LAUNCHERS = ("torchrun", *ENGINES)
+FAULTS = ("kill", "raise", "leave", "skip", "miss", "stop")
 SIZE = 3
 
 
@@ -50,3 +51,16 @@ def run(launcher: str, framework: str, method: str, fault: str, **variables: str
     assert struck, done.stdout
     left = subprocess.run(["pgrep", "-f", " ".join(program)], capture_output=True, text=True).stdout
     return Ended(done.returncode, done.stdout, ended - float(struck.group(1)), [int(pid) for pid in left.split()])
+
+
+def main() -> None:
+    """A line for each fault: seconds from the fault to the launcher's end, launcher by launcher."""
+    print(f"| fault | {' | '.join(LAUNCHERS)} |\n|{' --- |' * (1 + len(LAUNCHERS))}")
+    for framework, fault in [*(("torch", f) for f in FAULTS), *(("keras", f) for f in FAULTS[:3])]:
+        runs = [run(launcher, framework, "topk(ratio=0.05)", fault, GRACE_TIMEOUT="15") for launcher in LAUNCHERS]
+        cells = [f"{ended.seconds:.1f}{'' if ended.code and not ended.left else ' (not ended)'}" for ended in runs]
+        print(f"| {framework}: {fault} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -72,6 +72,8 @@ def init(backend: str | Backend = "auto", framework: str | None = None, timeout:
         _current = _horovod(framework) if name == "horovod" else JOIN[name]()
         if name in ("horovod", "mpi"):
             _heed_the_launcher(_current)
+        atexit.unregister(shutdown)
+        atexit.register(shutdown)  # to run before the engine's own, after which nobody hears that this rank has left
     elif timeout is not None:
         _current.timeout = timeout_for()
     return _current

@@ -210,10 +210,16 @@ class Watch:
             self.hear_of_an_end()
         text = " ".join(f"{kind.__name__}: {value}".split())[:500]
         failed = {rank: how for rank, (how, _) in list(self.ended.items()) if how != LEFT}
-        first = next(iter(failed), self.rank)
+        first, left = (
+            next(iter(failed), self.rank),
+            [rank for rank, (how, _) in list(self.ended.items()) if how == LEFT],
+        )
         self.tell_end(f"{FOLLOWED if follows and self.ended else 'failed'}: {text}")
+        if follows and left and not failed:
+            self.say(f"rank {self.rank} failed after rank {left[0]} {LEFT}")
+            return
         how = text if first == self.rank else failed[first].removeprefix(f"{FOLLOWED}: ").removeprefix("failed: ")
-        self.say(f"rank {first} failed first: {how}")
+        self.say(f"rank {first} failed first: {f'it {LOST}' if how == LOST else how}")
 
     def close(self) -> None:
         """Leave."""

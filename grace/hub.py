@@ -176,7 +176,8 @@ class Hub:
     def close(self) -> None:
         """Hang up."""
         self.closing = True
-        self.wake.send(b"!")
+        with contextlib.suppress(OSError):  # it may have woken up by itself, and closed this
+            self.wake.send(b"!")
         self.thread.join(2)
 
     def forget(self) -> None:

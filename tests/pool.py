@@ -38,8 +38,10 @@ class Ranks:
                     raise EOFError(f"no answer within {timeout} s")
                 answers.append(pickle.loads(pipe.recv()))
             except (EOFError, OSError) as error:
+                answers += [pickle.loads(other.recv()) for other in self.pipes[rank + 1 :] if other.poll()]
+                failed = "".join(f"\nanother rank failed:\n{value}" for ok, value in answers if not ok)
                 self.stop()
-                raise RankFailure(f"rank {rank} of {self.size} died or hangs: {error}") from error
+                raise RankFailure(f"rank {rank} of {self.size} died or hangs: {error}{failed}") from error
         for rank, (ok, value) in enumerate(answers):
             if not ok:
                 self.stop()  # its process group may hold half a collective

@@ -42,6 +42,9 @@ class Ranks:
                 failed = "".join(f"\nanother rank failed:\n{value}" for ok, value in answers if not ok)
                 self.stop()
                 raise RankFailure(f"rank {rank} of {self.size} died or hangs: {error}{failed}") from error
+            except BaseException:  # the test's own timeout: nobody is to be given these answers
+                self.stop()
+                raise
         for rank, (ok, value) in enumerate(answers):
             if not ok:
                 self.stop()  # its process group may hold half a collective

@@ -1,8 +1,8 @@
 """What a saved state looks like, in no framework's terms, and whether it still is what was saved.
 
 A state is nested dicts and lists of numbers, text and arrays, of whatever framework; :func:`check` knows every entry of
-it. It is sealed by a CRC-32 for each value, and one for all the rest: that costs a read of the values, at 2 GB/s on one
-core, when they are saved and again when they are loaded (and on a GPU a copy of each to the host).
+it. It is sealed by a CRC-32 for each value, and one for all the rest: that costs a read of the values when they are
+saved and again when they are loaded (and on a GPU a copy of each to the host).
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def run(launcher: str, framework: str, method: str, fault: str, **variables: str
 def main() -> None:
     """A line for each fault: seconds from the fault to the launcher's end, launcher by launcher."""
     print(f"| fault | {' | '.join(LAUNCHERS)} |\n|{' --- |' * (1 + len(LAUNCHERS))}")
-    for framework, fault in [*(("torch", f) for f in FAULTS), *(("keras", f) for f in FAULTS[:3])]:
+    for framework, fault in [*(("torch", fault) for fault in FAULTS), *(("keras", fault) for fault in FAULTS[:3])]:
         runs = [run(launcher, framework, "topk(ratio=0.05)", fault, GRACE_TIMEOUT="15") for launcher in LAUNCHERS]
         cells = [f"{ended.seconds:.1f}{'' if ended.code and not ended.left else ' (not ended)'}" for ended in runs]
         print(f"| {framework}: {fault} | {' | '.join(cells)} |", flush=True)

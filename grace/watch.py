@@ -157,7 +157,7 @@ class Watch:
             if place in places:
                 there += ranks
             elif line == SILENT:
-                absent.append(f"{_ranks(ranks)} {SILENT}")
+                absent.append(f"{_ranks(ranks)} {SILENT if len(ranks) == 1 else SILENT.replace('does', 'do', 1)}")
             elif places:
                 absent.append(f"{_ranks(ranks)} {_are(ranks)} in {places[0]}{where}")
             else:

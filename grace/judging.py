@@ -32,6 +32,7 @@ class Judging:
     spoilt: list[bool]
     traits: Any
     wire: Any
+    _wires: Any
     astray: str = ""
     """Why the ranks cannot go on together; empty if they can."""
     unlike: bool = False
@@ -87,8 +88,7 @@ class Judging:
     def glance(self) -> None:
         """Compare the places that came; nothing else that came counts."""
         with contextlib.suppress(PayloadError):
-            wires: list[Tensor] = self._wires()  # type: ignore[attr-defined]
-            self.look(self.layouts, wires)
+            self.look(self.layouts, self._wires())
 
     def _compare(self, told: list[list[float]]) -> bool:
         """Whether the ranks cannot go on together, by the numbers in their wires."""

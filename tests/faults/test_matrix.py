@@ -36,9 +36,15 @@ EXCHANGE = r"rank [02] of 3: the exchange of group \d+ \(.*topk.*\) failed at st
 """Of one survivor at least: launchers mix what several say."""
 
 
-def need(launcher: str) -> None:
+def ended_by(launcher: str, framework: str, fault: str, seconds: float = SECONDS, **variables: str) -> str:
+    """What a run said that ended as it should: not well, soon, and with nobody left."""
     if launcher in ENGINES and not available(launcher):
         pytest.skip(f"{launcher}: its packages are not installed (make horovod)")
+    ended = run(launcher, framework, "topk(ratio=0.05)", fault, **variables)
+    assert ended.code != 0, ended.printed
+    assert ended.seconds < seconds, ended.printed
+    assert not ended.left, ended.printed
+    return ended.printed
 
 
 @pytest.mark.parametrize(
@@ -50,34 +56,22 @@ def need(launcher: str) -> None:
     ],
 )
 def test_a_fault_of_one_rank_ends_all_and_is_named(launcher, fault):
-    need(launcher)
-    ended = run(launcher, "torch", "topk(ratio=0.05)", fault)
-    assert ended.code != 0, ended.printed
-    assert ended.seconds < SECONDS, ended.printed
-    assert not ended.left, ended.printed
-    assert re.search(SAID[fault], ended.printed), ended.printed
+    printed = ended_by(launcher, "torch", fault)
+    assert re.search(SAID[fault], printed), printed
     if fault in ("kill", "raise", "leave"):
-        assert re.search(EXCHANGE, ended.printed), ended.printed
+        assert re.search(EXCHANGE, printed), printed
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "horovodrun-gloo", "mpirun-mpi"])
 def test_a_rank_that_stands_still_is_named_after_the_timeout(launcher):
-    need(launcher)
-    ended = run(launcher, "torch", "topk(ratio=0.05)", "stop", GRACE_TIMEOUT=str(TIMEOUT))
-    assert ended.code != 0, ended.printed
-    assert ended.seconds < TIMEOUT + SECONDS, ended.printed
-    assert not ended.left, ended.printed
-    assert re.search(SAID["stop"], ended.printed), ended.printed
+    printed = ended_by(launcher, "torch", "stop", TIMEOUT + SECONDS, GRACE_TIMEOUT=str(TIMEOUT))
+    assert re.search(SAID["stop"], printed), printed
 
 
 @pytest.mark.skipif(find_spec("tensorflow") is None, reason="TensorFlow is not installed")
 @pytest.mark.parametrize("fault", ["kill", "raise", "leave"])
 @pytest.mark.parametrize("launcher", ["horovodrun-gloo", "mpirun-mpi"])
 def test_a_fault_in_the_middle_of_a_graph_ends_all_and_is_named(launcher, fault):
-    need(launcher)
-    ended = run(launcher, "keras", "topk(ratio=0.05)", fault)
-    assert ended.code != 0, ended.printed
-    assert ended.seconds < SECONDS, ended.printed
-    assert not ended.left, ended.printed
-    assert re.search(SAID_IN_GRAPHS[fault], ended.printed), ended.printed
-    assert re.search(r"grace\.1\.0\.dense_kernel|group 0 \(dense/kernel .. dense_1/bias", ended.printed), ended.printed
+    printed = ended_by(launcher, "keras", fault)
+    assert re.search(SAID_IN_GRAPHS[fault], printed), printed
+    assert re.search(r"grace\.1\.0\.dense_kernel|group 0 \(dense/kernel .. dense_1/bias", printed), printed

@@ -88,7 +88,8 @@ class Judging:
     def glance(self) -> None:
         """Compare the places that came; nothing else that came counts."""
         with contextlib.suppress(PayloadError):
-            self.look(self.layouts, self._wires())
+            wires = self._wires()  # which knows the layouts only once they came
+            self.look(self.layouts, wires)
 
     def _compare(self, told: list[list[float]]) -> bool:
         """Whether the ranks cannot go on together, by the numbers in their wires."""

@@ -80,7 +80,7 @@ def test_a_rank_that_fails_still_takes_part_in_the_comparison():
 def test_whatever_ranks_must_share_is_a_fact(change):
     def facts(seed=0, variables=VARIABLES, dtype="float32", compressor="topk", size=1 << 20, **s):
         listed, backend, sent = [Variable(name, shape, dtype) for name, shape in variables], LocalBackend(), []
-        backend.allgather_object = lambda value: sent.append(value) or [value]
+        backend.allgather_object = lambda value: sent.append(value["value"][0]) or [value]
         uniform = Uniform(compressor, None, None, size)
         build_exchanger(lambda: listed, lambda: uniform, backend, Context(seed=seed), list(s.items()))
         return sent

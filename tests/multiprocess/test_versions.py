@@ -8,7 +8,7 @@ from pools import launched
 from training import distributed, net
 
 import grace
-from grace import _version, checkpoint, wire
+from grace import _version, form, wire
 from grace.strategy import plan
 
 pytestmark = pytest.mark.ranks
@@ -18,7 +18,7 @@ CHANGED = {
     "torch": (torch, "__version__", "1.2.3+cu130", "rank 1 has torch 1.2.3"),
     "wires": (wire, "VERSION", 7, "rank 0 has wires of version 2, rank 1 has wires of version 7"),
     "strategies": (plan, "VERSION", 8, "rank 1 has strategies of version 8"),
-    "checkpoints": (checkpoint, "VERSION", 9, "rank 1 has checkpoints of version 9"),
+    "checkpoints": (form, "VERSION", 9, "rank 1 has checkpoints of version 9"),
     "build": (torch, "__version__", torch.__version__.split("+")[0] + "+cu999", ""),
 }
 

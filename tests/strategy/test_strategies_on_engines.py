@@ -71,4 +71,4 @@ def test_builders_give_what_they_give_over_torch_distributed(name, builder):
 def test_a_missing_file_stops_all_ranks(name):
     first, second = launched(name, 2).run(without_a_file, timeout=60)
     assert first.startswith("/nowhere/s.yaml: cannot be read")
-    assert "rank 0 refused to start: cannot read the strategy /nowhere/s.yaml" in second
+    assert "rank 0 refused to start: /nowhere/s.yaml: cannot be read" in second

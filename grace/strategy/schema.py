@@ -20,6 +20,7 @@ try:
         BeforeValidator,
         ConfigDict,
         Field,
+        JsonValue,
         StrictBool,
         StrictInt,
         StrictStr,
@@ -39,7 +40,7 @@ Spec = StrictStr | dict[str, Any]
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 class Collective(_Strict):
@@ -177,7 +178,7 @@ class BuilderEntry(_Strict):
     """What built the strategy."""
 
     name: StrictStr
-    params: dict[str, Any] = {}
+    params: dict[str, JsonValue] = {}
     seed: StrictInt = 0
 
 

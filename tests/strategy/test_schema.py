@@ -193,6 +193,12 @@ def test_broken_files_are_refused(tmp_path):
         ("j.json", '{"version": ' + "[" * 900 + "]" * 900 + "}", "nested too deeply"),
         ("k.json", '{"version": ' + "1" * 100_000 + "}", "k.json: is not JSON: "),
         ("l.json", '{"version": 1, "variables": {"\\ud800": {}}}', "half a character"),
+        ("n.yaml", "version: 1\nbuilder: {name: all_reduce, params: {a: [.inf]}}", "should be a finite number"),
+        (
+            "o.yaml",
+            f"version: 1\nvariables: {{w: {{shape: [2], {SUM}, compressor: {{name: topk, ratio: 2020-01-01}}}}}}",
+            "variable 'w', compressor: topk: ratio must be a number in (0, 1], not '2020-01-01'",
+        ),
         ("m.yaml", f"version: {'x' * 10**6}", "version: Input should be 1"),
         ("c.yaml", "- 1", "Input should be a valid dictionary"),
         ("d.yaml", "", "Input should be a valid dictionary"),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from engines import available, command, environment
 from pools import launched
 from strategies import uneven
 from training import ddp, digest, distributed, loss_of, net, sgd, state_of, weights
@@ -22,6 +23,7 @@ from grace.errors import StepError
 pytestmark = pytest.mark.ranks
 PROGRAMS = Path(__file__).parent.parent / "programs"
 
+STALE = "exchange of group 0 (weight .. bias; reduce_broadcast(staleness=2), none, none)"
 STEPS, WRONG_AT, WRONG = 6, 2, 1
 """Steps are made, and this rank is wrong in this one."""
 LEFT_OUT = "rank 1 is at step 2, {others} at step 3: rank 1 left out optimizer.step()"
@@ -129,6 +131,10 @@ def test_ranks_of_one_node_are_named_there_and_all_others_hear_of_it(three_ranks
         for rank, (said, *_) in enumerate(answers):
             named = "ranks that exchange through rank 0" if rank == 2 else FAULTS[fault].format(others="rank 0 is")
             assert named in said
+    answers = three_ranks.run(on_nodes, "learning rate")
+    assert [changed for _, changed, _ in answers] == [False] * 3
+    assert all("the optimizer's hyperparameters differ at step 3" in said for said, *_ in answers[:2])
+    assert "ranks that exchange through rank 0 went different ways" in answers[2][0]
 
 
 def under_ddp(compressor: str, given: bool) -> str:
@@ -227,4 +233,15 @@ def test_with_staleness_a_rank_that_leaves_early_is_an_error_on_the_others(how):
     said = [rank.communicate(timeout=120)[0] for rank in ranks]
     assert ["trained" in one for one in said] == [True, True], said
     assert ranks[0].returncode != 0
-    assert "exchange of group 0 (weight .. bias; reduce_broadcast(staleness=2), none, none) failed at step 5" in said[0]
+    assert f"{STALE} failed at step 5" in said[0]
+
+
+def test_with_staleness_a_rank_that_leaves_early_is_an_error_on_mpi():
+    if not available("mpirun-mpi"):
+        pytest.skip("mpi4py or mpirun is not installed")
+    line = command("mpirun-mpi", 2, str(PROGRAMS / "early_leaver.py"), "exit")
+    env = {**environment(), "GRACE_BACKEND": "mpi"}
+    ran = subprocess.run(line, env=env, stdout=-1, stderr=subprocess.STDOUT, text=True, timeout=120)
+    assert ran.returncode != 0
+    assert f"{STALE} failed at step 5" in ran.stdout
+    assert "rank 1 has left" in ran.stdout

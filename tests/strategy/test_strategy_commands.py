@@ -74,6 +74,14 @@ def test_differences_are_listed(folder):
     assert len(lines) == 6
 
 
+def test_names_are_shown_as_they_are(folder):
+    """Square brackets mean something to what prints the table."""
+    (folder / "s.yaml").write_text(
+        "version: 1\nvariables: {'[bold]w[/nothing]': {shape: [2], sync: {type: allreduce}}}"
+    )
+    assert re.search(r"^\[bold\]w\[/nothing\] +2 ", run(folder, "show", "s.yaml"), re.M)
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [

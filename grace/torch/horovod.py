@@ -15,6 +15,7 @@ from grace import tracing
 from grace.errors import ConfigError
 from grace.plans import Choices
 from grace.torch.life import Closable, begin
+from grace.torch.routes import Asked
 from grace.torch.saving import StateMixin
 from grace.torch.session import Session
 
@@ -282,7 +283,7 @@ def distribute(
     for left_out in ("step", "__dict__", "__weakref__"):
         body.pop(left_out, None)
     # a rank outside the process set remembers nothing
-    bases = (_Initialized, Closable, cls) if session is None else (_Initialized, Closable, StateMixin, cls)
+    bases = (_Initialized, Closable, Asked, *(() if session is None else (StateMixin,)), cls)
     optimizer.__class__ = type(cls.__name__, bases, body)
     made: Any = optimizer
     made._grace, made._paused = session, False

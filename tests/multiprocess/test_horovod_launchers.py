@@ -102,6 +102,7 @@ def in_a_set(ranks, method, groups):
                 optimizer.step()
     remembered = ["grace" in optimizer.state_dict() for optimizer in optimizers]
     answer = [digest(weights(model)) for model in models]
+    hvd.broadcast_optimizer_state(optimizers[0], 0)  # among all ranks, as Horovod's
     hvd.remove_process_set(members)
     return answer, remembered
 

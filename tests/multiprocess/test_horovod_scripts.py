@@ -1,0 +1,81 @@
+"""What scripts written for Horovod call of Horovod's own: it works with Grace's optimizers, or says what does."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from pools import launched
+from training import digest, distributed, loss_of, net, state_of, train, weights
+
+import grace
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture
+def horovod():
+    """2 ranks under horovodrun."""
+    return launched("horovodrun-gloo", 2)
+
+
+# -- broadcasts -------------------------------------------------------------------------------------------------------
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.1),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
+}
+
+
+def broadcast_state(kind, restored):
+    """Rank 0, or nobody, has restored an optimizer; then all get rank 0's state as Horovod's scripts do it."""
+    import horovod.torch as hvd
+
+    model = net()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    if restored and grace.rank() == 0:
+        loss_of(model, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] = 0.02
+    optimizer.param_groups[0]["lr"], lr = 0.05, optimizer.param_groups[0]["lr"]
+    optimizer = grace.DistributedOptimizer(optimizer, model.named_parameters(), "topk(ratio=0.1)")
+    optimizer.param_groups[0]["lr"] = lr
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    before = weights(model)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert digest(before) == digest(weights(model))
+    assert all(p.grad is None for p in model.parameters())
+    assert len(optimizer.state) == (len(list(model.parameters())) if restored else 0)
+    sent = digest([copy.deepcopy(optimizer.state_dict()[key]) for key in ("state", "param_groups")])
+    train(model, optimizer, range(2))
+    return sent, digest(weights(model)), bool(state_of(optimizer)["memory"])
+
+
+def test_horovods_broadcast_of_the_state_gives_all_ranks_the_roots_and_makes_no_step(horovod):
+    for kind in OPTIMIZERS:
+        for restored in (False, True):
+            first, second = horovod.run(broadcast_state, kind, restored, timeout=30)
+            assert first == second
+            assert first[2]
+
+
+def broadcast_of_all_kinds():
+    """Tensors that Horovod's own broadcast does not take."""
+    import horovod.torch as hvd
+
+    distributed(net(), "none")
+    torch.manual_seed(grace.rank())
+    conv = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    half = torch.nn.Linear(3, 2).bfloat16()
+    mask = torch.tensor([True, False]) if grace.rank() == 0 else torch.zeros(2, dtype=torch.bool)
+    hvd.broadcast_parameters(conv.state_dict(), 0)
+    hvd.broadcast_parameters(list(half.parameters()), root_rank=0)
+    hvd.broadcast_parameters({"mask": mask, "version": 3}, 0)
+    assert conv.weight.is_contiguous(memory_format=torch.channels_last)
+    return digest([weights(conv), weights(half), mask])
+
+
+def test_horovods_broadcast_of_parameters_takes_every_dtype_and_layout(horovod):
+    assert len(set(horovod.run(broadcast_of_all_kinds, timeout=30))) == 1

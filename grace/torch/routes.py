@@ -1,14 +1,18 @@
-"""What scripts call of Horovod's and Grace does: broadcasts of parameters, and of a distributed optimizer's state."""
+"""What scripts call of Horovod's and Grace does: broadcasts of parameters, and of a distributed optimizer's state, and
+names for operations that have none."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import horovod.torch as hvd
 import torch
-from horovod.torch import functions
+from horovod.torch import functions, mpi_ops
 from horovod.torch.elastic import state as elastic_state
 
 from grace.torch import parameters
@@ -45,5 +49,31 @@ class Asked:
         return {"state": {None: {}}, "param_groups": []}
 
 
+unnamed: Counter[tuple[str, int]] = Counter()
+"""How many operations without a name were started, of each kind in each process set."""
+
+
+def numbered(start: Callable[..., int]) -> Callable[..., int]:
+    """Horovod's function that starts a kind of operation. It would name one without a name by the number of all that
+    this rank has started; exchanges beside training, or those of a layer that a rank leaves out, change that at any
+    moment, so here it is the number of such calls."""
+    signature = inspect.signature(start)
+
+    @functools.wraps(start)
+    def numbering(*args: Any, **kwargs: Any) -> int:
+        given = signature.bind(*args, **kwargs)
+        if given.arguments["name"] is None:
+            key = start.__name__.strip("_"), given.arguments["process_set"].process_set_id
+            unnamed[key] += 1
+            given.arguments["name"] = f"{key[0]}.unnamed.{unnamed[key]}"
+        return start(*given.args, **given.kwargs)
+
+    return numbering
+
+
 for module in (hvd, functions, elastic_state):
     module.broadcast_parameters = broadcast_parameters
+for kind in ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter"):
+    for name in (f"_{kind}_async", f"_grouped_{kind}_async"):
+        if hasattr(mpi_ops, name):
+            setattr(mpi_ops, name, numbered(getattr(mpi_ops, name)))

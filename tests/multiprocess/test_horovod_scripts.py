@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 
 import pytest
 import torch
@@ -79,3 +80,32 @@ def broadcast_of_all_kinds():
 
 def test_horovods_broadcast_of_parameters_takes_every_dtype_and_layout(horovod):
     assert len(set(horovod.run(broadcast_of_all_kinds, timeout=30))) == 1
+
+
+# -- operations without a name ----------------------------------------------------------------------------------------
+
+
+def beside_training(steps):
+    """The script sums, gathers and broadcasts without names while exchanges run beside training, and before ``step()``
+    while a rank that leaves a layer out has begun fewer exchanges."""
+    import horovod.torch as hvd
+
+    model = net()
+    optimizer = distributed(model, "topk(ratio=0.1)", communicator="reduce_broadcast(staleness=2)")
+    for step in range(steps):
+        optimizer.zero_grad()
+        model.conv.requires_grad_(step % 3 != grace.rank())
+        loss_of(model, step).backward()
+        mine = torch.tensor([float(grace.rank() + step)])
+        assert hvd.allreduce(mine).item() == step + 0.5
+        optimizer.step()
+        time.sleep(0.002 * (step % 3) * grace.rank())
+        assert hvd.grouped_allreduce([mine])[0].item() == step + 0.5
+        assert hvd.allgather(mine).tolist() == [step, step + 1]
+        assert hvd.broadcast(mine, 1).item() == step + 1
+    optimizer.full_state_dict()  # waits for what is on its way
+    return digest(weights(model))
+
+
+def test_operations_without_a_name_find_each_other_beside_exchanges(horovod):
+    assert len(set(horovod.run(beside_training, 20, timeout=60))) == 1

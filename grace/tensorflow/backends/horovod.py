@@ -66,6 +66,8 @@ class HorovodBackend(Backend):
     pairs_by_name = True
     concatenates = True
     _calls_are = "grace.call"
+    _functions: dict[Any, Any] | None = None
+    """Operations that are run by one of several threads, by their name."""
 
     def __init__(self, process_set: Any = None, owns: bool = False):
         if not hvd.is_initialized():
@@ -115,11 +117,11 @@ class HorovodBackend(Backend):
             self._recorded.append(operation)
         else:
             name = self.label or f"{self._calls_are}{next(self._calls)}"
-            given = operation.tensor
+            given, run = operation.tensor, self.run if self._functions is None else self._run_named
             if isinstance(given, np.ndarray):  # the exchange computes with arrays
-                operation.received = as_array(self.run(operation, as_tensor(given), name))
+                operation.received = as_array(run(operation, as_tensor(given), name))
             else:
-                operation.received = self.run(operation, given, name)
+                operation.received = run(operation, given, name)
         return Handle(lambda: None, later=operation.result)
 
     def allreduce(self, tensor: tf.Tensor) -> Handle:
@@ -150,8 +152,18 @@ class HorovodBackend(Backend):
 
     def beside(self) -> HorovodBackend:
         other = HorovodBackend(self.process_set)
-        other._calls_are = f"{self._calls_are}.beside"
+        other._calls_are, other._functions = f"{self._calls_are}.beside", {}
         return other
+
+    def _run_named(self, operation: Operation, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        """The operation in a function of its own. Eager ones go by no name but their kind's, and Horovod refuses one
+        like another that is under way."""
+        assert self._functions is not None
+        key = name, operation.kind, operation.root, tensor.dtype
+        if key not in self._functions:
+            flat = tf.TensorSpec([None], tensor.dtype)
+            self._functions[key] = tf.function(lambda t: self.run(operation, t, name), [flat], autograph=False)
+        return self._functions[key](tensor)
 
     def run(self, operation: Operation, tensor: tf.Tensor, name: str) -> tf.Tensor:
         """Horovod's operation on ``tensor``, eagerly or in a graph, under a name that all ranks give it."""

@@ -15,6 +15,7 @@ from grace import tracing
 from grace.errors import ConfigError
 from grace.plans import Choices
 from grace.torch.life import Closable, begin
+from grace.torch.parameters import broadcast_optimizer_state, broadcast_parameters
 from grace.torch.routes import Asked
 from grace.torch.saving import StateMixin
 from grace.torch.session import Session
@@ -187,11 +188,12 @@ def synchronize(self: Any) -> None:
 def join(self: Any) -> int:
     """Horovod's ``join()``: this rank has no more batches and takes part in the other ranks' sums with zeros.
 
-    Afterwards every rank has the counters and the shared state (PowerSGD's factors) of the rank that was last, so
-    that training can go on. It is a method because both need the optimizer.
+    Afterwards every rank has the parameters, momenta, settings, counters and shared state (PowerSGD's factors) of the
+    rank that was last, so that training can go on; memories stay each rank's own. It is a method because all this
+    needs the optimizer.
 
     Returns:
-        the rank that was last; ``grace.broadcast_parameters(model, last)`` gives its weights to all.
+        the rank that was last; ``grace.broadcast_parameters(model, last)`` gives its buffers to all.
 
     Raises:
         ConfigError: something is not exchanged by an all-reduce, which Horovod would crash or hang on.
@@ -204,6 +206,9 @@ def join(self: Any) -> int:
             "'fp16', 'randomk', 'powersgd'), or give every rank as many batches and leave out join()"
         )
     last = hvd.join()
+    backend = session.exchanger.backend
+    broadcast_parameters(session.parameters, last, backend)
+    broadcast_optimizer_state(self, last, backend)
     session.exchanger.share(last)
     return last
 

@@ -275,20 +275,23 @@ def test_what_is_counted_is_what_the_payloads_hold(horovod):
 def uneven(method):
     """Rank 1 has two batches and joins; rank 0 has five. Then both have two more."""
     model = Given(SHAPES)
-    optimizer = distributed(model, method, communicator="allreduce", optimizer=lambda p: torch.optim.SGD(p, lr=0.5))
+    sgd = lambda p: torch.optim.SGD(p, lr=0.5, momentum=0 if method == "none" else 0.9)  # noqa: E731
+    optimizer = distributed(model, method, communicator="allreduce", optimizer=sgd)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 1 if method == "none" else 0.9)
     for step in range(5 if grace.rank() == 0 else 2):
         optimizer.zero_grad()
         model.backward(made_up(SHAPES, step, grace.rank()))
         optimizer.step()
+        schedule.step()
     last = optimizer.join()
-    grace.broadcast_parameters(model, last)
     joined = weights(model)
     for step in (5, 6):
         optimizer.zero_grad()
         model.backward(made_up(SHAPES, step, grace.rank()))
         optimizer.step()
     shared = {k: dict(c.state) for k, c in optimizer._grace.exchanger.components if c.shared_state}
-    return last, joined, (optimizer._grace.context.step, digest(shared), digest(weights(model)))
+    ends = optimizer.state_dict()["state"], optimizer.param_groups[0]["lr"]
+    return last, joined, (optimizer._grace.context.step, digest(shared), digest(weights(model)), digest(ends))
 
 
 @pytest.mark.parametrize("method", ["none", "fp16", "randomk(ratio=0.1)", "powersgd(rank=2)"])

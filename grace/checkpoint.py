@@ -121,14 +121,15 @@ def own_state(exchanger: Exchanger) -> bool:
     )
 
 
-def say_whose(exchanger: Exchanger, called: str, better: str) -> None:
-    """Warn once, on rank 0, that a state holds this rank's memories only."""
+def say_whose(exchanger: Exchanger, called: str, better: str, between: int = 0) -> None:
+    """Warn once, on rank 0, that a state holds this rank's memories only; ``between`` functions of Grace's lie between
+    the user's and the one that calls this."""
     if exchanger.backend.rank == 0 and not exchanger.told and own_state(exchanger):
         exchanger.told = True
         warnings.warn(
             f"{called} holds the memories of this rank alone. That is right if every rank saves its own; for one file "
             f"that rank 0 saves let every rank call {better}, which holds those of all ranks",
-            stacklevel=3,
+            stacklevel=3 + between,
         )
 
 

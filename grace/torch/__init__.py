@@ -1,5 +1,8 @@
 """Grace for PyTorch."""
 
+import importlib
+from typing import Any
+
 from grace.errors import missing_extra
 
 try:
@@ -30,3 +33,10 @@ __all__ = [
     "broadcast_parameters",
     "register_ddp_hook",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """``grace.torch.elastic`` needs no import of its own, but Horovod."""
+    if name == "elastic":
+        return importlib.import_module("grace.torch.elastic")
+    raise AttributeError(f"module 'grace.torch' has no attribute {name!r}")

@@ -20,6 +20,7 @@ from horovod.torch.elastic.state import StateHandler, get_handler_registry, set_
 from grace import form
 from grace.runtime import current
 from grace.torch.parameters import broadcast_optimizer_state
+from grace.torch.routes import unnamed
 from grace.torch.saving import StateMixin, load_state, rank_state
 
 
@@ -74,28 +75,30 @@ class OptimizerState(StateHandler):
 # Horovod looks here for how to keep a value in step
 set_handler_registry([(StateMixin, OptimizerState), *get_handler_registry()])
 
+TorchState = hvd.elastic.TorchState
+"""Horovod's own, which knows optimizers made by :func:`grace.DistributedOptimizer` since this module was imported (the
+first of them imports it).
 
-class TorchState(hvd.elastic.TorchState):
-    """Horovod's ``TorchState``, for optimizers made by :func:`grace.DistributedOptimizer`.
+``commit()`` keeps a copy of every optimizer's memories and step counter on this rank, ``restore()`` goes back to it,
+and when the ranks change the rules at the top of this module hold::
 
-    ``commit()`` keeps a copy of every optimizer's memories and step counter on this rank, ``restore()`` goes back
-    to it, and when the ranks change the rules at the top of this module hold::
+    state = hvd.elastic.TorchState(model=model, optimizer=optimizer, epoch=0)
 
-        state = grace.torch.elastic.TorchState(model=model, optimizer=optimizer, epoch=0)
+    @hvd.elastic.run
+    def train(state): ...
+"""
 
-        @hvd.elastic.run
-        def train(state): ...
 
-    Args:
-        model, optimizer: what to keep in step; more of both by keyword.
-        kwargs: further values, as Horovod's ``TorchState`` takes them.
-    """
-
-    def on_reset(self) -> None:
-        """The ranks are others now."""
+def on_reset(self: Any) -> None:
+    """The ranks are others now."""
+    own = [handler for handler in self._handlers.values() if isinstance(handler, OptimizerState)]
+    if own:
         backend: Any = current()
         backend.rejoin()
-        for handler in self._handlers.values():
-            if isinstance(handler, OptimizerState):
-                handler.rejoin()
-        super().on_reset()
+    unnamed.clear()  # a new rank counts from 0
+    for handler in own:
+        handler.rejoin()
+    super(TorchState, self).on_reset()
+
+
+TorchState.on_reset = on_reset

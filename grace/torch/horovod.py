@@ -14,6 +14,7 @@ from horovod.torch.optimizer import _DistributedOptimizer
 from grace import tracing
 from grace.errors import ConfigError
 from grace.plans import Choices
+from grace.torch import elastic  # noqa: F401  # Horovod's TorchState must know these optimizers
 from grace.torch.life import Closable, begin
 from grace.torch.parameters import broadcast_optimizer_state, broadcast_parameters
 from grace.torch.routes import Asked

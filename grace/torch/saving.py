@@ -50,7 +50,9 @@ class StateMixin:
         checkpoint.check_settled(self._grace)
         asking = _asking()
         if asking is None:
-            checkpoint.say_whose(self._grace.exchanger, "optimizer.state_dict()", "optimizer.full_state_dict()")
+            between = sys._getframe(1).f_code.co_name == "state_dict"  # under Horovod
+            better = "optimizer.full_state_dict()"
+            checkpoint.say_whose(self._grace.exchanger, "optimizer.state_dict()", better, between)
             return rank_state(self)
         state = super().state_dict()  # type: ignore[misc]
         if getattr(asking.f_locals.get("info"), "flatten_optimizer_state_dict", False):

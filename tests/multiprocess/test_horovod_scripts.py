@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+import warnings
 
 import pytest
 import torch
@@ -103,9 +104,38 @@ def beside_training(steps):
         assert hvd.grouped_allreduce([mine])[0].item() == step + 0.5
         assert hvd.allgather(mine).tolist() == [step, step + 1]
         assert hvd.broadcast(mine, 1).item() == step + 1
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        optimizer.state_dict()
+    assert [w.filename for w in told] == [__file__] * (grace.rank() == 0)
     optimizer.full_state_dict()  # waits for what is on its way
     return digest(weights(model))
 
 
 def test_operations_without_a_name_find_each_other_beside_exchanges(horovod):
     assert len(set(horovod.run(beside_training, 20, timeout=60))) == 1
+
+
+# -- elastic mode -----------------------------------------------------------------------------------------------------
+
+
+def elastic_state():
+    """Horovod's state of a Grace optimizer keeps memories and counters, and goes back to them."""
+    import horovod.torch as hvd
+
+    assert grace.torch.elastic.TorchState is hvd.elastic.TorchState
+    model = net()
+    optimizer = distributed(model, "topk(ratio=0.1)")
+    train(model, optimizer, range(2))
+    state = hvd.elastic.TorchState(model=model, optimizer=optimizer, step=2)
+    committed = digest(state_of(optimizer))
+    train(model, optimizer, range(2, 4))
+    assert digest(state_of(optimizer)) != committed
+    state.restore()
+    return digest(state_of(optimizer)) == committed, optimizer._grace.context.step, digest(weights(model))
+
+
+def test_horovods_elastic_state_keeps_memories(horovod):
+    first, second = horovod.run(elastic_state)
+    assert first == second
+    assert first[:2] == (True, 2)

@@ -22,8 +22,6 @@ SLOTS = {30: 2, 60: 1, 80: 2}
 def main(folder: Path) -> None:
     import horovod.torch as hvd
 
-    from grace.torch.elastic import TorchState
-
     def say(*words) -> None:
         with (folder / "log").open("a") as log:
             log.write(" ".join(map(str, words)) + "\n")
@@ -68,7 +66,7 @@ def main(folder: Path) -> None:
         steps = [optimizer._grace.context.step for optimizer in (first, second)]
         say("end", os.getpid(), grace.size(), *steps, weights, factors)
 
-    train(TorchState(model=model, optimizer=first, second=second, step=0, residual="none"))
+    train(hvd.elastic.TorchState(model=model, optimizer=first, second=second, step=0, residual="none"))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from grace.checkpoint import say_whose
 from grace.communicator import Communicator
 from grace.errors import ConfigError
 from grace.exchange import Traffic
+from grace.horovod import Once, check_not_horovods
 from grace.hyperparameters import facts, numbers
 from grace.momentum import doubled, owners
 from grace.plans import Choices
@@ -46,7 +47,7 @@ def _key(variable: Any) -> int:
     return id(value_of(variable))
 
 
-class DistributedMixin:
+class DistributedMixin(Once):
     """What a distributed optimizer does instead of, or beside, the user's.
 
     Keras calls ``_clip_gradients`` when it is about to use gradients: after the last of
@@ -208,6 +209,7 @@ def DistributedOptimizer(
     hierarchical: bool = False,
     seed: int = 0,
     group_bytes: int = GROUP_BYTES,
+    compression: Any = None,
 ) -> Any:
     """Make a Keras 3 optimizer exchange its gradients, compressed, before it applies them.
 
@@ -236,6 +238,7 @@ def DistributedOptimizer(
             GRACE_NODE) are the same. Not for Horovod.
         seed: of the random numbers of stochastic methods; the same on all ranks.
         group_bytes: bytes of gradient that are exchanged in one collective.
+        compression: Horovod's; refused, because ``compressor`` is Grace's.
 
     Raises:
         ConfigError: what was given cannot work; nothing was exchanged.
@@ -257,6 +260,7 @@ def DistributedOptimizer(
     inner: Any = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
     if isinstance(inner, DistributedMixin):
         raise ConfigError("this optimizer is distributed already")
+    check_not_horovods(inner, compression, compressor)
     backend = engine_of(process_set, backend)
     known: Any = weakref.ref(inner)  # which holds the session
     cls = type(inner)

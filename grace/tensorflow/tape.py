@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from grace.backend import Backend
 from grace.errors import ConfigError
+from grace.horovod import check_not_horovods
 from grace.plans import Choices
 from grace.reduction import Reduction
 from grace.runtime import current
@@ -134,6 +135,7 @@ def DistributedGradientTape(
     """
     if isinstance(tape, _Distributed):
         raise ConfigError("this tape is distributed already")
+    check_not_horovods(None, options.get("compression"), compressor)
     if exchange is not None and (compressor is not None or options):
         raise ConfigError("the exchange holds its compressor and options; do not pass them as well")
     tape.__class__ = type(type(tape).__name__, (_Distributed, type(tape)), {})

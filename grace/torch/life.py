@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from grace.errors import ConfigError
+from grace.horovod import Once
 
 _open: weakref.WeakSet[Any] = weakref.WeakSet()
 """The sessions of optimizers that live, and were not closed."""
@@ -62,7 +63,7 @@ def end(session: Any) -> None:
     session.exchanger.close()
 
 
-class Closable:
+class Closable(Once):
     """What makes a distributed optimizer plain again."""
 
     _grace: Any

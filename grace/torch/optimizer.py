@@ -12,6 +12,7 @@ import torch
 from grace import tracing
 from grace.backend import Backend
 from grace.errors import ConfigError, ExchangeError
+from grace.horovod import check_not_horovods
 from grace.plans import Choices
 from grace.reduction import Reduction
 from grace.runtime import current
@@ -206,6 +207,7 @@ def DistributedOptimizer(
     hierarchical: bool = False,
     seed: int = 0,
     group_bytes: int = GROUP_BYTES,
+    compression: Any = None,
 ) -> Any:
     """Make an optimizer exchange its gradients, compressed, between backward and step.
 
@@ -245,6 +247,7 @@ def DistributedOptimizer(
             GRACE_NODE) are the same. Not for Horovod.
         seed: of the random numbers of stochastic methods; the same on all ranks.
         group_bytes: bytes of gradient that are exchanged in one collective.
+        compression: Horovod's; refused, because ``compressor`` is Grace's.
 
     Raises:
         ConfigError: what was given cannot work; nothing was exchanged.
@@ -265,6 +268,7 @@ def DistributedOptimizer(
     """
     if isinstance(optimizer, StateMixin):
         raise ConfigError("this optimizer is distributed already")
+    check_not_horovods(optimizer, compression, compressor)
     if backend is None:
         backend = _backend(process_group, process_set)
     options = {

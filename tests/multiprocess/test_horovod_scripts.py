@@ -139,3 +139,40 @@ def test_horovods_elastic_state_keeps_memories(horovod):
     first, second = horovod.run(elastic_state)
     assert first == second
     assert first[:2] == (True, 2)
+
+
+# -- what was Horovod's -----------------------------------------------------------------------------------------------
+
+
+def left_in():
+    """What is said where a script's use of Horovod was left in; the plain optimizer then works."""
+    import horovod.torch as hvd
+
+    model = net()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    said = []
+    theirs = hvd.DistributedOptimizer(torch.optim.SGD(net().parameters(), lr=0.1))
+    for wrap in (
+        lambda: grace.DistributedOptimizer(theirs),
+        lambda: distributed(model, "fp16", compression=hvd.Compression.fp16),
+        lambda: grace.DistributedOptimizer(plain, model.named_parameters(), hvd.Compression.none),
+    ):
+        with pytest.raises(grace.ConfigError) as refused:
+            wrap()
+        said.append(str(refused.value))
+    optimizer = distributed(model, "topk")
+    for wrap in (hvd.DistributedOptimizer, grace.DistributedOptimizer):
+        with pytest.raises(grace.ConfigError) as refused:
+            wrap(optimizer)
+        said.append(str(refused.value))
+    train(model, optimizer, range(2))
+    return said
+
+
+def test_what_a_script_left_in_of_horovod_is_refused_by_name(horovod):
+    for said in horovod.run(left_in):
+        assert "is Horovod's DistributedOptimizer already: leave that out" in said[0]
+        assert "Grace's is compressor=" in said[1]
+        assert said[1] == said[2]
+        assert "leave out hvd.DistributedOptimizer" in said[3]
+        assert said[4] == "this optimizer is distributed already"

@@ -1,4 +1,4 @@
-"""Exchanges that run beside training, and Horovod's own operations of the script meanwhile."""
+"""Scripts written for Horovod: their own operations beside exchanges, and what is refused by name."""
 
 from __future__ import annotations
 
@@ -35,3 +35,31 @@ def with_own_operations(steps):
 def test_eager_operations_of_the_script_do_not_meet_those_of_exchanges():
     first, second = launched("horovodrun-gloo", 2, "tensorflow").run(with_own_operations, 60, timeout=100)
     assert first == second
+
+
+def left_in():
+    import horovod.keras
+    import keras
+    import tensorflow as tf
+
+    sgd = lambda: keras.optimizers.SGD(0.1)  # noqa: E731
+    ours, theirs, fp16 = grace.DistributedOptimizer, horovod.keras.DistributedOptimizer, horovod.keras.Compression.fp16
+    said = []
+    for wrap in (
+        lambda: ours(theirs(sgd())),
+        lambda: theirs(ours(sgd())),
+        lambda: ours(sgd(), compression=fp16),
+        lambda: ours(sgd(), fp16),
+        lambda: grace.tensorflow.DistributedGradientTape(tf.GradientTape(), compression=fp16),
+    ):
+        with pytest.raises(grace.ConfigError) as refused:
+            wrap()
+        said.append(str(refused.value))
+    return said
+
+
+def test_what_a_script_left_in_of_horovod_is_refused_by_name():
+    for said in launched("horovodrun-gloo", 2, "tensorflow").run(left_in, timeout=100):
+        assert "is Horovod's DistributedOptimizer already: leave that out" in said[0]
+        assert "leave out hvd.DistributedOptimizer" in said[1]
+        assert all("Grace's is compressor=" in message for message in said[2:])

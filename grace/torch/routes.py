@@ -40,12 +40,16 @@ class Asked:
 
     def state_dict(self) -> dict[str, Any]:
         """The state; where Horovod asks for it in order to broadcast it, all ranks get the root's, and Horovod is
-        told of a state with nothing in it that is left to do."""
+        told of a state with nothing in it that is left to do. As after Horovod's step, gradients of a rank that had no
+        state are zeros."""
         caller = sys._getframe(1)
         if caller.f_code is not functions.broadcast_optimizer_state.__code__:
             return super().state_dict()  # type: ignore[misc]
         optimizer, backend = caller.f_locals["optimizer"], HorovodBackend.named("hvd.broadcast_optimizer_state")
+        fresh = not optimizer.state
         parameters.broadcast_optimizer_state(optimizer, caller.f_locals["root_rank"], backend)
+        for p in (p for group in optimizer.param_groups for p in group["params"] if fresh and p.requires_grad):
+            p.grad = torch.zeros_like(p)
         return {"state": {None: {}}, "param_groups": []}
 
 

@@ -18,6 +18,7 @@ from grace.component import Context
 from grace.compressor import Compressor, Traits
 from grace.errors import ConfigError, ExchangeError, GraceError, MissingExtraError, RankError
 from grace.files import save_from_root
+from grace.given import not_an_optimizer
 from grace.kernels import Kernels, kernels_of
 from grace.memory import Memory
 from grace.params import from_params
@@ -75,6 +76,8 @@ def _framework(value: Any, what: str) -> Any:
     keras: Any = sys.modules.get("keras")
     if keras is not None and isinstance(value, keras.optimizers.Optimizer):
         return importlib.import_module("grace.tensorflow")
+    if what == "DistributedOptimizer":
+        raise not_an_optimizer(value)
     raise ConfigError(
         f"{what} takes a torch or Keras object; {type(value).__module__}.{type(value).__qualname__} is not one"
     )
@@ -86,7 +89,7 @@ def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
 
     >>> DistributedOptimizer("adam")
     Traceback (most recent call last):
-    grace.errors.ConfigError: DistributedOptimizer takes a torch or Keras object; builtins.str is not one
+    grace.errors.ConfigError: grace.DistributedOptimizer takes an optimizer of torch or Keras, not 'adam'
     """
     return _framework(optimizer, "DistributedOptimizer").DistributedOptimizer(optimizer, *args, **kwargs)
 

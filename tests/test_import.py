@@ -161,7 +161,8 @@ def test_a_torch_object_is_recognised_only_when_torch_is_there():
         except grace.ConfigError as error:
             print(error)
     """
-    assert run(script, ("torch",)) == "DistributedOptimizer takes a torch or Keras object; builtins.object is not one"
+    said = "grace.DistributedOptimizer takes an optimizer of torch or Keras, not an object of builtins.object"
+    assert run(script, ("torch",)) == said
 
 
 def test_every_public_name_exists():

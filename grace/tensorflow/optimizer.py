@@ -16,6 +16,7 @@ from grace.checkpoint import say_whose
 from grace.communicator import Communicator
 from grace.errors import ConfigError
 from grace.exchange import Traffic
+from grace.given import not_an_optimizer
 from grace.horovod import Once, check_not_horovods
 from grace.hyperparameters import facts, numbers
 from grace.momentum import doubled, owners
@@ -257,6 +258,8 @@ def DistributedOptimizer(
     """
     if keras.backend.backend() != "tensorflow":
         raise ConfigError(f"Keras runs on {keras.backend.backend()} here; Grace takes Keras on TensorFlow")
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise not_an_optimizer(optimizer)
     inner: Any = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
     if isinstance(inner, DistributedMixin):
         raise ConfigError("this optimizer is distributed already")

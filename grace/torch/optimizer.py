@@ -12,6 +12,7 @@ import torch
 from grace import tracing
 from grace.backend import Backend
 from grace.errors import ConfigError, ExchangeError
+from grace.given import not_an_optimizer
 from grace.horovod import check_not_horovods
 from grace.plans import Choices
 from grace.reduction import Reduction
@@ -266,6 +267,8 @@ def DistributedOptimizer(
     10
     >>> grace.shutdown()
     """
+    if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise not_an_optimizer(optimizer)
     if isinstance(optimizer, StateMixin):
         raise ConfigError("this optimizer is distributed already")
     check_not_horovods(optimizer, compression, compressor)

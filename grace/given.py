@@ -1,0 +1,46 @@
+"""What was given where an optimizer is wanted."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from grace.errors import ConfigError
+
+
+def not_an_optimizer(value: Any) -> ConfigError:
+    """The error that says what was given instead, and what is wanted.
+
+    >>> print(not_an_optimizer([1, 2]))
+    grace.DistributedOptimizer takes an optimizer of torch or Keras, not a list of 2: call it for each optimizer
+    """
+    said, hint = f"an object of {_name(type(value))}", ""
+    if value is None:
+        said = "None"
+    elif isinstance(value, type):
+        said, hint = f"the class {_name(value)}", f": make an object of it, {value.__name__}(...), and give that"
+    elif isinstance(value, (list, tuple, dict)):
+        said, hint = f"a {type(value).__name__} of {len(value)}", ": call it for each optimizer"
+    elif isinstance(value, str):
+        said = repr(value)
+    elif _is(value, "torch", "nn.Module"):
+        said = f"the model ({type(value).__name__})"
+        hint = ": grace.DistributedOptimizer(optimizer, model.named_parameters(), ...)"
+    elif _is(value, "keras", "Model"):
+        said = f"the model ({type(value).__name__})"
+        hint = ": model.compile(grace.DistributedOptimizer(optimizer, ...), ...)"
+    elif _is(inner := getattr(value, "optimizer", None), "torch", "optim.Optimizer"):
+        hint = f": give its optimizer ({type(inner).__name__}), before anything wraps it"
+    return ConfigError(f"grace.DistributedOptimizer takes an optimizer of torch or Keras, not {said}{hint}")
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _is(value: Any, module: str, path: str) -> bool:
+    """Whether it is of a framework's class; one that was never imported has no objects."""
+    found: Any = sys.modules.get(module)
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found is not None and isinstance(value, found)

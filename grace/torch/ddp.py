@@ -20,6 +20,7 @@ from grace.setup import build_exchanger
 from grace.torch.backends.distributed import TorchBackend
 from grace.torch.parameters import check_momentum, check_optimizer, hyperparameters, variables
 from grace.torch.saving import on_devices, packed_up, unpacked
+from grace.torch.wrappers import bare, check_unwrapped, check_whole
 from grace.variable import unwrapped
 from grace.versions import public
 from grace.waiting import Wait, waits
@@ -257,7 +258,7 @@ def register_ddp_hook(
     """Compress what a DistributedDataParallel model exchanges.
 
     Args:
-        model: the ``torch.nn.parallel.DistributedDataParallel`` model, before its first backward.
+        model: the ``torch.nn.parallel.DistributedDataParallel`` model, before its first backward; compiled or not.
         compressor, memory, communicator: as for :func:`grace.DistributedOptimizer`.
         optimizer: needed by memories that follow the learning rate (efsignsgd), and where a memory (dgc) or
             compressor (signum) applies momentum, which the optimizer's must not double.
@@ -276,8 +277,15 @@ def register_ddp_hook(
         model = torch.nn.parallel.DistributedDataParallel(model)
         state = grace.torch.register_ddp_hook(model, compressor="topk(ratio=0.01)")
     """
+    model = bare(model)
     if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        raise ConfigError(f"register_ddp_hook needs a DistributedDataParallel model, not {type(model).__name__}")
+        if isinstance(model, torch.nn.Module):
+            check_whole(dict(model.named_parameters()))
+            check_unwrapped(dict(model.named_parameters()))
+        raise ConfigError(
+            f"register_ddp_hook needs a DistributedDataParallel model, not {type(model).__name__}: wrap it first, "
+            "torch.nn.parallel.DistributedDataParallel(model), or use grace.DistributedOptimizer with the plain model"
+        )
     context = Context(seed=seed)
 
     def list_variables():

@@ -18,6 +18,7 @@ from grace.momentum import doubled, owners
 from grace.reduction import check_integer
 from grace.runtime import current
 from grace.torch.kernels import NAMES
+from grace.torch.wrappers import check_whole
 from grace.variable import Variable, unwrapped
 
 
@@ -87,8 +88,9 @@ def variables(
         sparse: those whose gradients come as rows.
 
     Raises:
-        ConfigError: a dtype that Grace does not exchange.
+        ConfigError: a dtype that Grace does not exchange, or a part of a tensor.
     """
+    check_whole(parameters)
     found = []
     for name, p in parameters.items():
         dtype = NAMES.get(p.dtype, "")

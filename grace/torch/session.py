@@ -35,6 +35,7 @@ from grace.torch.parameters import (
     variables,
 )
 from grace.torch.start import start_facts, starting
+from grace.torch.wrappers import check_unwrapped
 from grace.versions import public
 
 
@@ -91,6 +92,7 @@ class Session:
             of_model = parameters is None or isinstance(parameters, torch.nn.Module)
             given = parameters if of_model else list(parameters)
             own.update(named(optimizer, given))
+            check_unwrapped(own)
             check_free(own)
             found = variables(own, () if sparse_as_dense else sparse_of(given))
             start.update(starting(optimizer, given))
@@ -344,6 +346,7 @@ class Session:
         for name, (gradient, version) in self.versions.items():
             p = self.parameters[name]
             if unscaled or p.grad is not gradient or gradient._version != version:
+                check_unwrapped(self.parameters)  # since the optimizer was made distributed
                 raise ExchangeError(
                     f"the gradient of {name!r} was changed after its exchange began (by clipping, unscaling or "
                     "another backward pass). Call optimizer.synchronize() after backward and before you change "

@@ -1,0 +1,87 @@
+"""What wraps models and exchanges their gradients itself, so that Grace's optimizer cannot do it as well."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from grace.errors import ConfigError
+
+WHOLE = (
+    "Grace exchanges gradients of which every rank has the whole. What works today: without sharding, "
+    "grace.DistributedOptimizer with the plain model, or grace.torch.register_ddp_hook with DistributedDataParallel"
+)
+WRAPPING = {
+    "accelerate": "Accelerate's prepare() wraps models: give the hook what it returns",
+    "transformers": "Hugging Face's Trainer wraps models: give the hook trainer.model_wrapped in on_train_begin",
+    "lightning": "Lightning's Trainer wraps models: give the hook trainer.strategy.model in on_train_start",
+    "pytorch_lightning": "Lightning's Trainer wraps models: give the hook trainer.strategy.model in on_train_start",
+}
+"""Packages that wrap models for their users, and what to do there."""
+
+
+def bare(model: Any) -> Any:
+    """A model without what ``torch.compile`` put around it."""
+    return getattr(model, "_orig_mod", model)
+
+
+def check_whole(parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    """Refuse parameters of which this rank holds a part only.
+
+    Raises:
+        ConfigError: the message names the first, and what sharded it.
+    """
+    for name, p in parameters.items():
+        if hasattr(p, "device_mesh"):
+            placed: Any = p
+            places = ", ".join(map(repr, placed.placements))
+            raise ConfigError(
+                f"parameter {name!r} is a DTensor ({places}), as FSDP2's fully_shard and tensor parallelism make them. "
+                f"{WHOLE}"
+            )
+
+
+def check_unwrapped(parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    """Refuse parameters of a model that is in DistributedDataParallel or FullyShardedDataParallel.
+
+    They keep no list of their models, so those are looked for among all objects that Python's collector knows.
+
+    Raises:
+        ConfigError: the message names the first, and the ways out.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()) or not parameters:
+        return
+    names = {p: name for name, p in parameters.items()}
+    if not _held(names):
+        return
+    gc.collect()  # a model that nobody uses any more may be part of a cycle
+    for wrapper, p in _held(names):
+        if not isinstance(wrapper, DistributedDataParallel):
+            raise ConfigError(
+                f"parameter {names[p]!r} belongs to FullyShardedDataParallel, which shards it and averages its "
+                f"gradients itself. {WHOLE}"
+            )
+        hint = "".join(f" ({text})" for package, text in WRAPPING.items() if package in sys.modules)
+        raise ConfigError(
+            f"parameter {names[p]!r} is in a DistributedDataParallel model, which averages gradients itself, "
+            "uncompressed; with grace.DistributedOptimizer they would be exchanged twice. Either keep "
+            "DistributedDataParallel and the plain optimizer, and call grace.torch.register_ddp_hook(ddp_model, ...)"
+            f"{hint}; or keep grace.DistributedOptimizer, and do not wrap the model"
+        )
+
+
+def _held(parameters: Collection[torch.nn.Parameter]) -> list[tuple[Any, torch.nn.Parameter]]:
+    """The wrappers that exchange one of the parameters, each with the first."""
+    sharding = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", DistributedDataParallel)
+    found = [thing for thing in gc.get_objects() if issubclass(type(thing), (DistributedDataParallel, sharding))]
+    held = []
+    for wrapper in found:
+        left_out = getattr(wrapper, "parameters_to_ignore", ())
+        own = [p for name, p in wrapper.module.named_parameters() if p in parameters and name not in left_out]
+        held += [(wrapper, own[0])] if own else []
+    return held

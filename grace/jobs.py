@@ -77,12 +77,61 @@ def _path() -> str:
     return os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
 
 
+REPORT = re.compile(
+    rb"MPI_ABORT was invoked on rank|with errorcode -?\d+\.|NOTE: invoking MPI_ABORT|You may or may not see output|"
+    rb"exactly when Open MPI kills|Primary job +terminated|a non-zero exit code\. Per|mpirun (?:detected|noticed) that|"
+    rb"the job to be terminated\. The|  Process name: \[\[|  Exit code: +\d|"
+    rb"\[\S+:\d+\] (?:\d+ more process|Set MCA parameter \"orte_base_help)"
+)
+"""Lines of Open MPI's report of a failure."""
+REPORT_TO_THE_END = re.compile(rb"E\d{4} .*torch/distributed/elastic/.*\] failed \(exitcode: ")
+"""Where torchrun's report begins, with a traceback of its own; all ranks have ended before."""
+
+
+class _Report:
+    """Tells what launchers say of a failure, in many lines, from what ranks print. Parts of lines are never held back.
+
+    >>> report = _Report()
+    >>> report.split(b"loss 1\\n" + b"-" * 74 + b"\\nMPI_ABORT was invoked on rank 1 in communicator A\\n\\nloss")[0]
+    b'loss 1\\nloss'
+    """
+
+    def __init__(self) -> None:
+        self.inside = self.ended = False
+        self.inside_line = False
+        self.rule = b""
+        """A line of dashes, whose next line tells whose it is."""
+
+    def split(self, data: bytes) -> tuple[bytes, bytes]:
+        """What is to be shown, and what is a launcher's report; nothing more comes after no data."""
+        shown, left_out = bytearray(), bytearray()
+        for line in data.splitlines(keepends=True):
+            text = b"" if self.inside_line else line.strip(b"\r\n")
+            self.ended |= REPORT_TO_THE_END.match(text) is not None
+            reports = self.ended or REPORT.match(text) is not None
+            reports |= self.inside and not self.inside_line and (not text or _is_rule(text))
+            if not reports and not self.inside_line and _is_rule(text):
+                shown += self.rule
+                self.rule = line
+                continue
+            (left_out if reports else shown).extend(self.rule + line)
+            self.rule, self.inside, self.inside_line = b"", reports, not line.endswith(b"\n")
+        if not data:
+            shown, self.rule = shown + self.rule, b""
+        return bytes(shown), bytes(left_out)
+
+
+def _is_rule(text: bytes) -> bool:
+    return len(text) > 60 and not text.strip(b"-")
+
+
 class _Job:
     """A launcher that runs, in a session of its own: Ctrl-C reaches only us, and ranks end without tracebacks."""
 
     def __init__(self, command: Command):
         self.command = command
         self.said = bytearray()
+        self.left_out = bytearray()
         try:
             check_program(command.argv[0])
         except ConfigError as error:
@@ -103,11 +152,18 @@ class _Job:
             thread.start()
 
     def _copy(self, source: IO[bytes], target: IO[str]) -> None:
+        report = _Report()
         while data := os.read(source.fileno(), 1 << 16):
             self.said += data
             del self.said[:-KEPT]
-            target.buffer.write(data)  # type: ignore[attr-defined]
-            target.flush()
+            self._write(target, report, data)
+        self._write(target, report, b"")
+
+    def _write(self, target: IO[str], report: _Report, data: bytes) -> None:
+        shown, left_out = report.split(data)
+        self.left_out += left_out
+        target.buffer.write(shown)  # type: ignore[attr-defined]
+        target.flush()
 
     @property
     def failed(self) -> bool:
@@ -121,9 +177,11 @@ class _Job:
         said, code = self.said.decode(errors="replace"), self.process.returncode
         if found := first_failure(said):
             rank, code = found
-            return End(_exit_code(code), f"rank {rank} {_how(code)}; the others were ended")
+            why = f": {reason}" if (reason := first_reason(said, rank)) else ""
+            return End(_exit_code(code), f"rank {rank} {_how(code)}{why}; the others were ended")
         if message := unreachable(said):
             return End(_exit_code(code), message)
+        sys.stderr.write(self.left_out.decode(errors="replace"))  # it says all that is known
         where = f" for node {self.command.node}" if one_of_several else ""
         how = _how(code) if code < 0 else f"ended with exit code {code}"  # launchers have codes over 128 of their own
         return End(_exit_code(code), f"{Path(self.command.argv[0]).name}{where} {how}; no rank is named")
@@ -162,6 +220,18 @@ def first_failure(said: str) -> tuple[int, int] | None:
             code = -int(groups["signal"]) if "signal" in groups else int(groups.get("code", 1))
             return int(groups["rank"]), code
     return (int(told["rank"]), 1) if told else None
+
+
+def first_reason(said: str, rank: int) -> str:
+    """What a rank failed of, in its own words; empty if it cannot be told.
+
+    >>> first_reason("[rank1]: Traceback (most recent call last):\\n[rank1]: ValueError: no data", 1)
+    'ValueError: no data'
+    """
+    error = r"([A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt)\b[^\r\n]*)"
+    told = re.findall(rf"grace: rank {rank} failed first: ([^\r\n]+)", said)
+    own = re.findall(rf"^(?:\[rank{rank}\]:|\[(?:1,)?{rank}\]<stderr>:) ?{error}", said, re.MULTILINE)
+    return re.sub(r"\[[\d,]+\]<stderr>:", "", next(iter([*told, *own[-1:]]), ""))
 
 
 UNREACHABLE = (

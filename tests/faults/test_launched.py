@@ -104,7 +104,7 @@ def test_ranks_know_their_number_and_the_strategy(script, tmp_path, engine):
     ("how", "code", "message"),
     [
         ("exit", 7, "rank 1 ended with exit code 7"),
-        ("raise", 1, "rank 1 ended with exit code 1"),
+        ("raise", 1, "rank 1 ended with exit code 1: ValueError: a mistake"),
         ("kill", 137, "rank 1 was ended by SIGKILL (exit code 137)"),
     ],
 )

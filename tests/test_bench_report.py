@@ -46,6 +46,7 @@ window.onload = () => document.body.append(JSON.stringify({
   loads: performance.getEntriesByType("resource").length, scripts: document.scripts.length, up, down, words,
   images: document.images.length, bad: "bad" in document.body.dataset, svgs: document.querySelectorAll("svg").length,
   overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+  hidden: Math.max(...[...document.querySelectorAll(".scroll")].map(box => box.scrollWidth - box.clientWidth)),
   card: getComputedStyle(document.querySelector(".panel")).backgroundColor,
   ink: getComputedStyle(document.querySelector(".panel svg text")).fill,
 }).replace(/^/, "FOUND:") + ":END");
@@ -230,6 +231,28 @@ def test_bars_are_as_long_as_what_was_measured():
     assert cut.patches[-1].get_width() == pytest.approx(20.4) == cut.get_xlim()[1]
 
 
+@pytest.mark.parametrize("kind", ["kernels", "step"])
+def test_one_method_far_from_the_others_does_not_stretch_the_axis(kind):
+    some = results(kind, methods=["none", "cast", "natural", "qsgd"])
+    key = {"kernels": "encode_copies", "step": "step_ms"}[kind]
+    some.rows[-1][key] *= 1000
+    if kind == "step":
+        some.rows[-1]["kind"] = "baseline"  # one that is slow
+    shown = page([some])
+    assert "cut where a gap is" in " ".join(shown.split())
+    bars = next(figure for figure in shown.split("<figure>") if "Bars of the time" in figure)
+    panel = bars.split("<svg")[-1]
+    ticks = [float(text.replace(",", "")) for text in re.findall(r">([\d,.]+)</text>", panel)]
+    assert sorted(ticks)[-2] < 0.1 * max(ticks)  # the number at the end of its bar is far beyond the axis
+
+
+def test_one_thread_is_no_plural():
+    one, several = kernels(), kernels()
+    one.settings["threads"], several.settings["threads"] = 1, 2
+    assert "1 thread," in page([one])
+    assert "2 threads," in page([several])
+
+
 def test_names_do_not_cover_each_other():
     spots = [(f"method {i}", 1 + 0.02 * i, 1 + 0.01 * (i % 3)) for i in range(12)]
     drawing, axes = style.panel()
@@ -299,6 +322,7 @@ def test_a_browser_shows_it_without_errors_and_without_a_network(whole, tmp_path
     assert (found["loads"], found["images"]) == (0, 0)
     assert found["svgs"] == whole.count("<svg")
     assert found["overflow"] <= 0
+    assert found["hidden"] <= 0  # no table is cut
     assert found["words"] == []  # no text leaves its figure
     numbers = [float(text.replace(",", "")) for text in found["up"]]
     assert numbers == sorted(numbers)

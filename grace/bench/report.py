@@ -144,7 +144,7 @@ def _about(results: Results) -> str:
         ("repeats", "{} repeats"),
     ):
         if number(s.get(key)):
-            said.append(word.format(whole(s[key])))
+            said.append(word.format(whole(s[key])).removesuffix("s" if s[key] == 1 and key != "batch" else ""))
     if s.get("seeds"):
         said.append(f"seeds {', '.join(map(str, s['seeds']))}")
     if results.kind == "kernels" and number(s.get("copy_gbps")):

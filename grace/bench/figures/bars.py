@@ -12,8 +12,8 @@ from grace.bench.figures.style import INK, MUTED, PAPER, Look, clean, label_axes
 
 ROW = 21
 """CSS pixels of a row."""
-CLIP = 3.0
-"""A bar is cut where it is longer than so many times the mark that matters most."""
+FAR = 4.0
+"""Bars are cut at so many times the median one, where at most a third of them are longer."""
 Mark = tuple[str, float, Any]
 """A vertical line: name, position, line style of matplotlib."""
 REST = "rest"
@@ -46,6 +46,16 @@ class Bar:
     def length(self) -> float:
         """Of all parts together."""
         return sum(length for length, _ in self.parts)
+
+
+def outliers(lengths: Sequence[float]) -> float:
+    """Where bars are cut so that few long ones leave the others room; 0 if none is far from the others.
+
+    >>> outliers([1.0, 2.0, 3.0, 90.0]), outliers([1.0, 2.0, 3.0]), outliers([1.0, 90.0])
+    (12.0, 0.0, 0.0)
+    """
+    end = FAR * sorted(lengths)[len(lengths) // 2]
+    return end if 0 < 3 * sum(length > end for length in lengths) <= len(lengths) else 0.0
 
 
 def horizontal(bars: Sequence[Bar], x: str, marks: Sequence[Mark] = (), clip: float = 0.0) -> Any:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grace.bench.figures.bars import Bar, horizontal
+from grace.bench.figures.bars import Bar, horizontal, outliers
 from grace.bench.figures.labels import beside_points
 from grace.bench.figures.numbers import digits, number, power
 from grace.bench.figures.step import cases
 from grace.bench.figures.style import INK, Figure, Look, Panel, label_axes, panel, place, svg
 
 KEYS = (("encode", "full"), ("decode", "half"), ("memory (error feedback)", "light"))
-CLIP = 4.0
-"""Bars are cut at so many times the median one, where less than a fifth of them are longer."""
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -86,11 +84,7 @@ def _times(rows: Rows, looks: Mapping[str, Look], name: str) -> Figure:
         if not bars:
             continue
         bars.sort(key=lambda bar: bar.length)
-        median = bars[len(bars) // 2].length
-        far = sum(bar.length > CLIP * median for bar in bars)
-        drawing = horizontal(
-            bars, "multiples of the time of one copy", clip=CLIP * median if far * 5 < len(bars) else 0
-        )
+        drawing = horizontal(bars, "multiples of the time of one copy", clip=outliers([bar.length for bar in bars]))
         about = f"Bars of the time of encoding, decoding and memory in copies, {tensor} tensor: " + ", ".join(
             f"{bar.name} {bar.text}" for bar in bars
         )
@@ -98,6 +92,6 @@ def _times(rows: Rows, looks: Mapping[str, Look], name: str) -> Figure:
     caption = (
         "How long a rank computes to encode a tensor, to decode it, and to keep what was left out, as multiples of the "
         "time in which the same machine copies the tensor once; the fastest first, the sum at the bar's end. "
-        "Bars far beyond the others are cut."
+        "Bars far beyond the others are cut where a gap is; the number at the end counts."
     )
     return Figure("Time of encoding and decoding", caption, panels, KEYS)

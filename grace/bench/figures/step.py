@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grace.bench.figures.bars import REST, Bar, Mark, horizontal
+from grace.bench.figures.bars import REST, Bar, Mark, horizontal, outliers
 from grace.bench.figures.labels import at_the_right, text_width
 from grace.bench.figures.numbers import digits, number, of_ms, of_ranks, of_rate
 from grace.bench.figures.style import INK, MUTED, Figure, Look, Panel, label_axes, panel, place, short, svg
@@ -82,15 +82,17 @@ def _time(rows: Rows, looks: Mapping[str, Look], name: str) -> Figure:
         bound = next((row for row in some if row["kind"] == "bound"), None)
         marks: list[Mark] = [(bound["name"], bound["step_ms"], ":")] if bound else []
         marks += [(reference["name"], reference["step_ms"], (0, (4, 2)))] if reference else []
-        slowest = max((row["step_ms"] for row in some if row["kind"] != "grace"), default=0)
-        drawing = horizontal(bars, "time of a step (ms)", marks, CLIP * slowest)
+        ends = [CLIP * max((row["step_ms"] for row in some if row["kind"] != "grace"), default=0)]
+        ends += [outliers([row["step_ms"] for row in some])]
+        drawing = horizontal(bars, "time of a step (ms)", marks, min((end for end in ends if end), default=0.0))
         about = f"Bars of the time of a step, {title}: " + ", ".join(f"{bar.name} {bar.text} ms" for bar in bars)
         panels.append(Panel(title, svg(drawing, f"{name}-time{i}", about), about))
     caption = (
         "One bar is the median time of a step; its whisker spans the quartiles. Baselines and the bound stand above, "
         "Grace's methods below, the fastest first. A method pays where its bar ends left of the dashed line, plain "
         "training's time; nothing can end left of the dotted line, the time of the same step without any "
-        "communication. The panels' scales differ, and bars far beyond the slowest baseline are cut."
+        "communication. The panels' scales differ; bars far beyond the others, or the slowest baseline, are cut where "
+        "a gap is, and the number at the end counts."
     )
     return Figure("Where the time of a step goes", caption, panels, KEYS)
 

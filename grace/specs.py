@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from typing import Any
 
 from grace.errors import ConfigError
@@ -16,6 +17,8 @@ def parse(spec: str | dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
     >>> parse("topk(ratio=0.01)")
     ('topk', {'ratio': 0.01})
+    >>> parse("parallax(compressor=topk(ratio=0.05))")
+    ('parallax', {'compressor': 'topk(ratio=0.05)'})
     >>> parse({"name": "topk", "ratio": 0.01})
     ('topk', {'ratio': 0.01})
     >>> parse("topk(0.01)")
@@ -41,7 +44,7 @@ def parse(spec: str | dict[str, Any]) -> tuple[str, dict[str, Any]]:
             raise ConfigError(f"{spec}: write parameters by name, as in topk(ratio=0.01)")
         if len({keyword.arg for keyword in tree.keywords}) < len(tree.keywords):
             raise ConfigError(f"{spec}: a parameter is given twice")
-        return tree.func.id, {k.arg: _literal(spec, k) for k in tree.keywords}  # type: ignore[misc]
+        return tree.func.id, {k.arg: _literal(spec.strip(), k) for k in tree.keywords}  # type: ignore[misc]
     raise ConfigError(f"cannot read the spec {spec!r}; write it like 'topk(ratio=0.01)'")
 
 
@@ -55,14 +58,21 @@ def split(spec: Any) -> tuple[Any, Any] | None:
         return spec["sparsifier"], spec["values"]
     if not isinstance(spec, str) or "|" not in spec:
         return None
-    parts = [part.strip() for part in spec.split("|")]
+    parts = [part.strip() for part in re.split(r"\|(?![^(]*\))", spec)]  # not those inside parentheses
+    if len(parts) == 1 and "(" in spec:
+        return None
     if len(parts) != 2 or not all(parts):
         raise ConfigError(f"{spec!r}: a composition has two parts, as in topk(ratio=0.01) | qsgd(levels=7)")
     return parts[0], parts[1]
 
 
 def _literal(spec: str, keyword: ast.keyword) -> Any:
-    """A parameter's value: a literal, or a bare word as text (``dtype=fp16``, ``warm_start=true``)."""
+    """A parameter's value: a literal, or as text a bare word (``dtype=fp16``, ``warm_start=true``) or another spec
+    (``compressor=topk(ratio=0.05)``)."""
+    if isinstance(keyword.value, ast.Call) or (
+        isinstance(keyword.value, ast.BinOp) and isinstance(keyword.value.op, ast.BitOr)
+    ):
+        return ast.get_source_segment(spec, keyword.value)
     if isinstance(keyword.value, ast.Name):
         return {"true": True, "false": False}.get(keyword.value.id, keyword.value.id)
     try:

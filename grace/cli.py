@@ -83,12 +83,36 @@ def grace(
 
 
 @app.command("list")
-def list_components() -> None:
+def list_components(
+    long: Annotated[bool, typer.Option("--long", "-l", help="All traits, parameters and costs.")] = False,
+) -> None:
     """List all compressors, memories, communicators and strategy builders.
 
     Everything shown is read from the components' own traits, those of other installed packages included.
     """
     console = Console(highlight=False)
+    if long:
+        _list_all(console)
+    else:
+        _list_short(console)
+    console.print("More about one of them: grace describe NAME" + ("" if long else "; about all: grace list --long"))
+
+
+def _list_short(console: Console) -> None:
+    """One line for each: name, kind, default communicator, and as much of what it is as fits."""
+    classes: list[Any] = [cls for kind in KINDS for cls in known(kind).values()]
+    usual = {cls: "?" if _needs_parameters(cls.name) else _default(cls.name) for cls in known("compressor").values()}
+    rows = [("name", "kind", "what it is", "communicator")]
+    rows += [(cls.name, cls.kind, _summary(cls), usual.get(cls, "")) for cls in classes]
+    for name, kind, what, communicator in rows:
+        line = f"{name:12} {kind:12} "
+        room = console.width - len(line) - (14 if communicator else 0)
+        line += textwrap.shorten(what, room, placeholder="...").ljust(room) + f"  {communicator}"
+        console.print(Text(line.rstrip(), "bold underline" if kind == "kind" else ""), soft_wrap=True)
+    console.print("\ncommunicator: the default of a compressor", style="dim")
+
+
+def _list_all(console: Console) -> None:
     header = ("compressor", "category", "unbiased", "bits", "communicator", "memory")
     _rows(console, header, [_compressor_row(name) for name in known("compressor")])
     shape = " x ".join(map(str, LIST_SHAPE))
@@ -106,7 +130,6 @@ def list_components() -> None:
     builders: Any = known("builder")
     _rows(console, ("strategy builder",), [([name], _summary(cls)) for name, cls in builders.items()])
     console.print()
-    console.print("More about one of them: grace describe NAME")
 
 
 def _compressor_row(name: str) -> Row:
@@ -190,6 +213,10 @@ def _describe(console: Console, component: Any) -> None:
         _section(console, "Parameters", [_parameter(component, key) for key in cls.parameters()])
     if component.kind == "compressor":
         _describe_compressor(console, component)
+    elif component.kind == "builder" and {"compressor", "memory"} <= cls.parameters().keys():
+        chosen = make("compressor", component.compressor)
+        memory = component.memory or chosen.traits.memory
+        _section(console, "Taken unless you choose others", [f"compressor {chosen.spec}, memory {memory}"])
     elif component.kind == "memory":
         keeps = "keeps state per variable, saved with the optimizer" if cls.stateful else "keeps nothing"
         users = [n for n in known("compressor") if _traits_memory(n) == component.name]
@@ -206,6 +233,9 @@ def _describe(console: Console, component: Any) -> None:
 
 
 def _describe_compressor(console: Console, compressor: Any) -> None:
+    taken = f"communicator {compressor.traits.communicator}, memory {compressor.traits.memory}"
+    small = "tensors that it would not shrink travel uncompressed, by allreduce"
+    _section(console, "Taken unless you choose others", [taken, *([] if compressor.traits.exact else [small])])
     _section(console, "Traits", _trait_words(compressor))
     classes: Any = known("communicator")
     default = compressor.traits.communicator
@@ -214,7 +244,6 @@ def _describe_compressor(console: Console, compressor: Any) -> None:
         for name in _default_first(compressor)
     ]
     _section(console, "Communicators, and what they cost each rank (p: bytes of payload; W: ranks)", lines)
-    _section(console, "Default memory", [compressor.traits.memory])
     _section(console, "Wire bits per element", [_bits_line(compressor, shape) for shape in DESCRIBE_SHAPES])
 
 
@@ -326,6 +355,10 @@ def _signature(cls: Any) -> str:
 def _text(spec: dict[str, Any]) -> str:
     inside = ", ".join(f"{key}={value}" for key, value in spec.items() if key != "name")
     return f"{spec['name']}({inside})" if inside else spec["name"]
+
+
+def _default(name: str) -> str:
+    return make("compressor", name).traits.communicator
 
 
 def _needs_parameters(name: str) -> bool:

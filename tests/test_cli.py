@@ -43,7 +43,7 @@ def described(name):
 
 @pytest.fixture(scope="module")
 def listing():
-    return run("list")[0]
+    return run("list", "--long")[0]
 
 
 def test_version_is_the_packages():
@@ -79,7 +79,24 @@ def test_list_shows_memories_communicators_and_short_names(listing):
     assert "fp16 = cast(dtype=fp16)" in listing
 
 
-@pytest.mark.parametrize("args", [["list"], ["describe", "topk"], ["--help"], ["demo", "--help"]])
+def test_the_short_list_has_a_line_for_each_and_fits_a_screen():
+    lines = said("list").splitlines()
+    assert lines[0].split() == ["name", "kind", "what", "it", "is", "communicator"]
+    rows = [line.split() for line in lines[1 : lines.index("")]]
+    assert [(kind, name) for name, kind, *_ in rows] == [(kind, name) for kind in KINDS for name in known(kind)]
+    assert len(lines) < 50
+    topk = next(row for row in rows if row[:2] == ["topk", "compressor"])
+    assert topk[-1] == "allgather"
+    assert "grace list --long" in lines[-1]
+
+
+def test_describe_says_what_is_taken():
+    assert "Taken unless you choose others\n  communicator allgather, memory residual\n" in described("topk")
+    text = said("describe", "parallax(compressor=topk(ratio=0.05))")
+    assert "Taken unless you choose others\n  compressor topk(ratio=0.05), memory residual\n" in text
+
+
+@pytest.mark.parametrize("args", [["list"], ["list", "--long"], ["describe", "topk"], ["--help"], ["demo", "--help"]])
 def test_output_fits_80_columns(args):
     assert max(map(len, said(*args).splitlines())) <= 80
 
@@ -105,7 +122,7 @@ def test_describe_names_legal_communicators_with_their_cost_and_no_other(name):
     for legal, line in lines.items():
         assert line.startswith(known("communicator")[legal].cost)
     assert f"{compressor.traits.communicator} (default)" in section
-    assert f"Default memory\n  {compressor.traits.memory}\n" in text
+    assert f"  communicator {compressor.traits.communicator}, memory {compressor.traits.memory}\n" in text
 
 
 def test_describe_says_whose_traffic_grows_with_the_number_of_ranks():
@@ -159,7 +176,8 @@ def test_components_of_other_packages_are_listed_and_described(tmp_path):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[grace.compressors]\ntheirs = theirs:Theirs\n")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    assert "Keeps [some] of it. To be used as theirs(part)." in run("list", PYTHONPATH=path)[0]
+    assert "Keeps [some] of it. To be used as theirs(part)." in run("list", "--long", PYTHONPATH=path)[0]
+    assert "Keeps [some] of it." in run("list", PYTHONPATH=path)[0]
     text = run("describe", "theirs(part=0.5)", PYTHONPATH=path)[0]
     assert "part = 0.5 (no default)" in text
     assert "depends on the data" in text

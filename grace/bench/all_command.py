@@ -38,9 +38,9 @@ def command(
     seeds: Annotated[
         str | None, typer.Option(help="Training runs of each method.", show_default="3, or 1 with --quick")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for report.html and a folder of results per part.")] = Path(
-        "out/bench"
-    ),
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Folder for report.html and a folder of results per part.")
+    ] = Path("out/bench"),
     quick: Annotated[bool, typer.Option("--quick", help="Fewer methods and rounds: under two minutes.")] = False,
 ) -> None:
     """Run the three benchmarks, and put them into one report.
@@ -55,7 +55,9 @@ def command(
 
 def demo(
     ranks: Annotated[int, typer.Option("--ranks", "-n", help="Processes to train on.")] = 2,
-    out: Annotated[Path, typer.Option(help="Folder for report.html and the results.")] = Path("out/demo"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for report.html and the results.")] = Path(
+        "out/demo"
+    ),
 ) -> None:
     """See in about a minute what gradient compression costs, and when it pays.
 

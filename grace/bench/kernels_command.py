@@ -56,9 +56,9 @@ def command(
     repeats: Annotated[
         int | None, typer.Option(help="Measurements of each time; medians count.", show_default="7, or 3 with --quick")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for results.json, results.csv and report.html.")] = Path(
-        "out/kernels"
-    ),
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Folder for results.json, results.csv and report.html.")
+    ] = Path("out/kernels"),
     quick: Annotated[bool, typer.Option("--quick", help="A small tensor and few methods, in seconds.")] = False,
 ) -> None:
     """Measure what compressing costs and loses: times in copies of the tensor, bits, errors, memory.

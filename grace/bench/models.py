@@ -110,6 +110,11 @@ def workload(name: str, rank: int) -> Workload:
     if name in MODELS:
         return MODELS[name](rank)
     made = load_function(name, "model", MODELS)()
+    if isinstance(made, nn.Module):
+        raise ConfigError(
+            f"{name}() returns a model alone, which is enough for grace strategy; to train it, grace bench needs its "
+            "loss too: return (model, loss) or (model, loss, samples), where loss(model) is the loss of a batch"
+        )
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
         raise ConfigError(f"{name}() must return (model, loss) or (model, loss, samples), a torch module first")
     if not callable(made[1]):

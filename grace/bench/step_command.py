@@ -63,7 +63,9 @@ def command(
         int | None, typer.Option(help="Blocks of steps of each row.", show_default="8, or 3 with --quick")
     ] = None,
     ddp_hook: Annotated[bool, typer.Option("--ddp-hook", help="Measure the methods as DDP's hooks too.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder for results.json, results.csv and report.html.")] = Path("out/step"),
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Folder for results.json, results.csv and report.html.")
+    ] = Path("out/step"),
     quick: Annotated[bool, typer.Option("--quick", help="Fewer methods and rounds: under two minutes.")] = False,
 ) -> None:
     """Time training steps with Grace's methods and with what people use without it.

@@ -63,7 +63,9 @@ def command(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for results.json, results.csv and report.html.", show_default="out/train-TASK"),
+        typer.Option(
+            "--out", "-o", help="Folder for results.json, results.csv and report.html.", show_default="out/train-TASK"
+        ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="One seed, and few epochs: under two minutes.")] = False,
 ) -> None:

@@ -16,9 +16,10 @@ from grace.strategy.traffic import kinds, links, payload
 
 app = typer.Typer(no_args_is_help=True, help="Build, show, check and compare strategies.")
 
-Model = Annotated[
-    str | None, typer.Option("--model", help="module:function that makes the model, as in examples.torch.models:lstm.")
-]
+MODEL = (
+    "module:function that returns a model, as in examples.torch.models:lstm, or (model, loss, samples), as for bench."
+)
+Model = Annotated[str | None, typer.Option("--model", help=MODEL)]
 MOST_ROWS = 8
 """Ranks that are told of one by one."""
 File = Annotated[Path, typer.Argument(help="A strategy: YAML, or JSON if its name ends in .json.")]
@@ -26,12 +27,10 @@ File = Annotated[Path, typer.Argument(help="A strategy: YAML, or JSON if its nam
 
 @app.command()
 def build(
-    model: Annotated[
-        str, typer.Option("--model", help="module:function that makes the model, as in examples.torch.models:lstm.")
-    ],
-    out: Annotated[Path, typer.Option("-o", "--out", help="The file to write: YAML, or JSON if it ends in .json.")],
+    model: Annotated[str, typer.Option("--model", help=MODEL)],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The file to write: YAML, or JSON if it ends in .json.")],
     builder: Annotated[
-        str, typer.Option(help="A builder's spec, as in 'parallax(compressor=topk)'; see `grace list`.")
+        str, typer.Option(help="A builder's spec, as in 'parallax(compressor=topk(ratio=0.05))'; see `grace list`.")
     ] = "all_reduce",
     resources: Annotated[
         Path | None, typer.Option("-r", "--resources", help="The cluster; this machine if left out.")

@@ -44,7 +44,8 @@ def model_variables(model: Any) -> list[Variable]:
 
 
 def from_spec(spec: str) -> list[Variable]:
-    """The variables of what ``module:function`` makes; modules are found from the current folder too.
+    """The variables of what ``module:function`` makes: a model, or a tuple that begins with one, as for ``grace
+    bench``; modules are found from the current folder too.
 
     Raises:
         ConfigError: there is no such module or function, or it makes no model.
@@ -65,4 +66,6 @@ def from_spec(spec: str) -> list[Variable]:
         model = made() if callable(made) else made
     except Exception as error:  # anything may be named
         raise ConfigError(f"{spec!r} makes no model: {type(error).__name__}: {error}") from error
+    if isinstance(model, tuple) and model and not isinstance(model[0], Variable):
+        model = model[0]  # (model, loss, samples), as grace bench takes it
     return model_variables(model)

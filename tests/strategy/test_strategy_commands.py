@@ -20,6 +20,9 @@ import torch
 def net():
     return torch.nn.Sequential(torch.nn.Embedding(100, 8, sparse=True), torch.nn.Linear(8, 64), torch.nn.Linear(64, 10))
 
+def for_bench():
+    return net(), lambda model: 0.0, 4
+
 def other():
     return torch.nn.Sequential(torch.nn.Embedding(100, 8, sparse=True), torch.nn.Linear(8, 32))
 """
@@ -57,6 +60,15 @@ def test_a_strategy_is_built_shown_and_checked(folder, run):
     assert "s.yaml: 5 variables, for 2 ranks on 1 node, by parallax; id " in run(
         folder, "check", "s.yaml", "--model", "mine:net"
     )
+
+
+def test_what_bench_takes_makes_a_strategy_too_and_a_nested_spec_needs_no_quotes(folder):
+    said = run(
+        folder, "build", "--model", "mine:for_bench", "--builder", "parallax(compressor=topk(ratio=0.5))", "-o", "s"
+    )
+    assert said == "Wrote s: 5 variables, for 1 rank on 1 node, by parallax\n"
+    run(folder, "build", "--model", "mine:net", "--builder", "parallax(compressor='topk(ratio=0.5)')", "-o", "t")
+    assert run(folder, "diff", "s", "t") == "the strategies are the same\n"
 
 
 def test_a_strategy_for_another_model_is_refused(folder):

@@ -104,6 +104,8 @@ class Session:
         """The ids of the groups that are averaged after this step."""
         self.late: set[int] = set()
         """The ids of variables of which a step may bring nothing yet."""
+        self.nowhere: list[bool] = []
+        """Of each variable, whether no rank had a gradient for it when the exchange began."""
         self._function: Any = None
         self.needs_lr = False
         self.medium = Tensors()
@@ -126,9 +128,12 @@ class Session:
 
     def _build(self, variables: Sequence[Any], gradients: Sequence[Any]) -> Exchanger:
         names = names_of(variables)
-        mine = {n for n, g in zip(names, gradients, strict=True) if isinstance(g, tf.IndexedSlices)}
-        told = tell(self.backend, "TensorFlow's variables", set() if self.sparse_as_dense else mine)
-        sparse = set().union(*told)
+        rows = not self.sparse_as_dense
+        mine = {n for n, g in zip(names, gradients, strict=True) if rows and isinstance(g, tf.IndexedSlices)}
+        present = {n for n, g in zip(names, gradients, strict=True) if g is not None}
+        told = tell(self.backend, "TensorFlow's variables", (mine, present))
+        sparse, found = (set().union(*sets) for sets in zip(*told, strict=True))
+        self.nowhere = [name not in found for name in names]
 
         def described() -> list[Variable]:
             check_integer("group_bytes", self.group_bytes)
@@ -249,6 +254,24 @@ class Session:
         if gradient is None:
             return tf.zeros(variable.shape, variable.dtype)
         return tf.cast(tf.convert_to_tensor(gradient), variable.dtype)
+
+    def or_none(self, i: int, mean: Mean) -> Any:
+        """In a graph, the mean for a variable that has no gradient on this rank; None if no rank had one when the exchange
+        began, and then none may have one later."""
+        if not self.nowhere[i]:
+            return mean.value
+
+        def check(found: tf.Tensor) -> None:
+            if found:
+                raise ExchangeError(
+                    f"the gradient of {self.names[i]!r} is None in this graph, because no rank had one when the exchange "
+                    "began, and now another rank has one. Let all ranks have one, if need be of zeros: "
+                    "tape.gradient(..., unconnected_gradients=tf.UnconnectedGradients.ZERO)"
+                )
+
+        with tf.control_dependencies(tf.nest.flatten(mean.value, expand_composites=True)):  # once the step is made
+            tf.py_function(check, [mean.found], [])
+        return None
 
     def _leaving(self, outcomes: list[tuple[Any, Any]]) -> list[Mean]:
         return [Mean(None, False) if v is None else Mean(*self._typed(i, v, f)) for i, (v, f) in enumerate(outcomes)]

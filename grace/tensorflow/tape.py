@@ -81,16 +81,19 @@ class _Distributed(tf.GradientTape):
 
     @tf.autograph.experimental.do_not_convert
     def gradient(self, target, sources, *args, **kwargs):
-        """The mean over ranks of the gradients; None for a source that no path reaches on this rank (in a graph)
-        or on any (eagerly)."""
+        """The mean over ranks of the gradients; None for a source that no path reaches on any rank. In a graph that is
+        known of the first step alone: a rank that has a gradient later for such a source is refused then."""
         gradients = super().gradient(target, sources, *args, **kwargs)
         flat, variables = tf.nest.flatten(gradients), tf.nest.flatten(sources)
         for source in variables:
             if not isinstance(value_of(source) if hasattr(source, "value") else source, tf.Variable):
                 raise ConfigError(f"gradients are exchanged for variables; a source is {type(source).__name__}")
-        means = self._grace_session(variables)(flat, variables)
-        known = tf.executing_eagerly()
-        values = [mean.value if known or g is not None else None for g, mean in zip(flat, means, strict=True)]
+        session = self._grace_session(variables)
+        means, known = session(flat, variables), tf.executing_eagerly()
+        values = [
+            mean.value if known or g is not None else session.or_none(i, mean)
+            for i, (g, mean) in enumerate(zip(flat, means, strict=True))
+        ]
         return tf.nest.pack_sequence_as(gradients, values)
 
     def _grace_session(self, variables: list[Any]) -> GradientExchange:

@@ -11,13 +11,13 @@ from grace.backend import Backend
 from grace.errors import ConfigError
 from grace.runtime import current
 from grace.tensorflow.saving import distributed
-from grace.tensorflow.variables import broadcast_variables
+from grace.tensorflow.variables import broadcast_as, broadcast_variables
 
 
 class BroadcastCallback(keras.callbacks.Callback):
     """Starts every rank from the root's weights, all of them (batch statistics too), and optimizer variables.
 
-    What compressors and memories remember stays each rank's own.
+    So it is enough that the root restored a model. What compressors and memories remember stays each rank's own.
 
     Args:
         root: the rank whose values count.
@@ -33,11 +33,18 @@ class BroadcastCallback(keras.callbacks.Callback):
 
         Raises:
             ConfigError: the model is to be compiled by XLA, which cannot compile an exchange.
+            RankError: the ranks have other models or optimizers, or not all are built.
         """
         if self.model.jit_compile and distributed(self.model.optimizer) is not None:
             raise ConfigError("XLA cannot compile an exchange of gradients: use model.compile(..., jit_compile=False)")
-        broadcast_variables(self.model.variables, self.root, self.backend)
-        broadcast_variables(self.model.optimizer.variables, self.root, self.backend)
+        optimizer, trained = self.model.optimizer, self.model.trainable_variables
+        if trained and not optimizer.built:  # a restored one is
+            with keras.name_scope(optimizer.name):
+                optimizer.build(trained)
+        backend = current() if self.backend is None else self.backend
+        broadcast_variables(self.model.variables, self.root, backend)
+        slots = [variable.path.split("/")[-1] for variable in optimizer.variables]  # without the optimizer's own name
+        broadcast_as(slots, optimizer.variables, self.root, backend)
 
 
 class MetricAverageCallback(keras.callbacks.Callback):

@@ -27,7 +27,7 @@ from grace.setup import build_exchanger
 from grace.tensorflow.cutting import cut, put
 from grace.tensorflow.medium import Tensors, medium_for
 from grace.tensorflow.staging import GraphRun, HostRun
-from grace.tensorflow.variables import broadcast_variables, names_of, value_of
+from grace.tensorflow.variables import alike, broadcast_variables, names_of, value_of
 from grace.variable import Variable
 from grace.versions import public
 
@@ -129,16 +129,17 @@ class Session:
     def _build(self, variables: Sequence[Any], gradients: Sequence[Any]) -> Exchanger:
         names = names_of(variables)
         rows = not self.sparse_as_dense
-        mine = {n for n, g in zip(names, gradients, strict=True) if rows and isinstance(g, tf.IndexedSlices)}
-        present = {n for n, g in zip(names, gradients, strict=True) if g is not None}
-        told = tell(self.backend, "TensorFlow's variables", (mine, present))
-        sparse, found = (set().union(*sets) for sets in zip(*told, strict=True))
-        self.nowhere = [name not in found for name in names]
+        mine = [(rows and isinstance(g, tf.IndexedSlices), g is not None) for g in gradients]
+        told = tell(self.backend, "TensorFlow's variables", (names, mine))
+        names = told[0][0] if alike(names, told[0][0]) else names
+        same = [flags for _, flags in told if len(flags) == len(names)]  # others are refused below
+        sparse, present = ([any(rank[i][j] for rank in same) for i in range(len(names))] for j in (0, 1))
+        self.nowhere = [not found for found in present]
 
         def described() -> list[Variable]:
             check_integer("group_bytes", self.group_bytes)
             self.reduction.check()
-            return [_described(n, v, n in sparse) for n, v in zip(names, variables, strict=True)]
+            return [_described(n, v, rows) for n, v, rows in zip(names, variables, sparse, strict=True)]
 
         facts = [
             ("TensorFlow", public(tf.__version__)),
@@ -256,16 +257,16 @@ class Session:
         return tf.cast(tf.convert_to_tensor(gradient), variable.dtype)
 
     def or_none(self, i: int, mean: Mean) -> Any:
-        """In a graph, the mean for a variable that has no gradient on this rank; None if no rank had one when the exchange
-        began, and then none may have one later."""
+        """In a graph, the mean for a variable that has no gradient on this rank; None if no rank had one when the
+        exchange began, and then none may have one later."""
         if not self.nowhere[i]:
             return mean.value
 
         def check(found: tf.Tensor) -> None:
             if found:
                 raise ExchangeError(
-                    f"the gradient of {self.names[i]!r} is None in this graph, because no rank had one when the exchange "
-                    "began, and now another rank has one. Let all ranks have one, if need be of zeros: "
+                    f"the gradient of {self.names[i]!r} is None in this graph, because no rank had one when the "
+                    "exchange began, and now another rank has one. Let all ranks have one, if need be of zeros: "
                     "tape.gradient(..., unconnected_gradients=tf.UnconnectedGradients.ZERO)"
                 )
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import zlib
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from grace.agreement import first_difference, tell
 from grace.backend import Backend
+from grace.errors import RankError
 from grace.kernels import kernels_of
 from grace.runtime import current
 
@@ -41,6 +43,29 @@ def names_of(variables: Sequence[Any]) -> list[str]:
     return names
 
 
+NUMBERING = re.compile(r"_\d+(?=[/_]|$)|#\d+$")
+
+
+def alike(names: Sequence[str], others: Sequence[str]) -> bool:
+    """Whether lists of names are the same, or differ only in how Keras has numbered layers and in the models that it
+    names them by, which both depend on what a process has made before.
+
+    >>> alike(["dense_3/kernel", "dense_4/kernel"], ["sequential_1/dense/kernel", "dense_1/kernel"])
+    True
+    >>> alike(["dense/kernel", "dense_1/kernel"], ["dense_1/kernel", "dense/kernel"])
+    False
+    """
+    if len(names) != len(others) or set(names) == set(others):
+        return list(names) == list(others)
+    for pair in zip(
+        names, others, strict=True
+    ):  # "/" and "_" alike: the names of optimizers' variables have the latter
+        short, long = sorted(("/" + NUMBERING.sub("", name).replace("_", "/") for name in pair), key=len)
+        if not long.endswith(short):
+            return False
+    return True
+
+
 def broadcast_variables(variables: Iterable[Any], root: int = 0, backend: Backend | None = None) -> None:
     """Give every rank the root's values, in place.
 
@@ -50,15 +75,23 @@ def broadcast_variables(variables: Iterable[Any], root: int = 0, backend: Backen
         root: the rank whose values count.
         backend: the engine; that of ``grace.init()`` if left out.
 
+    Raises:
+        RankError: (on all ranks) they gave other variables; nothing was broadcast.
+
     >>> import grace
     >>> backend = grace.init("local")
     >>> broadcast_variables([tf.Variable([1.0, 2.0])])
     >>> grace.shutdown()
     """
-    backend = current() if backend is None else backend
+    variables = list(variables)
+    broadcast_as(names_of(variables), variables, root, current() if backend is None else backend)
+
+
+def broadcast_as(names: list[str], variables: Sequence[Any], root: int, backend: Backend) -> None:
+    """The same, of variables that the ranks compare under these names."""
     found = [value_of(variable) for variable in variables]
-    shapes = repr((root, [str(variable.shape) for variable in found]))
-    with backend.asking(f"broadcast of {zlib.crc32(shapes.encode()):08x}"), tf.init_scope():
+    _compare(names, [f"{tf.as_dtype(v.dtype).name}{v.shape}" for v in found], root, backend)
+    with backend.asking(f"broadcast of {len(found)} variables"), tf.init_scope():
         for variable in found:
             value = variable.read_value()
             if value.dtype == tf.string or not value.shape.num_elements():
@@ -73,3 +106,17 @@ def broadcast_variables(variables: Iterable[Any], root: int = 0, backend: Backen
             if backend.rank != root:
                 name = tf.as_dtype(value.dtype).name
                 variable.assign(k.from_bytes(received, name, tuple(value.shape)))
+
+
+def _compare(names: list[str], kinds: list[str], root: int, backend: Backend) -> None:
+    """Refuse on all ranks what one of them would wait for, or take for another variable."""
+    told = tell(backend, "variables to broadcast", (root, names, kinds))
+    if all(told[0][::2] == other[::2] and alike(told[0][1], other[1]) for other in told):
+        return
+    facts: list[Any] = [
+        [("root", str(r)), *((f"the variable {n}", k) for n, k in zip(*both, strict=True))] for r, *both in told
+    ]
+    raise RankError(first_difference(facts, DIFFERENT, "Make the same model and optimizer on every rank"))
+
+
+DIFFERENT = "the ranks are about to broadcast other variables; the first difference: "

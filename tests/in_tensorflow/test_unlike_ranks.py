@@ -1,4 +1,4 @@
-"""Ranks that differ in what TensorFlow gives them: gradients on some ranks only, models that one rank alone restored."""
+"""Ranks that differ: gradients on some of them only, models that one of them alone has restored."""
 
 # ruff: noqa: E402 - what is imported after TensorFlow needs it
 
@@ -56,3 +56,48 @@ def test_a_tape_gives_the_mean_where_only_another_rank_has_a_gradient(two):
             assert "'c' is None in this graph" in first[2]
         else:
             assert first[2] == second[2] == [[2], [-1], [2]]
+
+
+def restored(folder):
+    """Rank 0 goes on from a file, the others make new models, and number their layers otherwise; then none is built."""
+    import keras
+    from tensorflow_training import digest
+
+    rank, said = grace.rank(), []
+    generator = np.random.default_rng(rank)
+    x, y = generator.standard_normal((32, 4)).astype("f"), generator.standard_normal((32, 1)).astype("f")
+
+    def made(width=3, build=True):
+        inner = keras.Sequential([keras.layers.Dense(width), keras.layers.BatchNormalization()])
+        model = keras.Sequential([inner, keras.layers.Dense(1)])
+        if build:
+            model.build((None, 4))
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+        return model
+
+    def train(model):
+        grace.DistributedOptimizer(model.optimizer, "topk(ratio=0.5)")
+        model.fit(x, y, batch_size=8, verbose=0, callbacks=[grace.tensorflow.BroadcastCallback()])
+        return digest([*model.trainable_variables, *model.optimizer.variables]), int(model.optimizer.iterations)
+
+    if rank == 0:
+        model = made()
+        model.fit(x, y, batch_size=8, verbose=0)
+        model.save(f"{folder}/model.keras")
+    found = train(keras.saving.load_model(f"{folder}/model.keras") if rank == 0 else made())
+    for others in ({"width": 3 + rank}, {"build": rank == 0}):
+        with pytest.raises(grace.RankError) as caught:
+            train(made(**others))
+        said.append(str(caught.value))
+    return found, said
+
+
+def test_one_rank_restores_a_model_and_the_others_take_it(two, tmp_path):
+    (found, said), (same, same_said) = two.run(restored, str(tmp_path))
+    assert found == same
+    assert found[1] == 8
+    for width, build in (said, same_said):
+        assert "rank 0 has the variable" in width
+        assert "/kernel float32(4, 3), rank 1 has the variable" in width
+        assert "/kernel float32(4, 4). Make the same model" in width
+        assert "/kernel float32(4, 3), rank 1 has nothing more" in build

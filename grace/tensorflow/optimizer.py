@@ -137,6 +137,16 @@ class DistributedMixin(Once):
             object.__delattr__(self, name)
         self.__class__ = type(self).__bases__[-1]  # type: ignore[assignment]
 
+    def save_own_variables(self, store: Any) -> None:
+        """Keras saves the optimizer's variables, alone or with the model."""
+        super().save_own_variables(store)  # type: ignore[misc]
+        self.grace_state.save_beside(store)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Keras loads them."""
+        super().load_own_variables(store)  # type: ignore[misc]
+        self.grace_state.load_beside(store)
+
     def save_assets(self, dir_path: str) -> None:
         """Keras saves the model: put what this rank remembers beside the optimizer's variables."""
         Path(dir_path, FILE).write_bytes(self.grace_state.serialize())

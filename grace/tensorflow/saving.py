@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import sys
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,12 @@ from grace.form import MODEL, damaged
 
 FILE = "grace_state.npz"
 """In the archive that Keras saves, among the assets of the optimizer."""
+BESIDE = "grace_state"
+"""In the file of weights of Keras's BackupAndRestore."""
+WEIGHTS_ALONE = (
+    "save_weights leaves out what Grace's memories and compressors remember: training that goes on from this file "
+    "loses it. model.save, grace.tensorflow.save_model and keras.callbacks.BackupAndRestore save it"
+)
 
 
 def encode(state: Any) -> bytes:
@@ -80,6 +88,7 @@ class Remembered(tf.train.experimental.PythonState):
         super().__init__()
         self.session = session
         self.everyone: Any = None
+        self.told = False
 
     def serialize(self) -> bytes:
         """The state, and the options that the session was made with."""
@@ -95,6 +104,38 @@ class Remembered(tf.train.experimental.PythonState):
         MODEL(found, "")
         if found["state"] is not None:
             self.session.restore(found["state"])
+
+    def save_beside(self, store: Any) -> None:
+        """Keras writes the optimizer's variables to ``store``: for BackupAndRestore put this rank's state into the same
+        file, where plain Keras does not look; for whoever else saves weights alone say, once, that it is left out."""
+        exchanger, saver = self.session.exchanger, _saver_of_weights()
+        if exchanger is None or not saver:
+            return
+        if saver == "_save_model":
+            store.h5_file[BESIDE] = np.frombuffer(encode({"state": self.session.state()}), np.uint8)
+        elif not self.told and any(exchanger.state().values()):
+            self.told = True
+            warnings.warn(WEIGHTS_ALONE, stacklevel=3)
+
+    def load_beside(self, store: Any) -> None:
+        """Go on from there."""
+        file: Any = getattr(store, "h5_file", ())
+        if BESIDE in file:
+            self.session.restore(decode(bytes(file[BESIDE]))["state"])
+
+
+def _saver_of_weights() -> str:
+    """The function on the stack that saves weights without the rest of a model: Keras's BackupAndRestore's, or
+    save_weights's; empty if there is none."""
+    frame: Any = sys._getframe(2)
+    found = ""
+    while frame is not None:
+        name = frame.f_code.co_name
+        if name == "_save_model" and isinstance(frame.f_locals.get("self"), keras.callbacks.BackupAndRestore):
+            return name
+        found = name if name == "save_weights_only" else found
+        frame = frame.f_back
+    return found
 
 
 def distributed(optimizer: Any) -> Any:

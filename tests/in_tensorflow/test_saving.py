@@ -34,11 +34,12 @@ def optimizer_for(spec, way):
     return keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=64.0) if way == "loss scale" else optimizer
 
 
-def fit(model, epochs):
+def fit(model, epochs, callbacks=()):
     from tensorflow_training import samples
 
     x, y = samples(64, grace.rank())
-    model.fit(x, y, batch_size=16, epochs=epochs[-1] + 1, initial_epoch=epochs[0], shuffle=False, verbose=0)
+    span = {"epochs": epochs[-1] + 1, "initial_epoch": epochs[0]}
+    model.fit(x, y, batch_size=16, shuffle=False, verbose=0, callbacks=list(callbacks), **span)
 
 
 def new(spec, way):
@@ -283,3 +284,46 @@ def test_options_that_are_not_given_again_are_as_they_were(tmp_path):
     other = grace.tensorflow.load_model(tmp_path / "m.keras", compressor="onebit").optimizer._grace.options()
     assert (other["seed"], other["op"], other["compressor"]["name"]) == (7, "sum", "onebit")
     grace.shutdown()
+
+
+def backed_up(folder):
+    """By Keras's own callback; and what is said of weights that are saved alone."""
+    import shutil
+    import warnings
+
+    import keras
+    from tensorflow_training import digest
+
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 2:
+                raise KeyboardInterrupt
+
+    found, mine, others = [], *(f"{folder}/{rank}" for rank in (grace.rank(), 1 - grace.rank()))
+    for way in ("", "loss scale"):
+        models = {name: new("topk(ratio=0.1)", way) for name in ("whole", "interrupted", "resumed")}
+        for name, model in models.items():
+            backup = keras.callbacks.BackupAndRestore(mine)
+            callbacks = {"whole": [], "interrupted": [backup, Stop()], "resumed": [backup]}
+            try:
+                fit(model, range(4), callbacks[name])
+            except KeyboardInterrupt:
+                grace.from_root(lambda: None)
+                shutil.copytree(mine, f"{mine}-{way}")
+        found.append([digest(model.variables) for model in models.values()])
+    wrong, backup = new("topk(ratio=0.1)", ""), keras.callbacks.BackupAndRestore(f"{others}-", delete_checkpoint=False)
+    with pytest.raises(ValueError, match="Save one file per rank"):
+        fit(wrong, range(4), [backup])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for model in (models["whole"], models["whole"], new("none", "")):
+            model.save_weights(f"{mine}.weights.h5")
+    model.load_weights(f"{mine}.weights.h5")
+    return found, [str(w.message) for w in caught if "save_weights leaves out" in str(w.message)]
+
+
+def test_backups_hold_memories_and_weights_alone_say_that_they_do_not(tmp_path):
+    for found, said in pool().run(backed_up, str(tmp_path)):
+        for whole, interrupted, resumed in found:
+            assert resumed == whole != interrupted
+        assert len(said) == 1

@@ -27,7 +27,7 @@ from grace.setup import build_exchanger
 from grace.tensorflow.cutting import cut, put
 from grace.tensorflow.medium import Tensors, medium_for
 from grace.tensorflow.staging import GraphRun, HostRun
-from grace.tensorflow.variables import alike, broadcast_variables, names_of, value_of
+from grace.tensorflow.variables import alike, broadcast_variables, names_as_saved, names_of, value_of
 from grace.variable import Variable
 from grace.versions import public
 
@@ -127,7 +127,7 @@ class Session:
         return self.exchanger
 
     def _build(self, variables: Sequence[Any], gradients: Sequence[Any]) -> Exchanger:
-        names = names_of(variables)
+        names = names_as_saved(names_of(variables), variables, self.saved and self.saved[0])
         rows = not self.sparse_as_dense
         mine = [(rows and isinstance(g, tf.IndexedSlices), g is not None) for g in gradients]
         told = tell(self.backend, "TensorFlow's variables", (names, mine))
@@ -255,24 +255,6 @@ class Session:
         if gradient is None:
             return tf.zeros(variable.shape, variable.dtype)
         return tf.cast(tf.convert_to_tensor(gradient), variable.dtype)
-
-    def or_none(self, i: int, mean: Mean) -> Any:
-        """In a graph, the mean for a variable that has no gradient on this rank; None if no rank had one when the
-        exchange began, and then none may have one later."""
-        if not self.nowhere[i]:
-            return mean.value
-
-        def check(found: tf.Tensor) -> None:
-            if found:
-                raise ExchangeError(
-                    f"the gradient of {self.names[i]!r} is None in this graph, because no rank had one when the "
-                    "exchange began, and now another rank has one. Let all ranks have one, if need be of zeros: "
-                    "tape.gradient(..., unconnected_gradients=tf.UnconnectedGradients.ZERO)"
-                )
-
-        with tf.control_dependencies(tf.nest.flatten(mean.value, expand_composites=True)):  # once the step is made
-            tf.py_function(check, [mean.found], [])
-        return None
 
     def _leaving(self, outcomes: list[tuple[Any, Any]]) -> list[Mean]:
         return [Mean(None, False) if v is None else Mean(*self._typed(i, v, f)) for i, (v, f) in enumerate(outcomes)]

@@ -7,13 +7,13 @@ from typing import Any
 import tensorflow as tf
 
 from grace.backend import Backend
-from grace.errors import ConfigError
+from grace.errors import ConfigError, ExchangeError
 from grace.horovod import check_not_horovods
 from grace.plans import Choices
 from grace.reduction import Reduction
 from grace.runtime import current
 from grace.tensorflow.saving import Remembered
-from grace.tensorflow.session import GROUP_BYTES, Session
+from grace.tensorflow.session import GROUP_BYTES, Mean, Session
 from grace.tensorflow.variables import value_of
 
 
@@ -65,6 +65,24 @@ class GradientExchange(Session):
             check=_check,
         )
         self.grace_state = Remembered(self)
+
+    def or_none(self, i: int, mean: Mean) -> Any:
+        """In a graph, the mean for a variable that has no gradient on this rank; None if no rank had one when the
+        exchange began, and then none may have one later."""
+        if not self.nowhere[i]:
+            return mean.value
+
+        def check(found: tf.Tensor) -> None:
+            if found:
+                raise ExchangeError(
+                    f"the gradient of {self.names[i]!r} is None in this graph, because no rank had one when the "
+                    "exchange began, and now another rank has one. Let all ranks have one, if need be of zeros: "
+                    "tape.gradient(..., unconnected_gradients=tf.UnconnectedGradients.ZERO)"
+                )
+
+        with tf.control_dependencies(tf.nest.flatten(mean.value, expand_composites=True)):  # once the step is made
+            tf.py_function(check, [mean.found], [])
+        return None
 
 
 def _check(communicator: Any) -> None:

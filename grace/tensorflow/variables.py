@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -64,6 +65,24 @@ def alike(names: Sequence[str], others: Sequence[str]) -> bool:
         if not long.endswith(short):
             return False
     return True
+
+
+def names_as_saved(names: list[str], variables: Sequence[Any], saved: dict[str, Any] | None) -> list[str]:
+    """The names of these variables in what is to be loaded, if they are :func:`alike` and so are the shapes; or else
+    ``names``."""
+    before = (saved or {}).get("pieces", {})
+    if list(before) == names or not alike(names, list(before)):
+        return names
+    if any(list(cut.get("shape", ())) != list(v.shape) for cut, v in zip(before.values(), variables, strict=True)):
+        return names
+    pairs = [f"{old!r} for {new!r}" for old, new in zip(before, names, strict=True) if old != new]
+    more = f" and {len(pairs) - 3} more" if len(pairs) > 3 else ""
+    warnings.warn(
+        "the checkpoint's names of variables differ from this model's only as Keras numbers layers, and names models "
+        f"in models; matched by position and shape: {', '.join(pairs[:3])}{more}",
+        stacklevel=2,
+    )
+    return list(before)
 
 
 def broadcast_variables(variables: Iterable[Any], root: int = 0, backend: Backend | None = None) -> None:

@@ -1,0 +1,80 @@
+"""Saved models and states whose variables have other names when they come back, because Keras numbers layers anew."""
+
+# ruff: noqa: E402 - what is imported after TensorFlow needs it
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+
+from pools import launched
+
+import grace
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+
+def built(kind, options, name=None):
+    import keras
+
+    inner = keras.Sequential([keras.layers.Dense(6), keras.layers.Dense(6)], name=name)
+    if kind == "functional":
+        x = keras.layers.Input((4,))
+        model = keras.Model(x, keras.layers.Dense(1)(inner(x)))
+    else:
+        model = keras.Sequential([inner, keras.layers.Dense(1)])
+        model.build((None, 4))
+    model.compile(grace.DistributedOptimizer(keras.optimizers.SGD(0.02, momentum=0.5), **options), "mse")
+    return model
+
+
+def train(model):
+    generator = np.random.default_rng(grace.rank())
+    x, y = generator.standard_normal((16, 4)).astype("f"), generator.standard_normal((16, 1)).astype("f")
+    model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+    return np.concatenate([np.ravel(v) for v in model.trainable_variables]).tobytes()
+
+
+def nested(folder):
+    """Models in models, which go on from their files; what is said; and whether it is the same as without a stop."""
+    found = []
+    for kind, options in (
+        ("functional", {"compressor": "topk(ratio=0.3)"}),
+        ("sequential", {"compressor": "qsgd(levels=3)"}),
+        ("functional", {"strategy": "partitioned_ps(compressor=topk)"}),
+    ):
+        model = built(kind, options, name="inner" if kind == "functional" else None)
+        train(model)
+        model.save(f"{folder}/{grace.rank()}.keras")
+        whole = train(model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            again = train(grace.tensorflow.load_model(f"{folder}/{grace.rank()}.keras"))
+        found.append((whole == again, [str(w.message) for w in caught if "matched by position" in str(w.message)]))
+    return found
+
+
+def second():
+    """A second model of the same program takes the state of the first, and both go on alike."""
+    first, later = (built("sequential", {"compressor": "qsgd(levels=3)"}) for _ in range(2))
+    train(first)
+    later.set_weights(first.get_weights())
+    later.optimizer.build(later.trainable_variables)
+    for mine, other in zip(later.optimizer.variables, first.optimizer.variables, strict=True):
+        mine.assign(other)
+    later.optimizer.load_state(first.optimizer.state())
+    return train(first) == train(later)
+
+
+def test_models_in_models_and_second_models_go_on_from_what_was_saved_bit_for_bit(tmp_path):
+    pool = launched("mpirun-mpi", 2, "tensorflow")
+    for found in pool.run(nested, str(tmp_path)):
+        for same, said in found:
+            assert same
+            assert len(said) == 1
+            assert "'inner/dense" in said[0] or "'sequential" in said[0]
+    assert pool.run(second) == [True, True]

@@ -26,7 +26,7 @@ class BroadcastCallback(keras.callbacks.Callback):
 
     def __init__(self, root: int = 0, backend: Backend | None = None):
         super().__init__()
-        self.root, self.backend = root, backend
+        self.root, self.backend, self.unbuilt = root, backend, False
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Broadcast, before the first batch.
@@ -41,7 +41,17 @@ class BroadcastCallback(keras.callbacks.Callback):
         if trained and not optimizer.built:  # a restored one is
             with keras.name_scope(optimizer.name):
                 optimizer.build(trained)
-        backend = current() if self.backend is None else self.backend
+        self.unbuilt = not self.model.built
+        self._broadcast()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Broadcast after the first batch what that has built."""
+        if self.unbuilt:
+            self.unbuilt = False
+            self._broadcast()
+
+    def _broadcast(self) -> None:
+        optimizer, backend = self.model.optimizer, current() if self.backend is None else self.backend
         broadcast_variables(self.model.variables, self.root, backend)
         slots = [variable.path.split("/")[-1] for variable in optimizer.variables]  # without the optimizer's own name
         broadcast_as(slots, optimizer.variables, self.root, backend)

@@ -27,7 +27,7 @@ from grace.setup import build_exchanger
 from grace.tensorflow.cutting import cut, put
 from grace.tensorflow.medium import Tensors, medium_for
 from grace.tensorflow.staging import GraphRun, HostRun
-from grace.tensorflow.variables import alike, broadcast_variables, names_as_saved, names_of, value_of
+from grace.tensorflow.variables import alike, broadcast_variables, described_as, names_as_saved, names_of, value_of
 from grace.variable import Variable
 from grace.versions import public
 
@@ -105,9 +105,9 @@ class Session:
         self.late: set[int] = set()
         """The ids of variables of which a step may bring nothing yet."""
         self.nowhere: list[bool] = []
-        """Of each variable, whether no rank had a gradient for it when the exchange began."""
+        """Of each, whether no rank had a gradient for it when the exchange began."""
         self._function: Any = None
-        self.needs_lr = False
+        self.unequal, self.needs_lr = broadcast, False
         self.medium = Tensors()
 
     @functools.cached_property
@@ -128,18 +128,19 @@ class Session:
 
     def _build(self, variables: Sequence[Any], gradients: Sequence[Any]) -> Exchanger:
         names = names_as_saved(names_of(variables), variables, self.saved and self.saved[0])
-        rows = not self.sparse_as_dense
-        mine = [(rows and isinstance(g, tf.IndexedSlices), g is not None) for g in gradients]
-        told = tell(self.backend, "TensorFlow's variables", (names, mine))
+        sparse_too = not self.sparse_as_dense
+        mine = [(sparse_too and isinstance(g, tf.IndexedSlices), g is not None) for g in gradients]
+        made = all(value_of(v).is_initialized() for v in variables)  # or a graph does it when it runs
+        told = tell(self.backend, "TensorFlow's variables", (names, mine, bool(made)))
         names = told[0][0] if alike(names, told[0][0]) else names
-        same = [flags for _, flags in told if len(flags) == len(names)]  # others are refused below
+        same = [flags for _, flags, _ in told if len(flags) == len(names)]  # others are refused below
         sparse, present = ([any(rank[i][j] for rank in same) for i in range(len(names))] for j in (0, 1))
         self.nowhere = [not found for found in present]
 
         def described() -> list[Variable]:
             check_integer("group_bytes", self.group_bytes)
             self.reduction.check()
-            return [_described(n, v, rows) for n, v, rows in zip(names, variables, sparse, strict=True)]
+            return [described_as(n, v, rows) for n, v, rows in zip(names, variables, sparse, strict=True)]
 
         facts = [
             ("TensorFlow", public(tf.__version__)),
@@ -170,8 +171,8 @@ class Session:
         else:
             saved, memory = self.saved
             checkpoint.load(exchanger, lambda: saved, memory, self.inside)
-        if self.broadcast:
-            broadcast_variables(variables, 0, self.backend)
+        if all(everywhere for *_, everywhere in told):
+            self.start_equal()
         for group in exchanger.groups:  # Horovod's errors name operations: let them say a variable
             group.label = f"{self.label}.{group.index}.{re.sub('[^A-Za-z0-9_.]', '_', group.variables[0].name)}"
         return exchanger
@@ -322,6 +323,13 @@ class Session:
 
     # -- Python's side of a step -------------------------------------------------------------------------
 
+    def start_equal(self) -> None:
+        """Let all ranks start from rank 0's values, once: after the agreement, or when the graph that makes variables
+        (of a model that was not built) first runs."""
+        if self.unequal:
+            self.unequal = False
+            broadcast_variables(self.variables, 0, self.backend)
+
     def start(self, group: Group, gradients: Sequence[Any], present: Sequence[bool], rate: Any) -> Any:
         """Begin the exchange of one group, with eager tensors."""
         assert self.exchanger is not None
@@ -383,12 +391,3 @@ class Session:
             if saved is not None:
                 form.check(saved)
             self.saved = (saved, memory)
-
-
-def _described(name: str, variable: Any, sparse: bool) -> Variable:
-    dtype = tf.as_dtype(variable.dtype).name
-    if not dtype.startswith(("float", "bfloat")):
-        raise ConfigError(f"variable {name!r} is {dtype}; Grace exchanges float16, bfloat16, float32 and float64")
-    if None in tuple(variable.shape):
-        raise ConfigError(f"variable {name!r} has no fixed shape ({tuple(variable.shape)}), which an exchange needs")
-    return Variable(name, tuple(int(n) for n in variable.shape), dtype, "tensorflow", sparse)

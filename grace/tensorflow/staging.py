@@ -122,6 +122,7 @@ class HostRun(Run):
             mine = self.of(group, given)
 
             def start(*tensors: Any, group: Group = group, mine: list[Any] = mine) -> int:
+                self.session.start_equal()
                 with self.computing():
                     self.begin(group, tf.nest.pack_sequence_as(mine, tensors[:-1]), tensors[-1])
                 return 0
@@ -203,6 +204,7 @@ class GraphRun(Run):
             if self.exchanger.under_way(group):  # the step before failed on its way
                 self.exchanger.abandon()
                 self.outcomes = []
+            self.session.start_equal()
             backend: Any = self.exchanger.backend
             with self.computing(), backend.recording() as operations:
                 self.running[group.index] = self.begin(group, gradients, rate)

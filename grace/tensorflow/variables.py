@@ -12,9 +12,10 @@ import tensorflow as tf
 
 from grace.agreement import first_difference, tell
 from grace.backend import Backend
-from grace.errors import RankError
+from grace.errors import ConfigError, RankError
 from grace.kernels import kernels_of
 from grace.runtime import current
+from grace.variable import Variable
 
 
 def value_of(variable: Any) -> Any:
@@ -83,6 +84,16 @@ def names_as_saved(names: list[str], variables: Sequence[Any], saved: dict[str, 
         stacklevel=2,
     )
     return list(before)
+
+
+def described_as(name: str, variable: Any, sparse: bool) -> Variable:
+    """What the exchange knows of a variable; it raises if that cannot be exchanged."""
+    dtype = tf.as_dtype(variable.dtype).name
+    if not dtype.startswith(("float", "bfloat")):
+        raise ConfigError(f"variable {name!r} is {dtype}; Grace exchanges float16, bfloat16, float32 and float64")
+    if None in tuple(variable.shape):
+        raise ConfigError(f"variable {name!r} has no fixed shape ({tuple(variable.shape)}), which an exchange needs")
+    return Variable(name, tuple(int(n) for n in variable.shape), dtype, "tensorflow", sparse)
 
 
 def broadcast_variables(variables: Iterable[Any], root: int = 0, backend: Backend | None = None) -> None:

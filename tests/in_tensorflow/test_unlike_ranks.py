@@ -101,3 +101,24 @@ def test_one_rank_restores_a_model_and_the_others_take_it(two, tmp_path):
         assert "/kernel float32(4, 3), rank 1 has the variable" in width
         assert "/kernel float32(4, 4). Make the same model" in width
         assert "/kernel float32(4, 3), rank 1 has nothing more" in build
+
+
+def built_late(callback):
+    """A model that its first batch builds, in a graph, from start values that differ."""
+    import keras
+    from tensorflow_training import digest
+
+    generator = np.random.default_rng(grace.rank())
+    x, y = generator.standard_normal((16, 4)).astype("f"), generator.standard_normal((16, 1)).astype("f")
+    keras.utils.set_random_seed(grace.rank())
+    model = keras.Sequential([keras.layers.Dense(3), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+    model.compile(grace.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)), "mse")
+    model.fit(x, y, batch_size=16, verbose=0, callbacks=[grace.tensorflow.BroadcastCallback()] if callback else [])
+    return digest(model.trainable_variables), digest(model.variables)
+
+
+def test_a_model_that_its_first_batch_builds_starts_equal(two):
+    (first, _), (second, _) = two.run(built_late, False)
+    assert first == second
+    first, second = two.run(built_late, True)
+    assert first == second

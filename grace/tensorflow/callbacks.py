@@ -8,9 +8,7 @@ from typing import Any
 import keras
 
 from grace.backend import Backend
-from grace.errors import ConfigError
 from grace.runtime import current
-from grace.tensorflow.saving import distributed
 from grace.tensorflow.variables import broadcast_as, broadcast_variables
 
 
@@ -32,11 +30,8 @@ class BroadcastCallback(keras.callbacks.Callback):
         """Broadcast, before the first batch.
 
         Raises:
-            ConfigError: the model is to be compiled by XLA, which cannot compile an exchange.
             RankError: the ranks have other models or optimizers, or not all are built.
         """
-        if self.model.jit_compile and distributed(self.model.optimizer) is not None:
-            raise ConfigError("XLA cannot compile an exchange of gradients: use model.compile(..., jit_compile=False)")
         optimizer, trained = self.model.optimizer, self.model.trainable_variables
         if trained and not optimizer.built:  # a restored one is
             with keras.name_scope(optimizer.name):

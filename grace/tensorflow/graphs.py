@@ -6,9 +6,25 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
+
+from grace.errors import ConfigError
 
 LOW31 = 0x7FFFFFFF
 INF_BITS = 0x7F800000
+
+
+def refuse_xla() -> None:
+    """Raise in a graph that XLA is to compile.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if not tf.executing_eagerly() and GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        raise ConfigError(
+            "XLA cannot compile an exchange of gradients: use model.compile(..., jit_compile=False), or leave out "
+            "jit_compile=True at your own tf.function"
+        )
 
 
 def length(x: tf.Tensor) -> Any:

@@ -25,6 +25,7 @@ from grace.reduction import Reduction, check_integer
 from grace.rows import Slices
 from grace.setup import build_exchanger
 from grace.tensorflow.cutting import cut, put
+from grace.tensorflow.graphs import refuse_xla
 from grace.tensorflow.medium import Tensors, medium_for
 from grace.tensorflow.staging import GraphRun, HostRun
 from grace.tensorflow.variables import alike, broadcast_variables, described_as, names_as_saved, names_of, value_of
@@ -194,7 +195,8 @@ class Session:
         self.closed = True
 
     def check_open(self) -> None:
-        """Raise if it has ended."""
+        """Raise if it has ended, or cannot be in this graph."""
+        refuse_xla()
         if self.closed:
             raise ExchangeError(
                 "this exchange was closed, and a graph that was traced before still wants it: call model.compile "
@@ -311,6 +313,7 @@ class Session:
 
     def all_true(self, flag: tf.Tensor) -> tf.Tensor:
         """Whether the flag (a scalar) is true on all ranks, on all ranks."""
+        self.check_open()
         tensor = tf.reshape(tf.cast(flag, tf.float32), [1])
         backend: Any = self.backend
         if backend.pairs_by_name:

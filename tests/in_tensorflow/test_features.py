@@ -328,12 +328,25 @@ def test_the_callbacks_broadcast_all_weights_and_average_all_metrics(two):
 
 
 def xla():
+    import keras
     from tensorflow_training import LOSS, network, samples
 
-    model = network()
-    model.compile(sgd(lr=0.01), LOSS, jit_compile=True)
-    with pytest.raises(grace.ConfigError, match="jit_compile=False"):
-        model.fit(*samples(16, 0), verbose=0, callbacks=[grace.tensorflow.BroadcastCallback()])
+    for callbacks in ([], [grace.tensorflow.BroadcastCallback()]):
+        for wrapped in (lambda made: made, keras.optimizers.LossScaleOptimizer):
+            model = network()
+            model.compile(wrapped(sgd(lr=0.01)), LOSS, jit_compile=True)
+            with pytest.raises(grace.ConfigError, match="jit_compile=False"):
+                model.fit(*samples(16, 0), verbose=0, callbacks=callbacks)
+    w = tf.Variable([1.0])
+
+    @tf.function(jit_compile=True, autograph=False)
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(w * w)
+        return grace.tensorflow.DistributedGradientTape(tape).gradient(loss, w)
+
+    with pytest.raises(grace.ConfigError, match="jit_compile=True at your own"):
+        step()
 
 
 def test_xla_is_refused_by_name(two):

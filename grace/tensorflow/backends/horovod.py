@@ -70,6 +70,7 @@ class HorovodBackend(Backend):
     """Operations that are run by one of several threads, by their name."""
 
     def __init__(self, process_set: Any = None, owns: bool = False):
+        _refuse_elastic()
         if not hvd.is_initialized():
             raise ConfigError(
                 "Horovod is not initialized for TensorFlow; call grace.init('horovod', framework='tensorflow') or "
@@ -79,18 +80,18 @@ class HorovodBackend(Backend):
         if not self.process_set.included():
             raise ConfigError("this rank is not in the process set; make no distributed optimizer on it")
         self.owns = owns
-        self.elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
         self.rank, self.size = self.process_set.rank(), self.process_set.size()
         self._calls = itertools.count()
         self._recorded: list[Operation] | None = None
         self.timeout = timeout_for()
         everyone = self.size == hvd.size()
-        self.watched = everyone and self.size > 1 and not self.elastic
+        self.watched = everyone and self.size > 1
         self.members = None if everyone else self.process_set.ranks
 
     @classmethod
     def join(cls) -> HorovodBackend:
         """All ranks; Horovod is initialized if nobody has done it yet."""
+        _refuse_elastic()
         owns = not hvd.is_initialized()
         if owns:
             heed_timeout(timeout_for())
@@ -216,6 +217,15 @@ class HorovodBackend(Backend):
     def shutdown(self) -> None:
         if self.owns and hvd.is_initialized():
             hvd.shutdown()
+
+
+def _refuse_elastic() -> None:
+    """A rank that is lost would end the run in the middle, as if all had been done."""
+    if os.environ.get("HOROVOD_ELASTIC") == "1":
+        raise ConfigError(
+            "Grace has no elastic mode for TensorFlow (horovodrun was given --min-np or --host-discovery-script): use "
+            "horovodrun -np, and keras.callbacks.BackupAndRestore to go on after a failure"
+        )
 
 
 def _received(output: Any) -> tf.Tensor:

@@ -27,6 +27,11 @@ SAID = {
     "skip": r"rank 1 is at step 5|rank 1 failed: AssertionError: optimizer.zero_grad\(\) was called",  # Horovod's own
     "miss": r"rank 1 called optimizer.zero_grad\(\) and left out backward\(\)",
 }
+ENDED_FIRST = {
+    "kill": r"rank +: 1 \(local_rank: 1\)\s+exitcode +: -9",
+    "raise": r"rank 1 failed first: ValueError: a mistake on rank 1",
+}
+"""What is said in any case under torchrun, which looks every 0.1 s whether a rank has failed, and ends the others."""
 SAID_IN_GRAPHS = {
     "kill": r"rank 1 failed first: it was lost|process rank 1 .* exited on signal 9",  # the latter by mpirun
     "raise": r"ValueError: a mistake on rank 1",
@@ -57,6 +62,8 @@ def ended_by(launcher: str, framework: str, fault: str, seconds: float = SECONDS
 )
 def test_a_fault_of_one_rank_ends_all_and_is_named(launcher, fault):
     printed = ended_by(launcher, "torch", fault)
+    if launcher == "torchrun" and fault in ENDED_FIRST and re.search(ENDED_FIRST[fault], printed):
+        return  # whether the others had time to say anything or not
     assert re.search(SAID[fault], printed), printed
     if fault in ("kill", "raise", "leave"):
         assert re.search(EXCHANGE, printed), printed

@@ -183,8 +183,8 @@ class Carrier:
             if own is not None and (rank, size) != (self.rank, self.size):
                 raise Misfit(
                     f"the checkpoint holds the {kind} of {part!r} of rank {rank} of {size}, this is rank "
-                    f"{self.rank} of {self.size}. Save one file per rank, or save full_state_dict(), which holds all "
-                    "ranks and loads on any number of them"
+                    f"{self.rank} of {self.size}. Save one file per rank, or save "
+                    f"{self.exchanger.context.calls.save_all}, which holds all ranks and loads on any number of them"
                 )
             return own
         if len(self.everyone) == self.size:
@@ -231,7 +231,8 @@ class Carrier:
             if not _same(old, cut, "axis", "sizes", "destinations"):
                 raise Misfit(
                     f"the checkpoint holds what this rank kept of its answers for {name!r}, which another rank reduces "
-                    "now, or in other parts. Save full_state_dict(), which holds all ranks"
+                    "now, or in other parts. Save "
+                    f"{self.exchanger.context.calls.save_all}, which holds all ranks"
                 )
             return {part: value for part in parts if (value := self._picked(kind, part)) is not None}
         kept = {part: value for one in self.everyone for part, value in one.get(kind, {}).items() if part in parts}

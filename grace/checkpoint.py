@@ -35,10 +35,7 @@ from grace.rows import Slices
 from grace.variable import unwrapped
 
 MODES = ("strict", "keep", "reset")
-WITHOUT = (
-    "the checkpoint has no 'grace' entry: it was saved by a plain optimizer. To start with empty memories call "
-    "load_state_dict(state, memory='reset')"
-)
+WITHOUT = "the checkpoint has no 'grace' entry: it was saved by a plain optimizer. To start with empty memories call "
 
 
 def save(exchanger: Exchanger) -> dict[str, Any]:
@@ -236,13 +233,13 @@ def prepare(
     check_settled(exchanger)
     if saved is None:
         if memory == "strict":
-            raise ConfigError(WITHOUT)
+            raise ConfigError(WITHOUT + exchanger.context.calls.reset)
         dropped = [] if memory == "reset" else ["everything: it was saved by a plain optimizer"]
         return Loaded(None, dropped=dropped)
     form.check(saved)
     loaded = Loaded(saved["step"], saved.get("id"), float(saved["loss_scale"]))
     strict = memory == "strict"
-    spoilt = form.spoilt(saved) if memory != "reset" else {}
+    spoilt = form.spoilt(saved, exchanger.context.calls.partial) if memory != "reset" else {}
     if spoilt and strict:
         more = f" ({len(spoilt) - 1} values more are missing or damaged)" if len(spoilt) > 1 else ""
         raise ConfigError(f"{next(iter(spoilt.values()))}{more}; {HOW}")

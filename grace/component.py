@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
+from grace.calls import TORCH, Calls
 from grace.errors import ConfigError
 from grace.kernels.random import Stream, stream_key
 from grace.state import State
@@ -36,6 +37,7 @@ class Context:
         settings: a digest of the hyperparameters that the last step was made with.
         astray: why ranks that this one speaks for cannot go on; empty if they can.
         names: what the ranks are called, where only some of all take part.
+        calls: what messages call things, in the user's framework.
     """
 
     seed: int = 0
@@ -50,6 +52,7 @@ class Context:
     settings: int = 0
     astray: str = ""
     names: Sequence[int] = ()
+    calls: Calls = TORCH
 
     def stream(self, name: str, *, shared: bool = False) -> Stream:
         """Random numbers for one variable at this step, the same on all ranks if ``shared``."""

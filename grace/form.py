@@ -258,16 +258,13 @@ def seal(saved: dict[str, Any]) -> dict[str, Any]:
     return {**saved, "checksum": _of_facts(saved)}
 
 
-def spoilt(saved: dict[str, Any]) -> dict[str, str]:
-    """Values that are missing, damaged or not finite, with why they cannot be loaded; of a state that was checked."""
+def spoilt(saved: dict[str, Any], partial: str = "") -> dict[str, str]:
+    """Values that are missing, damaged or not finite, with why they cannot be loaded; of a state that was checked.
+    ``partial`` says how values may be missing."""
     held, why, listed = dict(items(saved)), {}, saved.get("holds", ())
     for what, crc in zip(listed, saved.get("checksums") or [None] * len(listed), strict=True):
         if what not in held:
-            why[what] = (
-                f"the checkpoint should hold {what}, and does not. torch.distributed.checkpoint loads only what is in "
-                "the dict that it is given: save full_state_dict(packed=True), and let it load into that of the new "
-                "optimizer"
-            )
+            why[what] = f"the checkpoint should hold {what}, and does not. {partial}"
         elif crc is not None and crc != checksum(held[what]):
             why[what] = f"the checkpoint is damaged: {what} is not what was saved (its checksum differs)"
     known = set(saved.get("holds", held))

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
+from grace.calls import TORCH
+
 WITHOUT_EFFECT = {"foreach", "fused", "differentiable", "capturable", "jit_compile"}
 """How an optimizer computes, not what."""
 
@@ -43,11 +45,11 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool) else float(value)
 
 
-def facts(kind: str, groups: Sequence[Numbers]) -> list[tuple[str, str]]:
-    """For :func:`grace.agreement.agree`.
+def facts(kind: str, groups: Sequence[Numbers], group: str = TORCH.group) -> list[tuple[str, str]]:
+    """For :func:`grace.agreement.agree`; ``group`` is what each dict is called, by its number.
 
     >>> facts("SGD", [(("lr", 0.1),)])
     [('optimizer SGD', ''), ('optimizer SGD, param group 0, lr', '0.1')]
     """
-    each = [(f"optimizer {kind}, param group {i}, {name}", repr(n)) for i, g in enumerate(groups) for name, n in g]
+    each = [(f"optimizer {kind}, {group.format(i)}{name}", repr(n)) for i, g in enumerate(groups) for name, n in g]
     return [(f"optimizer {kind}", ""), *each]

@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from grace.backend import Backend
+from grace.calls import KERAS
 from grace.checkpoint import say_whose
 from grace.communicator import Communicator
 from grace.errors import ConfigError
@@ -288,7 +289,7 @@ def DistributedOptimizer(
         hierarchical=hierarchical,
         check=lambda chosen: check_momentum([chosen], known()),
         averages=True,
-        settings=lambda: facts(cls.__name__, [numbers(known().get_config())]),
+        settings=lambda: facts(cls.__name__, [numbers(known().get_config())], KERAS.group),
     )
     inner.__class__ = type(cls.__name__, (DistributedMixin, cls), {"__module__": cls.__module__})
     for name, value in (("_grace", session), ("_step", _Step())):

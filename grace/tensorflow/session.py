@@ -14,6 +14,7 @@ import tensorflow as tf
 from grace import checkpoint, form
 from grace.agreement import tell
 from grace.backend import Backend
+from grace.calls import KERAS
 from grace.communicator import Communicator
 from grace.component import Context
 from grace.errors import ConfigError, ExchangeError
@@ -94,7 +95,7 @@ class Session:
         self.check, self.averages, self.hierarchical = check, averages, hierarchical
         self.settings = settings
         self.lr = 1.0
-        self.context = Context(seed=seed, lr=lambda name: self.lr, predivide=reduction.predivide)
+        self.context = Context(seed=seed, lr=lambda name: self.lr, predivide=reduction.predivide, calls=KERAS)
         self.variables: list[Any] = []
         self.names: list[str] = []
         self.exchanger: Exchanger | None = None

@@ -370,9 +370,9 @@ class Exchanger:
         """Give every rank the root's step counters, loss scale, and state of the parts whose state all ranks share."""
         shared = [part for _, part in self.components if part.shared_state]
         context, counted = self.context, ("step", "updates", "left_out", "settings", "loss_scale")
-        mine = ([getattr(context, name) for name in counted], [dict(part.state) for part in shared])
+        mine = self.run, [getattr(context, name) for name in counted], [dict(part.state) for part in shared]
         answers = self.backend.allgather_object(mine if self.backend.rank == root else None)
-        counts, states = answers[root]
+        self.run, counts, states = answers[root]
         for name, count in zip(counted, counts, strict=True):
             setattr(context, name, count)
         for part, state in zip(shared, states, strict=True):

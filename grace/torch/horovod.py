@@ -13,6 +13,7 @@ from horovod.torch.optimizer import _DistributedOptimizer
 
 from grace import tracing
 from grace.errors import ConfigError
+from grace.places import digest
 from grace.plans import Choices
 from grace.torch import elastic  # noqa: F401  # Horovod's TorchState must know these optimizers
 from grace.torch.life import Closable, begin
@@ -25,6 +26,8 @@ from grace.torch.session import Session
 class HorovodSession(Session):
     """A session whose exchanges start when Horovod's optimizer has all gradients of a group."""
 
+    by_itself = True  # as scripts for Horovod do it: then rank 0's state and settings are broadcast
+
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         backend: Any = self.exchanger.backend
@@ -35,12 +38,24 @@ class HorovodSession(Session):
         gathered = [group.communicator for group in self.exchanger.groups if not group.communicator.sums]
         self.unsummed = gathered[0].describe() if gathered else ""
         """What is exchanged by other means than Horovod's all-reduce."""
+        own, exchanger = self.exchanger.hyperparameters, weakref.proxy(self.exchanger)
+        self.exchanger.hyperparameters = lambda: [*own(), ("gone on from what is called", exchanger.run)]
+        self.loaded()
         self._reset()
 
     def _reset(self) -> None:
         self.waiting = self.waiting_for()
         self.versions = {}
         self.checked = False
+
+    def after_step(self) -> None:
+        """The optimizer has stepped."""
+        super().after_step()
+        self.loaded()
+
+    def loaded(self) -> None:
+        """The next exchange tells of the hyperparameters, and which state this rank goes on from."""
+        self.context.settings = digest((*self.settings, self.exchanger.run))
 
     def alone(self, p: torch.nn.Parameter) -> bool:
         """Whether Horovod may exchange a parameter's sparse gradient: nothing else travels with it."""

@@ -84,7 +84,8 @@ class StateMixin:
 
     def load_state_dict(self, state_dict: dict[str, Any], memory: str = "strict") -> None:
         """Restore. A run that is stopped and resumed continues bit for bit; what is refused on some rank changes
-        nothing on any. Every rank must call it.
+        nothing on any. Every rank must call it. Over Horovod each loads by itself, so that one may load for all if
+        ``hvd.broadcast_optimizer_state`` follows; ranks that go on from different states are told at the next step.
 
         Args:
             state_dict: from ``state_dict()`` of the same rank, or from ``full_state_dict()``.
@@ -98,7 +99,8 @@ class StateMixin:
         """
         if memory == "strict" and _asking() is not None:
             memory = "maybe"  # whoever calls torch's functions cannot say it
-        load_state(self, state_dict, memory, checkpoint.compare)
+        load_state(self, state_dict, memory, None if self._grace.by_itself else checkpoint.compare)
+        self._grace.loaded()
 
     @property
     def strategy(self) -> Any:

@@ -58,6 +58,9 @@ class Session:
         hierarchical: the ranks of a node reduce among themselves first.
     """
 
+    by_itself = False
+    """Whether a rank loads, and sets hyperparameters, without the others: the first exchange compares them."""
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -115,7 +118,7 @@ class Session:
             ("broadcast", str(broadcast)),
             ("hierarchical", str(hierarchical)),
             ("grad_scaler", "none" if grad_scaler is None else "given"),
-            *in_words(type(optimizer).__name__, hyperparameters(optimizer)),
+            *in_words(type(optimizer).__name__, () if self.by_itself else hyperparameters(optimizer)),
         ]
 
         self.plan: Plan | None = None
@@ -325,6 +328,9 @@ class Session:
         self.context.updates += 1
         self.settings = hyperparameters(self.optimizer)
         self.context.settings = digest(self.settings)
+
+    def loaded(self) -> None:
+        """A state was loaded."""
 
     def gradients_cleared(self) -> None:
         """Gradients were cleared."""

@@ -66,6 +66,77 @@ def test_horovods_broadcast_of_the_state_gives_all_ranks_the_roots_and_makes_no_
             assert first[2]
 
 
+def resumed(how):
+    """Train, save, and go on in another optimizer as Horovod's scripts do it; what came of it."""
+    import horovod.torch as hvd
+
+    def new():
+        model = net()
+        return model, grace.DistributedOptimizer(
+            OPTIMIZERS["SGD"](model.parameters()), model.named_parameters(), "randomk(ratio=0.2)", memory="none"
+        )
+
+    saves = []
+    for steps in (range(2), range(2, 4)):  # two runs, as far as each other
+        model, optimizer = new()
+        train(model, optimizer, steps)
+        saves.append(copy.deepcopy((model.state_dict(), optimizer.full_state_dict())))
+        optimizer.close()
+    model, optimizer = new()
+    if how == "uninterrupted":
+        train(model, optimizer, range(2))
+    elif how == "different" or grace.rank() == 0:
+        weights_then, optimizer_then = saves[grace.rank()]
+        model.load_state_dict(weights_then)
+        optimizer.load_state_dict(optimizer_then)
+    if how == "rank 0 for all":
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    try:
+        train(model, optimizer, range(2, 5))
+    except grace.errors.StepError as error:
+        return str(error)
+    return digest([weights(model), optimizer.state_dict()["state"]])
+
+
+def test_rank_0_restores_for_all_and_other_states_are_told_at_the_next_step(horovod):
+    whole = horovod.run(resumed, "uninterrupted", timeout=60)
+    assert horovod.run(resumed, "rank 0 for all", timeout=60) == whole
+    assert whole[0] == whole[1]
+    for said in horovod.run(resumed, "forgotten", timeout=60):
+        assert "rank 1 is at step 0, rank 0 is at step 2" in said
+    for said in horovod.run(resumed, "different", timeout=60):
+        assert "the first difference: rank 0 has gone on from what is called" in said
+
+
+def other_settings(everyone):
+    """Ranks with settings of their own, until rank 0's are broadcast; what they are, or the error."""
+    import horovod.torch as hvd
+
+    model, rate = net(), 0.05 * (1 + grace.rank())
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+    optimizer = grace.DistributedOptimizer(optimizer, model.named_parameters(), "topk(ratio=0.1)")
+    if everyone:
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    before = weights(model)
+    try:
+        train(model, optimizer, range(2))
+    except grace.errors.StepError as error:
+        assert digest(before) == digest(weights(model))
+        return str(error)
+    return optimizer.param_groups[0]["lr"], digest(weights(model))
+
+
+def test_rank_0s_settings_are_everyones_once_they_are_broadcast(horovod):
+    first, second = horovod.run(other_settings, True, timeout=30)
+    assert first == second
+    assert first[0] == 0.05
+    for said in horovod.run(other_settings, False, timeout=30):
+        assert (
+            "rank 0 has optimizer SGD, param group 0, lr 0.05, rank 1 has optimizer SGD, param group 0, lr 0.1" in said
+        )
+
+
 def broadcast_of_all_kinds():
     """Tensors that Horovod's own broadcast does not take."""
     import horovod.torch as hvd

@@ -289,6 +289,7 @@ def launch(
     horovodrun and Open MPI's mpirun reach the nodes themselves. The program lies
     in the same folder on all nodes. A rank that fails ends the job: its number
     is printed, and its exit code (128 and the number of the signal) is ours.
+    GRACE_TIMEOUT says for how many seconds a rank waits for another (600).
     """
     from grace import jobs
     from grace.strategy.resources import Resources

@@ -24,7 +24,6 @@ Cut = dict[str, Any]
 Cuts = dict[str, Cut]
 KINDS = ("compressor", "memory", "answer_memory", "shard_memory")
 """What state may be of, in every run."""
-HOW = "or load it with memory='keep', which keeps what fits, or memory='reset', which starts with empty memories"
 
 
 class Misfit(ConfigError):
@@ -107,7 +106,7 @@ class Carrier:
             return take(*what)
         except Misfit as why:
             if self.strict:
-                raise ConfigError(f"{why}, {HOW}") from None
+                raise ConfigError(f"{why}, {self.exchanger.context.calls.otherwise}") from None
             self.dropped.append(str(why))
             return {}
 

@@ -28,7 +28,7 @@ from typing import Any
 from grace import form
 from grace.agreement import tell
 from grace.backend import Backend
-from grace.carry import HOW, Carrier, Cuts, Misfit, bare
+from grace.carry import Carrier, Cuts, Misfit, bare
 from grace.errors import ConfigError, ExchangeError, RankError
 from grace.exchanger import Exchanger
 from grace.rows import Slices
@@ -238,11 +238,11 @@ def prepare(
         return Loaded(None, dropped=dropped)
     form.check(saved)
     loaded = Loaded(saved["step"], saved.get("id"), float(saved["loss_scale"]))
-    strict = memory == "strict"
+    strict, how = memory == "strict", exchanger.context.calls.otherwise
     spoilt = form.spoilt(saved, exchanger.context.calls.partial) if memory != "reset" else {}
     if spoilt and strict:
         more = f" ({len(spoilt) - 1} values more are missing or damaged)" if len(spoilt) > 1 else ""
-        raise ConfigError(f"{next(iter(spoilt.values()))}{more}; {HOW}")
+        raise ConfigError(f"{next(iter(spoilt.values()))}{more}; {how}")
     form.check_facts(saved)
     if memory == "reset":
         return loaded
@@ -255,12 +255,12 @@ def prepare(
         by_strategy = any(name.startswith("strategy ") for name in (saved["components"], now))
         if bare(saved["components"]) != bare(now) and not by_strategy:
             raise ConfigError(
-                f"the checkpoint was saved with {saved['components']}, this run uses {now}. Use the same, {HOW}"
+                f"the checkpoint was saved with {saved['components']}, this run uses {now}. Use the same, {how}"
             )
         if saved["seed"] != context.seed:
             raise ConfigError(
                 f"the checkpoint was saved with seed={saved['seed']}, this run has seed={context.seed}. Use the same, "
-                f"{HOW}"
+                f"{how}"
             )
     carrier = Carrier(saved, cuts_of(exchanger), exchanger, strict)
     loaded.values, loaded.pending = carrier.values(), carrier.pending()
@@ -269,7 +269,7 @@ def prepare(
         _check_leader(exchanger, saved, loaded.values)
     except Misfit as why:
         if strict:
-            raise ConfigError(f"{why}, {HOW}") from None
+            raise ConfigError(f"{why}, {how}") from None
         loaded.values = {}
         loaded.dropped.append(str(why))
     return loaded

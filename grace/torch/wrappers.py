@@ -78,8 +78,11 @@ def check_unwrapped(parameters: Mapping[str, torch.nn.Parameter]) -> None:
 def _held(parameters: Collection[torch.nn.Parameter]) -> list[tuple[Any, torch.nn.Parameter]]:
     """The wrappers that exchange one of the parameters, each with the first."""
     sharding = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", DistributedDataParallel)
-    found = [thing for thing in gc.get_objects() if issubclass(type(thing), (DistributedDataParallel, sharding))]
-    held = []
+    kinds = [DistributedDataParallel, sharding]
+    for kind in kinds:  # the list grows: to look a type up is faster than to ask for its bases
+        kinds += kind.__subclasses__()
+    wanted, held = set(kinds), []
+    found = [thing for thing in gc.get_objects() if type(thing) in wanted]
     for wrapper in found:
         left_out = getattr(wrapper, "parameters_to_ignore", ())
         own = [p for name, p in wrapper.module.named_parameters() if p in parameters and name not in left_out]

@@ -224,7 +224,9 @@ def rules():
     bent = form.seal(bent)
     fit(model, range(1, 2))
     before = state_of(optimizer._grace)["memory"]
-    with pytest.raises(grace.ConfigError, match=f"'{name}', which should have the shape .* and has .3.*memory='keep'"):
+    with pytest.raises(
+        grace.ConfigError, match=f"'{name}', which should have the shape .* and has .3.*memory_state='keep'"
+    ):
         optimizer.load_state(bent)
     now = state_of(optimizer._grace)["memory"]
     assert all(np.array_equal(now[key], before[key]) for key in before)

@@ -111,7 +111,8 @@ def test_a_killed_rank_ends_the_others_with_the_variables_that_were_under_way(ru
         assert "ExchangeError" in names
         assert " .. head." in message  # the group's first and last variable
         assert f"of {SIZE}: the exchange of group" in message
-        assert f"; rank {VICTIM} was lost (killed, or its machine is gone). The engine says: " in message
+        assert f"; rank {VICTIM} was lost (killed, or its machine is gone)" in message  # first; others may follow
+        assert "The engine says: " in message
 
 
 @pytest.mark.parametrize(
@@ -131,4 +132,5 @@ def test_a_killed_rank_ends_the_others_under_the_ddp_hook(run, compressor):
         assert re.search(r"the exchange of group \d+ \((scale|conv|hidden|head)", message), (
             message
         )  # the first variable
-        assert f"; rank {VICTIM} was lost (killed, or its machine is gone). The engine says: " in message
+        assert f"; rank {VICTIM} was lost (killed, or its machine is gone)" in message  # first; others may follow
+        assert "The engine says: " in message

@@ -230,6 +230,7 @@ def first_reason(said: str, rank: int) -> str:
     """
     error = r"([A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt)\b[^\r\n]*)"
     told = re.findall(rf"grace: rank {rank} failed first: ([^\r\n]+)", said)
+    told += map(": ".join, re.findall(rf"grace: (\w+) on rank {rank} ends all ranks: ([^\r\n]+)", said))
     own = re.findall(rf"^(?:\[rank{rank}\]:|\[(?:1,)?{rank}\]<stderr>:) ?{error}", said, re.MULTILINE)
     return re.sub(r"\[[\d,]+\]<stderr>:", "", next(iter([*told, *own[-1:]]), ""))
 

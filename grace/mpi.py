@@ -275,7 +275,8 @@ def _abort_on_errors(comm: Any) -> None:
         before(kind, value, trace)
         if size > 1:
             if not issubclass(kind, RankError):  # these follow from another rank's; mpirun may name either
-                print(f"grace: {kind.__name__} on rank {rank} ends all ranks", file=sys.stderr)
+                what = " ".join(str(value).split())[:500]
+                print(f"grace: {kind.__name__} on rank {rank} ends all ranks: {what}", file=sys.stderr)
             sys.stderr.flush()
             MPI.COMM_WORLD.Abort(1)
 

@@ -49,9 +49,9 @@ def test_edits_replace_their_text_and_keep_the_rest(tool, source):
     assert "CMAKE_CXX_STANDARD 20" in (source / "horovod/torch/CMakeLists.txt").read_text()
 
 
-@pytest.mark.parametrize("number", range(9))
+@pytest.mark.parametrize("number", range(11))
 def test_an_edit_that_does_not_apply_names_file_and_text(tool, source, number):
-    assert len(tool.EDITS) == 9
+    assert len(tool.EDITS) == 11
     edit = tool.EDITS[number]
     path = source / edit.file
     path.write_text(path.read_text().replace(edit.old, "something newer"))

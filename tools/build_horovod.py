@@ -96,6 +96,25 @@ EDITS = [
         "            os.environ.setdefault('OPAL_PREFIX', sys.prefix)\n"
         "        if comm is None:\n            comm = []\n",
     ),
+    # When a rank leaves, the others' background threads hold a lock while they take Python's to drop what is queued. A
+    # main thread that waits for that lock must not hold Python's meanwhile.
+    Edit(
+        "horovod/torch/mpi_ops_v2.cc",
+        "PYBIND11_MODULE(mpi_lib_v2, m) {",
+        "struct WithoutPythonsLock {\n"
+        "  py::module_& module;\n"
+        "  template <class Function> void def(const char* name, Function function) {\n"
+        "    module.def(name, function, py::call_guard<py::gil_scoped_release>());\n"
+        "  }\n"
+        "};\n"
+        "PYBIND11_MODULE(mpi_lib_v2, module) {\n"
+        "  WithoutPythonsLock m{module};",
+    ),
+    Edit(  # it lets Python's lock go by itself
+        "horovod/torch/mpi_ops_v2.cc",
+        '  m.def("horovod_torch_wait_and_clear", &WaitAndClear);',
+        '  module.def("horovod_torch_wait_and_clear", &WaitAndClear);',
+    ),
 ]
 
 # What each rank runs: {engine} is gloo or mpi.

@@ -15,9 +15,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jo
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would compile Grace again
 sys.path.insert(0, str(Path(__file__).parent))  # so that rank processes can import test modules by name
 
-from engines import ENGINES
-from pool import Ranks
-from pools import ranks_of, stop_all, stop_engines
+import warm
+
+warm.install()  # before others read sys.executable
+
+from engines import ENGINES  # noqa: E402
+from pool import Ranks  # noqa: E402
+from pools import ranks_of, stop_all, stop_engines  # noqa: E402
 
 settings.register_profile("all", deadline=None, derandomize=True, max_examples=40)
 settings.register_profile("fuzz", deadline=None, max_examples=400, print_blob=True)

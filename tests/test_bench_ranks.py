@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import warm
 from engines import environment
 
 import grace
@@ -21,6 +22,7 @@ from grace.bench.record import Results
 pytestmark = pytest.mark.ranks
 
 GRACE = str(Path(sys.executable).with_name("grace"))
+REAL = str(Path(warm.REAL).with_name("grace"))  # its processes are its children
 LAUNCHERS = ("rendezvous", "mpirun", "/sh\0", "/bash\0")
 SHORT = ("--epochs", "2", "--seeds", "1")
 FILES = {"results.json", "results.csv", "report.html"}
@@ -41,11 +43,11 @@ def launcher(request, monkeypatch, tmp_path_factory):
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(empty.parent), os.environ.get("PYTHONPATH", "")]))
 
 
-def run(*args, code=0, timeout=120, cwd=None, **environment):
+def run(*args, code=0, timeout=120, cwd=None, program=GRACE, **environment):
     """Run `grace bench train` at 80 columns; returns (stdout, stderr)."""
     env = {**os.environ, "COLUMNS": "80", **environment}
     done = subprocess.run(
-        [GRACE, "bench", "train", *args], capture_output=True, text=True, env=env, timeout=timeout, cwd=cwd
+        [program, "bench", "train", *args], capture_output=True, text=True, env=env, timeout=timeout, cwd=cwd
     )
     assert done.returncode == code, done.stderr
     return done.stdout, done.stderr
@@ -111,7 +113,7 @@ def test_a_rank_of_tensorflow_that_fails_is_quoted_without_its_start_up_noise(tm
     (decoy / "__init__.py").write_text("import tensorflow\nraise SystemExit('keras is broken')")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     args = [*SHORT, "-n", "1", "--framework", "tensorflow", "--out", str(tmp_path / "out")]
-    _, err = run(*args, code=1, PYTHONPATH=path)
+    _, err = run(*args, code=1, program=REAL, PYTHONPATH=path)  # has not imported the other keras beforehand
     assert err == "grace bench train: the ranks failed (exit code 1)\nrank 0:\nkeras is broken\n"
 
 
@@ -188,7 +190,7 @@ def _gone(ranks, seconds=5):
 @contextlib.contextmanager
 def _running(tmp_path, seconds, framework="torch"):
     """A long benchmark whose ranks have been up for a while: (process, pids of its ranks)."""
-    command = [GRACE, "bench", "train", "--methods", "none", "--epochs", "5000", "--out", str(tmp_path)]
+    command = [REAL, "bench", "train", "--methods", "none", "--epochs", "5000", "--out", str(tmp_path)]
     command += ["--framework", framework]
     # os.environ: an MPI started in this very process leaves variables in C's environment that no mpirun survives
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "env": dict(os.environ)}

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 from command import grace_command
 
 import grace
@@ -52,7 +53,7 @@ def test_version_is_the_packages():
 
 def test_the_command_starts_without_the_heavy_packages():
     code = "import sys, grace.cli; print({'torch', 'numba', 'matplotlib', 'sklearn', 'tensorflow'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+    assert subprocess.run([warm.REAL, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import textwrap
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import warm
 
 import grace
 
@@ -34,7 +34,7 @@ BLOCK = """
 def run(script: str, absent: tuple[str, ...] = ()) -> str:
     script = f"ABSENT = {absent!r}\n" + textwrap.dedent(BLOCK) + textwrap.dedent(script)
     done = subprocess.run(
-        [sys.executable, "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=100, check=False
+        [warm.REAL, "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

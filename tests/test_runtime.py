@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+import warm
 from engines import available
 
 import grace
@@ -31,7 +32,7 @@ def python(script: str, timeout: float = 90, **environment: str) -> str:
     """What a fresh interpreter prints."""
     plain = {key: value for key, value in os.environ.items() if key not in LAUNCHER_KEYS}
     done = subprocess.run(
-        [sys.executable, "-c", script],
+        [warm.REAL, "-c", script],
         env={**plain, "GLOO_SOCKET_IFNAME": "lo", **environment},
         capture_output=True,
         text=True,

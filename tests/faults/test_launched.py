@@ -8,22 +8,24 @@ import signal
 import socket
 import stat
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from engines import BIN, environment
+import warm
+from engines import environment
 
 import grace
 
-GRACE = [sys.executable, "-m", "grace.cli", "launch"]
+PYTHON = warm.REAL  # who is whose child matters here
+GRACE = [PYTHON, "-m", "grace.cli", "launch"]
 ROOT = str(Path(grace.__file__).parents[1])
 PACKAGE = {"torch": "torch", "horovod": "horovod", "mpi": "mpi4py"}
 
 
 def env():
-    return {**environment(), "PYTHONPATH": ROOT, "COLUMNS": "80"}
+    path = f"{Path(PYTHON).parent}{os.pathsep}{environment()['PATH']}"
+    return {**environment(), "PATH": path, "PYTHONPATH": ROOT, "COLUMNS": "80"}
 
 
 def launched(*args, folder=None, code=0, **variables):
@@ -89,7 +91,7 @@ def nobody_left(folder, within=5):
 def test_ranks_know_their_number_and_the_strategy(script, tmp_path, engine):
     need(engine)
     (tmp_path / "s.json").write_text("{}")
-    python = str(BIN / "python")
+    python = PYTHON
     args = ["-n", "2", "--engine", engine, "--strategy", "s.json", "--", python, str(script), "end", str(tmp_path)]
     out = launched(*args, folder=tmp_path)[0]
     for rank in range(2):
@@ -111,7 +113,7 @@ def test_ranks_know_their_number_and_the_strategy(script, tmp_path, engine):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_rank_that_dies_ends_the_job_with_its_number_and_exit_code(script, tmp_path, engine, how, code, message):
     need(engine)
-    args = ["-n", "2", "--engine", engine, "--", str(BIN / "python"), str(script), how, str(tmp_path)]
+    args = ["-n", "2", "--engine", engine, "--", PYTHON, str(script), how, str(tmp_path)]
     err = launched(*args, code=code)[1]
     assert err.splitlines()[-1] == f"grace launch: {message}; the others were ended"
     assert nobody_left(tmp_path)
@@ -119,10 +121,8 @@ def test_a_rank_that_dies_ends_the_job_with_its_number_and_exit_code(script, tmp
 
 @pytest.mark.ranks
 def test_a_launcher_that_names_no_rank_is_named():
-    err = launched("--engine", "torch", "--", sys.executable, "-m", code=2)[1]
-    assert err.splitlines()[-1] == (
-        f"grace launch: {Path(sys.executable).name} ended with exit code 2; no rank is named"
-    )
+    err = launched("--engine", "torch", "--", PYTHON, "-m", code=2)[1]
+    assert err.splitlines()[-1] == (f"grace launch: {Path(PYTHON).name} ended with exit code 2; no rank is named")
 
 
 @pytest.mark.ranks
@@ -137,7 +137,7 @@ def test_a_launcher_that_names_no_rank_is_named():
 )
 def test_ending_the_command_leaves_nobody_behind(script, tmp_path, engine, number):
     need(engine)
-    args = ["-n", "2", "--engine", engine, "--", str(BIN / "python"), str(script), "wait", str(tmp_path)]
+    args = ["-n", "2", "--engine", engine, "--", PYTHON, str(script), "wait", str(tmp_path)]
     with open(tmp_path / "err", "w+") as err:  # no pipe, which ranks would hold open
         process = subprocess.Popen([*GRACE, *args], env=env(), stdout=subprocess.DEVNULL, stderr=err)
         until = time.monotonic() + 60
@@ -177,14 +177,14 @@ def cluster(tmp_path):
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
-    path = f"{tmp_path / 'bin'}{os.pathsep}{environment()['PATH']}"
+    path = f"{tmp_path / 'bin'}{os.pathsep}{env()['PATH']}"
     return ["-r", str(tmp_path / "c.yaml"), "--engine", "torch", "--port", str(port)], path
 
 
 @pytest.mark.ranks
 def test_two_nodes_are_one_job(script, tmp_path, cluster):
     args, path = cluster
-    out = launched(*args, "--", str(BIN / "python"), str(script), "end", str(tmp_path), PATH=path)[0]
+    out = launched(*args, "--", PYTHON, str(script), "end", str(tmp_path), PATH=path)[0]
     for rank in range(3):
         assert (tmp_path / f"{rank}.rank").read_text() == f"torch {rank} 3 None it's here\n"
         assert f"said by {rank}" in out
@@ -196,7 +196,7 @@ def test_one_nodes_failure_ends_the_others(tmp_path, cluster, rank):
     args, path = cluster
     script = tmp_path / "a.py"
     script.write_text(SCRIPT.replace("grace.rank() == 1", f"grace.rank() == {rank}"))
-    err = launched(*args, "--", str(BIN / "python"), str(script), "exit", str(tmp_path), PATH=path, code=7)[1]
+    err = launched(*args, "--", PYTHON, str(script), "exit", str(tmp_path), PATH=path, code=7)[1]
     assert err.splitlines()[-1] == f"grace launch: rank {rank} ended with exit code 7; the others were ended"
     assert nobody_left(tmp_path)
 
@@ -212,7 +212,7 @@ def test_a_node_that_is_not_there_is_named(tmp_path, cluster, engine):
     )
     file = Path(args[1])
     file.write_text(file.read_text().replace("address: other", "address: nobody.example"))
-    args = [*args[:2], "--engine", engine, "--", str(BIN / "python"), "-c", "1"]
+    args = [*args[:2], "--engine", engine, "--", PYTHON, "-c", "1"]
     err = launched(*args, PATH=path, code=1 if engine == "horovod" else 255)[1]
     unreached = "grace launch: node nobody.example cannot be reached by ssh: Name or service not known"
     assert err.splitlines()[-1] == unreached

@@ -14,7 +14,7 @@ from striking import LAUNCHERS, run
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-TIMEOUT = 15
+TIMEOUT = 5
 """Seconds that a rank waits for others, where the fault is that one does not come."""
 SECONDS = 40
 """From the fault to the launcher's end at most, on a machine that does other things; torchrun gives ranks 30."""

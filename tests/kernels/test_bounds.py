@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import warm
 
 CHECKED = os.environ.get("NUMBA_BOUNDSCHECK") == "1"
 
@@ -26,7 +26,7 @@ if CHECKED:
 def test_no_compiled_loop_leaves_its_arrays(tmp_path):
     selected = "fused and not torch and not tensorflow"
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", str(Path(__file__).parent), "-m", "not slow", "-k", selected, "-rsp"],
+        [warm.REAL, "-m", "pytest", str(Path(__file__).parent), "-m", "not slow", "-k", selected, "-rsp"],
         env={**os.environ, "NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path)},  # others' code has no checks
         cwd=Path(__file__).parents[2],
         capture_output=True,

@@ -1,0 +1,120 @@
+"""A fork of a Python that has imported its framework is, to who starts it, a new Python (warm.py)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import warm
+
+BOTH = pytest.mark.parametrize("python", [warm.REAL, sys.executable], ids=["real", "warm"])
+
+
+def run(python, *args, **options):
+    return subprocess.run([python, *args], capture_output=True, text=True, timeout=60, **options)
+
+
+def test_this_is_about_another_python():
+    assert sys.executable != warm.REAL
+    assert Path(sys.executable).name == "python"
+
+
+@BOTH
+def test_arguments_files_folder_and_environment_are_the_callers(python, tmp_path):
+    code = "import os, sys; print(sys.argv, os.getcwd(), os.environ['A'], sys.stdin.read()); sys.stderr.write('e')"
+    done = run(python, "-c", code, "x", "-y", input="in", cwd=tmp_path, env={"A": "1"})
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"['-c', 'x', '-y'] {tmp_path.resolve()} 1 in\n", "e")
+
+
+@BOTH
+def test_programs_and_modules_find_what_lies_beside_them(python, tmp_path):
+    (tmp_path / "beside.py").write_text("WORD = 'found'")
+    (tmp_path / "program.py").write_text("import sys, beside; print(beside.WORD, __name__, __file__, sys.argv)")
+    file = str(tmp_path / "program.py")
+    assert run(python, file, "a", cwd="/").stdout == f"found __main__ {file} {[file, 'a']}\n"
+    assert run(python, "-m", "program", "a", cwd=tmp_path).stdout == f"found __main__ {file} {[file, 'a']}\n"
+    found = run(python, "-c", "import beside; print(beside.WORD)", env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert found.stdout == "found\n", found.stderr
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("code", "ends", "said"),
+    [
+        ("raise SystemExit", 0, ""),
+        ("raise SystemExit(7)", 7, ""),
+        ("raise SystemExit('why')", 1, "why\n"),
+        ("import os; os._exit(3)", 3, ""),
+        ("import os; os.kill(os.getpid(), 9)", -9, ""),
+        ("import atexit, sys; atexit.register(sys.stderr.write, 'bye')", 0, "bye"),
+        (
+            "1 / 0",
+            1,
+            'Traceback (most recent call last):\n  File "<string>", line 1, in <module>\nZeroDivisionError: d',
+        ),
+    ],
+)
+def test_it_ends_as_its_program_does(python, code, ends, said):
+    done = run(python, "-c", code)
+    assert done.returncode == ends
+    assert done.stderr.startswith(said)
+    assert bool(done.stderr) == bool(said)
+
+
+@BOTH
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGKILL])
+def test_signals_reach_the_program_and_nobody_outlives_its_caller(python, number):
+    code = """
+        import os, signal, time
+        signal.signal(signal.SIGUSR1, lambda *_: os._exit(5))
+        print(os.getpid(), flush=True)
+        time.sleep(60)
+    """
+    with subprocess.Popen(
+        [python, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        pid = int(process.stdout.readline())
+        process.send_signal(number)
+        assert process.wait(20) == (5 if number == signal.SIGUSR1 else -number)
+    until = time.monotonic() + 10
+    while Path("/proc", str(pid)).exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not Path("/proc", str(pid)).exists()
+
+
+@BOTH
+def test_what_a_program_has_not_imported_is_not_there(python):
+    code = "import sys; print([name in sys.modules for name in ('numpy', 'torch', 'numba', 'horovod', 'grace')]);"
+    assert run(python, "-c", code).stdout == "[False, False, False, False, False]\n"
+    assert run(python, "-c", f"import numpy; {code}").stdout == "[True, False, False, False, False]\n"
+    pytest.importorskip("torch")
+    found = run(python, "-c", f"import torch.nn as nn; nn.Linear; {code}").stdout
+    assert found.endswith(", True, False, False, False]\n")
+
+
+@BOTH
+def test_packages_are_found_where_they_lie(python):
+    pytest.importorskip("torch")
+    code = "import importlib.util as u; s = u.find_spec('torch'); print(s.origin, *s.submodule_search_locations)"
+    file = Path(importlib.util.find_spec("torch").origin)
+    assert run(python, "-c", code).stdout == f"{file} {file.parent}\n"
+
+
+def test_threads_are_as_many_as_the_environment_says():
+    pytest.importorskip("torch")
+    code = "import torch; print(torch.get_num_threads())"
+    assert run(sys.executable, "-c", code, env={**os.environ, "OMP_NUM_THREADS": "1"}).stdout == "1\n"
+
+
+def test_random_numbers_differ():
+    code = "import random; a = random.random(); import numpy; print(a, numpy.random.random())"
+    first, second = (run(sys.executable, "-c", code).stdout.split() for _ in range(2))
+    assert first[0] != second[0]
+    assert first[1] != second[1]

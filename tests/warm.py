@@ -1,0 +1,386 @@
+"""A Python that has imported its framework already: what a test starts with it forks, and costs no import.
+
+After ``install()``, ``sys.executable`` is a program that is called like ``python``. It asks a server, which is started
+when it is first asked, for a fork of itself that runs the command line given, with the caller's files, folder and
+environment. The fork is the caller to all who look: signals are handed on, its end is the caller's end, and it dies
+with the caller. Modules imported beforehand are hidden in it until they are imported, so that it knows what it has
+imported no better than a new Python. There is a server for torch, and one for programs that speak of TensorFlow.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import builtins
+import contextlib
+import ctypes
+import fcntl
+import gc
+import importlib
+import importlib.abc
+import importlib.machinery
+import io
+import json
+import multiprocessing
+import os
+import random
+import resource
+import runpy
+import select
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import types
+from pathlib import Path
+from typing import Any
+
+REAL = sys.executable
+BEFOREHAND = {
+    "torch": [
+        *(
+            "numpy",
+            "numba",
+            "typer",
+            "rich.console",
+            "rich.table",
+            "rich.progress",
+            "rich.markdown",
+            "yaml",
+            "pydantic",
+        ),
+        *("torch", "torch.distributed", "torch.distributed.run", "torch.nn.parallel", "torch.distributed.checkpoint"),
+        *("torch._dynamo", "horovod.torch", "horovod.runner.launch", "mpi4py", "sklearn.datasets"),
+    ],
+    "tensorflow": ["numpy", "numba", "tensorflow", "keras", "horovod.tensorflow", "horovod.tensorflow.keras", "mpi4py"],
+}
+"""What a server imports; packages that are not installed are left out."""
+FORWARDED = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT]
+CLIENT = """#!{python} -IS
+import array, json, os, resource, signal, socket, sys
+pid, early, argv = 0, [], sys.argv[1:]
+name, unbuffered = os.path.basename(sys.argv[0]), False
+if not name.startswith("python"):
+    argv.insert(0, os.path.dirname("{python}") + "/" + name)
+while argv and argv[0] == "-u":
+    unbuffered = bool(argv.pop(0))
+if not argv or argv[0].startswith("-") and argv[0] not in ("-m", "-c"):  # nothing for a fork
+    os.execv("{python}", ["{python}", *sys.argv[1:]])
+def forward(number, frame):
+    os.kill(pid, number) if pid else early.append(number)
+for number in {forwarded}:
+    signal.signal(number, forward)
+texts = list(argv)
+for file in argv[argv[0] == "-m":]:
+    file += "/settings.json" * os.path.isdir(file)
+    if file.endswith((".py", "settings.json")) and os.path.exists(file):
+        texts.append(open(file, errors="replace").read())
+named = [arg for arg in argv if arg in ("torch", "tensorflow", "keras")]
+other = "torch" not in named and any("tensorflow" in text or "keras" in text for text in texts)
+framework = "tensorflow" if other else "torch"
+files = [int(file) for file in os.listdir("/proc/self/fd")]
+files = [file for file in files if os.path.exists("/proc/self/fd/%d" % file)]
+server = socket.socket(socket.AF_UNIX)
+server.connect("{folder}/." + framework)
+os.umask(umask := os.umask(0))
+request = dict(
+    argv=argv, files=files, cwd=os.getcwd(), env=dict(os.environ), pid=os.getpid(), umask=umask, unbuffered=unbuffered,
+    python=os.path.dirname(sys.argv[0]) + "/python", cores=list(os.sched_getaffinity(0)),
+    namespaces={{name: os.readlink("/proc/self/ns/" + name) for name in ("user", "net", "uts", "mnt")}},
+    limits={{name: resource.getrlimit(getattr(resource, name)) for name in ("RLIMIT_NOFILE", "RLIMIT_CORE")}},
+)
+request = json.dumps(request).encode()
+server.sendmsg([len(request).to_bytes(4, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))])
+server.sendall(request)
+answers = server.makefile("r")
+pid = int(answers.readline() or 0)
+for number in early:
+    os.kill(pid, number)
+for file in files:
+    os.close(file)
+status = answers.readline()
+code = os.waitstatus_to_exitcode(int(status)) if status else -signal.SIGKILL  # the server was killed
+if code < 0:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if -code not in (signal.SIGKILL, signal.SIGSTOP):
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+os._exit(code)
+"""
+UNSET = {"PYTHONPATH", "PYTHONUNBUFFERED", "COVERAGE_PROCESS_START", "OMP_NUM_THREADS"}
+_hidden: dict[str, Any] = {}
+
+
+def install() -> None:
+    """Let ``sys.executable`` be such a Python, for this process and all that it starts.
+
+    In its folder are ``grace``, ``horovodrun`` and all else of the virtual environment's programs.
+    """
+    folder = os.environ.get("GRACE_WARM")
+    if folder is None:
+        folder = os.environ["GRACE_WARM"] = tempfile.mkdtemp(prefix="grace-warm-")
+        atexit.register(_remove, os.getpid(), folder)
+        for framework in BEFOREHAND:
+            listener = socket.socket(socket.AF_UNIX)
+            listener.bind(f"{folder}/.{framework}")
+            listener.listen(64)
+            threading.Thread(target=_start_when_called, args=(framework, listener), daemon=True).start()
+        _fill(Path(folder), Path(sys.executable))
+    sys.executable = f"{folder}/python"
+    multiprocessing.set_executable(sys.executable)
+
+
+def _fill(folder: Path, real: Path) -> None:
+    client = CLIENT.format(python=real, folder=folder, forwarded=[int(number) for number in FORWARDED])
+    for other in real.parent.iterdir():
+        if other.name.startswith("python") or other.name in ("grace", "horovodrun", "torchrun"):
+            (folder / other.name).write_text(client)
+            (folder / other.name).chmod(0o755)
+        else:
+            (folder / other.name).symlink_to(other)
+
+
+def _start_when_called(framework: str, listener: socket.socket) -> None:
+    select.select([listener], [], [])
+    env = {name: value for name, value in os.environ.items() if name not in UNSET}
+    env |= {"OPENBLAS_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}  # a process that has threads cannot be forked
+    command = [REAL, __file__, framework, str(listener.fileno())]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=env)
+    listener.close()
+    server.wait()  # it ends when its stdin does, and that when we do, even killed
+
+
+def _remove(pid: int, folder: str) -> None:
+    if os.getpid() == pid:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# -- the server --------------------------------------------------------------------------------------------------------
+
+
+def _import_all(names: list[str]) -> list[dict[str, types.ModuleType]]:
+    """Import modules, and hide them again; for each, what it brought."""
+    groups, before = [], set(sys.modules)
+    for name in names:
+        with contextlib.suppress(ImportError):
+            module = importlib.import_module(name)
+            if name == "numba":
+                module.njit(lambda x: x[0])(sys.modules["numpy"].ones(1))  # sets up what every first call would
+        groups.append({name: module for name, module in sys.modules.items() if name not in before})
+        before |= set(sys.modules)
+    for group in groups:
+        for name in group:
+            del sys.modules[name]
+    return groups
+
+
+def _serve(listener: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Fork for each request; returns it in the fork, with the caller's files."""
+    selector = selectors.DefaultSelector()
+    selector.register(listener, selectors.EVENT_READ)
+    selector.register(0, selectors.EVENT_READ)
+    ours: dict[int, tuple[int, socket.socket]] = {}
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is listener:
+                client, _ = listener.accept()
+                try:
+                    request, files = _receive(client)
+                except (OSError, ValueError):
+                    client.close()
+                    continue
+                if (pid := os.fork()) == 0:
+                    for open_here in (listener, client, selector, *(other for _, other in ours.values())):
+                        open_here.close()
+                    for pidfd in ours:
+                        os.close(pidfd)
+                    return request, files
+                for file in files:
+                    os.close(file)
+                client.sendall(f"{pid}\n".encode())
+                pidfd = os.pidfd_open(pid)
+                ours[pidfd] = pid, client
+                selector.register(pidfd, selectors.EVENT_READ)
+                selector.register(client, selectors.EVENT_READ, pid)
+            elif key.fileobj == 0:
+                os.killpg(0, signal.SIGKILL)  # the tests are gone
+            elif isinstance(key.fileobj, int):  # a fork has ended
+                pid, client = ours.pop(key.fd)
+                selector.unregister(key.fd)
+                os.close(key.fd)
+                with contextlib.suppress(KeyError):
+                    selector.unregister(client)
+                with contextlib.suppress(OSError):
+                    client.sendall(f"{os.waitpid(pid, 0)[1]}\n".encode())
+                client.close()
+            else:  # the caller was killed
+                selector.unregister(key.fileobj)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(key.data, signal.SIGKILL)
+
+
+def _receive(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    files = array.array("i")
+    length, ancillary, _, _ = client.recvmsg(4, socket.CMSG_LEN(253 * files.itemsize))
+    for _, _, data in ancillary:
+        files.frombytes(data[: len(data) - len(data) % files.itemsize])
+    with client.makefile("rb") as stream:
+        request = json.loads(stream.read(int.from_bytes(length, "big")))
+    return request, list(files)
+
+
+# -- in the fork -------------------------------------------------------------------------------------------------------
+
+
+class _Hidden(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds what was imported beforehand."""
+
+    def __init__(self, groups: list[dict[str, types.ModuleType]]):
+        self.group_of = {name: group for group in groups for name in group}
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        group = self.group_of.get(name)
+        if group is None:
+            return None
+        for member, module in group.items():
+            if member != name:
+                sys.modules.setdefault(member, module)
+        self.spec, self.loader = group[name].__spec__, group[name].__loader__
+        package, origin = hasattr(group[name], "__path__"), getattr(group[name], "__file__", None)
+        spec = importlib.machinery.ModuleSpec(name, self, origin=origin, is_package=package)
+        if package:
+            spec.submodule_search_locations = list(group[name].__path__)
+        return spec
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        return self.group_of[spec.name][spec.name]
+
+    def get_code(self, name: str) -> Any:
+        """For ``python -m``."""
+        return self.loader.get_code(name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__spec__, module.__loader__ = self.spec, self.loader
+        if module.__name__ == "torch" and (threads := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
+            module.set_num_threads(int(threads))
+        if module.__name__ == "numba":
+            module.core.config.reload_config()
+
+
+def _become(request: dict[str, Any], files: list[int]) -> None:
+    """Take the caller's place: its files, folder, environment, cores and network."""
+    os.setpgid(0, 0)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: when the server ends
+    high = [fcntl.fcntl(file, fcntl.F_DUPFD, 1000) for file in files]
+    for file in {*files, 0, 1, 2}:
+        os.close(file)
+    for file, number in zip(high, request["files"], strict=True):
+        os.dup2(file, number)
+        os.set_inheritable(number, True)
+        os.close(file)
+    for name in ("user", "net", "uts", "mnt"):
+        if os.readlink(f"/proc/self/ns/{name}") != request["namespaces"][name]:
+            with open(f"/proc/{request['pid']}/ns/{name}") as namespace:
+                if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
+                    raise OSError(ctypes.get_errno(), f"setns {name}")
+    os.chdir(request["cwd"])
+    os.sched_setaffinity(0, request["cores"])
+    os.umask(request["umask"])
+    for limit, values in request["limits"].items():
+        resource.setrlimit(getattr(resource, limit), tuple(values))
+    os.environ.clear()
+    os.environ.update(request["env"])
+    unbuffered = request["unbuffered"] or bool(os.environ.get("PYTHONUNBUFFERED"))
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if number not in request["files"]:
+            setattr(sys, name, None)
+            continue
+        mode, buffering = ("wb", 0 if unbuffered else -1) if number else ("rb", -1)
+        binary: Any = open(number, mode, buffering, closefd=False)  # noqa: SIM115
+        errors = "backslashreplace" if number == 2 else "strict"
+        lines = number == 2 or (binary.isatty() and not unbuffered)
+        text = io.TextIOWrapper(binary, "utf-8", errors, line_buffering=lines, write_through=unbuffered)
+        setattr(sys, name, text)
+        setattr(sys, f"__{name}__", text)
+    tempfile.tempdir = None
+    random.seed()
+    if numpy := _hidden.get("numpy"):
+        numpy.random.seed()
+    sys.executable = request["python"]
+    sys.argv = sys.orig_argv = [request["python"], *request["argv"]]
+
+
+def _run(argv: list[str]) -> None:
+    """Run a command line as Python does."""
+    kind = argv[0] if argv[0] in ("-c", "-m") else "file"
+    sys.argv = ["-c", *argv[2:]] if kind == "-c" else argv[kind != "file" :]
+    first = {"-c": "", "-m": os.getcwd(), "file": os.path.dirname(os.path.realpath(argv[0]))}[kind]
+    before = [] if os.environ.get("PYTHONSAFEPATH") else [first]
+    sys.path[:0] = [*before, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.path_importer_cache.clear()
+    importlib.invalidate_caches()
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = builtins
+    if os.environ.get("COVERAGE_PROCESS_START"):
+        importlib.import_module("coverage").process_startup()
+    if kind == "-m":
+        runpy._run_module_as_main(argv[1], alter_argv=True)  # type: ignore[attr-defined]
+    elif kind == "-c":
+        exec(compile(argv[1], "<string>", "exec"), main.__dict__)
+    else:
+        main.__file__ = argv[0]
+        exec(compile(Path(argv[0]).read_bytes(), argv[0], "exec"), main.__dict__)
+
+
+def _main(framework: str, listener: int) -> None:
+    os.setpgid(0, 0)
+    del sys.path[0]
+    for number in FORWARDED:
+        signal.signal(number, signal.SIG_DFL)
+    groups = _import_all(BEFOREHAND[framework])
+    assert len(os.listdir("/proc/self/task")) == 1, "a module that was imported beforehand has started a thread"
+    gc.freeze()
+    request, files = _serve(socket.socket(fileno=listener))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _hidden.update({name: module for group in groups for name, module in group.items()})
+    _become(request, files)
+    sys.meta_path.insert(0, _Hidden(groups))
+    code = _outcome(request["argv"])
+    if {"mpi4py.MPI", "horovod.torch", "horovod.tensorflow"} & set(sys.modules):  # MPI ends with the interpreter
+        sys.exit(code)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)  # to take apart all that was imported would cost more than most programs
+
+
+def _outcome(argv: list[str]) -> int:
+    """Run a command line; its exit code, as Python would give it."""
+    try:
+        _run(argv)
+        return 0
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            return (error.code or 0) & 255
+        print(error.code, file=sys.stderr)
+        return 1
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+            trace = trace.tb_next
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        if isinstance(error, KeyboardInterrupt):
+            sys.stderr.flush()
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        return 1
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1], int(sys.argv[2]))

@@ -23,7 +23,10 @@ demo: $(VENV)/demo.stamp
 
 test: $(VENV)/test.stamp $(VENV)/horovod.stamp
 	@tools/programs.sh
-	$(BIN)/python -m pytest --durations=10
+	@status=0; \
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not alone" --durations=10 || status=$$?; \
+	$(BIN)/python -m pytest -m alone || status=$$?; \
+	exit $$status
 
 check: $(VENV)/test.stamp
 	$(BIN)/ruff check .

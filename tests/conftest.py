@@ -37,6 +37,13 @@ def pytest_configure(config):
     settings.load_profile("fuzz" if os.environ.get("GRACE_FUZZ") else usual)  # see fuzz.py
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config, specs):
+    """Workers are no forks themselves."""
+    for spec in specs:
+        spec.python = warm.REAL
+
+
 def pytest_runtest_teardown(item, nextitem):
     """Engines' ranks are stopped before other folders' tests, which want the memory."""
     if nextitem is not None and nextitem.path.parent.name not in USERS:

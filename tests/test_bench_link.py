@@ -19,7 +19,7 @@ from grace.bench.link import Link, LinkError, measure, parse_rate, possible, sho
 from grace.errors import ConfigError
 from grace.processes import end
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.alone]
 
 REASON = possible()
 linked = pytest.mark.skipif(bool(REASON), reason=f"no link can be emulated here: {REASON}")

@@ -15,7 +15,7 @@ from grace.bench import engines, fidelity, record, step, verdicts
 from grace.bench.link import possible
 from grace.bench.step import BOUND
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.alone]
 
 GRACE = str(Path(sys.executable).with_name("grace"))
 REASON = possible()

@@ -20,7 +20,7 @@ from grace.bench.task import FRAMEWORKS, TASKS, task_class, trainer_class
 from grace.bench.torch_tasks import CharacterModel
 from grace.registry import known
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.alone]
 
 GRACE = str(Path(sys.executable).with_name("grace"))
 

@@ -11,7 +11,7 @@ import pytest
 from grace.bench import all_command, record
 from grace.bench.link import possible
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.alone]
 
 GRACE = str(Path(sys.executable).with_name("grace"))
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import warm
 
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="on Linux only")
 BOTH = pytest.mark.parametrize("python", [warm.REAL, sys.executable], ids=["real", "warm"])
 
 

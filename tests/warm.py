@@ -1,10 +1,10 @@
-"""A Python that has imported its framework already: what a test starts with it forks, and costs no import.
+"""A Python that has imported the frameworks already: what a test starts with it forks, and costs no import.
 
 After ``install()``, ``sys.executable`` is a program that is called like ``python``. It asks a server, which is started
 when it is first asked, for a fork of itself that runs the command line given, with the caller's files, folder and
 environment. The fork is the caller to all who look: signals are handed on, its end is the caller's end, and it dies
 with the caller. Modules imported beforehand are hidden in it until they are imported, so that it knows what it has
-imported no better than a new Python. There is a server for torch, and one for programs that speak of TensorFlow.
+imported no better than a new Python.
 """
 
 from __future__ import annotations
@@ -40,25 +40,13 @@ from pathlib import Path
 from typing import Any
 
 REAL = sys.executable
-BEFOREHAND = {
-    "torch": [
-        *(
-            "numpy",
-            "numba",
-            "typer",
-            "rich.console",
-            "rich.table",
-            "rich.progress",
-            "rich.markdown",
-            "yaml",
-            "pydantic",
-        ),
-        *("torch", "torch.distributed", "torch.distributed.run", "torch.nn.parallel", "torch.distributed.checkpoint"),
-        *("torch._dynamo", "horovod.torch", "horovod.runner.launch", "mpi4py", "sklearn.datasets"),
-    ],
-    "tensorflow": ["numpy", "numba", "tensorflow", "keras", "horovod.tensorflow", "horovod.tensorflow.keras", "mpi4py"],
-}
-"""What a server imports; packages that are not installed are left out."""
+BEFOREHAND = [
+    *("numpy", "numba", "typer", "rich.console", "rich.table", "rich.progress", "rich.markdown", "yaml", "pydantic"),
+    *("torch", "torch.distributed", "torch.distributed.run", "torch.nn.parallel", "torch.distributed.checkpoint"),
+    *("torch._dynamo", "tensorflow", "keras", "horovod", "horovod.common.util", "horovod.torch", "horovod.tensorflow"),
+    *("horovod.tensorflow.keras", "horovod.runner.launch", "mpi4py", "sklearn.datasets"),
+]
+"""What the server imports; packages that are not installed are left out."""
 FORWARDED = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT]
 CLIENT = """#!{python} -IS
 import array, json, os, resource, signal, socket, sys
@@ -66,26 +54,18 @@ pid, early, argv = 0, [], sys.argv[1:]
 name, unbuffered = os.path.basename(sys.argv[0]), False
 if not name.startswith("python"):
     argv.insert(0, os.path.dirname("{python}") + "/" + name)
-while argv and argv[0] == "-u":
-    unbuffered = bool(argv.pop(0))
+while argv and argv[0] in ("-u", "-B"):
+    unbuffered |= argv.pop(0) == "-u"
 if not argv or argv[0].startswith("-") and argv[0] not in ("-m", "-c"):  # nothing for a fork
     os.execv("{python}", ["{python}", *sys.argv[1:]])
 def forward(number, frame):
     os.kill(pid, number) if pid else early.append(number)
 for number in {forwarded}:
     signal.signal(number, forward)
-texts = list(argv)
-for file in argv[argv[0] == "-m":]:
-    file += "/settings.json" * os.path.isdir(file)
-    if file.endswith((".py", "settings.json")) and os.path.exists(file):
-        texts.append(open(file, errors="replace").read())
-named = [arg for arg in argv if arg in ("torch", "tensorflow", "keras")]
-other = "torch" not in named and any("tensorflow" in text or "keras" in text for text in texts)
-framework = "tensorflow" if other else "torch"
 files = [int(file) for file in os.listdir("/proc/self/fd")]
 files = [file for file in files if os.path.exists("/proc/self/fd/%d" % file)]
 server = socket.socket(socket.AF_UNIX)
-server.connect("{folder}/." + framework)
+server.connect("{folder}/.server")
 os.umask(umask := os.umask(0))
 request = dict(
     argv=argv, files=files, cwd=os.getcwd(), env=dict(os.environ), pid=os.getpid(), umask=umask, unbuffered=unbuffered,
@@ -118,17 +98,19 @@ _hidden: dict[str, Any] = {}
 def install() -> None:
     """Let ``sys.executable`` be such a Python, for this process and all that it starts.
 
-    In its folder are ``grace``, ``horovodrun`` and all else of the virtual environment's programs.
+    In its folder are ``grace``, ``horovodrun`` and all else of the virtual environment's programs. ``REAL`` is for
+    tests that look at who is whose child, or at what a Python has imported. On Linux only; elsewhere nothing changes.
     """
+    if sys.platform != "linux":
+        return
     folder = os.environ.get("GRACE_WARM")
     if folder is None:
         folder = os.environ["GRACE_WARM"] = tempfile.mkdtemp(prefix="grace-warm-")
         atexit.register(_remove, os.getpid(), folder)
-        for framework in BEFOREHAND:
-            listener = socket.socket(socket.AF_UNIX)
-            listener.bind(f"{folder}/.{framework}")
-            listener.listen(64)
-            threading.Thread(target=_start_when_called, args=(framework, listener), daemon=True).start()
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(f"{folder}/.server")
+        listener.listen(64)
+        threading.Thread(target=_start_when_called, args=(listener,), daemon=True).start()
         _fill(Path(folder), Path(sys.executable))
     sys.executable = f"{folder}/python"
     multiprocessing.set_executable(sys.executable)
@@ -144,12 +126,12 @@ def _fill(folder: Path, real: Path) -> None:
             (folder / other.name).symlink_to(other)
 
 
-def _start_when_called(framework: str, listener: socket.socket) -> None:
+def _start_when_called(listener: socket.socket) -> None:
     select.select([listener], [], [])
     env = {name: value for name, value in os.environ.items() if name not in UNSET}
     env |= {"OPENBLAS_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}  # a process that has threads cannot be forked
-    command = [REAL, __file__, framework, str(listener.fileno())]
-    server = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=env)
+    command = [REAL, __file__, str(listener.fileno())]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=env, cwd="/")
     listener.close()
     server.wait()  # it ends when its stdin does, and that when we do, even killed
 
@@ -336,12 +318,12 @@ def _run(argv: list[str]) -> None:
         exec(compile(Path(argv[0]).read_bytes(), argv[0], "exec"), main.__dict__)
 
 
-def _main(framework: str, listener: int) -> None:
+def _main(listener: int) -> None:
     os.setpgid(0, 0)
     del sys.path[0]
     for number in FORWARDED:
         signal.signal(number, signal.SIG_DFL)
-    groups = _import_all(BEFOREHAND[framework])
+    groups = _import_all(BEFOREHAND)
     assert len(os.listdir("/proc/self/task")) == 1, "a module that was imported beforehand has started a thread"
     gc.freeze()
     request, files = _serve(socket.socket(fileno=listener))
@@ -383,4 +365,4 @@ def _outcome(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1], int(sys.argv[2]))
+    _main(int(sys.argv[1]))

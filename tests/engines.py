@@ -17,7 +17,7 @@ from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
 
-from pool import RankFailure, Ranks
+from pool import RankFailure, Ranks, tell_stacks
 
 ENGINES = {
     "horovodrun-gloo": (["horovodrun", "--gloo"], "horovod"),
@@ -67,7 +67,6 @@ class Launched(Ranks):
         super().__init__(size)
         self.framework = framework
         self.engine, self.said, self.folder = engine, "", ""
-        self.pids: list[int] = []
 
     def run(self, function: Callable, *args: Any, timeout: float = 120) -> list[Any]:
         """Call ``function(*args)`` on every rank."""
@@ -86,6 +85,7 @@ class Launched(Ranks):
 
     def _start(self) -> None:
         self.folder = tempfile.mkdtemp(prefix="grace-engine-")
+        self.stacks = f"{self.folder}/stacks"
         program = command(self.engine, self.size, __file__, f"{self.folder}/socket", self.framework)
         env = {**environment(), "GRACE_BACKEND": ENGINES[self.engine][1], "HOROVOD_GLOO_TIMEOUT_SECONDS": "3600"}
         with Listener(f"{self.folder}/socket", backlog=self.size) as listener, self.log.open("w") as log:
@@ -133,6 +133,7 @@ class Launched(Ranks):
 
 
 def _serve(address: str, framework: str) -> None:
+    tell_stacks(f"{Path(address).parent}/stacks")
     import grace
 
     if framework == "torch":

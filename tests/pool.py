@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing as mp
 import os
 import pickle
+import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -19,11 +23,13 @@ class RankFailure(AssertionError):
 class Ranks:
     """``size`` processes joined by gloo. ``run(function, *args)`` calls a module-level function on every rank
     and returns the list of results; ``rank`` and ``size`` come from ``grace``. A rank that raises, dies or
-    outlasts ``timeout`` fails the test, and the processes are replaced.
+    outlasts ``timeout`` fails the test, which says where ranks that hang stand, and the processes are replaced.
     """
 
     def __init__(self, size: int):
         self.size, self.processes, self.pipes = size, [], []
+        self.pids: list[int] = []
+        self.stacks = ""
 
     def run(self, function: Callable, *args: Any, timeout: float = 120) -> list[Any]:
         """Call ``function(*args)`` on every rank."""
@@ -35,7 +41,7 @@ class Ranks:
         for rank, pipe in enumerate(self.pipes):
             try:
                 if not pipe.poll(timeout):
-                    raise EOFError(f"no answer within {timeout} s")
+                    raise EOFError(f"no answer within {timeout} s\n{self._stacks()}")
                 answers.append(pickle.loads(pipe.recv()))
             except (EOFError, OSError) as error:
                 answers += [pickle.loads(other.recv()) for other in self.pipes[rank + 1 :] if other.poll()]
@@ -51,14 +57,24 @@ class Ranks:
                 raise RankFailure(f"rank {rank} of {self.size}:\n{value}")
         return [value for _, value in answers]
 
+    def _stacks(self) -> str:
+        """Where all ranks are."""
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+        time.sleep(1)  # they write one after the other
+        return Path(self.stacks).read_text()
+
     def _start(self) -> None:
         context = mp.get_context("spawn")
         store = tempfile.mktemp(prefix="grace-ranks-")
+        self.stacks = f"{store}.stacks"
         for rank in range(self.size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, self.size, store), daemon=True)
+            process = context.Process(target=_serve, args=(there, rank, self.size, store, self.stacks), daemon=True)
             process.start()
             self.processes.append(process)
+            self.pids.append(process.pid)
             self.pipes.append(here)
 
     def stop(self) -> None:
@@ -67,10 +83,19 @@ class Ranks:
             process.kill()
         for process in self.processes:
             process.join()
-        self.processes, self.pipes = [], []
+        self.processes, self.pids, self.pipes = [], [], []
+        if self.stacks:
+            Path(self.stacks).unlink(missing_ok=True)
+            self.stacks = ""
 
 
-def _serve(pipe: Any, rank: int, size: int, store: str) -> None:
+def tell_stacks(file: str) -> None:
+    """Append to a file, when SIGUSR1 comes, where all threads are."""
+    faulthandler.register(signal.SIGUSR1, Path(file).open("a"), all_threads=True)  # noqa: SIM115
+
+
+def _serve(pipe: Any, rank: int, size: int, store: str, stacks: str) -> None:
+    tell_stacks(stacks)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch
     import torch.distributed as dist

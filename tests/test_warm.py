@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import warm
+from engines import ENGINES, available
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="on Linux only")
 BOTH = pytest.mark.parametrize("python", [warm.REAL, sys.executable], ids=["real", "warm"])
@@ -88,6 +89,35 @@ def test_signals_reach_the_program_and_nobody_outlives_its_caller(python, number
     while Path("/proc", str(pid)).exists() and time.monotonic() < until:
         time.sleep(0.01)
     assert not Path("/proc", str(pid)).exists()
+
+
+KILLED = """
+import os, time, warm
+warm.install()
+from engines import Launched
+from pool import Ranks
+pools = [Ranks(2), Launched({engine!r}, 2)]
+print(*(pid for pool in pools for pid in pool.run(os.getpid)), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("engine", ENGINES)
+def test_no_rank_outlives_tests_that_are_killed(engine):
+    if not available(engine):
+        pytest.skip(f"{engine}: its packages are not installed (make horovod)")
+    env = {name: value for name, value in os.environ.items() if name != "GRACE_WARM"}
+    here = str(Path(__file__).parent)
+    program = [warm.REAL, "-c", KILLED.format(engine=engine)]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, env={**env, "PYTHONPATH": here}, text=True) as tests:
+        pids = tests.stdout.readline().split()
+        assert len(pids) == 4
+        tests.kill()
+    until = time.monotonic() + 10
+    while (left := [pid for pid in pids if Path("/proc", pid).exists()]) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not left
 
 
 @BOTH

@@ -43,8 +43,8 @@ REAL = sys.executable
 BEFOREHAND = [
     *("numpy", "numba", "typer", "rich.console", "rich.table", "rich.progress", "rich.markdown", "yaml", "pydantic"),
     *("torch", "torch.distributed", "torch.distributed.run", "torch.nn.parallel", "torch.distributed.checkpoint"),
-    *("torch._dynamo", "tensorflow", "keras", "horovod", "horovod.common.util", "horovod.torch", "horovod.tensorflow"),
-    *("horovod.tensorflow.keras", "horovod.runner.launch", "mpi4py", "sklearn.datasets"),
+    *("torch._dynamo", "tensorflow", "keras", "horovod", "horovod.common.util", "horovod.runner.launch", "mpi4py"),
+    "sklearn.datasets",  # horovod.torch and horovod.tensorflow do not work beside each other
 ]
 """What the server imports; packages that are not installed are left out."""
 FORWARDED = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT]
@@ -189,7 +189,9 @@ def _serve(listener: socket.socket) -> tuple[dict[str, Any], list[int]]:
                 selector.register(pidfd, selectors.EVENT_READ)
                 selector.register(client, selectors.EVENT_READ, pid)
             elif key.fileobj == 0:
-                os.killpg(0, signal.SIGKILL)  # the tests are gone
+                for pid, _ in ours.values():  # the tests are gone
+                    os.kill(pid, signal.SIGKILL)  # it is no other's: nobody but us waits for it
+                os._exit(0)
             elif isinstance(key.fileobj, int):  # a fork has ended
                 pid, client = ours.pop(key.fd)
                 selector.unregister(key.fd)

@@ -1,0 +1,41 @@
+"""Pools of ranks (pool.py, engines.py) tell of ranks that fail or hang, and go on with new ones."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from engines import ENGINES
+from pool import RankFailure
+from pools import launched
+
+import grace
+
+pytestmark = [pytest.mark.ranks, pytest.mark.parametrize("engine", ["gloo", *ENGINES])]
+
+
+def stands_still_here(rank):
+    if grace.rank() == rank:
+        time.sleep(100)
+
+
+def fails(rank):
+    if grace.rank() == rank:
+        raise ValueError("a mistake")
+    return grace.size()
+
+
+def test_where_a_rank_hangs_is_said(engine):
+    pool = launched(engine, 2)
+    began = time.monotonic()
+    with pytest.raises(RankFailure, match=r"no answer within 3 s(.|\n)*in stands_still_here"):
+        pool.run(stands_still_here, 1, timeout=3)
+    assert time.monotonic() - began < 60
+    assert pool.run(fails, 2) == [2, 2]
+
+
+def test_what_a_rank_failed_of_is_said(engine):
+    pool = launched(engine, 2)
+    with pytest.raises(RankFailure, match=r"rank 1 of 2(.|\n)*ValueError: a mistake"):
+        pool.run(fails, 1)
+    assert pool.run(fails, 2) == [2, 2]

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import warm
 
 from grace.bench import link_command, namespaces
 from grace.bench.link import Link, LinkError, measure, parse_rate, possible, show_rate
@@ -23,7 +24,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.alone]
 
 REASON = possible()
 linked = pytest.mark.skipif(bool(REASON), reason=f"no link can be emulated here: {REASON}")
-GRACE = [sys.executable, "-m", "grace.cli"]
+GRACE = [warm.REAL, "-m", "grace.cli"]
 
 HOLD = """
 import subprocess, sys, time
@@ -59,9 +60,7 @@ def left_by(pid: int) -> list[str]:
 
 def start(how: str) -> subprocess.Popen:
     """A process that has a link up, with a rank in it."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, how], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen([warm.REAL, "-c", HOLD, how], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "up\n"
     return process
 
@@ -172,7 +171,7 @@ def test_all_reduces_take_their_bytes_over_the_bandwidth():
     expected = 8_000_000 * 8 / 200e6  # a ring of 2: each rank sends and receives all once, both ways at a time
     for _ in range(2):
         with Link(ranks=2, rate=200e6) as link:
-            command = [sys.executable, "-c", ALLREDUCE]
+            command = [warm.REAL, "-c", ALLREDUCE]
             ranks = [
                 subprocess.Popen(
                     link.command(rank, command),

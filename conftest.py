@@ -3,7 +3,12 @@
 from importlib.util import find_spec
 
 MODULES = {
-    "tensorflow": ["grace/tensorflow/*", "grace/tensorflow/backends/*", "grace/bench/*tensorflow*"],
+    "tensorflow": [
+        "grace/tensorflow/*",
+        "grace/kernels/tensorflow/*",
+        "grace/tensorflow/backends/*",
+        "grace/bench/*tensorflow*",
+    ],
     "horovod": ["grace/*/backends/horovod.py", "grace/torch/horovod.py", "grace/torch/elastic.py"],
     "mpi4py": ["grace/mpi.py"],
     "pydantic": ["grace/strategy/*", "grace/launch.py"],

@@ -9,7 +9,7 @@ from typing import Any
 from grace.communicator import Communicator
 from grace.communicators import Allreduce
 from grace.exchange import Group
-from grace.indices import check_positions
+from grace.kernels.index_coding import check_positions
 from grace.rows import Slices
 from grace.variable import Variable
 

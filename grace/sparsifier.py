@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 from grace.compressor import Compressor
-from grace.indices import decode
 from grace.kernels import kernels_of
+from grace.kernels.index_coding import decode
 
 
 class Sparsifier(Compressor):
-    """A payload of [values, indices as :mod:`grace.indices` codes them]; ``ctx`` is the tensor's shape.
+    """A payload of [values, indices as :mod:`grace.kernels.index_coding` codes them]; ``ctx`` is the tensor's shape.
 
     >>> import numpy as np
     >>> Sparsifier().decompress([np.float32([5]), np.int16([1])], (3,))

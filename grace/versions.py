@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-
 from grace.backend import Backend
+from grace.kernels.fused.availability import missing
 
 
 def public(version: str) -> str:
@@ -19,9 +17,8 @@ def public(version: str) -> str:
 
 def fused() -> str:
     """Whether tensors on CPUs are computed with by compiled kernels, which may round otherwise."""
-    if os.environ.get("GRACE_FUSED", "1") == "0":
-        return "no (GRACE_FUSED=0)"
-    return "yes" if importlib.util.find_spec("numba") else "no (Numba is not installed)"
+    why = missing()
+    return f"no ({why})" if why else "yes"
 
 
 def versions(backend: Backend) -> list[tuple[str, str]]:

@@ -10,14 +10,14 @@ import pytest
 import torch
 from helpers import REFERENCE, SMALLEST, TINY
 
-from grace.kernels.fused import FusedKernels
-from grace.torch.kernels import FusedTorchKernels, TorchKernels
+from grace.kernels.fused.primitives import FusedKernels
+from grace.kernels.torch.primitives import FusedTorchKernels, TorchKernels
 
 try:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     import tensorflow as tf
 
-    from grace.tensorflow import memory
+    from grace.kernels.tensorflow import interop as memory
 except ImportError:
     tf = memory = None
 
@@ -129,8 +129,8 @@ if torch.cuda.is_available():
 if tf is None:
     OTHERS.append(pytest.param(None, id="tensorflow", marks=pytest.mark.skip(reason="TensorFlow is not installed")))
 else:
-    from grace.tensorflow import fused
-    from grace.tensorflow.kernels import TensorFlowKernels
+    from grace.kernels.tensorflow import fused
+    from grace.kernels.tensorflow.primitives import TensorFlowKernels
 
     PLAIN = TensorFlowKernels()
     fused_kernels = fused.FusedTensorFlowKernels()

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from grace.indices import decode, encode, index_bits
 from grace.kernels import kernels_of
+from grace.kernels.index_coding import decode, encode, index_bits
 
 
 @pytest.mark.parametrize("n", [1, 8, 1000, 65536, 65537, 300_000])

@@ -8,8 +8,8 @@ import torch
 
 import grace
 from grace.component import Context
-from grace.indices import encode
 from grace.kernels import kernels_of
+from grace.kernels.index_coding import encode
 from grace.memories.dgc import DGCMemory
 from grace.registry import known
 from grace.variable import Variable

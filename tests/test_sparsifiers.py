@@ -15,8 +15,8 @@ from grace.communicators import Allgather
 from grace.component import Context
 from grace.compressors.dgc import DGC
 from grace.compressors.topk import kept
-from grace.indices import decode
 from grace.kernels import kernels_of
+from grace.kernels.index_coding import decode
 from grace.pieces import uniform
 from grace.registry import legal_communicators
 from grace.variable import Variable
@@ -97,7 +97,7 @@ def test_torch_sends_what_numpy_sends(spec, n, monkeypatch):
     x = normal(n, seed=n)
     expected, _ = make(spec).compress(x, "w")
     for fused in (False, True):
-        monkeypatch.setattr("grace.torch.kernels._USE_FUSED", fused)
+        monkeypatch.setattr("grace.kernels.torch.primitives._USE_FUSED", fused)
         payload, ctx = make(spec).compress(torch.from_numpy(x), "w")
         assert ctx == (n,)
         assert len(payload) == len(expected)

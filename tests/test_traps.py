@@ -22,11 +22,11 @@ from grace.backend import Handle
 from grace.communicators import Allgather, Allreduce
 from grace.component import Context
 from grace.kernels.random import Stream
+from grace.kernels.torch.primitives import TorchKernels
 from grace.local import LocalBackend
 from grace.memories.efsignsgd import EFSignSGDMemory
 from grace.pieces import uniform
 from grace.plans import build_communicator
-from grace.torch.kernels import TorchKernels
 from grace.variable import Variable
 
 METHODS = [
@@ -341,7 +341,7 @@ waits = pytest.mark.xfail(strict=True, reason="the torch kernels read a size or 
     ],
 )  # payloads whose size depends on the data cannot be made without waiting
 def test_backward_hooks_do_not_wait_for_a_device_or_a_collective(spec, monkeypatch):
-    monkeypatch.setattr("grace.torch.kernels._USE_FUSED", False)
+    monkeypatch.setattr("grace.kernels.torch.primitives._USE_FUSED", False)
 
     def finite(self, x, most=math.inf):
         return ((x.abs() <= most) if most < math.inf else torch.isfinite(x)).all().float()

@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 import grace
-from grace.tensorflow import fused
+from grace.kernels.tensorflow import fused
 
 METHODS = ("qsgd", "topk", "signsgd")
 

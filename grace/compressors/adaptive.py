@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from grace.compressor import Compressor, Traits
 from grace.compressors.topk import kept
-from grace.indices import check_positions, decode, encode
 from grace.kernels import kernels_of
+from grace.kernels.index_coding import check_positions, decode, encode
 
 
 @dataclass

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from grace.compressor import Traits
 from grace.compressors.topk import kept
-from grace.indices import check_positions, encode
 from grace.kernels import kernels_of
+from grace.kernels.index_coding import check_positions, encode
 from grace.sparsifier import Sparsifier
 
 WARMUP_RATIO = 0.25

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from grace.compressor import Traits
-from grace.indices import check_positions, encode
 from grace.kernels import kernels_of
+from grace.kernels.index_coding import check_positions, encode
 from grace.sparsifier import Sparsifier
 
 FLOAT32_MAX = 3.4028234663852886e38

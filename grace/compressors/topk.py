@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from grace.compressor import Traits
-from grace.indices import check_positions, encode, index_bits
 from grace.kernels import kernels_of
+from grace.kernels.index_coding import check_positions, encode, index_bits
 from grace.sparsifier import Sparsifier
 
 

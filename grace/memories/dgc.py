@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from grace.indices import check_positions
 from grace.kernels import kernels_of
+from grace.kernels.index_coding import check_positions
 from grace.memories.residual import Residual
 from grace.memory import Memory
 

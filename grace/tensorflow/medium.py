@@ -7,7 +7,6 @@ TensorFlow's take tens. So methods of ours, on CPUs, run on arrays; a user's own
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -18,11 +17,10 @@ import tensorflow as tf
 from grace.component import Component
 from grace.exchange import Group
 from grace.kernels import arrays_by
-from grace.tensorflow.fused import fused_available
-from grace.tensorflow.memory import aligned_empty, as_array, as_tensor
+from grace.kernels.fused.availability import missing
+from grace.kernels.tensorflow.host import host_kernels
+from grace.kernels.tensorflow.interop import aligned_empty, as_array, as_tensor
 from grace.variable import Variable
-
-NARROW = {"float16", "bfloat16"}
 
 
 class Tensors:
@@ -57,7 +55,7 @@ class Arrays(Tensors):
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        with arrays_by(_host_kernels()), np.errstate(all="ignore"):
+        with arrays_by(host_kernels()), np.errstate(all="ignore"):
             yield
 
     def inside(self, value: Any) -> Any:
@@ -89,47 +87,9 @@ class _Loan:
 def medium_for(components: Iterable[Component]) -> Tensors:
     """Arrays where all components are Grace's own, on CPUs, with Numba; else tensors."""
     ours = all(_is_ours(component) for component in components)
-    return Arrays() if ours and fused_available() and not tf.config.list_logical_devices("GPU") else Tensors()
+    return Arrays() if ours and not missing() and not tf.config.list_logical_devices("GPU") else Tensors()
 
 
 def _is_ours(component: Any) -> bool:
     parts = [part for part in vars(component).values() if isinstance(part, Component)]
     return type(component).__module__.startswith("grace.") and all(map(_is_ours, parts))
-
-
-@functools.cache
-def _host_kernels() -> Any:
-    from grace.kernels.fused import FusedKernels
-
-    class HostKernels(FusedKernels):
-        """The compiled kernels, with results that TensorFlow takes without a copy, and bfloat16."""
-
-        empty = staticmethod(aligned_empty)
-
-        def cast(self, x, dtype):
-            if x.dtype.name == dtype or not {x.dtype.name, dtype} & NARROW:
-                return super().cast(x, dtype)
-            return as_array(tf.cast(as_tensor(x), dtype))  # which NumPy does one by one
-
-        def add(self, out, x, weight=1.0):
-            narrow = x.dtype.name in NARROW and out.dtype == np.float32
-            return super().add(out, self.cast(x, "float32") if narrow else x, weight)
-
-        def divide(self, out, x, by):
-            if x.dtype.name not in NARROW:
-                return super().divide(out, x, by)
-            wide = out if out.dtype == np.float32 else np.empty(out.shape, np.float32)
-            super().divide(wide, self.cast(x, "float32"), by)
-            if out is not wide:
-                out[...] = self.cast(wide, out.dtype.name)
-            return out
-
-        def join(self, tensors, out=None):
-            if out is None:
-                out = aligned_empty(sum(tensor.size for tensor in tensors), tensors[0].dtype)
-            return np.concatenate(tensors, out=out)
-
-        def host_buffer(self, n):
-            return aligned_empty(n, np.uint8)
-
-    return HostKernels()

@@ -20,13 +20,13 @@ from grace.component import Context
 from grace.errors import ConfigError, ExchangeError
 from grace.exchange import Group, Traffic
 from grace.exchanger import Exchanger
+from grace.kernels.tensorflow.graph_numbers import refuse_xla
 from grace.places import CYCLE, digest
 from grace.plans import Choices, Plan
 from grace.reduction import Reduction, check_integer
 from grace.rows import Slices
 from grace.setup import build_exchanger
 from grace.tensorflow.cutting import cut, put
-from grace.tensorflow.graphs import refuse_xla
 from grace.tensorflow.medium import Tensors, medium_for
 from grace.tensorflow.staging import GraphRun, HostRun
 from grace.tensorflow.variables import alike, broadcast_variables, described_as, names_as_saved, names_of, value_of

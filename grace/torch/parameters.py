@@ -14,10 +14,10 @@ from grace.backend import Backend
 from grace.communicator import Communicator
 from grace.errors import ConfigError
 from grace.hyperparameters import Numbers, numbers
+from grace.kernels.torch.primitives import NAMES
 from grace.momentum import doubled, owners
 from grace.reduction import check_integer
 from grace.runtime import current
-from grace.torch.kernels import NAMES
 from grace.torch.wrappers import check_whole
 from grace.variable import Variable, unwrapped
 

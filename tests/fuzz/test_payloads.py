@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from grace.errors import PayloadError
 from grace.kernels import arrays_by
-from grace.kernels.fused import FusedKernels
+from grace.kernels.fused.primitives import FusedKernels
+from grace.kernels.torch import primitives as torch_kernels
 from grace.registry import make
-from grace.torch import kernels as torch_kernels
 
 METHODS = (
     *("threshold(value=0.1)", "dgc(ratio=0.1)", "adaptive(ratio=0.1)", "inceptionn"),

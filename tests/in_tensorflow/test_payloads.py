@@ -19,10 +19,10 @@ import grace
 from grace.communicators import ScatterReduce
 from grace.component import Context
 from grace.kernels import NumpyKernels, kernels_of
+from grace.kernels.tensorflow import fused
+from grace.kernels.torch import primitives as torch_kernels
 from grace.registry import known
 from grace.scatter import Sharded
-from grace.tensorflow import fused
-from grace.torch import kernels as torch_kernels
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from implementations import ALL, OTHERS, memory, tf
 
 from grace.kernels import Kernels, Stream, kernels_of
-from grace.torch.kernels import FusedTorchKernels, TorchKernels
+from grace.kernels.torch.primitives import FusedTorchKernels, TorchKernels
 
 if tf is not None:
     pass

@@ -15,9 +15,9 @@ from scipy.stats import chi2
 
 from grace.component import Context
 from grace.kernels import Stream
-from grace.kernels.fused import FusedKernels, _random_blocks, u32
+from grace.kernels.fused.primitives import FusedKernels, _random_blocks, u32
 from grace.kernels.random import philox, stream_key
-from grace.torch.kernels import _philox
+from grace.kernels.torch.primitives import _philox
 
 every = pytest.mark.parametrize("it", ALL)
 LIKE = np.zeros(1, np.float32)

@@ -7,7 +7,7 @@ import pytest
 from helpers import EPSILON, REFERENCE, same
 from implementations import OTHERS
 
-from grace.kernels.fused import FusedKernels
+from grace.kernels.fused.primitives import FusedKernels
 
 SIZES = [(1 << 14) - 1, 1 << 14, 20_011]
 

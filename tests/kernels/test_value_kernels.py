@@ -14,9 +14,9 @@ from hypothesis.extra.numpy import arrays
 from implementations import OTHERS
 
 from grace.kernels import Stream
-from grace.kernels.fused import FusedKernels
-from grace.kernels.value_contract import HIGHEST_POWER, LOWEST_POWER
-from grace.torch.kernels import TorchKernels
+from grace.kernels.contract.quantization import HIGHEST_POWER, LOWEST_POWER
+from grace.kernels.fused.primitives import FusedKernels
+from grace.kernels.torch.primitives import TorchKernels
 
 others = pytest.mark.parametrize("it", OTHERS)
 settled = examples(60)

@@ -17,7 +17,7 @@ from grace.backend import Backend, Handle
 from grace.errors import ConfigError
 from grace.horovod import heed_timeout
 from grace.kernels import kernels_of
-from grace.tensorflow.memory import as_array, as_tensor
+from grace.kernels.tensorflow.interop import as_array, as_tensor
 from grace.waiting import timeout_for
 
 

@@ -1,4 +1,4 @@
-"""The primitives of :mod:`grace.kernels.sparse_contract` in plain TensorFlow operations."""
+"""The primitives of :mod:`grace.kernels.contract.sparsification` in plain TensorFlow operations."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import numpy as np
 import tensorflow as tf
 
 from grace.kernels.checks import check_count
-from grace.kernels.sparse_contract import SparseKernels
-from grace.kernels.sparse_reference import SMALLEST_FACTOR, rounded_down
-from grace.tensorflow.graphs import INF_BITS, LOW31, length, number
+from grace.kernels.contract.sparsification import SparseKernels
+from grace.kernels.reference.sparsification import SMALLEST_FACTOR, rounded_down
+from grace.kernels.tensorflow.graph_numbers import INF_BITS, LOW31, length, number
 
 
 class SparseTensorFlow(SparseKernels):
-    """A part of :class:`~grace.tensorflow.kernels.TensorFlowKernels`.
+    """A part of :class:`~grace.kernels.tensorflow.primitives.TensorFlowKernels`.
 
-    >>> from grace.tensorflow.kernels import TensorFlowKernels
+    >>> from grace.kernels.tensorflow.primitives import TensorFlowKernels
     >>> TensorFlowKernels().above(tf.constant([1.0, -5.0, 3.0, 0.0]), 2.0).numpy()
     array([1, 2], dtype=int32)
     """

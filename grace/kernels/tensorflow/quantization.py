@@ -8,15 +8,15 @@ import numpy as np
 import tensorflow as tf
 
 from grace.kernels.checks import check_packed, check_scale, check_table
-from grace.kernels.value_contract import POWER_OFFSET
-from grace.kernels.value_reference import CONSTANT
-from grace.tensorflow.graphs import LOW31, is_upper, length, number
+from grace.kernels.contract.quantization import POWER_OFFSET
+from grace.kernels.reference.quantization import CONSTANT
+from grace.kernels.tensorflow.graph_numbers import LOW31, is_upper, length, number
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 class ValueTensorFlow:
-    """A part of :class:`~grace.tensorflow.kernels.TensorFlowKernels`. Nothing is read back from the device."""
+    """A part of :class:`~grace.kernels.tensorflow.primitives.TensorFlowKernels`: nothing is read back."""
 
     random_bits: Any
     unpack: Any

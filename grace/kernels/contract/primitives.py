@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from grace.errors import ConfigError
+from grace.kernels.contract.quantization import ValueKernels
+from grace.kernels.contract.sparsification import SparseKernels
 from grace.kernels.random import Stream
-from grace.kernels.sparse_contract import SparseKernels
-from grace.kernels.value_contract import ValueKernels
 
 Tensor = Any
 
@@ -31,7 +31,7 @@ def bucket_within(bucket_size: int, n: int) -> int:
 
 
 class Kernels(ValueKernels, SparseKernels):
-    """One implementation per framework and device; :class:`~grace.kernels.reference.NumpyKernels` is the
+    """One implementation per framework and device; :class:`~grace.kernels.reference.primitives.NumpyKernels` is the
     reference that every other must equal: bit for bit for integers, packing, indices and random numbers, to
     float32 rounding for the rest.
 

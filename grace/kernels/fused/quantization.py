@@ -8,9 +8,9 @@ import numpy as np
 from numba import njit
 
 from grace.kernels.checks import check_packed, check_scale, check_table
-from grace.kernels.loops import LOW31, TILE, _max_bits, _random_blocks, _words, f32, f64, i32, u8, u32, u64
-from grace.kernels.value_contract import POWER_OFFSET
-from grace.kernels.value_reference import FLOAT32_MAX, deviation_limit, table_factor
+from grace.kernels.contract.quantization import POWER_OFFSET
+from grace.kernels.fused.loops import LOW31, TILE, _max_bits, _random_blocks, _words, f32, f64, i32, u8, u32, u64
+from grace.kernels.reference.quantization import FLOAT32_MAX, deviation_limit, table_factor
 
 i64 = np.int64
 SIGN_CODE, SHIFT9, SHIFT23, SHIFT24 = u32(0x80), u32(9), u32(23), u32(24)
@@ -143,7 +143,7 @@ def _assign(x, edges, shift, first, codes, sums, counts):
 
 
 class ValueFused:
-    """A part of :class:`~grace.kernels.fused.FusedKernels`."""
+    """A part of :class:`~grace.kernels.fused.primitives.FusedKernels`."""
 
     empty: Any
     unpack: Any

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from grace.kernels.checks import check_packed, check_scale, check_table
-from grace.kernels.value_contract import POWER_OFFSET
-from grace.kernels.value_reference import CONSTANT
+from grace.kernels.contract.quantization import POWER_OFFSET
+from grace.kernels.reference.quantization import CONSTANT
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 class ValueTorch:
-    """A part of :class:`~grace.torch.kernels.TorchKernels`. Nothing is read back from the device."""
+    """A part of :class:`~grace.kernels.torch.primitives.TorchKernels`. Nothing is read back from the device."""
 
     random_bits: Any
     unpack: Any

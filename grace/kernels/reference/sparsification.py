@@ -1,11 +1,11 @@
-"""The reference of the primitives in :mod:`grace.kernels.sparse_contract`, in plain NumPy."""
+"""The reference of the primitives in :mod:`grace.kernels.contract.sparsification`, in plain NumPy."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from grace.kernels.checks import check_count
-from grace.kernels.sparse_contract import SparseKernels
+from grace.kernels.contract.sparsification import SparseKernels
 
 LOW31 = np.uint32(0x7FFFFFFF)
 
@@ -30,7 +30,7 @@ def clip_factor(limit: float, norm: float) -> float:
 
 
 class SparseReference(SparseKernels):
-    """A part of :class:`~grace.kernels.reference.NumpyKernels`.
+    """A part of :class:`~grace.kernels.reference.primitives.NumpyKernels`.
 
     >>> from grace.kernels import NumpyKernels
     >>> NumpyKernels().above(np.float32([1, -5, 3, 0]), 2.0)

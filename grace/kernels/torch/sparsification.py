@@ -1,18 +1,18 @@
-"""The primitives of :mod:`grace.kernels.sparse_contract` in plain torch operations, on any device."""
+"""The primitives of :mod:`grace.kernels.contract.sparsification` in plain torch operations, on any device."""
 
 from __future__ import annotations
 
 import torch
 
 from grace.kernels.checks import check_count
-from grace.kernels.sparse_contract import SparseKernels
-from grace.kernels.sparse_reference import SMALLEST_FACTOR, rounded_down
+from grace.kernels.contract.sparsification import SparseKernels
+from grace.kernels.reference.sparsification import SMALLEST_FACTOR, rounded_down
 
 
 class SparseTorch(SparseKernels):
-    """A part of :class:`~grace.torch.kernels.TorchKernels`.
+    """A part of :class:`~grace.kernels.torch.primitives.TorchKernels`.
 
-    >>> from grace.torch.kernels import TorchKernels
+    >>> from grace.kernels.torch.primitives import TorchKernels
     >>> TorchKernels().above(torch.tensor([1.0, -5.0, 3.0, 0.0]), 2.0)
     tensor([1, 2], dtype=torch.int32)
     """

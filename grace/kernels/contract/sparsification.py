@@ -11,7 +11,7 @@ Tensor = Any
 
 
 class SparseKernels(abc.ABC):
-    """A part of :class:`~grace.kernels.contract.Kernels`, whose conventions hold here.
+    """A part of :class:`~grace.kernels.contract.primitives.Kernels`, whose conventions hold here.
 
     Sizes that depend on the data are known to the host, so these wait for the device.
     """

@@ -14,12 +14,12 @@ import numpy as np
 import tensorflow as tf
 
 from grace.kernels.checks import check_count, check_packed, check_quantized, check_range, check_scale
-from grace.kernels.contract import LARGEST_FACTOR, Kernels, bucket_within
+from grace.kernels.contract.primitives import LARGEST_FACTOR, Kernels, bucket_within
 from grace.kernels.random import FEISTEL_ROUNDS, MULTIPLIERS, ROUNDS, WEYL, Stream, feistel_bits
-from grace.tensorflow.graphs import LOW31, is_upper, length, number
-from grace.tensorflow.memory import aligned_empty, as_tensor
-from grace.tensorflow.sparse_kernels import SparseTensorFlow
-from grace.tensorflow.value_kernels import ValueTensorFlow
+from grace.kernels.tensorflow.graph_numbers import LOW31, is_upper, length, number
+from grace.kernels.tensorflow.interop import aligned_empty, as_tensor
+from grace.kernels.tensorflow.quantization import ValueTensorFlow
+from grace.kernels.tensorflow.sparsification import SparseTensorFlow
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 LOW32 = 0xFFFFFFFF

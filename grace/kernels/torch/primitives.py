@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from typing import Any
 
 import numpy as np
@@ -12,10 +11,11 @@ import torch
 
 from grace.errors import ConfigError
 from grace.kernels.checks import check_count, check_packed, check_quantized, check_range, check_scale
-from grace.kernels.contract import LARGEST_FACTOR, Kernels, bucket_within
+from grace.kernels.contract.primitives import LARGEST_FACTOR, Kernels, bucket_within
+from grace.kernels.fused.availability import missing
 from grace.kernels.random import FEISTEL_ROUNDS, MULTIPLIERS, ROUNDS, WEYL, Stream, feistel_bits
-from grace.torch.sparse_kernels import SparseTorch
-from grace.torch.value_kernels import ValueTorch
+from grace.kernels.torch.quantization import ValueTorch
+from grace.kernels.torch.sparsification import SparseTorch
 
 DTYPES = {
     name: getattr(torch, name)
@@ -308,7 +308,7 @@ def _to_torch(value: Any) -> Any:
 
 @functools.cache
 def _fused_kernels():
-    from grace.kernels.fused import FusedKernels
+    from grace.kernels.fused.primitives import FusedKernels
 
     return FusedKernels()
 
@@ -316,17 +316,7 @@ def _fused_kernels():
 _PLAIN, _FUSED = TorchKernels(), FusedTorchKernels()
 
 
-def _fused_available() -> bool:
-    if os.environ.get("GRACE_FUSED", "1") == "0":
-        return False
-    try:
-        import numba  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
-_USE_FUSED = _fused_available()
+_USE_FUSED = not missing()
 
 
 def kernels_of_tensor(tensor: torch.Tensor) -> Kernels:

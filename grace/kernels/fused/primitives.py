@@ -14,8 +14,8 @@ import numpy as np
 from numba import njit
 
 from grace.kernels.checks import check_count, check_packed, check_quantized, check_scale
-from grace.kernels.contract import bucket_within
-from grace.kernels.loops import (
+from grace.kernels.contract.primitives import bucket_within
+from grace.kernels.fused.loops import (
     LOW31,
     SHIFT8,
     TILE,
@@ -31,10 +31,10 @@ from grace.kernels.loops import (
     u32,
     u64,
 )  # fmt: skip
+from grace.kernels.fused.quantization import ValueFused
+from grace.kernels.fused.sparsification import SparseFused, check_used
 from grace.kernels.random import FEISTEL_ROUNDS, feistel_bits
-from grace.kernels.reference import FLOAT32_MAX, NumpyKernels
-from grace.kernels.sparse_fused import SparseFused, check_used
-from grace.kernels.value_fused import ValueFused
+from grace.kernels.reference.primitives import FLOAT32_MAX, NumpyKernels
 
 
 @njit(nogil=True, cache=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from grace.errors import ConfigError
 from grace.kernels import Kernels
-from grace.kernels.contract import Tensor
+from grace.kernels.contract.primitives import Tensor
 
 NARROW, TOO_MANY = 1 << 16, 1 << 31
 

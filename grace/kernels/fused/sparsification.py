@@ -1,4 +1,4 @@
-"""The hot primitives of :mod:`grace.kernels.sparse_contract` as fused loops; see :mod:`grace.kernels.fused`."""
+"""The hot primitives of :mod:`grace.kernels.contract.sparsification` as fused loops."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 from numba import njit
 
 from grace.kernels.checks import check_count, check_range
-from grace.kernels.loops import INF_BITS, LOW31, SHIFT32, f32, f64, i32, u8, u32, u64
-from grace.kernels.sparse_reference import SparseReference, clip_factor, rounded_down
+from grace.kernels.fused.loops import INF_BITS, LOW31, SHIFT32, f32, f64, i32, u8, u32, u64
+from grace.kernels.reference.sparsification import SparseReference, clip_factor, rounded_down
 
 BLOCK = 32  # elements that are passed over together if none is above the threshold
 
@@ -113,7 +113,7 @@ def check_used(count, indices, n):
 
 
 class SparseFused(SparseReference):
-    """A part of :class:`~grace.kernels.fused.FusedKernels`."""
+    """A part of :class:`~grace.kernels.fused.primitives.FusedKernels`."""
 
     empty: Any
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from grace.kernels.checks import check_packed, check_scale, check_table
-from grace.kernels.value_contract import POWER_OFFSET
+from grace.kernels.contract.quantization import POWER_OFFSET
 
 FLOAT32_MAX = np.finfo(np.float32).max
 CONSTANT = 2.0**-20

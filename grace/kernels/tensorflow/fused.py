@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,11 +10,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from grace.kernels.contract import Kernels
+from grace.kernels.contract.primitives import Kernels
+from grace.kernels.fused.availability import missing
 from grace.kernels.random import Stream
-from grace.tensorflow.graphs import length
-from grace.tensorflow.kernels import TensorFlowKernels, words
-from grace.tensorflow.memory import aligned_copy, aligned_empty, as_array, as_tensor
+from grace.kernels.tensorflow.graph_numbers import length
+from grace.kernels.tensorflow.interop import aligned_copy, aligned_empty, as_array, as_tensor
+from grace.kernels.tensorflow.primitives import TensorFlowKernels, words
 
 Shapes = list[tuple[type, Any]]
 GRAPH: dict[str, Callable[..., Shapes]] = {
@@ -154,7 +154,7 @@ def _array(arg: Any) -> Any:
 
 @functools.cache
 def _fused_kernels() -> Kernels:
-    from grace.kernels.fused import FusedKernels
+    from grace.kernels.fused.primitives import FusedKernels
 
     class Aligned(FusedKernels):
         empty = staticmethod(aligned_empty)
@@ -162,19 +162,8 @@ def _fused_kernels() -> Kernels:
     return Aligned()
 
 
-def fused_available() -> bool:
-    """Whether Numba is installed, and GRACE_FUSED is not 0."""
-    if os.environ.get("GRACE_FUSED", "1") == "0":
-        return False
-    try:
-        import numba  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
 _PLAIN, _FUSED = TensorFlowKernels(), FusedTensorFlowKernels()
-_USE_FUSED = fused_available()
+_USE_FUSED = not missing()
 
 
 def kernels_of_tensor(tensor: tf.Tensor) -> Kernels:

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from grace.kernels.checks import check_count, check_packed, check_quantized, check_range, check_scale
-from grace.kernels.contract import LARGEST_FACTOR, Kernels, bucket_within
+from grace.kernels.contract.primitives import LARGEST_FACTOR, Kernels, bucket_within
 from grace.kernels.random import FEISTEL_ROUNDS, Stream, feistel_bits, philox
-from grace.kernels.sparse_reference import SparseReference
-from grace.kernels.value_reference import ValueReference
+from grace.kernels.reference.quantization import ValueReference
+from grace.kernels.reference.sparsification import SparseReference
 
 FLOAT32_MAX = np.finfo(np.float32).max
 

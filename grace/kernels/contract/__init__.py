@@ -1,0 +1,1 @@
+"""The contract of the kernels: which primitive operations there are, and what each computes."""

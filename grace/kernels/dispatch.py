@@ -1,0 +1,73 @@
+"""Which kernels compute with a tensor: those of its framework and device."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from grace.kernels.contract.primitives import Kernels
+from grace.kernels.reference.primitives import NumpyKernels
+
+_REFERENCE = NumpyKernels()
+_THREAD = threading.local()
+
+
+@contextlib.contextmanager
+def arrays_by(kernels: Kernels) -> Iterator[None]:
+    """In this context, and thread, NumPy arrays are computed with by other kernels than the reference."""
+    before, _THREAD.arrays = getattr(_THREAD, "arrays", _REFERENCE), kernels
+    try:
+        yield
+    finally:
+        _THREAD.arrays = before
+
+
+def _torch_kernels() -> Callable[[Any], Kernels]:
+    from grace.kernels.torch.primitives import kernels_of_tensor
+
+    return kernels_of_tensor
+
+
+def _tensorflow_kernels() -> Callable[[Any], Kernels]:
+    from grace.kernels.tensorflow.fused import kernels_of_tensor
+
+    return kernels_of_tensor
+
+
+_FRAMEWORKS: dict[str, tuple[tuple[str, ...], Callable[[], Callable[[Any], Kernels]]]] = {
+    "torch": (("Tensor",), _torch_kernels),
+    "tensorflow": (("Tensor", "Variable"), _tensorflow_kernels),
+}
+"""Per module: the names of its types, and what chooses among its kernels."""
+_CHOICES: dict[type, Callable[[Any], Kernels]] = {}
+"""What was found for a type, so that the search is made once."""
+
+
+def kernels_of(tensor: Any) -> Kernels:
+    """The kernels for this tensor's framework and device. Only frameworks already imported are considered.
+
+    Raises:
+        TypeError: the tensor is of no framework that Grace knows.
+
+    >>> kernels_of(np.zeros(3)).name
+    'numpy'
+    """
+    choose = _CHOICES.get(type(tensor))
+    if choose is not None:
+        return choose(tensor)
+    if isinstance(tensor, np.ndarray):
+        return getattr(_THREAD, "arrays", _REFERENCE)
+    for module, (names, load) in _FRAMEWORKS.items():
+        framework = sys.modules.get(module)
+        if framework is not None and isinstance(tensor, tuple(getattr(framework, n) for n in names)):
+            _CHOICES[type(tensor)] = load()
+            return _CHOICES[type(tensor)](tensor)
+    raise TypeError(
+        f"no kernels for {type(tensor).__module__}.{type(tensor).__qualname__}; known: numpy.ndarray, torch.Tensor, "
+        "tensorflow.Tensor"
+    )

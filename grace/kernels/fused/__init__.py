@@ -1,0 +1,1 @@
+"""The kernels as single-pass loops over NumPy arrays, compiled by Numba."""

@@ -1,0 +1,1 @@
+"""The reference: every kernel in plain NumPy, written to be read."""

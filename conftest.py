@@ -6,12 +6,12 @@ MODULES = {
     "tensorflow": [
         "grace/tensorflow/*",
         "grace/kernels/tensorflow/*",
-        "grace/tensorflow/backends/*",
+        "grace/backends/horovod_tensorflow.py",
         "grace/bench/*tensorflow*",
     ],
-    "horovod": ["grace/*/backends/horovod.py", "grace/torch/horovod.py", "grace/torch/elastic.py"],
-    "mpi4py": ["grace/mpi.py"],
-    "pydantic": ["grace/strategy/*", "grace/launch.py"],
+    "horovod": ["grace/backends/horovod_*.py", "grace/torch/horovod.py", "grace/torch/elastic.py"],
+    "mpi4py": ["grace/backends/mpi.py"],
+    "pydantic": ["grace/strategy/*", "grace/launch/*"],
 }
 
 collect_ignore_glob = [path for package, paths in MODULES.items() if find_spec(package) is None for path in paths]

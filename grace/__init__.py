@@ -11,21 +11,21 @@ import importlib
 import sys
 from typing import Any
 
-from grace._version import __version__
-from grace.backend import Backend, Handle
+from grace.backends.runtime import from_root, init, rank, shutdown, size
 from grace.communicator import Communicator
-from grace.component import Context
-from grace.compressor import Compressor, Traits
+from grace.core.backend import Backend, Handle
+from grace.core.compressor import Compressor, Traits
+from grace.core.context import Context
+from grace.core.given import not_an_optimizer
+from grace.core.memory import Memory
+from grace.core.registry import known, make, register
+from grace.core.state import State
+from grace.core.variable import Variable
+from grace.core.version import __version__
 from grace.errors import ConfigError, ExchangeError, GraceError, MissingExtraError, RankError
 from grace.files import save_from_root
-from grace.given import not_an_optimizer
 from grace.kernels import Kernels, kernels_of
-from grace.memory import Memory
 from grace.params import from_params
-from grace.registry import known, make, register
-from grace.runtime import from_root, init, rank, shutdown, size
-from grace.state import State
-from grace.variable import Variable
 
 __all__ = [
     "Backend",

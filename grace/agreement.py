@@ -6,8 +6,8 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from grace import _version
-from grace.backend import Backend
+from grace.core import version
+from grace.core.backend import Backend
 from grace.errors import RankError
 
 DIFFERENT = "the ranks were set up differently; the first difference: "
@@ -33,11 +33,11 @@ def tell(
         RankError: on every rank but the failed one, if some rank failed, runs another Grace, or came with a value of
             another kind.
 
-    >>> from grace.local import LocalBackend
+    >>> from grace.core.backend import LocalBackend
     >>> tell(LocalBackend(), "none", 3)
     [3]
     """
-    mine = {"grace": _version.__version__, "what": what, "value": value, "error": None if error is None else str(error)}
+    mine = {"grace": version.__version__, "what": what, "value": value, "error": None if error is None else str(error)}
     answers = backend.allgather_object(mine)
     if error is not None:
         raise error
@@ -80,7 +80,7 @@ def agree(
         RankError: on every rank but the failed one, if some rank failed or the facts differ; the message
             names the first fact that differs and each side's value.
 
-    >>> from grace.local import LocalBackend
+    >>> from grace.core.backend import LocalBackend
     >>> agree(LocalBackend(), [("variable w", "float32[3]")], beside="a word")
     ['a word']
     """

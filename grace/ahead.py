@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from grace import tracing
-from grace.backend import Handle
-from grace.compressor import Tensor
+from grace.core.backend import Handle
+from grace.core.compressor import Tensor
+from grace.core.waiting import waiting
 from grace.errors import ExchangeError, PayloadError, StepError
 from grace.exchange import Exchange, Group, Outcome, Traffic
 from grace.kernels import kernels_of
-from grace.waiting import waiting
 
 PATIENCE, PATIENCE_AT_EXIT = 60.0, 5.0
 """Seconds to wait at the end for other ranks that are behind, and in a script that failed."""
@@ -34,7 +34,7 @@ class Courier:
     Every rank hands over the same exchanges in the same order, so that theirs are the same at every moment.
 
     Args:
-        backend: see :meth:`grace.backend.Backend.beside`.
+        backend: see :meth:`grace.core.backend.Backend.beside`.
         computing: the context that an exchange computes in.
         check: raises if the ranks of an exchange were not at one step, over its backend.
     """

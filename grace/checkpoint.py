@@ -27,12 +27,12 @@ from typing import Any
 
 from grace import form
 from grace.agreement import tell
-from grace.backend import Backend
 from grace.carry import Carrier, Cuts, Misfit, bare
+from grace.core.backend import Backend
+from grace.core.variable import unwrapped
 from grace.errors import ConfigError, ExchangeError, RankError
 from grace.exchanger import Exchanger
 from grace.rows import Slices
-from grace.variable import unwrapped
 
 MODES = ("strict", "keep", "reset")
 WITHOUT = "the checkpoint has no 'grace' entry: it was saved by a plain optimizer. To start with empty memories call "

@@ -16,16 +16,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from grace import specs
-from grace._version import __version__
 from grace.bench import commands
 from grace.bench.all_command import demo
 from grace.bench.report_command import report
 from grace.bench.trace_command import WithProgram, trace
-from grace.composition import Composed
+from grace.core import specs
+from grace.core.composition import Composed
+from grace.core.registry import KINDS, aliases, known, legal_communicators, make
+from grace.core.version import __version__
 from grace.errors import ConfigError, GraceError, shortened
-from grace.launch import launch
-from grace.registry import KINDS, aliases, known, legal_communicators, make
+from grace.launch.command_lines import launch
 from grace.strategy import commands as strategies
 
 LIST_SHAPE = (1000, 1000)

@@ -6,12 +6,12 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from grace.backend import Backend, Handle
-from grace.component import Component, Context
-from grace.compressor import Compressor, Tensor
+from grace.core.backend import Backend, Handle, LocalBackend
+from grace.core.component import Component
+from grace.core.compressor import Compressor, Tensor
+from grace.core.context import Context
+from grace.core.memory import Memory
 from grace.errors import ConfigError
-from grace.local import LocalBackend
-from grace.memory import Memory
 
 
 class Communicator(Component):
@@ -44,7 +44,7 @@ class Communicator(Component):
     """What one exchange costs a rank, for a payload of p bytes and W ranks; for people."""
 
     def __init__(self, compressor: Compressor | str | dict = "none", memory: Memory | str | dict | None = None):
-        from grace.registry import make
+        from grace.core.registry import make
 
         self.compressor: Compressor = make("compressor", compressor)
         traits = self.compressor.traits
@@ -68,7 +68,7 @@ class Communicator(Component):
         return None
 
     def _check(self) -> None:
-        from grace.registry import legal_communicators, legal_memories
+        from grace.core.registry import legal_communicators, legal_memories
 
         traits = self.compressor.traits
         why = self.accepts(self.compressor)

@@ -7,7 +7,7 @@ import inspect
 import re
 from typing import Any
 
-from grace.registry import known, legal_communicators
+from grace.core.registry import known, legal_communicators
 
 HEAD = """# Methods
 
@@ -69,7 +69,7 @@ def _section(kind: str, name: str, cls: Any) -> str:
 
 
 def _composition() -> str:
-    from grace.composition import Composed
+    from grace.core.composition import Composed
 
     return markdown(Composed)
 

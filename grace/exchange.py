@@ -7,17 +7,18 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from grace import tracing, watch
-from grace.backend import Backend, Handle
+from grace import tracing
 from grace.communicator import Communicator
-from grace.compressor import Tensor
+from grace.core import watch
+from grace.core.backend import Backend, Handle
+from grace.core.compressor import Tensor
+from grace.core.variable import Variable
+from grace.core.waiting import waiting
 from grace.errors import ConfigError, ExchangeError, GraceError, PayloadError, StepError
 from grace.group import Group, Outcome, Traffic
 from grace.judging import Judging
 from grace.kernels import kernels_of
 from grace.refusing import Refusing
-from grace.variable import Variable
-from grace.waiting import waiting
 from grace.wire import Wire, in_range, mark
 
 

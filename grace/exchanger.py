@@ -11,18 +11,19 @@ from typing import Any
 from grace import tracing
 from grace.agreement import DRIFTED, agree, first_difference
 from grace.ahead import Courier, Flight, add, scaled
-from grace.backend import Backend
-from grace.channels import Leases
+from grace.backends.topology import Levels, levels, node_name
 from grace.communicators import Allreduce
-from grace.component import Component, Context
-from grace.compressor import Tensor
+from grace.core.backend import Backend
+from grace.core.channels import Leases
+from grace.core.component import Component
+from grace.core.compressor import Tensor
+from grace.core.context import Context
+from grace.core.memory import Memory
+from grace.core.variable import Variable
 from grace.errors import PayloadError, StepError
 from grace.exchange import Exchange, Group, Outcome, Traffic
 from grace.hierarchy import Hierarchy
-from grace.memory import Memory
-from grace.nodes import Levels, levels, node_name
 from grace.pieces import Piece, grouped
-from grace.variable import Variable
 from grace.versions import versions
 
 

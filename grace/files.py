@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from grace.agreement import tell
-from grace.backend import Backend
-from grace.runtime import current
+from grace.backends.runtime import current
+from grace.core.backend import Backend
 
 
 @contextlib.contextmanager

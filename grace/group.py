@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grace.communicator import Communicator
-from grace.compressor import Tensor
-from grace.variable import Variable
+from grace.core.compressor import Tensor
+from grace.core.variable import Variable
 from grace.wire import Wire
 
 

@@ -15,14 +15,13 @@ from dataclasses import replace
 from typing import Any
 
 from grace import tracing
-from grace.backend import Backend
+from grace.backends.topology import levels
 from grace.communicators import Allreduce
-from grace.component import Context
+from grace.core.backend import Backend, LocalBackend
+from grace.core.context import Context
 from grace.errors import PayloadError
 from grace.exchange import Exchange, Group, Outcome, Traffic
 from grace.kernels import kernels_of
-from grace.local import LocalBackend
-from grace.nodes import levels
 from grace.rows import Slices
 
 GONE, HERE, SPOILT, REFUSED, ASTRAY = 0.0, 1.0, 2.0, 3.0, 4.0

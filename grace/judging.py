@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from grace.compressor import Tensor
+from grace.core.compressor import Tensor
 from grace.errors import PayloadError
 from grace.group import Outcome
 from grace.places import NUMBERS, compare, place

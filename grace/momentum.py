@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from grace.component import Component
+from grace.core.component import Component
 from grace.errors import ConfigError
 
 

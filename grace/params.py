@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from grace.communicator import Communicator
+from grace.core.registry import known, make
 from grace.errors import ConfigError
-from grace.registry import known, make
 
 PARTS = {"compressor": "none", "memory": None, "communicator": None}
 """The parts, and what is taken where the dictionary does not say (None: the compressor's default)."""

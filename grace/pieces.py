@@ -8,10 +8,10 @@ from typing import Any
 
 from grace.communicator import Communicator
 from grace.communicators import Allreduce
+from grace.core.variable import Variable
 from grace.exchange import Group
 from grace.kernels.index_coding import check_positions
 from grace.rows import Slices
-from grace.variable import Variable
 
 FIRST_GROUP_BYTES = 1 << 20
 """Where there are several groups, the one that is ready first is small, so that the engine starts early."""

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from grace.component import Context
+from grace.core.context import Context
 
 NUMBERS = 5
 CYCLE, ASTRAY = 254, 255

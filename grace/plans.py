@@ -6,12 +6,12 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from grace.backend import Backend
 from grace.communicator import Communicator
+from grace.core.backend import Backend
+from grace.core.registry import make
+from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.pieces import Piece, uniform
-from grace.registry import make
-from grace.variable import Variable
 
 STRATEGY = "GRACE_STRATEGY"
 """Where ``grace launch --strategy`` says which file."""
@@ -72,7 +72,7 @@ def build_communicator(compressor: Any, memory: Any, communicator: Any) -> Commu
         return communicator
     chosen: Any = make("compressor", "none" if compressor is None else compressor)
     name, parameters = _communicator_spec(chosen.traits.communicator if communicator is None else communicator)
-    from grace.registry import known
+    from grace.core.registry import known
 
     if name not in known("communicator"):
         make("communicator", name)  # raises, naming what is known
@@ -81,7 +81,7 @@ def build_communicator(compressor: Any, memory: Any, communicator: Any) -> Commu
 
 
 def _communicator_spec(spec: Any) -> tuple[str, dict[str, Any]]:
-    from grace import specs
+    from grace.core import specs
 
     return specs.parse(spec)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grace import tracing
-from grace.compressor import Payload, Tensor
+from grace.core.compressor import Payload, Tensor
 from grace.errors import PayloadError
 from grace.exchange import Exchange, Outcome
 from grace.wire import MISSING, OVERFLOW, REFUSED, Wire, in_range, mark

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from grace.compressor import Tensor
+from grace.core.compressor import Tensor
 from grace.errors import PayloadError, payload_of
 from grace.wire import REFUSED, Wire
 

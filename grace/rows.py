@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 
 from grace import tracing
 from grace.communicators.allgather import Allgather
-from grace.compressor import Compressor, Payload, Tensor, Traits
+from grace.core.compressor import Compressor, Payload, Tensor, Traits
+from grace.core.memory import Memory
 from grace.errors import ConfigError, payload_of
 from grace.exchange import Exchange, Group, Outcome
 from grace.kernels import kernels_of
 from grace.kernels.checks import check_count, check_range
 from grace.memories.none import NoMemory
 from grace.memories.residual import Residual
-from grace.memory import Memory
 from grace.wire import ITEM_SIZE
 
 NOTHING = -1

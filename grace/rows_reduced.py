@@ -7,9 +7,9 @@ from typing import Any
 
 from grace import tracing
 from grace.communicators.reduce_broadcast import ReduceBroadcast
-from grace.compressor import Compressor
+from grace.core.compressor import Compressor
+from grace.core.memory import Memory
 from grace.kernels import kernels_of
-from grace.memory import Memory
 from grace.reduce import ReduceExchange
 from grace.rows import NOTHING, Slices, by_rows, is_nothing, values_of
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from grace import tracing
-from grace.compressor import Compressor, Payload, Tensor, Traits
+from grace.core.compressor import Compressor, Payload, Tensor, Traits
 from grace.errors import PayloadError, payload_of
 from grace.exchange import Exchange, Outcome
 from grace.kernels import kernels_of

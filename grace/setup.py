@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from grace.agreement import agree
-from grace.backend import Backend
 from grace.communicator import Communicator
-from grace.component import Context
+from grace.core.backend import Backend
+from grace.core.context import Context
+from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.exchanger import Exchanger
 from grace.plans import Plan
-from grace.variable import Variable
 
 
 def build_exchanger(

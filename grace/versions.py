@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grace.backend import Backend
+from grace.core.backend import Backend
 from grace.kernels.fused.availability import missing
 
 
@@ -24,9 +24,9 @@ def fused() -> str:
 def versions(backend: Backend) -> list[tuple[str, str]]:
     """Facts for :func:`grace.agreement.agree`, which compares Grace's own version itself.
 
-    >>> from grace.local import LocalBackend
+    >>> from grace.core.backend import LocalBackend
     >>> versions(LocalBackend())[0]
-    ('the backend', 'grace.local.LocalBackend')
+    ('the backend', 'grace.core.backend.LocalBackend')
     """
     from grace import form, wire
     from grace.strategy import plan

@@ -19,7 +19,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from grace.compressor import Payload, Tensor
+from grace.core.compressor import Payload, Tensor
 from grace.errors import ConfigError, PayloadError
 from grace.kernels import Kernels
 

@@ -25,7 +25,7 @@ import torch
 from training import digest
 
 import grace
-from grace.registry import legal_communicators, legal_memories, make
+from grace.core.registry import legal_communicators, legal_memories, make
 
 STEPS = 7
 METHODS = (

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 import grace
+from grace.core.variable import Variable
 from grace.strategy.plan import Part, Plan, Strategy, Sync
-from grace.variable import Variable
 
 BUILDERS = (
     "ps",

@@ -6,11 +6,11 @@ import pytest
 
 from grace import ConfigError, RankError
 from grace.agreement import agree
-from grace.component import Context
-from grace.local import LocalBackend
+from grace.core.backend import LocalBackend
+from grace.core.context import Context
+from grace.core.variable import Variable
 from grace.plans import Uniform
 from grace.setup import build_exchanger
-from grace.variable import Variable
 
 
 class Disagreeing(LocalBackend):

@@ -18,7 +18,7 @@ import warm
 from grace.bench import link_command, namespaces
 from grace.bench.link import Link, LinkError, measure, parse_rate, possible, show_rate
 from grace.errors import ConfigError
-from grace.processes import end
+from grace.launch.processes import end
 
 pytestmark = [pytest.mark.ranks, pytest.mark.alone]
 

@@ -18,7 +18,7 @@ from grace.bench.link import possible
 from grace.bench.record import Results
 from grace.bench.task import FRAMEWORKS, TASKS, task_class, trainer_class
 from grace.bench.torch_tasks import CharacterModel
-from grace.registry import known
+from grace.core.registry import known
 
 pytestmark = [pytest.mark.ranks, pytest.mark.alone]
 

@@ -12,7 +12,7 @@ import warm
 from command import grace_command
 
 import grace
-from grace.registry import KINDS, known, legal_communicators, make
+from grace.core.registry import KINDS, known, legal_communicators, make
 
 GRACE = str(Path(sys.executable).with_name("grace"))
 COMPONENTS = [

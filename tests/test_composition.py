@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import grace
-from grace.composition import Composed
+from grace.core.composition import Composed
 
 
 def x(n: int = 4000) -> np.ndarray:

@@ -16,13 +16,13 @@ from hypothesis.extra.numpy import array_shapes
 
 import grace
 from grace.communicators import Allgather, Allreduce, Broadcast
-from grace.component import Context
-from grace.compressor import Compressor
+from grace.core.backend import LocalBackend
+from grace.core.compressor import Compressor
+from grace.core.context import Context
+from grace.core.variable import Variable
 from grace.exchange import Traffic
 from grace.exchanger import Exchanger
-from grace.local import LocalBackend
 from grace.pieces import uniform
-from grace.variable import Variable
 
 SPECS = [
     "none", "fp16", "qsgd", "qsgd(levels=7)", "qsgd(levels=1, bucket_size=33)", "qsgd(norm=max, levels=64)",

@@ -6,8 +6,8 @@ import torch
 
 import grace
 from grace.communicators import Allgather
-from grace.component import Context
 from grace.compressors.topk import kept
+from grace.core.context import Context
 from grace.memories.dgc import DGCMemory
 
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import grace
-from grace.component import Context
+from grace.core.context import Context
+from grace.core.registry import known
+from grace.core.variable import Variable
 from grace.kernels import kernels_of
 from grace.kernels.index_coding import encode
 from grace.memories.dgc import DGCMemory
-from grace.registry import known
-from grace.variable import Variable
 
 BY_POSITION = ["topk", "randomk", "threshold", "dgc", "adaptive", "inceptionn", "topk | qsgd"]
 OTHERS = sorted(set(known("compressor")) - {*BY_POSITION, "composed"})

@@ -9,9 +9,9 @@ import pytest
 from command import grace_command
 
 import grace
-from grace.jobs import first_failure
-from grace.launch import command
-from grace.strategy.resources import Resources
+from grace.launch.cluster import Resources
+from grace.launch.command_lines import command
+from grace.launch.supervisor import first_failure
 
 ONE = "nodes: [{address: 10.0.0.1, chief: true, gpus: [0, 1]}]"
 THREE = """
@@ -142,7 +142,7 @@ def test_torchrun_starts_what_is_no_python_script(program, expected):
 
 
 def test_the_default_engine_is_the_first_that_is_installed(monkeypatch):
-    from grace.launch import default_engine
+    from grace.launch.command_lines import default_engine
 
     for installed, engine in (({"horovod", "torch"}, "horovod"), ({"torch"}, "torch"), (set(), "mpi")):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, here=installed: name if name in here else None)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from grace.jobs import first_reason
+from grace.launch.supervisor import first_reason
 
 PROGRAM = """
 import sys

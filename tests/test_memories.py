@@ -13,7 +13,7 @@ from helpers import EPSILON, data, same
 import grace
 from grace.communicator import Communicator
 from grace.communicators import Allgather, Allreduce
-from grace.component import Context
+from grace.core.context import Context
 from grace.memories.residual import Residual
 
 SHAPE = (20, 30)

@@ -14,10 +14,10 @@ from training import Given
 
 import grace
 from grace.communicators import Allgather, ReduceBroadcast, ScatterReduce
-from grace.composition import Composed
-from grace.compressor import Compressor, Traits
 from grace.compressors.cast import Cast
 from grace.compressors.topk import TopK
+from grace.core.composition import Composed
+from grace.core.compressor import Compressor, Traits
 from grace.memories.residual import Residual
 
 

@@ -12,8 +12,8 @@ import warnings
 import pytest
 
 import grace
+from grace.core.registry import make
 from grace.plans import build_communicator
-from grace.registry import make
 
 AR, AG, BC, SR, RB = "allreduce", "allgather", "broadcast", "scatter_reduce", "reduce_broadcast"
 COMMUNICATORS = {

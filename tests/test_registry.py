@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 import grace
-from grace import Compressor, ConfigError, Memory, register, registry
+from grace import Compressor, ConfigError, Memory, register
 from grace.communicators import Allgather
+from grace.core import registry
 
 
 @pytest.fixture(autouse=True)

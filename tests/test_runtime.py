@@ -13,7 +13,7 @@ import warm
 from engines import available
 
 import grace
-from grace.runtime import MPI_SIZES
+from grace.backends.runtime import MPI_SIZES
 
 LAUNCHER_KEYS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "HOROVOD_RANK", "GRACE_BACKEND", *MPI_SIZES)
 
@@ -71,7 +71,7 @@ def test_an_unknown_backend_is_refused_with_those_that_are_known():
 def test_a_backend_of_ones_own_is_used_as_it_is():
     backend = type(grace.init("local"))()
     assert grace.init(backend) is backend
-    assert grace.runtime.current() is backend
+    assert grace.backends.runtime.current() is backend
 
 
 def free_port() -> str:
@@ -166,7 +166,7 @@ def test_horovodrun_without_horovod_names_what_builds_it(monkeypatch):
 def test_under_mpirun_horovod_comes_before_mpi(monkeypatch, installed):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: installed or None)
-    assert grace.runtime._detect() == ("horovod" if installed else "mpi")
+    assert grace.backends.runtime._detect() == ("horovod" if installed else "mpi")
 
 
 @pytest.mark.parametrize("key", MPI_SIZES)

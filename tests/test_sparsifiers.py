@@ -12,14 +12,14 @@ from hypothesis.extra.numpy import arrays
 
 import grace
 from grace.communicators import Allgather
-from grace.component import Context
 from grace.compressors.dgc import DGC
 from grace.compressors.topk import kept
+from grace.core.context import Context
+from grace.core.registry import legal_communicators
+from grace.core.variable import Variable
 from grace.kernels import kernels_of
 from grace.kernels.index_coding import decode
 from grace.pieces import uniform
-from grace.registry import legal_communicators
-from grace.variable import Variable
 
 SPECS = ["threshold(value=0.5)", "dgc(ratio=0.05)", "adaptive(ratio=0.05)", "inceptionn"]
 SPARSE = SPECS[:3]

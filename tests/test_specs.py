@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import grace
-from grace import ConfigError, specs
+from grace import ConfigError
 from grace.communicators import Allgather
+from grace.core import specs
+from grace.core.registry import KINDS, legal_communicators
 from grace.plans import build_communicator
-from grace.registry import KINDS, legal_communicators
 
 UNIT = st.floats(0, 1, exclude_min=True)
 DICTS = {

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grace.state import State
+from grace.core.state import State
 
 NAMES = st.sampled_from("abc")
 ACTIONS = st.one_of(

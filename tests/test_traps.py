@@ -18,16 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training import Given
 
 import grace
-from grace.backend import Handle
 from grace.communicators import Allgather, Allreduce
-from grace.component import Context
+from grace.core.backend import Handle, LocalBackend
+from grace.core.context import Context
+from grace.core.variable import Variable
 from grace.kernels.random import Stream
 from grace.kernels.torch.primitives import TorchKernels
-from grace.local import LocalBackend
 from grace.memories.efsignsgd import EFSignSGDMemory
 from grace.pieces import uniform
 from grace.plans import build_communicator
-from grace.variable import Variable
 
 METHODS = [
     *("none", "fp16", "qsgd", "qsgd(levels=7)", "natural", "terngrad", "onebit", "signsgd", "signum", "efsignsgd"),

@@ -14,8 +14,8 @@ from scipy.stats import binom
 
 from grace.communicators import Allgather, Allreduce
 from grace.compressors.dynamic8 import TABLES
+from grace.core.registry import legal_communicators, make
 from grace.errors import ConfigError
-from grace.registry import legal_communicators, make
 
 FALSE_ALARM = 1e-6
 """Chance that one statistical test fails although the property holds."""

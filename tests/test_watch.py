@@ -14,8 +14,8 @@ import pytest
 from pools import ranks_of
 
 import grace
-from grace import watch
-from grace.hub import LOST, Hub, Line
+from grace.core import watch
+from grace.core.hub import LOST, Hub, Line
 
 
 @pytest.mark.parametrize("timeout", [0, -3, float("nan"), float("inf"), "soon", True, 1e300])
@@ -31,7 +31,7 @@ def test_a_timeout_that_is_no_positive_number_is_refused(timeout, monkeypatch):
 
 def waits():
     """What each rank waits, as chosen by default, in the environment, and by an argument; the smallest wins."""
-    from grace.torch.backends.distributed import TorchBackend
+    from grace.backends.torch_distributed import TorchBackend
 
     found = []
     for text, argument in [("", None), ("90", None), ("90", 40 + 10 * grace.rank())]:

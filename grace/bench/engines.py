@@ -17,7 +17,7 @@ from pathlib import Path
 
 from grace.bench.link import Link
 from grace.errors import ConfigError, GraceError, MissingExtraError
-from grace.processes import end
+from grace.launch.processes import end
 
 ENGINES = ("torch", "horovod", "mpi")
 LOOPBACK = "127.0.0.1"

@@ -10,9 +10,9 @@ import torch
 
 import grace
 from grace.communicator import Communicator
-from grace.component import Context
+from grace.core.context import Context
+from grace.core.registry import known
 from grace.plans import build_communicator
-from grace.registry import known
 
 STEP = 1_000_000
 """The step that is simulated: after any warm-up of a method."""

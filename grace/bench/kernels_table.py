@@ -10,7 +10,7 @@ from rich.table import Table
 
 from grace.bench.record import Results
 from grace.bench.table import human_bytes
-from grace.registry import make
+from grace.core.registry import make
 
 VOTES = "*"
 """Marks methods whose aggregate is not on the scale of a gradient."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from grace.bench.engines import Launcher, WorkerError
-from grace.processes import end, signals_raise
+from grace.launch.processes import end, signals_raise
 
 RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")
 """Where launchers say which rank a process is."""

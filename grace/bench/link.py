@@ -22,7 +22,7 @@ from grace.bench import namespaces
 from grace.bench.namespaces import LinkError
 from grace.bench.rates import parse_rate, show_rate
 from grace.errors import ConfigError
-from grace.processes import end, signals_raise
+from grace.launch.processes import end, signals_raise
 
 __all__ = ["Link", "LinkError", "measure", "parse_rate", "possible", "show_rate"]
 

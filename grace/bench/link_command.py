@@ -14,7 +14,7 @@ from rich.table import Table
 
 from grace.bench.link import Link, LinkError, measure, parse_rate, possible, show_rate
 from grace.errors import ConfigError
-from grace.processes import signals_raise
+from grace.launch.processes import signals_raise
 
 TOLERANCE = 0.1
 """How far the measured rate may be from the one that was asked for."""

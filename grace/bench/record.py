@@ -16,8 +16,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from grace import documents
-from grace._version import __version__
+from grace.core import documents
+from grace.core.version import __version__
 from grace.errors import ConfigError
 from grace.files import replacing
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from grace._version import __version__
 from grace.bench.figures import kernels, step, train
 from grace.bench.figures.numbers import digits, number, of_bytes, of_ranks, of_rate, of_seconds, whole
 from grace.bench.figures.style import Figure, Look, clean, escaped, looks, named
@@ -15,6 +14,7 @@ from grace.bench.rates import parse_rate
 from grace.bench.record import Results
 from grace.bench.report_tables import kernels_columns, step_columns, table, train_columns
 from grace.bench.report_words import verdict
+from grace.core.version import __version__
 from grace.errors import ConfigError
 from grace.files import replacing
 

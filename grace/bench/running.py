@@ -17,7 +17,7 @@ from grace.bench.engines import WorkerError
 from grace.bench.link import LinkError
 from grace.bench.record import Results
 from grace.errors import missing_extra
-from grace.processes import signals_raise
+from grace.launch.processes import signals_raise
 
 ENDED = "interrupted; the ranks are ended"
 

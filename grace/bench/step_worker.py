@@ -22,7 +22,6 @@ import torch
 
 import grace
 import grace.torch
-from grace.backend import Backend
 from grace.bench.contestants import (
     Contestant,
     Stepper,
@@ -38,6 +37,7 @@ from grace.bench.launch import redirect_stderr
 from grace.bench.models import workload
 from grace.bench.sockets import tcp_bytes
 from grace.bench.step import Event, Settings
+from grace.core.backend import Backend
 from grace.errors import GraceError
 
 WARM_UP = 3

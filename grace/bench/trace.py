@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from grace._version import __version__
 from grace.bench.trace_lines import entry_of
+from grace.core.version import __version__
 from grace.errors import ConfigError
 from grace.files import replacing
 from grace.tracing import COLLECTIVE_TRACK

@@ -125,16 +125,16 @@ def _run(
     skip: int | None,
 ) -> tuple[int, str]:
     """Run a program whose ranks leave their traces in the folder; its exit code, and what to say about it."""
-    from grace import jobs
-    from grace.launch import command, default_engine
-    from grace.strategy.resources import Resources
+    from grace.launch import supervisor
+    from grace.launch.cluster import Resources
+    from grace.launch.command_lines import command, default_engine
 
     wanted = {tracing.FOLDER: folder, tracing.STEPS: steps, tracing.SKIP: skip}
     variables = {name: str(value) for name, value in wanted.items() if value is not None}
     commands = command(Resources.load(None, ranks), engine or default_engine(), program, strategy)
     commands = [dataclasses.replace(each, environment={**each.environment, **variables}) for each in commands]
     try:
-        end = jobs.run(commands)
+        end = supervisor.run(commands)
     except KeyboardInterrupt:
         return 130, "interrupted; the ranks are ended"
     return end.code, end.message

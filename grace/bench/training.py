@@ -18,8 +18,8 @@ from grace.bench.launch import run_ranks
 from grace.bench.link import Link
 from grace.bench.record import Results
 from grace.bench.task import FRAMEWORKS, check_framework, facts
+from grace.core.registry import aliases, known
 from grace.errors import ConfigError, missing_extra
-from grace.registry import aliases, known
 
 METHODS = ("none", "fp16", "qsgd", "topk(ratio=0.01)", "powersgd(rank=2)")
 COMPOSITIONS = ("topk | efsignsgd", "topk | qsgd(levels=7, bucket_size=64, norm=max)")

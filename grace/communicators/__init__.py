@@ -1,4 +1,4 @@
-"""The communicators, one file each; :mod:`grace.registry` finds them here."""
+"""The communicators, one file each; :mod:`grace.core.registry` finds them here."""
 
 from grace.communicators.allgather import Allgather
 from grace.communicators.allreduce import Allreduce

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from grace.backend import Handle
 from grace.communicator import Communicator
+from grace.core.backend import Handle
 from grace.kernels import kernels_of
 
 

@@ -8,13 +8,14 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
-from grace.backend import Handle
 from grace.communicator import Communicator
-from grace.component import Component, Context
-from grace.compressor import Compressor
+from grace.core.backend import Handle
+from grace.core.component import Component
+from grace.core.compressor import Compressor
+from grace.core.context import Context
+from grace.core.memory import Memory
 from grace.errors import ConfigError
 from grace.kernels import kernels_of
-from grace.memory import Memory
 
 AHEAD = 8
 """Steps whose means may be under way at once, where nothing else bounds them."""

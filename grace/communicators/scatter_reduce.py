@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, cast
 
 from grace.communicator import Communicator
-from grace.component import Component
-from grace.memory import Memory
-from grace.registry import make
+from grace.core.component import Component
+from grace.core.memory import Memory
+from grace.core.registry import make
 
 
 class ScatterReduce(Communicator):

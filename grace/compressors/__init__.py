@@ -1,1 +1,1 @@
-"""The compression methods, one file each; :mod:`grace.registry` finds them here."""
+"""The compression methods, one file each; :mod:`grace.core.registry` finds them here."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.compressor import Compressor, Traits
+from grace.core.compressor import Compressor, Traits
 from grace.kernels import kernels_of
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "float16": "float16", "bfloat16": "bfloat16"}

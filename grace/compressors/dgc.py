@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from grace.compressor import Traits
 from grace.compressors.topk import kept
+from grace.core.compressor import Sparsifier, Traits
 from grace.kernels import kernels_of
 from grace.kernels.index_coding import check_positions, encode
-from grace.sparsifier import Sparsifier
 
 WARMUP_RATIO = 0.25
 TOLERANCE = 0.3

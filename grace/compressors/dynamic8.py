@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from grace.compressor import Compressor, Traits
+from grace.core.compressor import Compressor, Traits
 from grace.kernels import kernels_of
 
 

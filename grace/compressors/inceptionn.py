@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from grace.compressor import Compressor, Traits
+from grace.core.compressor import Compressor, Traits
 from grace.kernels import kernels_of
 from grace.kernels.index_coding import check_positions
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.compressor import Compressor, Traits
+from grace.core.compressor import Compressor, Traits
 from grace.kernels import kernels_of
 
 

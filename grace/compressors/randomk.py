@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from grace.compressor import Compressor, Traits
 from grace.compressors.topk import kept
+from grace.core.compressor import Compressor, Traits
 from grace.kernels import kernels_of
 from grace.kernels.index_coding import check_positions
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from grace.compressor import Traits
+from grace.core.compressor import Sparsifier, Traits
 from grace.kernels import kernels_of
 from grace.kernels.index_coding import check_positions, encode, index_bits
-from grace.sparsifier import Sparsifier
 
 
 def kept(ratio: float, n: int) -> int:

@@ -1,1 +1,1 @@
-"""The memories, one file each; :mod:`grace.registry` finds them here."""
+"""The memories, one file each; :mod:`grace.core.registry` finds them here."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from grace.core.memory import Memory
 from grace.kernels import kernels_of
 from grace.kernels.index_coding import check_positions
 from grace.memories.residual import Residual
-from grace.memory import Memory
 
 
 @dataclass

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from grace.core.memory import Memory
 from grace.kernels import kernels_of
-from grace.memory import Memory
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grace.memory import Memory
+from grace.core.memory import Memory
 
 
 @dataclass

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from grace.component import Component
-from grace.registry import legal_communicators, make
+from grace.core.component import Component
+from grace.core.registry import legal_communicators, make
+from grace.core.variable import Variable
 from grace.strategy.plan import Part, Plan, Strategy, Sync
-from grace.variable import Variable
 
 
 class Cluster(Protocol):
-    """What builders ask of a resource spec; see :class:`grace.strategy.resources.Resources`."""
+    """What builders ask of a resource spec; see :class:`grace.launch.cluster.Resources`."""
 
     @property
     def world_size(self) -> int:

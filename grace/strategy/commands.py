@@ -38,14 +38,14 @@ def build(
     ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="Ranks on this machine, without a cluster.")] = 1,
 ) -> None:
     """Build a strategy for a model on a cluster, and write it to a file."""
-    from grace.registry import make
+    from grace.core.registry import make
     from grace.strategy import schema
     from grace.strategy.builder import OneNode
     from grace.strategy.models import from_spec
 
     cluster: Any = OneNode(ranks)
     if resources is not None:
-        from grace.strategy.resources import Resources
+        from grace.launch.cluster import Resources
 
         cluster = Resources.load(resources)
     strategy = make("builder", builder).build(from_spec(model), cluster)

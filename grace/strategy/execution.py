@@ -8,19 +8,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grace import documents
 from grace.agreement import tell
-from grace.backend import Backend
+from grace.backends.topology import Ranks, node_name
 from grace.communicator import Communicator
 from grace.communicators.reduce_broadcast import ReduceBroadcast
+from grace.core import documents
+from grace.core.backend import Backend
+from grace.core.registry import make
+from grace.core.variable import Variable
 from grace.errors import ConfigError
-from grace.nodes import Ranks, node_name
 from grace.pieces import Chooser, Piece
 from grace.plans import build_communicator
-from grace.registry import make
 from grace.strategy.builder import Builder
 from grace.strategy.plan import Part, Strategy
-from grace.variable import Variable
 
 REDUCED_BYTES = 25 << 20
 """Bytes of gradient that go to one destination at once."""

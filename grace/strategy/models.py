@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from grace.core.variable import Variable, unwrapped
 from grace.errors import ConfigError
-from grace.variable import Variable, unwrapped
 
 
 def model_variables(model: Any) -> list[Variable]:
     """The trainable variables of a torch module or a Keras model, in order; embeddings of torch with ``sparse=True``,
-    and Keras's, are sparse. A list of :class:`~grace.variable.Variable` is taken as it is.
+    and Keras's, are sparse. A list of :class:`~grace.core.variable.Variable` is taken as it is.
 
     Raises:
         ConfigError: it is none of these.

@@ -14,9 +14,9 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from grace.communicators.reduce_broadcast import AHEAD
+from grace.core.registry import make
+from grace.core.variable import Variable
 from grace.errors import ConfigError
-from grace.registry import make
-from grace.variable import Variable
 
 VERSION = 1
 """Of a strategy's document."""

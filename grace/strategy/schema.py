@@ -8,8 +8,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from grace import documents
 from grace.communicators.reduce_broadcast import AHEAD
+from grace.core import documents
 from grace.errors import ConfigError, missing_extra
 from grace.files import replacing
 
@@ -31,8 +31,8 @@ except ImportError as error:
 
 import re
 
+from grace.core.variable import Variable
 from grace.strategy.plan import Part, Plan, Strategy, Sync, equal_sizes, fingerprint
-from grace.variable import Variable
 
 Natural = Annotated[StrictInt, Field(ge=0)]
 Positive = Annotated[StrictInt, Field(ge=1)]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from grace.core.variable import Variable
 from grace.strategy.builder import Builder
 from grace.strategy.plan import Part, Plan, equal_sizes
-from grace.variable import Variable
 
 
 def smallest_divisor(n: int) -> int:

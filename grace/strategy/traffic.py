@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from grace.core.registry import make
+from grace.core.variable import Variable
 from grace.kernels.index_coding import index_bits
-from grace.registry import make
 from grace.strategy.plan import COLLECTIVES, Part, Strategy, bits_of
-from grace.variable import Variable
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ except ImportError as error:
 
 from grace.communicator import Communicator
 from grace.communicators import Allgather, Allreduce, Broadcast, ScatterReduce
-from grace.compressor import Compressor, Traits
-from grace.memory import Memory
+from grace.core.compressor import Compressor, Traits
+from grace.core.memory import Memory
 from grace.tensorflow.callbacks import BroadcastCallback, MetricAverageCallback
 from grace.tensorflow.optimizer import DistributedOptimizer
 from grace.tensorflow.saving import load_model, save_model

@@ -7,8 +7,8 @@ from typing import Any
 
 import keras
 
-from grace.backend import Backend
-from grace.runtime import current
+from grace.backends.runtime import current
+from grace.core.backend import Backend
 from grace.tensorflow.variables import broadcast_as, broadcast_variables
 
 

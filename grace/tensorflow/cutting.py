@@ -18,7 +18,7 @@ def cut(piece: Piece, value: Any) -> Any:
     """A piece of a variable's tensor, or of its rows.
 
     >>> from grace.communicators import Allreduce
-    >>> from grace.variable import Variable
+    >>> from grace.core.variable import Variable
     >>> part = Piece(Variable("w/part_1", (2,)), Variable("w", (5,)), Allreduce(), axis=0, start=3, stop=5)
     >>> cut(part, tf.constant([1, 2, 3, 4, 5])).numpy()
     array([4, 5], dtype=int32)

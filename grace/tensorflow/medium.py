@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from grace.component import Component
+from grace.core.component import Component
+from grace.core.variable import Variable
 from grace.exchange import Group
 from grace.kernels import arrays_by
 from grace.kernels.fused.availability import missing
 from grace.kernels.tensorflow.host import host_kernels
 from grace.kernels.tensorflow.interop import aligned_empty, as_array, as_tensor
-from grace.variable import Variable
 
 
 class Tensors:

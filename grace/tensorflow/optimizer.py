@@ -11,19 +11,19 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from grace.backend import Backend
-from grace.calls import KERAS
+from grace.backends.horovod import Once, check_not_horovods
+from grace.backends.runtime import current
 from grace.checkpoint import say_whose
 from grace.communicator import Communicator
+from grace.core.backend import Backend
+from grace.core.calls import KERAS
+from grace.core.given import not_an_optimizer
 from grace.errors import ConfigError
 from grace.exchange import Traffic
-from grace.given import not_an_optimizer
-from grace.horovod import Once, check_not_horovods
 from grace.hyperparameters import facts, numbers
 from grace.momentum import doubled, owners
 from grace.plans import Choices
 from grace.reduction import Reduction
-from grace.runtime import current
 from grace.tensorflow.loss_scale import finite_everywhere
 from grace.tensorflow.saving import FILE, Remembered
 from grace.tensorflow.session import GROUP_BYTES, Mean, Session
@@ -306,7 +306,7 @@ def engine_of(process_set: Any = None, backend: Backend | None = None) -> Backen
         return current() if backend is None else backend
     if backend is not None:
         raise ConfigError("give a process_set or a backend, not both")
-    from grace.tensorflow.backends.horovod import HorovodBackend
+    from grace.backends.horovod_tensorflow import HorovodBackend
 
     return HorovodBackend(process_set)
 

@@ -13,10 +13,11 @@ import tensorflow as tf
 
 from grace import checkpoint, form
 from grace.agreement import tell
-from grace.backend import Backend
-from grace.calls import KERAS
 from grace.communicator import Communicator
-from grace.component import Context
+from grace.core.backend import Backend
+from grace.core.calls import KERAS
+from grace.core.context import Context
+from grace.core.variable import Variable
 from grace.errors import ConfigError, ExchangeError
 from grace.exchange import Group, Traffic
 from grace.exchanger import Exchanger
@@ -30,7 +31,6 @@ from grace.tensorflow.cutting import cut, put
 from grace.tensorflow.medium import Tensors, medium_for
 from grace.tensorflow.staging import GraphRun, HostRun
 from grace.tensorflow.variables import alike, broadcast_variables, described_as, names_as_saved, names_of, value_of
-from grace.variable import Variable
 from grace.versions import public
 
 GROUP_BYTES = 25 << 20

@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from grace import tracing
+from grace.core.waiting import Wait, waits
 from grace.errors import ExchangeError
 from grace.exchange import Group, Outcome, Traffic
 from grace.exchanger import Exchanger
@@ -17,7 +18,6 @@ from grace.kernels import kernels_of
 from grace.pieces import Piece
 from grace.rows import Slices
 from grace.tensorflow.cutting import Pair, cut, joined
-from grace.waiting import Wait, waits
 
 
 class Run:

@@ -6,12 +6,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from grace.backend import Backend
+from grace.backends.horovod import check_not_horovods
+from grace.backends.runtime import current
+from grace.core.backend import Backend
 from grace.errors import ConfigError, ExchangeError
-from grace.horovod import check_not_horovods
 from grace.plans import Choices
 from grace.reduction import Reduction
-from grace.runtime import current
 from grace.tensorflow.saving import Remembered
 from grace.tensorflow.session import GROUP_BYTES, Mean, Session
 from grace.tensorflow.variables import value_of

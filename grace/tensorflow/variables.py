@@ -11,11 +11,11 @@ from typing import Any
 import tensorflow as tf
 
 from grace.agreement import first_difference, tell
-from grace.backend import Backend
+from grace.backends.runtime import current
+from grace.core.backend import Backend
+from grace.core.variable import Variable
 from grace.errors import ConfigError, RankError
 from grace.kernels import kernels_of
-from grace.runtime import current
-from grace.variable import Variable
 
 
 def value_of(variable: Any) -> Any:

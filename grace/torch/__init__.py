@@ -12,8 +12,8 @@ except ImportError as error:
 
 from grace.communicator import Communicator
 from grace.communicators import Allgather, Allreduce, Broadcast, ScatterReduce
-from grace.compressor import Compressor, Traits
-from grace.memory import Memory
+from grace.core.compressor import Compressor, Traits
+from grace.core.memory import Memory
 from grace.torch.ddp import DDPState, register_ddp_hook
 from grace.torch.optimizer import DistributedOptimizer
 from grace.torch.parameters import broadcast_optimizer_state, broadcast_parameters

@@ -8,7 +8,10 @@ from typing import Any
 import torch
 
 from grace import checkpoint, tracing
-from grace.component import Context
+from grace.backends.torch_distributed import TorchBackend
+from grace.core.context import Context
+from grace.core.variable import unwrapped
+from grace.core.waiting import Wait, waits
 from grace.errors import ConfigError, ExchangeError, PayloadError, StepError
 from grace.exchange import Exchange, Group, Outcome, Traffic
 from grace.exchanger import Exchanger
@@ -17,13 +20,10 @@ from grace.momentum import owners
 from grace.places import digest
 from grace.plans import STRATEGY, Uniform
 from grace.setup import build_exchanger
-from grace.torch.backends.distributed import TorchBackend
 from grace.torch.parameters import check_momentum, check_optimizer, hyperparameters, variables
 from grace.torch.saving import on_devices, packed_up, unpacked
 from grace.torch.wrappers import bare, check_unwrapped, check_whole
-from grace.variable import unwrapped
 from grace.versions import public
-from grace.waiting import Wait, waits
 
 
 def trainable(model: Any) -> dict[str, torch.nn.Parameter]:

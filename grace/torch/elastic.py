@@ -18,7 +18,7 @@ import horovod.torch as hvd
 from horovod.torch.elastic.state import StateHandler, get_handler_registry, set_handler_registry
 
 from grace import form
-from grace.runtime import current
+from grace.backends.runtime import current
 from grace.torch.parameters import broadcast_optimizer_state
 from grace.torch.routes import unnamed
 from grace.torch.saving import StateMixin, load_state, rank_state

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from grace.backends.horovod import Once
 from grace.errors import ConfigError
-from grace.horovod import Once
 
 _open: weakref.WeakSet[Any] = weakref.WeakSet()
 """The sessions of optimizers that live, and were not closed."""

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from grace import tracing
-from grace.backend import Backend
+from grace.backends.horovod import check_not_horovods
+from grace.backends.runtime import current
+from grace.backends.torch_distributed import TorchBackend
+from grace.core.backend import Backend
+from grace.core.given import not_an_optimizer
 from grace.errors import ConfigError, ExchangeError
-from grace.given import not_an_optimizer
-from grace.horovod import check_not_horovods
 from grace.plans import Choices
 from grace.reduction import Reduction
-from grace.runtime import current
-from grace.torch.backends.distributed import TorchBackend
 from grace.torch.closures import synchronized
 from grace.torch.life import Closable, begin
 from grace.torch.saving import StateMixin, initializing
@@ -303,7 +303,7 @@ def _backend(process_group: Any, process_set: Any) -> Backend:
     if process_group is not None and process_set is not None:
         raise ConfigError("give a process_group (torch.distributed) or a process_set (Horovod), not both")
     if process_set is not None:
-        from grace.torch.backends.horovod import HorovodBackend
+        from grace.backends.horovod_torch import HorovodBackend
 
         return HorovodBackend(process_set)
     return current() if process_group is None else TorchBackend(process_group)

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from grace.backend import Backend
+from grace.backends.runtime import current
 from grace.communicator import Communicator
+from grace.core.backend import Backend
+from grace.core.variable import Variable, unwrapped
 from grace.errors import ConfigError
 from grace.hyperparameters import Numbers, numbers
 from grace.kernels.torch.primitives import NAMES
 from grace.momentum import doubled, owners
 from grace.reduction import check_integer
-from grace.runtime import current
 from grace.torch.wrappers import check_whole
-from grace.variable import Variable, unwrapped
 
 
 def named(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[str, torch.nn.Parameter]:

@@ -15,8 +15,8 @@ import torch
 from horovod.torch import functions, mpi_ops
 from horovod.torch.elastic import state as elastic_state
 
+from grace.backends.horovod_torch import HorovodBackend
 from grace.torch import parameters
-from grace.torch.backends.horovod import HorovodBackend
 
 
 def broadcast_parameters(params: Any, root_rank: int = 0) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from grace import tracing
-from grace.backend import Backend
 from grace.communicator import Communicator
-from grace.component import Context
+from grace.core.backend import Backend
+from grace.core.context import Context
 from grace.errors import ConfigError, ExchangeError, PayloadError
 from grace.exchange import Group, Outcome
 from grace.hyperparameters import facts as in_words

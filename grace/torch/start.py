@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from grace.core.variable import Variable, unwrapped
 from grace.errors import ConfigError
 from grace.torch.parameters import own_name, values
-from grace.variable import Variable, unwrapped
 
 
 def starting(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[str, torch.Tensor]:

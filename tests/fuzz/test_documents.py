@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mutations import JSON, mutated
 
+from grace.core.registry import known, make
 from grace.errors import GraceError
-from grace.registry import known, make
+from grace.launch.cluster import Resources
 from grace.strategy import schema
-from grace.strategy.resources import Resources
 
 STRATEGY = {
     "version": 1,

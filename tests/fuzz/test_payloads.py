@@ -11,11 +11,11 @@ from helpers import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grace.core.registry import make
 from grace.errors import PayloadError
 from grace.kernels import arrays_by
 from grace.kernels.fused.primitives import FusedKernels
 from grace.kernels.torch import primitives as torch_kernels
-from grace.registry import make
 
 METHODS = (
     *("threshold(value=0.1)", "dgc(ratio=0.1)", "adaptive(ratio=0.1)", "inceptionn"),

@@ -15,7 +15,7 @@ from pools import launched
 from training import METHODS, Given, made_up
 
 import grace
-from grace.registry import legal_communicators, make
+from grace.core.registry import legal_communicators, make
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

@@ -16,10 +16,10 @@ from pools import launched
 from tensorflow_training import session_of
 
 import grace
+from grace.core.variable import Variable
 from grace.exchange import Group
 from grace.tensorflow import Allgather, Compressor, Memory, Traits
 from grace.tensorflow.medium import Arrays, Tensors, medium_for
-from grace.variable import Variable
 
 
 class Int8(Compressor):

@@ -17,11 +17,11 @@ from helpers import EPSILON, REFERENCE
 
 import grace
 from grace.communicators import ScatterReduce
-from grace.component import Context
+from grace.core.context import Context
+from grace.core.registry import known
 from grace.kernels import NumpyKernels, kernels_of
 from grace.kernels.tensorflow import fused
 from grace.kernels.torch import primitives as torch_kernels
-from grace.registry import known
 from grace.scatter import Sharded
 
 pytestmark = pytest.mark.slow

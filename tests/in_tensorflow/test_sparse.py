@@ -211,8 +211,8 @@ def test_every_method_serves_rows_or_says_why_not():
         communicator.compressor.shapes["emb"] = (ROWS, WIDTH)
         assert communicator.step is not None
         rows = tf.constant([5, NOTHING + 1, 5], tf.int64)
+        from grace.core.variable import Variable
         from grace.exchange import Group, Traffic
-        from grace.variable import Variable
 
         group = Group(0, communicator, [Variable("emb", (ROWS, WIDTH), sparse=True)])
         exchange = communicator.begin(group, [Slices(tf.ones([3, WIDTH]), rows)], [True], True, Traffic())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from implementations import ALL, InTensorFlow
 from scipy.stats import chi2
 
-from grace.component import Context
+from grace.core.context import Context
 from grace.kernels import Stream
 from grace.kernels.fused.primitives import FusedKernels, _random_blocks, u32
 from grace.kernels.random import philox, stream_key

@@ -9,7 +9,7 @@ import torch
 from training import Given, digest, made_up, sgd, state_of
 
 import grace
-from grace.registry import legal_communicators, make
+from grace.core.registry import legal_communicators, make
 
 pytestmark = pytest.mark.ranks
 

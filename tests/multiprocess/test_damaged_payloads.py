@@ -12,7 +12,7 @@ import torch
 
 import grace
 from grace.communicators import Allgather, Broadcast, ReduceBroadcast, ScatterReduce
-from grace.compressor import Compressor, Traits
+from grace.core.compressor import Compressor, Traits
 from grace.errors import PayloadError
 from grace.kernels import kernels_of
 

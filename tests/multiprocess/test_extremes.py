@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from training import copied, digest
 
 import grace
-from grace.registry import known, legal_communicators, legal_memories, make
+from grace.core.registry import known, legal_communicators, legal_memories, make
 
 pytestmark = pytest.mark.ranks
 

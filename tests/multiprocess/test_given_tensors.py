@@ -9,7 +9,7 @@ import torch
 from training import Given, distributed, state_of
 
 import grace
-from grace.registry import known
+from grace.core.registry import known
 
 pytestmark = pytest.mark.ranks
 

@@ -160,7 +160,7 @@ def test_collectives_may_be_under_way_together(sizes):
 
 def waited():
     """What rank 0 is told that waits for the others, who do not come."""
-    from grace.mpi import MPIBackend
+    from grace.backends.mpi import MPIBackend
 
     backend, model = MPIBackend(timeout=2), torch.nn.Linear(20, 30)
     optimizer = distributed(model, "topk(ratio=0.1)", backend=backend)

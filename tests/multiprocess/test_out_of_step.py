@@ -17,7 +17,7 @@ from strategies import uneven
 from training import ddp, digest, distributed, loss_of, net, sgd, state_of, weights
 
 import grace
-from grace.component import Context
+from grace.core.context import Context
 from grace.errors import StepError
 
 pytestmark = pytest.mark.ranks

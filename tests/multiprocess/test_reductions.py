@@ -7,7 +7,7 @@ import torch
 from training import SPECS, Given, distributed, made_up, state_of
 
 import grace
-from grace.registry import make
+from grace.core.registry import make
 
 pytestmark = pytest.mark.ranks
 

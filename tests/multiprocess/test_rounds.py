@@ -11,7 +11,7 @@ from training import Given, digest, made_up, sgd, state_of
 
 import grace
 from grace.communicators import Allreduce, ReduceBroadcast
-from grace.compressor import Compressor, Traits
+from grace.core.compressor import Compressor, Traits
 
 pytestmark = pytest.mark.ranks
 

@@ -15,8 +15,7 @@ from pools import launched
 from training import copied, ddp, digest, made_up, state_of, weights
 
 import grace
-from grace.backend import Handle
-from grace.local import LocalBackend
+from grace.core.backend import Handle, LocalBackend
 
 pytestmark = pytest.mark.ranks
 

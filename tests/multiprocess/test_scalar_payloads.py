@@ -8,7 +8,7 @@ import torch
 
 import grace
 from grace.communicators import Allgather, Allreduce, Broadcast, ReduceBroadcast, ScatterReduce
-from grace.compressor import Compressor, Traits
+from grace.core.compressor import Compressor, Traits
 
 pytestmark = pytest.mark.ranks
 SEEN: list[tuple[int, ...]] = []

@@ -8,13 +8,14 @@ from pools import launched
 from training import distributed, net
 
 import grace
-from grace import _version, form, wire
+from grace import form, wire
+from grace.core import version
 from grace.strategy import plan
 
 pytestmark = pytest.mark.ranks
 
 CHANGED = {
-    "Grace": (_version, "__version__", "9.9", "rank 0 has Grace 0.1.0, rank 1 has Grace 9.9"),
+    "Grace": (version, "__version__", "9.9", "rank 0 has Grace 0.1.0, rank 1 has Grace 9.9"),
     "torch": (torch, "__version__", "1.2.3+cu130", "rank 1 has torch 1.2.3"),
     "wires": (wire, "VERSION", 7, "rank 0 has wires of version 2, rank 1 has wires of version 7"),
     "strategies": (plan, "VERSION", 8, "rank 1 has strategies of version 8"),

@@ -10,7 +10,7 @@ import time
 import torch
 
 import grace
-from grace import watch
+from grace.core import watch
 
 
 def main(how: str, timeout: str = "", warn: str = "") -> None:

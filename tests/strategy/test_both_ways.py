@@ -9,7 +9,7 @@ from strategies import Tables, cut, executed, reduced, sgd, strategy_of, train, 
 from training import SPECS, Given, digest, loss_of, made_up, net, state_of
 
 import grace
-from grace.registry import known, legal_communicators, make
+from grace.core.registry import known, legal_communicators, make
 from grace.strategy.plan import Part, Plan, Sync
 from grace.torch.parameters import variables
 

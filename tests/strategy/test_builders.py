@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import grace
-from grace.registry import known, make
+from grace.core.registry import known, make
+from grace.core.variable import Variable
 from grace.strategy.builder import Builder, OneNode
 from grace.strategy.plan import Plan, equal_sizes
-from grace.variable import Variable
 
 LIST = [
     Variable("emb", (12, 4), sparse=True),

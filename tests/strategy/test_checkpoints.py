@@ -23,7 +23,7 @@ from strategies import (
 from training import copied, digest, made_up, state_of
 
 import grace
-from grace.registry import make
+from grace.core.registry import make
 from grace.strategy.plan import Part, Sync
 
 pytestmark = pytest.mark.ranks

@@ -10,7 +10,7 @@ from strategies import Tables, executed, mixed, mixed_loss, sgd, strategy_of, tr
 from training import digest
 
 import grace
-from grace.registry import make
+from grace.core.registry import make
 from grace.strategy import schema
 from grace.strategy.builder import OneNode
 from grace.strategy.plan import Part

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from grace.cli import app
+from grace.core.variable import Variable
 from grace.strategy import schema
 from grace.strategy.plan import Part, Plan, Strategy, Sync
 from grace.strategy.traffic import links, totals
-from grace.variable import Variable
 
 PARTS = [
     Part(),

@@ -13,7 +13,7 @@ from strategies import assert_close, mixed, mixed_loss, on_the_mean, sgd, train,
 from training import copied, digest
 
 import grace
-from grace.nodes import Ranks
+from grace.backends.topology import Ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import grace
-from grace.strategy.resources import SSH, Node, Resources
+from grace.launch.cluster import SSH, Node, Resources
 
 CLUSTER = """
 nodes:
@@ -229,7 +229,7 @@ print("pydantic" in sys.modules)
 for package in ("yaml", "pydantic"):
     sys.modules[package] = None
     try:
-        import grace.strategy.resources
+        import grace.launch.cluster
     except grace.MissingExtraError as error:
         print(error)
 """

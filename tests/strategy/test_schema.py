@@ -16,11 +16,11 @@ pytest.importorskip("pydantic", reason="pydantic is not installed")
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
 
 import grace
-from grace.registry import make
+from grace.core.registry import make
+from grace.core.variable import Variable
 from grace.strategy import schema
 from grace.strategy.builder import OneNode
 from grace.strategy.plan import fingerprint
-from grace.variable import Variable
 
 VARIABLES = [
     Variable("emb", (40, 8), sparse=True),

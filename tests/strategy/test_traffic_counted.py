@@ -9,7 +9,7 @@ from strategies import BUILDERS, Tables, cut, executed, mixed, reduced, spec_for
 from training import made_up
 
 import grace
-from grace.registry import make
+from grace.core.registry import make
 from grace.strategy.builder import OneNode
 from grace.strategy.plan import Part, Sync
 from grace.strategy.traffic import payload, sent_by, totals

@@ -30,7 +30,7 @@ from training import digest
 
 import grace
 from examples.torch import models
-from grace.registry import make
+from grace.core.registry import make
 from grace.strategy import schema
 from grace.strategy.builder import OneNode
 from grace.strategy.plan import Part, Sync

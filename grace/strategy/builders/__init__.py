@@ -1,1 +1,1 @@
-"""The strategy builders, one file each; :mod:`grace.registry` finds them here."""
+"""The strategy builders, one file each; :mod:`grace.core.registry` finds them here."""

@@ -16,7 +16,7 @@ class AllReduce(Builder):
         chunk_size: variables that travel together.
 
     >>> from grace.strategy.builder import OneNode
-    >>> from grace.variable import Variable
+    >>> from grace.core.variable import Variable
     >>> variables = [Variable(f"w{i}", (2,)) for i in range(5)]
     >>> [plan.parts[0].sync.group for plan in AllReduce(chunk_size=2).build(variables, OneNode(2)).plans]
     [0, 0, 1, 1, 2]

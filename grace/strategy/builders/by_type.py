@@ -18,7 +18,7 @@ class ByType(Builder):
         vectors, matrices, sparse: their compressors.
 
     >>> from grace.strategy.builder import OneNode
-    >>> from grace.variable import Variable
+    >>> from grace.core.variable import Variable
     >>> variables = [Variable("w", (50, 50)), Variable("b", (50,)), Variable("emb", (99, 5), sparse=True)]
     >>> strategy = ByType(matrices="powersgd(rank=2)").build(variables, OneNode(2))
     >>> [(plan.parts[0].sync.group, plan.parts[0].compressor) for plan in strategy.plans]

@@ -18,7 +18,7 @@ class Parallax(Builder):
         chunk_size: dense variables that travel together.
 
     >>> from grace.strategy.builder import OneNode
-    >>> from grace.variable import Variable
+    >>> from grace.core.variable import Variable
     >>> variables = [Variable("emb", (9, 2), sparse=True), Variable("w", (2, 2))]
     >>> [plan.parts[0].sync.type for plan in Parallax().build(variables, OneNode(2)).plans]
     ['reduce_broadcast', 'allreduce']

@@ -16,7 +16,7 @@ class PartitionedAllReduce(Sharding):
         chunk_size: shards that travel together.
 
     >>> from grace.strategy.builder import OneNode
-    >>> from grace.variable import Variable
+    >>> from grace.core.variable import Variable
     >>> builder = PartitionedAllReduce(chunk_size=2, min_shard_bytes=0)
     >>> strategy = builder.build([Variable("w", (9, 2)), Variable("b", (4,))], OneNode(2))
     >>> [[part.sync.group for part in plan.parts] for plan in strategy.plans]

@@ -14,7 +14,7 @@ class PartitionedPS(Sharding):
     fewest bytes so far. The caps keep a prime dimension from becoming shards of one row: it stays whole.
 
     >>> from grace.strategy.builder import OneNode
-    >>> from grace.variable import Variable
+    >>> from grace.core.variable import Variable
     >>> (plan,) = PartitionedPS(min_shard_bytes=0).build([Variable("w", (9, 2))], OneNode(2)).plans
     >>> plan.sizes, [part.sync.destination for part in plan.parts]
     ((3, 3, 3), [0, 1, 0])

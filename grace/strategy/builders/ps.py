@@ -16,7 +16,7 @@ class PS(Builder):
         destination: the rank that reduces; the first rank of the first node by default.
 
     >>> from grace.strategy.builder import OneNode
-    >>> from grace.variable import Variable
+    >>> from grace.core.variable import Variable
     >>> strategy = PS(destination=1).build([Variable("w", (4,)), Variable("b", (2,))], OneNode(2))
     >>> [plan.parts[0].sync.destination for plan in strategy.plans]
     [1, 1]

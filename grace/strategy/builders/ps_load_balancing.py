@@ -16,7 +16,7 @@ class PSLoadBalancing(Builder):
         sorted: place the largest first (of equal ones the first declared), which balances better.
 
     >>> from grace.strategy.builder import OneNode
-    >>> from grace.variable import Variable
+    >>> from grace.core.variable import Variable
     >>> variables = [Variable(name, (n,)) for name, n in (("a", 1), ("b", 2), ("c", 4))]
     >>> def destinations(builder):
     ...     return [plan.parts[0].sync.destination for plan in builder.build(variables, OneNode(2)).plans]

@@ -18,7 +18,7 @@ class RandomAxisPartitionAllReduce(Sharding):
         chunk_size: shards that travel together.
 
     >>> from grace.strategy.builder import OneNode
-    >>> from grace.variable import Variable
+    >>> from grace.core.variable import Variable
     >>> variables = [Variable(f"w{i}", (4, 1, 6)) for i in range(4)]
     >>> builder = RandomAxisPartitionAllReduce(seed=1, min_shard_bytes=0)
     >>> [plan.axis for plan in builder.build(variables, OneNode(2)).plans]

@@ -19,7 +19,7 @@ class SizeThreshold(Builder):
         small, large: their compressors.
 
     >>> from grace.strategy.builder import OneNode
-    >>> from grace.variable import Variable
+    >>> from grace.core.variable import Variable
     >>> variables = [Variable("w", (500, 500)), Variable("b", (50_000,)), Variable("v", (2, 2))]
     >>> strategy = SizeThreshold(bytes=65536, large="topk").build(variables, OneNode(2))
     >>> [(plan.parts[0].sync.group, plan.parts[0].compressor) for plan in strategy.plans]

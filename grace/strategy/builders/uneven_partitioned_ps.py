@@ -14,7 +14,7 @@ class UnevenPartitionedPS(Sharding):
     the remainder. Each goes to the rank with the fewest bytes so far.
 
     >>> from grace.strategy.builder import OneNode
-    >>> from grace.variable import Variable
+    >>> from grace.core.variable import Variable
     >>> (plan,) = UnevenPartitionedPS(min_shard_bytes=0).build([Variable("w", (10, 2))], OneNode(2)).plans
     >>> plan.sizes, [part.sync.destination for part in plan.parts]
     ((4, 3, 3), [0, 1, 1])

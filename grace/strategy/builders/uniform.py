@@ -18,7 +18,7 @@ class Uniform(Builder):
         communicator: "allreduce", "allgather", "broadcast" or "scatter_reduce"; the compressor's default if left out.
 
     >>> from grace.strategy.builder import OneNode
-    >>> from grace.variable import Variable
+    >>> from grace.core.variable import Variable
     >>> (plan,) = Uniform("qsgd", communicator="scatter_reduce").build([Variable("w", (9, 2))], OneNode(2)).plans
     >>> plan.parts[0].sync.type, plan.parts[0].compressor
     ('scatter_reduce', 'qsgd')

@@ -1,9 +1,9 @@
 """The watch: what ranks tell each other beside the engine, of where they wait and how they end.
 
 An engine tells a rank that waits at most that nothing comes. So every rank keeps one connection to rank 0
-(:mod:`grace.hub`), served by threads that sleep. Over it a rank tells how it ends (normally, or by which error) and, if
-asked, where it is: in which exchange, or at which line of the program. And before something that all ranks do together,
-other than exchanges, they compare what it is (:func:`meet`).
+(:mod:`grace.core.hub`), served by threads that sleep. Over it a rank tells how it ends (normally, or by which error)
+and, if asked, where it is: in which exchange, or at which line of the program. And before something that all ranks do
+together, other than exchanges, they compare what it is (:func:`meet`).
 
 Nothing depends on it: where it cannot be opened Grace says so once, and its messages say less.
 """
@@ -22,9 +22,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from grace.core.hub import ANSWER_SECONDS, LOST, SILENT, Hub, Line, addresses, connected, machine
+from grace.core.waiting import Wait, here, waits
 from grace.errors import RankError
-from grace.hub import ANSWER_SECONDS, LOST, SILENT, Hub, Line, addresses, connected, machine
-from grace.waiting import Wait, here, waits
 
 WARN_SECONDS = 30.0
 """After so long a wait, one line says which ranks have not come."""

@@ -13,11 +13,11 @@ import horovod.torch as hvd
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
-from grace.backend import Backend, Handle
+from grace.backends.horovod import heed_timeout
+from grace.core.backend import Backend, Handle
+from grace.core.waiting import timeout_for
+from grace.core.watch import Patience
 from grace.errors import ConfigError, ExchangeError
-from grace.horovod import heed_timeout
-from grace.waiting import timeout_for
-from grace.watch import Patience
 
 POLL_SECONDS = 50e-6
 """Between two looks at an operation; Horovod itself looks every millisecond."""

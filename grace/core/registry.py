@@ -15,8 +15,8 @@ import pkgutil
 from importlib.metadata import entry_points
 from typing import Any
 
-from grace import specs
-from grace.component import Component
+from grace.core import specs
+from grace.core.component import Component
 from grace.errors import ConfigError
 
 KINDS = {
@@ -88,7 +88,7 @@ def make(kind: str, spec: Component | str | dict[str, Any]) -> Any:
         return spec
     parts = specs.split(spec) if kind == "compressor" else None
     if parts is not None:
-        from grace.composition import Composed
+        from grace.core.composition import Composed
 
         if any(isinstance(part, dict) and specs.split(part) for part in parts):
             raise ConfigError("a composition has two parts, and none of them is one itself")

@@ -125,7 +125,7 @@ def asked_for() -> str:
     return f"{name}()"
 
 
-_NOT_THE_USERS = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "<")
+_NOT_THE_USERS = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "<")
 
 
 def _users(frame: Any) -> bool:

@@ -13,12 +13,12 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from grace.backend import Backend, Handle
+from grace.backends.horovod import heed_timeout
+from grace.core.backend import Backend, Handle
+from grace.core.waiting import timeout_for
 from grace.errors import ConfigError
-from grace.horovod import heed_timeout
 from grace.kernels import kernels_of
 from grace.kernels.tensorflow.interop import as_array, as_tensor
-from grace.waiting import timeout_for
 
 
 @dataclass

@@ -18,7 +18,7 @@ import reprlib
 from pathlib import Path
 from typing import Annotated, Any
 
-from grace import documents
+from grace.core import documents
 from grace.errors import ConfigError, missing_extra
 
 try:

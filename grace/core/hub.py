@@ -1,4 +1,4 @@
-"""The hub of the watch: rank 0 hears how ranks end and where they wait, and hands it on. See :mod:`grace.watch`."""
+"""The hub of the watch: rank 0 hears how ranks end and where they wait, and hands it on."""
 
 from __future__ import annotations
 

@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from grace import watch
-from grace.channels import Channels
+from grace.core import watch
+from grace.core.channels import Channels
+from grace.core.waiting import TIMEOUT, asked_for, waiting
 from grace.errors import ConfigError, ExchangeError, GraceError
-from grace.waiting import TIMEOUT, asked_for, waiting
 
 Tensor = Any
 
@@ -102,7 +102,7 @@ class Backend(abc.ABC):
     timeout: float = TIMEOUT
     """Seconds that a rank waits for others; see :func:`grace.init`."""
     watched: bool = False
-    """Whether it is over all ranks of the run, which may so find each other; see :mod:`grace.watch`."""
+    """Whether it is over all ranks of the run, which may so find each other; see :mod:`grace.core.watch`."""
     members: Sequence[int] | None = None
     """Of its ranks, the numbers in the run; None if they are the same."""
 
@@ -244,3 +244,37 @@ class Backend(abc.ABC):
 
     def shutdown(self) -> None:  # noqa: B027 - optional to override
         """Release what the backend opened."""
+
+
+class LocalBackend(Backend):
+    """One process, no launcher: every collective returns what it was given, and nothing is sent.
+
+    >>> LocalBackend().describe()
+    'local, rank 0 of 1'
+    """
+
+    name = "local"
+
+    def allreduce(self, tensor: Tensor) -> Handle:
+        return Handle(lambda: None, tensor)
+
+    def allgather(self, tensor: Tensor) -> Handle:
+        return Handle(lambda: None, [tensor])
+
+    def alltoall(self, tensor: Tensor) -> Handle:
+        return Handle(lambda: None, [tensor])
+
+    def broadcast(self, tensor: Tensor, root: int) -> Handle:
+        return Handle(lambda: None, tensor)
+
+    def gather(self, tensor: Tensor, root: int) -> Handle:
+        return Handle(lambda: None, [tensor])
+
+    def beside(self) -> LocalBackend:
+        return LocalBackend()
+
+    def among(self, ranks: Sequence[int]) -> LocalBackend | None:
+        return LocalBackend() if 0 in ranks else None
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        return [value]

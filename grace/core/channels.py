@@ -4,7 +4,7 @@ torch.distributed and MPI pair collectives by the order in which ranks start the
 in backward on a rank that has all gradients, and in ``step()`` on one that left a layer out; so over one process group
 it would be paired with whatever collective of another optimizer, or of the user's, lies between.
 
-Channels are made by :meth:`grace.backend.Backend.beside`, kept, and used again, because none can be freed by all ranks
+Channels are made by :meth:`grace.Backend.beside`, kept, and used again, because none can be freed by all ranks
 together: optimizers end when Python collects them, at another moment on each rank. Which one is free on all ranks the
 ranks find out when they compare their settings.
 """
@@ -22,7 +22,7 @@ Offer = tuple[int, dict[int, int]]
 class Channels:
     """The channels of one group of ranks, by number; the same ones on each of its ranks.
 
-    >>> from grace.local import LocalBackend
+    >>> from grace.core.backend import LocalBackend
     >>> channels = Channels()
     >>> first = channels.take(LocalBackend(), [channels.offer()])
     >>> other = channels.take(LocalBackend(), [channels.offer()])

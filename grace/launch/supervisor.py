@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from grace import processes
 from grace.errors import ConfigError
-from grace.launch import Command
+from grace.launch import processes
+from grace.launch.command_lines import Command
 
 KEPT = 1 << 18
 """Bytes of what a launcher said last that are searched for the rank that failed."""
@@ -192,7 +192,7 @@ FAILURES = (
     r"process rank (?P<rank>\d+) with PID \d+ on node \S+ exited on signal (?P<signal>\d+)",
     r"Process name: \[\[\d+,\d+\],(?P<rank>\d+)\]\s+Exit code:\s+(?P<code>\d+)",
     r"Process name: (?P<rank>\d+)\s+Exit code: (?P<code>\d+)",
-    r"grace: \w+ on rank (?P<rank>\d+) ends all ranks",  # grace.mpi says it, and aborts with exit code 1
+    r"grace: \w+ on rank (?P<rank>\d+) ends all ranks",  # grace.backends.mpi says it, and aborts with exit code 1
     # ranks that mpirun ends when another has failed may say this, too
     r"MPI_ABORT was invoked on rank (?P<rank>\d+) in communicator.*?\swith errorcode (?P<code>-?\d+)",
 )
@@ -212,7 +212,7 @@ def first_failure(said: str) -> tuple[int, int] | None:
     >>> first_failure("[1]<stderr>:grace: rank 1 failed first: ValueError: no\\nProcess name: 0\\nExit code: 7")
     (1, 1)
     """
-    told = re.search(r"grace: rank (?P<rank>\d+) failed first: ", said)  # grace.watch says it, on all ranks
+    told = re.search(r"grace: rank (?P<rank>\d+) failed first: ", said)  # grace.core.watch says it, on all ranks
     for pattern in FAILURES:
         found = re.search(pattern, said, re.DOTALL)
         if found and (told is None or told["rank"] == found["rank"]):

@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from grace.backend import Backend, Handle
-from grace.channels import Channels
+from grace.core.backend import Backend, Handle
+from grace.core.channels import Channels
+from grace.core.waiting import timeout_for
+from grace.core.watch import Patience
 from grace.errors import ConfigError
-from grace.waiting import timeout_for
-from grace.watch import Patience
 
 SETTLE_SECONDS = 0.3
 

@@ -6,25 +6,21 @@ import atexit
 import importlib
 import importlib.util
 import os
-import signal
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from grace import watch
-from grace.backend import Backend
+from grace.backends.signals import raise_on_sigterm
+from grace.core import watch
+from grace.core.backend import Backend, LocalBackend
+from grace.core.waiting import choose, timeout_for
 from grace.errors import ConfigError, MissingExtraError, RankError, missing_extra
-from grace.local import LocalBackend
-from grace.waiting import choose, timeout_for
 
 FRAMEWORKS = ("torch", "tensorflow")
 BACKENDS = ("auto", "torch", "horovod", "mpi", "local")
 
 T = TypeVar("T")
 
-WAKE_SECONDS = 1.0
-"""How long the main thread may take to come back to Python when the launcher ends this rank."""
 
 _current: Backend | None = None
 
@@ -71,7 +67,7 @@ def init(backend: str | Backend = "auto", framework: str | None = None, timeout:
     if _current is None or _current.name != name or framework not in (None, _current.framework or framework):
         _current = _horovod(framework) if name == "horovod" else JOIN[name]()
         if name in ("horovod", "mpi"):
-            _heed_the_launcher(_current)
+            raise_on_sigterm(_current)
         atexit.unregister(shutdown)
         atexit.register(shutdown)  # to run before the engine's own, after which nobody hears that this rank has left
     elif timeout is not None:
@@ -183,7 +179,7 @@ def _installed(package: str) -> bool:
 def _torch() -> Backend:
     if not _installed("torch"):
         raise missing_extra("torch", "torch")
-    from grace.torch.backends.distributed import TorchBackend
+    from grace.backends.torch_distributed import TorchBackend
 
     return TorchBackend.join()
 
@@ -208,49 +204,16 @@ def _horovod(framework: str | None) -> Backend:
             "this needs Horovod, whose released source does not build against today's frameworks as it is; "
             "`make horovod` in a checkout of Grace builds and installs it (or use grace.init('mpi') under mpirun)"
         )
-    backends: Any = importlib.import_module(f"grace.{chosen}.backends.horovod")
+    backends: Any = importlib.import_module(f"grace.backends.horovod_{chosen}")
     return backends.HorovodBackend.join()
 
 
 def _mpi() -> Backend:
     if not _installed("mpi4py"):
         raise missing_extra("mpi4py", "mpi")
-    from grace.mpi import MPIBackend
+    from grace.backends.mpi import MPIBackend
 
     return MPIBackend()
 
 
 JOIN = {"torch": _torch, "mpi": _mpi, "local": LocalBackend}
-
-
-def _heed_the_launcher(backend: Backend) -> None:
-    """A launcher that lost a rank ends the others by SIGTERM: let that be an error which says what was under way."""
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or backend.size == 1 or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        return
-    message = f"the launcher ended rank {backend.rank} of {backend.size} (SIGTERM)"
-    raised = threading.Event()
-
-    def ended(number: int, frame: Any) -> None:
-        raised.set()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        raise RankError(message)
-
-    def speak(pipe: int) -> None:
-        while os.read(pipe, 1) != bytes([signal.SIGTERM]):
-            pass
-        group = backend.began
-        last = "" if group is None else f"; the last exchange that it began is that of {group.describe()}"
-        print(f"{message}{last}", file=sys.stderr, flush=True)  # at once: mpirun kills a second later
-        if not raised.wait(WAKE_SECONDS):
-            os._exit(128 + signal.SIGTERM)
-
-    signal.signal(signal.SIGTERM, ended)
-    # Python's handlers wait for the main thread, which may be inside a graph: this thread hears of signals at once
-    receive, send = os.pipe()
-    os.set_blocking(send, False)
-    before = signal.set_wakeup_fd(send, warn_on_full_buffer=False)
-    if before != -1:
-        signal.set_wakeup_fd(before)  # somebody else's
-        return
-    threading.Thread(target=speak, args=(receive,), daemon=True, name="grace-sigterm").start()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any, ClassVar
 
-from grace.component import Component
-from grace.compressor import Compressor, Payload, Tensor
+from grace.core.component import Component
+from grace.core.compressor import Compressor, Payload, Tensor
 
 
 class Memory(Component):

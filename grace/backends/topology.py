@@ -7,7 +7,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grace.backend import Backend
+from grace.core.backend import Backend
 
 
 def node_name() -> str:

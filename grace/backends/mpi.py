@@ -19,11 +19,11 @@ if Path(sys.prefix, "lib", "libmpi.so.40").exists():  # an Open MPI from a wheel
 
 from mpi4py import MPI
 
-from grace.backend import Backend, Handle, Tensor
+from grace.core.backend import Backend, Handle, Tensor
+from grace.core.waiting import timeout_for
+from grace.core.watch import Patience
 from grace.errors import RankError
 from grace.kernels import kernels_of
-from grace.waiting import timeout_for
-from grace.watch import Patience
 
 SPINS, SLEEP = 50, 50e-6
 """How often a request is looked at before the process sleeps between looks, and for how many seconds."""

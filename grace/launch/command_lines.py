@@ -17,7 +17,7 @@ import typer
 from grace.errors import ConfigError
 
 if TYPE_CHECKING:
-    from grace.strategy.resources import SSH, Node, Resources
+    from grace.launch.cluster import SSH, Node, Resources
 
 ENGINES = ("horovod", "torch", "mpi")
 MASTER_PORT = 29500
@@ -81,7 +81,7 @@ def command(
     Raises:
         ConfigError: the engine's launcher cannot do what the resources say.
 
-    >>> from grace.strategy.resources import Resources
+    >>> from grace.launch.cluster import Resources
     >>> for line in command(Resources.load(None, ranks=2), "torch", ["python", "train.py"]):
     ...     print(line)
     python -m torch.distributed.run --standalone --nproc-per-node 2 train.py
@@ -291,8 +291,8 @@ def launch(
     is printed, and its exit code (128 and the number of the signal) is ours.
     GRACE_TIMEOUT says for how many seconds a rank waits for another (600).
     """
-    from grace import jobs
-    from grace.strategy.resources import Resources
+    from grace.launch import supervisor
+    from grace.launch.cluster import Resources
 
     cluster, chosen = Resources.load(resources, ranks), engine or default_engine()
     commands = command(cluster, chosen, program, strategy, port)
@@ -300,11 +300,11 @@ def launch(
         print(*commands, sep="\n")
         return
     started = program if chosen == "torch" else _in_venv(cluster, program)
-    jobs.check_program(started[0])
+    supervisor.check_program(started[0])
     if _is_python(program[0]) and program[1:] and not program[1].startswith("-") and not Path(program[1]).exists():
         raise ConfigError(f"cannot start {program[1]}: there is no such file in {os.getcwd()}")
     try:
-        end = jobs.run(commands)
+        end = supervisor.run(commands)
     except KeyboardInterrupt:
         print("grace launch: interrupted; the ranks are ended", file=sys.stderr)
         raise typer.Exit(130) from None

@@ -1,1 +1,0 @@
-"""Engines that move torch tensors."""

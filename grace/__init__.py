@@ -12,7 +12,8 @@ import sys
 from typing import Any
 
 from grace.backends.runtime import from_root, init, rank, shutdown, size
-from grace.communicator import Communicator
+from grace.communicators.base import Communicator
+from grace.communicators.compat import from_params
 from grace.core.backend import Backend, Handle
 from grace.core.compressor import Compressor, Traits
 from grace.core.context import Context
@@ -25,7 +26,6 @@ from grace.core.version import __version__
 from grace.errors import ConfigError, ExchangeError, GraceError, MissingExtraError, RankError
 from grace.files import save_from_root
 from grace.kernels import Kernels, kernels_of
-from grace.params import from_params
 
 __all__ = [
     "Backend",

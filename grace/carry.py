@@ -15,10 +15,11 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from grace.errors import ConfigError
+from grace.exchange.scatter_reduce import bounds
+from grace.exchange.sparse_codec import floats
+from grace.exchange.sparse_rows import NOTHING
 from grace.exchanger import Exchanger
 from grace.kernels import kernels_of
-from grace.rows import NOTHING, floats
-from grace.scatter import bounds
 
 Cut = dict[str, Any]
 Cuts = dict[str, Cut]

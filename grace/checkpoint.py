@@ -31,8 +31,8 @@ from grace.carry import Carrier, Cuts, Misfit, bare
 from grace.core.backend import Backend
 from grace.core.variable import unwrapped
 from grace.errors import ConfigError, ExchangeError, RankError
+from grace.exchange.sparse_rows import Slices
 from grace.exchanger import Exchanger
-from grace.rows import Slices
 
 MODES = ("strict", "keep", "reset")
 WITHOUT = "the checkpoint has no 'grace' entry: it was saved by a plain optimizer. To start with empty memories call "

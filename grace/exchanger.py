@@ -8,9 +8,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from grace import tracing
 from grace.agreement import DRIFTED, agree, first_difference
-from grace.ahead import Courier, Flight, add, scaled
 from grace.backends.topology import Levels, levels, node_name
 from grace.communicators import Allreduce
 from grace.core.backend import Backend
@@ -21,7 +19,11 @@ from grace.core.context import Context
 from grace.core.memory import Memory
 from grace.core.variable import Variable
 from grace.errors import PayloadError, StepError
-from grace.exchange import Exchange, Group, Outcome, Traffic
+from grace.exchange.background import Courier, Flight
+from grace.exchange.base import Exchange
+from grace.exchange.bucket import Contribution, Group, Outcome, Traffic
+from grace.exchange.sparse_rows import add, scaled
+from grace.exchange.tracing import recorder
 from grace.hierarchy import Hierarchy
 from grace.pieces import Piece, grouped
 from grace.versions import versions
@@ -80,7 +82,7 @@ class Exchanger:
         self.settings: list[tuple[str, str]] = []
         self.hyperparameters: Callable[[], Sequence[tuple[str, str]]] = lambda: ()
         """Those that the last step was made with, in words; the context has their digest."""
-        tracing.begin(backend, pieces)
+        recorder.begin(backend, pieces)
         self.numel = sum(variable.numel for variable in self.variables)
         self._begun: list[Exchange] = []
         self._averaged_at = 0
@@ -173,7 +175,7 @@ class Exchanger:
     def start(self, group: Group, gradients: Sequence[Tensor], present: Sequence[bool]) -> Exchange:
         """Begin the exchange of one group. Groups must be started in order, each once a step."""
         over = group.communicator if self.hierarchy is None else self.hierarchy
-        exchange = over.begin(group, gradients, present, self.stateful, self.traffic)
+        exchange = over.begin(Contribution(group, gradients, present, self.stateful, self.traffic))
         exchange.lazy = self.hierarchy is None
         self._begun.append(exchange)
         return exchange
@@ -226,7 +228,7 @@ class Exchanger:
     def mean(self, group: Group, values: Sequence[Tensor]) -> list[Tensor]:
         """The mean over ranks of what a group's pieces hold, in their own dtype; blocks."""
         group.communicator.context.step = self.context.step
-        exchange = group.communicator.begin(group, values, [True] * len(values), False, self.traffic)
+        exchange = group.communicator.begin(Contribution(group, values, [True] * len(values), False, self.traffic))
         outcomes = exchange.finish([None] * len(values))
         self.check_places([exchange], self.channel)
         return [outcome.value for outcome in outcomes]
@@ -314,7 +316,7 @@ class Exchanger:
             component.state.commit() if keep else component.state.rollback()
         self.traffic.steps += 1
         self.traffic.elements += self.numel
-        tracing.exchanged()
+        recorder.exchanged()
 
     def discard(self) -> None:
         """Complete the exchanges begun and forget them, state included.

@@ -14,15 +14,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from grace import tracing
 from grace.backends.topology import levels
 from grace.communicators import Allreduce
+from grace.communicators.sparse import row_communicator
 from grace.core.backend import Backend, LocalBackend
 from grace.core.context import Context
 from grace.errors import PayloadError
-from grace.exchange import Exchange, Group, Outcome, Traffic
+from grace.exchange.base import Exchange
+from grace.exchange.bucket import Contribution, Group, Outcome, Traffic
+from grace.exchange.sparse_rows import Slices
+from grace.exchange.tracing import recorder
 from grace.kernels import kernels_of
-from grace.rows import Slices
 
 GONE, HERE, SPOILT, REFUSED, ASTRAY = 0.0, 1.0, 2.0, 3.0, 4.0
 
@@ -59,25 +61,24 @@ class Hierarchy:
         """What communicators run over: the leaders; nobody elsewhere."""
         return self.levels.leaders or LocalBackend()
 
-    def begin(
-        self, group: Group, gradients: Sequence[Any], present: Sequence[bool], guard: bool, traffic: Traffic
-    ) -> Exchange:
+    def begin(self, contribution: Contribution) -> Exchange:
         """Reduce among the node's ranks, and start the leaders' exchange."""
+        group, gradients, present, _, traffic = contribution
         self.like = gradients[0].values if group.variables[0].sparse else gradients[0]
         self.traffic = traffic
         reduced, found = self.reduced(group, gradients, present, traffic)
         if not self.leads:
             return Followed(group)
-        return group.communicator.begin(group, reduced, found, guard, traffic)
+        return group.communicator.begin(contribution._replace(gradients=reduced, present=found))
 
     def reduced(
         self, group: Group, gradients: Sequence[Any], present: Sequence[bool], traffic: Traffic
     ) -> tuple[list[Any], list[bool]]:
         """The node's gradients, as its leader exchanges them; blocks."""
-        inside = self.inside.for_rows("") if group.variables[0].sparse else self.inside
+        inside: Any = row_communicator(self.inside, "") if group.variables[0].sparse else self.inside
         if inside is not self.inside:
             inside.bind(self.inside.context, self.levels.node)
-            inside.compressor.shapes = {v.name: v.shape for v in group.variables}  # type: ignore[attr-defined]
+            inside.compressor.shapes = {v.name: v.shape for v in group.variables}
         # rows sum up in float32, and so do dense gradients that the leaders will compress
         widened = gradients if group.variables[0].sparse or _exact(group) else [_wide(g) for g in gradients]
         variables = group.variables if _exact(group) else [replace(v, dtype="float32") for v in group.variables]
@@ -85,7 +86,7 @@ class Hierarchy:
         outside, within = group.communicator.context, inside.context
         for number in ("step", "updates", "left_out", "settings"):
             setattr(within, number, getattr(outside, number))
-        exchange = inside.begin(own, widened, present, False, traffic)
+        exchange = inside.begin(Contribution(own, widened, present, False, traffic))
         while exchange.advance():
             pass
         outcomes = exchange.finish([None] * len(own.variables))
@@ -107,7 +108,7 @@ class Hierarchy:
                 marks = kernels_of(self.like).full([REFUSED] * len(exchange.group.variables), "float32", self.like)
                 self.levels.node.broadcast(marks, self.levels.first).wait()
             raise
-        with tracing.phase("share", "wait", group=exchange.group):
+        with recorder.phase("share", "wait", group=exchange.group):
             return self.shared(exchange, brought)
 
     def shared(self, exchange: Exchange, brought: Sequence[Outcome]) -> list[Outcome]:

@@ -6,12 +6,13 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grace.communicator import Communicator
 from grace.communicators import Allreduce
+from grace.communicators.base import Communicator
+from grace.communicators.sparse import row_communicator
 from grace.core.variable import Variable
-from grace.exchange import Group
+from grace.exchange.bucket import Group
+from grace.exchange.sparse_rows import Slices
 from grace.kernels.index_coding import check_positions
-from grace.rows import Slices
 
 FIRST_GROUP_BYTES = 1 << 20
 """Where there are several groups, the one that is ready first is small, so that the engine starts early."""
@@ -106,7 +107,7 @@ class Chooser:
                 variable.shape[0], f"the sparse variable {variable.name!r}", "the exchange of its rows", "rows"
             )
             if id(wanted) not in self.rows:
-                self.rows[id(wanted)] = wanted.for_rows(variable.name)
+                self.rows[id(wanted)] = row_communicator(wanted, variable.name)
             rows: Any = self.rows[id(wanted)]
             rows.compressor.shapes[variable.name] = variable.shape
             return rows

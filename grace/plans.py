@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from grace.communicator import Communicator
+from grace.communicators.base import Communicator
 from grace.core.backend import Backend
 from grace.core.registry import make
 from grace.core.variable import Variable

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from grace.agreement import agree
-from grace.communicator import Communicator
+from grace.communicators.base import Communicator
 from grace.core.backend import Backend
 from grace.core.context import Context
 from grace.core.variable import Variable

@@ -28,7 +28,8 @@ def versions(backend: Backend) -> list[tuple[str, str]]:
     >>> versions(LocalBackend())[0]
     ('the backend', 'grace.core.backend.LocalBackend')
     """
-    from grace import form, wire
+    from grace import form
+    from grace.exchange import wire
     from grace.strategy import plan
 
     kind = type(backend)

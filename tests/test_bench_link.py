@@ -16,7 +16,9 @@ import pytest
 import warm
 
 from grace.bench import link_command, namespaces
-from grace.bench.link import Link, LinkError, measure, parse_rate, possible, show_rate
+from grace.bench.link import Link, measure, possible
+from grace.bench.namespaces import LinkError
+from grace.bench.rates import parse_rate, show_rate
 from grace.errors import ConfigError
 from grace.launch.processes import end
 

@@ -20,7 +20,7 @@ from grace.core.backend import LocalBackend
 from grace.core.compressor import Compressor
 from grace.core.context import Context
 from grace.core.variable import Variable
-from grace.exchange import Traffic
+from grace.exchange.bucket import Traffic
 from grace.exchanger import Exchanger
 from grace.pieces import uniform
 

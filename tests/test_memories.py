@@ -11,8 +11,8 @@ import torch
 from helpers import EPSILON, data, same
 
 import grace
-from grace.communicator import Communicator
 from grace.communicators import Allgather, Allreduce
+from grace.communicators.base import Communicator
 from grace.core.context import Context
 from grace.memories.residual import Residual
 

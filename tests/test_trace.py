@@ -14,8 +14,8 @@ import pytest
 from engines import BIN, environment
 
 import grace
-from grace.bench.trace import RankTrace, load, merged, missing
-from grace.bench.trace_summary import summarize
+from grace.exchange.tracing.summary import summarize
+from grace.exchange.tracing.timeline import RankTrace, load, merged, missing
 
 GRACE = [sys.executable, "-m", "grace.cli", "trace"]
 ROOT = str(Path(grace.__file__).parents[1])

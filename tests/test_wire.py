@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from implementations import ALL
 
 import grace
-from grace.wire import ITEM_SIZE, MISSING, OVERFLOW, PRESENT, Wire, mark
+from grace.exchange.wire import ITEM_SIZE, MISSING, OVERFLOW, PRESENT, Wire, mark
 
 DTYPES = ["float64", "float32", "float16", "int32", "uint8"]
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)

@@ -13,7 +13,7 @@ from torch import nn
 import grace
 import grace.torch
 from grace.bench.step import BOUND
-from grace.exchange import Traffic
+from grace.exchange.bucket import Traffic
 
 LR = 1e-4
 """Small, so that no method diverges in the steps that are timed."""

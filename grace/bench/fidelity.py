@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import grace
-from grace.communicator import Communicator
+from grace.communicators.base import Communicator
 from grace.core.context import Context
 from grace.core.registry import known
 from grace.plans import build_communicator

@@ -16,7 +16,7 @@ import torch
 
 from grace.bench.fidelity import NAME, communicator_of, sent_bytes
 from grace.bench.peak import peak_bytes
-from grace.communicator import Communicator
+from grace.communicators.base import Communicator
 
 STEPS = 2
 """After which a memory has all that it keeps: memory is measured over so many from a fresh start."""

@@ -12,7 +12,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from grace.bench.link import Link, LinkError, measure, parse_rate, possible, show_rate
+from grace.bench.link import Link, measure, possible
+from grace.bench.namespaces import LinkError
+from grace.bench.rates import parse_rate, show_rate
 from grace.errors import ConfigError
 from grace.launch.processes import signals_raise
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from grace.core import documents
+from grace.core.atomic_files import replacing
 from grace.core.version import __version__
 from grace.errors import ConfigError
-from grace.files import replacing
 
 FORMAT = 1
 """Of the file; a later one is refused."""

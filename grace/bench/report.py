@@ -14,9 +14,9 @@ from grace.bench.rates import parse_rate
 from grace.bench.record import Results
 from grace.bench.report_tables import kernels_columns, step_columns, table, train_columns
 from grace.bench.report_words import verdict
+from grace.core.atomic_files import replacing
 from grace.core.version import __version__
 from grace.errors import ConfigError
-from grace.files import replacing
 
 HEADINGS = {"step": "Step time", "train": "Training", "kernels": "Compressors alone"}
 

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from grace.bench.engines import WorkerError
-from grace.bench.link import LinkError
+from grace.bench.namespaces import LinkError
 from grace.bench.record import Results
 from grace.errors import missing_extra
 from grace.launch.processes import signals_raise

@@ -14,7 +14,7 @@ from grace.bench import charlm, digits
 from grace.bench.charlm import EMBEDDING, HIDDEN, WORST
 from grace.bench.digits import WIDTH
 from grace.bench.task import Task, Trainer
-from grace.exchange import Traffic
+from grace.exchange.bucket import Traffic
 
 cross_entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 

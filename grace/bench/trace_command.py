@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand
 
-from grace import tracing
 from grace.errors import ConfigError
+from grace.exchange.tracing import recorder
 
 PROGRAM = "grace.trace.program"
 MOST_TOLD = 10
@@ -48,10 +48,10 @@ def trace(
         Path | None, typer.Option(help="A strategy's file, as for launch.", show_default="none")
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps to record.", show_default=str(tracing.DEFAULT_STEPS))
+        int | None, typer.Option(min=1, help="Steps to record.", show_default=str(recorder.DEFAULT_STEPS))
     ] = None,
     skip: Annotated[
-        int | None, typer.Option(min=0, help="Steps before them.", show_default=str(tracing.DEFAULT_SKIP))
+        int | None, typer.Option(min=0, help="Steps before them.", show_default=str(recorder.DEFAULT_SKIP))
     ] = None,
 ) -> None:
     """Record where the time of training steps goes: a timeline and a table.
@@ -129,7 +129,7 @@ def _run(
     from grace.launch.cluster import Resources
     from grace.launch.command_lines import command, default_engine
 
-    wanted = {tracing.FOLDER: folder, tracing.STEPS: steps, tracing.SKIP: skip}
+    wanted = {recorder.FOLDER: folder, recorder.STEPS: steps, recorder.SKIP: skip}
     variables = {name: str(value) for name, value in wanted.items() if value is not None}
     commands = command(Resources.load(None, ranks), engine or default_engine(), program, strategy)
     commands = [dataclasses.replace(each, environment={**each.environment, **variables}) for each in commands]
@@ -142,9 +142,9 @@ def _run(
 
 def _show(folder: Path, out: Path, top: int) -> None:
     """Merge what ranks have left, and print the summary."""
-    from grace.bench import trace as traces
-    from grace.bench.trace_summary import summarize
-    from grace.bench.trace_tables import tables
+    from grace.exchange.tracing import timeline as traces
+    from grace.exchange.tracing.summary import summarize
+    from grace.exchange.tracing.tables import tables
 
     console = Console(highlight=False)
     damage: list[str] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grace.communicator import Communicator
+from grace.communicators.base import Communicator
 
 
 class Allgather(Communicator):

@@ -6,15 +6,19 @@ import copy
 import dataclasses
 from collections import defaultdict, deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
-from grace.communicator import Communicator
+from grace.communicators.base import Communicator
 from grace.core.backend import Handle
 from grace.core.component import Component
 from grace.core.compressor import Compressor
 from grace.core.context import Context
 from grace.core.memory import Memory
 from grace.errors import ConfigError
+from grace.exchange.base import Exchange
+from grace.exchange.bucket import Contribution
+from grace.exchange.delayed import AheadExchange
+from grace.exchange.reduce_broadcast import ReduceExchange
 from grace.kernels import kernels_of
 
 AHEAD = 8
@@ -56,6 +60,7 @@ class ReduceBroadcast(Communicator):
     name = "reduce_broadcast"
     cost = "p; 2(W-1)p in and out of the destination"
     answer_memory: Memory | None = None
+    round_trip: ClassVar[type[Exchange]] = ReduceExchange
 
     def __init__(
         self,
@@ -196,27 +201,20 @@ class ReduceBroadcast(Communicator):
         if self.compressor.traits.exact and not self.memory.stateful:
             return self
         if self._dense is None:
-            self._dense = ReduceBroadcast("none", "none", **self._options())
+            self._dense = ReduceBroadcast("none", "none", **self.options())
         return self._dense
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: these are in no run yet, and have nothing under way."""
         return {**super().__getstate__(), "flights": defaultdict(deque), "courier": None, "levels": None}
 
-    def for_rows(self, name: str) -> Communicator:
-        """The same destination, for rows."""
-        from grace.rows_reduced import RowReduceBroadcast
-
-        return RowReduceBroadcast(self.compressor, self.memory, name, self._options())
-
-    def _options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
+        """Its parameters, as they were given."""
         return {key: getattr(self, key) for key in self.parameters()}
 
-    def begin(self, *args):
-        from grace.ahead import AheadExchange
-        from grace.reduce import ReduceExchange
-
-        return AheadExchange(ReduceExchange, *args) if self.delayed else ReduceExchange(*args)
+    def begin(self, contribution: Contribution) -> Exchange:
+        kind = self.round_trip
+        return AheadExchange(kind, contribution) if self.delayed else kind(contribution)
 
     def communicate(self, wire):
         """The way to the destination."""

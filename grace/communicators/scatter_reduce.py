@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from grace.communicator import Communicator
+from grace.communicators.base import Communicator
 from grace.core.component import Component
 from grace.core.memory import Memory
 from grace.core.registry import make
+from grace.exchange.bucket import Contribution
+from grace.exchange.scatter_reduce import ScatterExchange
 
 
 class ScatterReduce(Communicator):
@@ -46,10 +48,8 @@ class ScatterReduce(Communicator):
         """Both parts, and the memory of the second compression."""
         return {**super().components, "shard_memory": cast(Component, self.shard_memory)}
 
-    def begin(self, *args):
-        from grace.scatter import ScatterExchange
-
-        return ScatterExchange(*args)
+    def begin(self, contribution: Contribution) -> ScatterExchange:
+        return ScatterExchange(contribution)
 
     def communicate(self, wire):
         """The second half: hand the compressed means round."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from grace.core import specs
 from grace.core.component import Component
+from grace.core.composition import Composed
 from grace.errors import ConfigError
 
 KINDS = {
@@ -88,8 +89,6 @@ def make(kind: str, spec: Component | str | dict[str, Any]) -> Any:
         return spec
     parts = specs.split(spec) if kind == "compressor" else None
     if parts is not None:
-        from grace.core.composition import Composed
-
         if any(isinstance(part, dict) and specs.split(part) for part in parts):
             raise ConfigError("a composition has two parts, and none of them is one itself")
         return Composed(make(kind, parts[0]), make(kind, parts[1]))
@@ -153,7 +152,8 @@ def _found(kind: str) -> tuple[dict[str, type[Component]], dict[str, dict[str, A
         module = importlib.import_module(f"{package.__name__}.{info.name}")
         aliases.update(getattr(module, "ALIASES", {}))
         for value in vars(module).values():
-            if isinstance(value, type) and issubclass(value, Component) and value.__module__ == module.__name__:
+            here = isinstance(value, type) and issubclass(value, Component) and value.__module__ == module.__name__
+            if here and "name" in vars(value):  # else it is a base, or one that names no method
                 classes[value.name] = value
     for point in entry_points(group=f"grace.{KINDS[kind]}"):
         classes.setdefault(point.name, point.load())

@@ -10,7 +10,7 @@ from typing import Any
 
 from grace.agreement import tell
 from grace.backends.topology import Ranks, node_name
-from grace.communicator import Communicator
+from grace.communicators.base import Communicator
 from grace.communicators.reduce_broadcast import ReduceBroadcast
 from grace.core import documents
 from grace.core.backend import Backend

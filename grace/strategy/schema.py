@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from grace.communicators.reduce_broadcast import AHEAD
 from grace.core import documents
+from grace.core.atomic_files import replacing
 from grace.errors import ConfigError, missing_extra
-from grace.files import replacing
 
 try:
     import yaml

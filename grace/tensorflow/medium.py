@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from grace.core.component import Component
 from grace.core.variable import Variable
-from grace.exchange import Group
+from grace.exchange.bucket import Group
 from grace.kernels import arrays_by
 from grace.kernels.fused.availability import missing
 from grace.kernels.tensorflow.host import host_kernels

@@ -14,12 +14,12 @@ import tensorflow as tf
 from grace.backends.horovod import Once, check_not_horovods
 from grace.backends.runtime import current
 from grace.checkpoint import say_whose
-from grace.communicator import Communicator
+from grace.communicators.base import Communicator
 from grace.core.backend import Backend
 from grace.core.calls import KERAS
 from grace.core.given import not_an_optimizer
 from grace.errors import ConfigError
-from grace.exchange import Traffic
+from grace.exchange.bucket import Traffic
 from grace.hyperparameters import facts, numbers
 from grace.momentum import doubled, owners
 from grace.plans import Choices

@@ -13,19 +13,19 @@ import tensorflow as tf
 
 from grace import checkpoint, form
 from grace.agreement import tell
-from grace.communicator import Communicator
+from grace.communicators.base import Communicator
 from grace.core.backend import Backend
 from grace.core.calls import KERAS
 from grace.core.context import Context
 from grace.core.variable import Variable
 from grace.errors import ConfigError, ExchangeError
-from grace.exchange import Group, Traffic
+from grace.exchange.bucket import Group, Traffic
+from grace.exchange.places import CYCLE, digest
+from grace.exchange.sparse_rows import Slices
 from grace.exchanger import Exchanger
 from grace.kernels.tensorflow.graph_numbers import refuse_xla
-from grace.places import CYCLE, digest
 from grace.plans import Choices, Plan
 from grace.reduction import Reduction, check_integer
-from grace.rows import Slices
 from grace.setup import build_exchanger
 from grace.tensorflow.cutting import cut, put
 from grace.tensorflow.medium import Tensors, medium_for

@@ -9,14 +9,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from grace import tracing
 from grace.core.waiting import Wait, waits
 from grace.errors import ExchangeError
-from grace.exchange import Group, Outcome, Traffic
+from grace.exchange.bucket import Contribution, Group, Outcome, Traffic
+from grace.exchange.sparse_rows import Slices
+from grace.exchange.tracing import recorder
 from grace.exchanger import Exchanger
 from grace.kernels import kernels_of
 from grace.pieces import Piece
-from grace.rows import Slices
 from grace.tensorflow.cutting import Pair, cut, joined
 
 
@@ -150,7 +150,7 @@ class GraphRun(Run):
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        tracing.note(waits="TensorFlow's graph")
+        recorder.note(waits="TensorFlow's graph")
         self.lock = threading.Lock()
         self.running: dict[int, Any] = {}
         self.operations: dict[int, list[Any]] = {}
@@ -261,9 +261,9 @@ class GraphRun(Run):
         zeros = [self.session.inside(_zeros(variable)) for variable in group.variables]
         stateful = self.exchanger.stateful
         plan = []
-        with self.computing(), tracing.paused():
+        with self.computing(), recorder.paused():
             with backend.recording() as operations:
-                exchange = communicator.begin(group, zeros, [True] * len(zeros), stateful, Traffic())
+                exchange = communicator.begin(Contribution(group, zeros, [True] * len(zeros), stateful, Traffic()))
             while operations:
                 plan.append(operations)
                 for operation in operations:

@@ -10,8 +10,8 @@ try:
 except ImportError as error:
     raise missing_extra("torch", "torch") from error
 
-from grace.communicator import Communicator
 from grace.communicators import Allgather, Allreduce, Broadcast, ScatterReduce
+from grace.communicators.base import Communicator
 from grace.core.compressor import Compressor, Traits
 from grace.core.memory import Memory
 from grace.torch.ddp import DDPState, register_ddp_hook

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from grace import tracing
+from grace.exchange.tracing import recorder
 from grace.torch.session import Session
 
 
@@ -19,7 +19,7 @@ def synchronized(closure: Callable[[], Any], session: Any) -> Callable[[], Any]:
         loss = closure()
         session.before_step()
         loss = loss_of_all(loss, session)
-        tracing.update_begins()
+        recorder.update_begins()
         return loss
 
     return evaluate

@@ -7,17 +7,19 @@ from typing import Any
 
 import torch
 
-from grace import checkpoint, tracing
+from grace import checkpoint
 from grace.backends.torch_distributed import TorchBackend
 from grace.core.context import Context
 from grace.core.variable import unwrapped
 from grace.core.waiting import Wait, waits
 from grace.errors import ConfigError, ExchangeError, PayloadError, StepError
-from grace.exchange import Exchange, Group, Outcome, Traffic
+from grace.exchange.base import Exchange
+from grace.exchange.bucket import Contribution, Group, Outcome, Traffic
+from grace.exchange.places import digest
+from grace.exchange.tracing import recorder
 from grace.exchanger import Exchanger
 from grace.hyperparameters import facts as in_words
 from grace.momentum import owners
-from grace.places import digest
 from grace.plans import STRATEGY, Uniform
 from grace.setup import build_exchanger
 from grace.torch.parameters import check_momentum, check_optimizer, hyperparameters, variables
@@ -186,15 +188,15 @@ class DDPState:
             self.open, self.stepped = True, False
             if self.exchanger.follows_scaler():
                 self.exchanger.rescale(self.grad_scaler.get_scale())
-        tracing.gradient()
+        recorder.gradient()
         names = tuple(self.names[p] for p in bucket.parameters())
         views = dict(zip(names, bucket.gradients(), strict=True))
-        guard, future_buffer = self.exchanger.stateful, bucket.buffer()
+        guard, traffic, future_buffer = self.exchanger.stateful, self.exchanger.traffic, bucket.buffer()
         exchanges: list[Exchange] = []
         for group in self.groups(names, bucket.index() == 0):
             gradients = [views[v.name] for v in group.variables]
             exchanges.append(
-                group.communicator.begin(group, gradients, [True] * len(gradients), guard, self.exchanger.traffic)
+                group.communicator.begin(Contribution(group, gradients, [True] * len(gradients), guard, traffic))
             )
         waits[id(self), bucket.index()] = Wait(exchanges[0].place)
         for exchange in exchanges:
@@ -316,7 +318,7 @@ def register_ddp_hook(
         *([] if optimizer is None else in_words(type(optimizer).__name__, hyperparameters(optimizer))),
     ]
     exchanger = build_exchanger(list_variables, choose, backend, context, facts, check)
-    tracing.note(waits="DistributedDataParallel")
+    recorder.note(waits="DistributedDataParallel")
     state = DDPState(model, exchanger, optimizer, grad_scaler)
     context.lr = state.lr
 

@@ -11,9 +11,9 @@ import horovod.torch as hvd
 import torch
 from horovod.torch.optimizer import _DistributedOptimizer
 
-from grace import tracing
 from grace.errors import ConfigError
-from grace.places import digest
+from grace.exchange.places import digest
+from grace.exchange.tracing import recorder
 from grace.plans import Choices
 from grace.torch import elastic  # noqa: F401  # Horovod's TorchState must know these optimizers
 from grace.torch.life import Closable, begin
@@ -176,7 +176,7 @@ def _make_hook(self: Any, p: torch.nn.Parameter) -> Callable:
         alive = session()
         if alive is None or not alive.hooks:
             return
-        tracing.gradient()
+        recorder.gradient()
         alive.idle = False
         if alive.optimizer._paused:
             alive.optimizer._synchronized = False
@@ -193,7 +193,7 @@ def synchronize(self: Any) -> None:
     if self._grace is None or (self._synchronized and not self._handles):
         self._synchronized = True
         return
-    with tracing.phase("synchronize", "part"):
+    with recorder.phase("synchronize", "part"):
         if not self._grace.checked:
             self._grace.check()
         self._grace.start_missing()

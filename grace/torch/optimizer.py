@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from grace import tracing
 from grace.backends.horovod import check_not_horovods
 from grace.backends.runtime import current
 from grace.backends.torch_distributed import TorchBackend
 from grace.core.backend import Backend
 from grace.core.given import not_an_optimizer
 from grace.errors import ConfigError, ExchangeError
+from grace.exchange.tracing import recorder
 from grace.plans import Choices
 from grace.reduction import Reduction
 from grace.torch.closures import synchronized
@@ -62,7 +62,7 @@ class HookedSession(Session):
 
     def offer(self, name: str, gradient: torch.Tensor | None) -> None:
         """A parameter's gradient has accumulated: start the groups that waited for it."""
-        tracing.gradient()
+        recorder.gradient()
         self._look(name, gradient)
         self.synchronized = self.idle = False
         if self.paused:
@@ -105,7 +105,7 @@ class HookedSession(Session):
 
     def synchronize(self) -> None:
         """Exchange what is not exchanged yet and write the means into ``p.grad``."""
-        with tracing.phase("synchronize", "part"):
+        with recorder.phase("synchronize", "part"):
             self._check_untouched()
             if not self.checked:
                 self.check()
@@ -313,10 +313,10 @@ def after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """Average what ranks train on their own, when it is time to."""
     if initializing(optimizer):
         return
-    tracing.update_ends()
+    recorder.update_ends()
     optimizer._grace.after_step()
     optimizer._grace.average()
-    tracing.step_ends()
+    recorder.step_ends()
 
 
 def before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -328,7 +328,7 @@ def before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     closure = kwargs.get("closure", given[0] if given else None)
     if closure is None:
         session.before_step()
-        tracing.update_begins()
+        recorder.update_begins()
         return None
 
     closure = synchronized(closure, session)

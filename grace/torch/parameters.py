@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from grace.backends.runtime import current
-from grace.communicator import Communicator
+from grace.communicators.base import Communicator
 from grace.core.backend import Backend
 from grace.core.variable import Variable, unwrapped
 from grace.errors import ConfigError

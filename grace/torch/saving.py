@@ -13,7 +13,7 @@ import torch
 
 from grace import checkpoint, form
 from grace.errors import ConfigError
-from grace.exchange import Traffic
+from grace.exchange.bucket import Traffic
 from grace.torch.session import Session
 
 KEY = "grace.rank"

@@ -9,19 +9,19 @@ from typing import Any
 
 import torch
 
-from grace import tracing
-from grace.communicator import Communicator
+from grace.communicators.base import Communicator
 from grace.core.backend import Backend
 from grace.core.context import Context
 from grace.errors import ConfigError, ExchangeError, PayloadError
-from grace.exchange import Group, Outcome
+from grace.exchange.bucket import Group, Outcome
+from grace.exchange.places import digest
+from grace.exchange.sparse_rows import Slices
+from grace.exchange.tracing import recorder
 from grace.hyperparameters import facts as in_words
 from grace.momentum import owners
 from grace.pieces import Piece
-from grace.places import digest
 from grace.plans import Choices, Plan
 from grace.reduction import Reduction, check_integer
-from grace.rows import Slices
 from grace.setup import build_exchanger
 from grace.torch.life import check_free
 from grace.torch.parameters import (
@@ -137,7 +137,7 @@ class Session:
                 "Leave it out, or synchronize every step"
             )
         self.exchanger.follows_scaler = lambda: grad_scaler is not None and grad_scaler.is_enabled()
-        tracing.note(updates_follow=True)
+        recorder.note(updates_follow=True)
         self.reduction = reduction
         self.groups_of = {name: self._holding(name) for name in self.parameters}
         self.param_group = {

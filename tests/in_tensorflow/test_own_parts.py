@@ -17,7 +17,7 @@ from tensorflow_training import session_of
 
 import grace
 from grace.core.variable import Variable
-from grace.exchange import Group
+from grace.exchange.bucket import Group
 from grace.tensorflow import Allgather, Compressor, Memory, Traits
 from grace.tensorflow.medium import Arrays, Tensors, medium_for
 

@@ -19,10 +19,10 @@ import grace
 from grace.communicators import ScatterReduce
 from grace.core.context import Context
 from grace.core.registry import known
+from grace.exchange.scatter_reduce import Sharded
 from grace.kernels import NumpyKernels, kernels_of
 from grace.kernels.tensorflow import fused
 from grace.kernels.torch import primitives as torch_kernels
-from grace.scatter import Sharded
 
 pytestmark = pytest.mark.slow
 

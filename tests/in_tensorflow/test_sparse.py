@@ -12,8 +12,10 @@ tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 from pools import launched
 
 import grace
+from grace.communicators.sparse import RowAllgather
+from grace.exchange.sparse_codec import unfit
+from grace.exchange.sparse_rows import NOTHING, Slices
 from grace.plans import Choices
-from grace.rows import NOTHING, RowAllgather, Slices, unfit
 
 ROWS, WIDTH = 12, 3
 
@@ -212,10 +214,10 @@ def test_every_method_serves_rows_or_says_why_not():
         assert communicator.step is not None
         rows = tf.constant([5, NOTHING + 1, 5], tf.int64)
         from grace.core.variable import Variable
-        from grace.exchange import Group, Traffic
+        from grace.exchange.bucket import Contribution, Group, Traffic
 
         group = Group(0, communicator, [Variable("emb", (ROWS, WIDTH), sparse=True)])
-        exchange = communicator.begin(group, [Slices(tf.ones([3, WIDTH]), rows)], [True], True, Traffic())
+        exchange = communicator.begin(Contribution(group, [Slices(tf.ones([3, WIDTH]), rows)], [True], True, Traffic()))
         while exchange.advance():
             pass
         (outcome,) = exchange.finish([None])

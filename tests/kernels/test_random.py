@@ -15,7 +15,8 @@ from scipy.stats import chi2
 
 from grace.core.context import Context
 from grace.kernels import Stream
-from grace.kernels.fused.primitives import FusedKernels, _random_blocks, u32
+from grace.kernels.fused.loops import _random_blocks, u32
+from grace.kernels.fused.primitives import FusedKernels
 from grace.kernels.random import philox, stream_key
 from grace.kernels.torch.primitives import _philox
 

@@ -12,7 +12,7 @@ import torch
 from checkpoints import made, steps
 
 import grace
-from grace.files import replacing
+from grace.core.atomic_files import replacing
 
 KILLED = """
 import os, pathlib, signal, sys

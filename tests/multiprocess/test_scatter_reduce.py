@@ -9,7 +9,7 @@ from pools import ranks_of
 
 import grace
 import grace.torch
-from grace.scatter import bounds
+from grace.exchange.scatter_reduce import bounds
 
 pytestmark = pytest.mark.ranks
 METHODS = ["none", "fp16", "bf16", "qsgd(levels=7)", "qsgd(norm=max)", "efsignsgd"]

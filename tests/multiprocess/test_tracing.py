@@ -12,9 +12,9 @@ import strategies
 from training import Given, ddp, digest, distributed, loss_of, made_up, net, sgd, train, weights
 
 import grace
-from grace import tracing
-from grace.bench.trace import load, merged
-from grace.bench.trace_summary import PHASES, summarize
+from grace.exchange.tracing import recorder
+from grace.exchange.tracing.summary import PHASES, summarize
+from grace.exchange.tracing.timeline import load, merged
 
 pytestmark = pytest.mark.ranks
 
@@ -28,16 +28,16 @@ def recorded(folder, steps=50, skip=0):
     if folder is None:
         yield
         return
-    settings = {tracing.FOLDER: str(folder), tracing.STEPS: str(steps), tracing.SKIP: str(skip)}
+    settings = {recorder.FOLDER: str(folder), recorder.STEPS: str(steps), recorder.SKIP: str(skip)}
     os.environ.update(settings)
     try:
         yield
     finally:
         for name in settings:
             del os.environ[name]
-        if tracing._recorder is not None:
-            tracing._recorder.write()
-        tracing._recorder = tracing.active = None
+        if recorder._recorder is not None:
+            recorder._recorder.write()
+        recorder._recorder = recorder.active = None
 
 
 def plainly(**choices):
@@ -205,7 +205,7 @@ def test_steps_have_their_parts_and_only_the_wanted_ones_are_recorded(two_ranks,
 
 def refused(name, value):
     before = dict(os.environ)
-    os.environ.update({tracing.FOLDER: "/dev/null", name: value})
+    os.environ.update({recorder.FOLDER: "/dev/null", name: value})
     try:
         plainly()
     except grace.GraceError as error:
@@ -218,9 +218,9 @@ def refused(name, value):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        (tracing.STEPS, "0", "GRACE_TRACE_STEPS must be a whole number of at least 1, not '0'"),
-        (tracing.SKIP, "few", "GRACE_TRACE_SKIP must be a whole number of at least 0, not 'few'"),
-        (tracing.FOLDER, "/dev/null/x", "GRACE_TRACE=/dev/null/x: cannot write /dev/null/x/rank"),
+        (recorder.STEPS, "0", "GRACE_TRACE_STEPS must be a whole number of at least 1, not '0'"),
+        (recorder.SKIP, "few", "GRACE_TRACE_SKIP must be a whole number of at least 0, not 'few'"),
+        (recorder.FOLDER, "/dev/null/x", "GRACE_TRACE=/dev/null/x: cannot write /dev/null/x/rank"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_on_all_ranks(two_ranks, name, value, message):
@@ -230,6 +230,6 @@ def test_settings_that_cannot_be_are_refused_on_all_ranks(two_ranks, name, value
 
 def test_nothing_is_recorded_unless_it_is_asked_for():
     plainly(compressor="topk(ratio=0.1)")
-    assert tracing._recorder is None
-    assert tracing.phase("compress") is tracing.phase("wait", "wait")
-    assert tracing.collective(None, "", 0) is None
+    assert recorder._recorder is None
+    assert recorder.phase("compress") is recorder.phase("wait", "wait")
+    assert recorder.collective(None, "", 0) is None

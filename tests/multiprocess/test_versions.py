@@ -8,8 +8,9 @@ from pools import launched
 from training import distributed, net
 
 import grace
-from grace import form, wire
+from grace import form
 from grace.core import version
+from grace.exchange import wire
 from grace.strategy import plan
 
 pytestmark = pytest.mark.ranks

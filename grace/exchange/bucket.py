@@ -1,14 +1,53 @@
-"""What an exchange takes, and what it brings: a group of variables, the outcome of each, and what was sent."""
+"""What an exchange takes, and what it brings: variables and what carries them, the outcome of each, what was sent."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
-from grace.communicator import Communicator
-from grace.core.compressor import Tensor
+from grace.core.backend import Backend, Handle
+from grace.core.component import Component
+from grace.core.compressor import Compressor, Tensor
+from grace.core.context import Context
+from grace.core.memory import Memory
 from grace.core.variable import Variable
-from grace.wire import Wire
+from grace.exchange.wire import Wire
+
+
+class Carrier(Protocol):
+    """What a round trip asks of a :class:`grace.Communicator`."""
+
+    compressor: Compressor
+    memory: Memory
+    backend: Backend
+
+    @property
+    def context(self) -> Context: ...
+
+    @property
+    def sums(self) -> bool: ...
+
+    @property
+    def gathers(self) -> bool: ...
+
+    @property
+    def delayed(self) -> bool: ...
+
+    @property
+    def stateful(self) -> bool: ...
+
+    @property
+    def components(self) -> Mapping[str, Component]: ...
+
+    @property
+    def keepers(self) -> Mapping[str, Component]: ...
+
+    def begin(self, contribution: Contribution) -> Any: ...
+
+    def communicate(self, wire: Tensor) -> Handle: ...
+
+    def describe(self) -> str: ...
 
 
 @dataclass
@@ -16,7 +55,7 @@ class Group:
     """Variables whose payloads travel in one collective, and the communicator that carries them."""
 
     index: int
-    communicator: Communicator
+    communicator: Carrier
     variables: list[Variable]
     wire: Wire | None = None
     """The layout of the payloads, kept from step to step where it cannot change."""
@@ -36,6 +75,24 @@ class Group:
         """The first and the last variable."""
         names = [variable.name for variable in self.variables]
         return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+
+
+class Contribution(NamedTuple):
+    """What this rank puts into an exchange.
+
+    Attributes:
+        group: what to exchange.
+        gradients: one per variable (zeros where this rank has none): tensors, or rows of sparse ones.
+        present: whether this rank has a gradient, per variable.
+        guard: whether state must be protected, so that overflows have to be detected.
+        traffic: where to count.
+    """
+
+    group: Group
+    gradients: Sequence[Any]
+    present: Sequence[bool]
+    guard: bool
+    traffic: Traffic
 
 
 @dataclass

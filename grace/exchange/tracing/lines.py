@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from grace.errors import ConfigError
-from grace.tracing import FORMAT
+from grace.exchange.tracing.recorder import FORMAT
 
 MOST = 2**62
 """Nanoseconds, bytes, elements, and clocks."""

@@ -1,4 +1,4 @@
-"""Sparse gradients: rows of a variable, exchanged by an all-gather with their values compressed.
+"""The user's compressor and memory on sparse gradients.
 
     1. rows that come twice are added up
     2. the memory adds what it kept of these rows; the values are compressed, the row numbers travel as they are
@@ -13,56 +13,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from grace import tracing
-from grace.communicators.allgather import Allgather
 from grace.core.compressor import Compressor, Payload, Tensor, Traits
 from grace.core.memory import Memory
 from grace.errors import ConfigError, payload_of
-from grace.exchange import Exchange, Group, Outcome
+from grace.exchange.sparse_rows import NOTHING
+from grace.exchange.wire import ITEM_SIZE
 from grace.kernels import kernels_of
 from grace.kernels.checks import check_count, check_range
 from grace.memories.none import NoMemory
 from grace.memories.residual import Residual
-from grace.wire import ITEM_SIZE
-
-NOTHING = -1
-"""The row number of a rank that has no rows."""
-
-
-class Slices(NamedTuple):
-    """Rows of a variable: ``values`` of shape (n, ...), and their n numbers (int32 or int64)."""
-
-    values: Tensor
-    rows: Tensor
-
-    def between(self, start: int, stop: int) -> Slices:
-        """The rows in [start, stop), numbered from ``start``.
-
-        >>> import numpy as np
-        >>> Slices(np.float32([[1], [2], [4]]), np.array([3, 0, 3])).between(2, 5).rows
-        array([1, 1])
-        """
-        inside = (self.rows >= start) & (self.rows < stop)
-        return Slices(self.values[inside], self.rows[inside] - start)
-
-
-def summed(slices: Slices) -> Slices:
-    """The same with distinct rows, ascending, in float32; one zero row of number -1 if there are none.
-
-    >>> import numpy as np
-    >>> summed(Slices(np.float32([[1], [2], [4]]), np.array([3, 0, 3])))
-    Slices(values=array([[2.],
-           [5.]], dtype=float32), rows=array([0, 3], dtype=int32))
-    """
-    k = kernels_of(slices.values)
-    shape = tuple(slices.values.shape)
-    if shape[0] == 0:
-        return Slices(k.zeros((1, *shape[1:]), "float32", slices.values), k.full([NOTHING], "int32", slices.values))
-    rows, places = k.distinct(slices.rows)
-    out = k.zeros((rows.shape[0], *shape[1:]), "float32", slices.values)
-    return Slices(k.add_rows(out, places, k.cast(slices.values, "float32"), 1.0), k.cast(rows, "int32"))
 
 
 class RowCompressor(Compressor):
@@ -201,56 +162,6 @@ class RowMemory(Memory):
         elif k.mutable:  # what is committed must not change before this is
             kept = k.combine(1.0, kept, 0.0, kept)
         self.state[name] = k.put_rows(kept, payload[-1], left)
-
-
-def values_of(group: Group, gradients: Sequence[Slices]) -> list[Tensor]:
-    """The values of distinct rows; the group's compressor is told the rows."""
-    names = [variable.name for variable in group.variables]
-    slices = tracing.each("sum rows", names, lambda gradient, name: summed(gradient), gradients)
-    compressor: Any = group.communicator.compressor
-    compressor.rows = {v.name: s.rows for v, s in zip(group.variables, slices, strict=True)}
-    return [s.values for s in slices]
-
-
-class RowExchange(Exchange):
-    """An exchange whose gradients and outcomes are :class:`Slices`."""
-
-    def __init__(self, group, gradients: Sequence[Slices], *args: Any):
-        super().__init__(group, values_of(group, gradients), *args)
-
-    def finish(self, outs, wait=True):
-        """The mean's distinct rows, per variable."""
-        outcomes = super().finish(outs, wait)
-        compressor: Any = self.compressor
-        for outcome in outcomes:
-            if outcome.value is not None:
-                outcome.value = Slices(outcome.value, compressor.received[outcome.variable.name])
-        return outcomes
-
-    def _aggregate(self, i, payloads, out, name):
-        variable = self.group.variables[i]
-        return Outcome(variable, self.compressor.aggregate(payloads, self.encoded[i][1], out, self.count), False)
-
-
-class RowAllgather(Allgather):
-    """The all-gather of sparse gradients, with the user's compressor and memory.
-
-    Args:
-        compressor, memory: the user's.
-        name: a variable that has such gradients, for messages.
-
-    Raises:
-        ConfigError: they cannot serve sparse gradients; the message says why, and what can.
-    """
-
-    def __init__(self, compressor: Compressor, memory: Memory, name: str):
-        super().__init__(*by_rows(compressor, memory, name))
-
-    def _check(self) -> None:
-        """Done by :func:`unfit`."""
-
-    def begin(self, *args):
-        return RowExchange(*args)
 
 
 def by_rows(compressor: Compressor, memory: Memory, name: str) -> tuple[RowCompressor, Memory]:

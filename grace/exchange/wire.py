@@ -8,8 +8,8 @@ own, which variables had a gradient somewhere and which overflowed somewhere:
   byte per variable (0 missing, 1 present, 2 overflow; 3 in an answer: what was sent for it could not be decoded),
   padded to a multiple of 8 bytes.
 
-Behind the statuses, one group of each step carries the ranks' places (:mod:`grace.places`): in a summed wire each rank
-has elements of its own, in which all others write 0, and the sum is all ranks' places.
+Behind the statuses, one group of each step carries the ranks' places (:mod:`grace.exchange.places`): in a summed wire
+each rank has elements of its own, in which all others write 0, and the sum is all ranks' places.
 """
 
 from __future__ import annotations

@@ -11,7 +11,12 @@ from grace.core.component import Component
 from grace.core.compressor import Compressor, Tensor
 from grace.core.context import Context
 from grace.core.memory import Memory
-from grace.errors import ConfigError
+from grace.core.registry import legal_communicators, legal_memories, make
+from grace.core.variable import Variable
+from grace.errors import ConfigError, PayloadError, StepError
+from grace.exchange.base import Exchange
+from grace.exchange.bucket import Contribution, Group, Traffic
+from grace.kernels import kernels_of
 
 
 class Communicator(Component):
@@ -44,8 +49,6 @@ class Communicator(Component):
     """What one exchange costs a rank, for a payload of p bytes and W ranks; for people."""
 
     def __init__(self, compressor: Compressor | str | dict = "none", memory: Memory | str | dict | None = None):
-        from grace.core.registry import make
-
         self.compressor: Compressor = make("compressor", compressor)
         traits = self.compressor.traits
         self.memory: Memory = make("memory", traits.memory if memory is None else memory)
@@ -68,8 +71,6 @@ class Communicator(Component):
         return None
 
     def _check(self) -> None:
-        from grace.core.registry import legal_communicators, legal_memories
-
         traits = self.compressor.traits
         why = self.accepts(self.compressor)
         if why:
@@ -99,11 +100,9 @@ class Communicator(Component):
         """The parts that keep state themselves or in parts of theirs, by the name they are saved under."""
         return {"compressor": self.compressor, "memory": self.memory}
 
-    def begin(self, *args: Any) -> Any:
-        """Start the exchange of a group; the arguments are those of :class:`grace.exchange.Exchange`."""
-        from grace.exchange import Exchange
-
-        return Exchange(*args)
+    def begin(self, contribution: Contribution) -> Exchange:
+        """Start the exchange of a group."""
+        return Exchange(contribution)
 
     @property
     def delayed(self) -> bool:
@@ -122,19 +121,6 @@ class Communicator(Component):
     def dense(self, usual: Communicator) -> Communicator:
         """What carries the variables that the compressor would not make smaller: ``usual``, all together."""
         return usual
-
-    def for_rows(self, name: str) -> Communicator:
-        """What carries the rows of sparse gradients, with this compressor and memory.
-
-        Args:
-            name: a variable that has such gradients, for messages.
-
-        Raises:
-            ConfigError: they cannot serve rows.
-        """
-        from grace.rows import RowAllgather
-
-        return RowAllgather(self.compressor, self.memory, name)
 
     @property
     def stateful(self) -> bool:
@@ -165,13 +151,37 @@ class Communicator(Component):
         return f"{self.spec}, {self.compressor.spec}, {self.memory.spec}"
 
     def step(self, tensor: Tensor, name: str) -> Tensor:
-        """One blocking exchange of one tensor, GRACE's way; returns the aggregate.
+        """One blocking exchange of one tensor, GRACE's way; returns the aggregate, and commits the state.
+
+        Raises:
+            ConfigError: it is no tensor of floating point numbers; nothing was sent.
+            PayloadError: what a rank sent cannot be decoded.
+            StepError: ranks have exchanged another number of tensors.
 
         >>> import numpy as np
         >>> from grace.communicators import Allgather
         >>> Allgather("topk(ratio=0.5)").step(np.float32([4, 1]), "w")
         array([4., 0.], dtype=float32)
         """
-        from grace.exchange import exchange_one
-
-        return exchange_one(self, tensor, name)
+        pass
+        try:
+            k = kernels_of(tensor)
+            tensor = k.given(tensor)
+        except (TypeError, ConfigError) as error:
+            raise ConfigError(f"cannot exchange {name!r}: {error}") from None
+        group = Group(0, self, [Variable(name, tuple(tensor.shape), k.dtype(tensor))])
+        exchange = self.begin(Contribution(group, [tensor], [True], self.stateful, Traffic()))
+        while exchange.advance():
+            pass
+        try:
+            (outcome,) = exchange.finish([None])
+            if exchange.astray:
+                raise StepError(exchange.astray)
+        except (PayloadError, StepError):
+            for part in self.keepers.values():
+                part.state.rollback()
+            raise
+        for part in self.keepers.values():
+            part.state.rollback() if outcome.overflow else part.state.commit()
+        self.context.step += 1
+        return k.cast(outcome.value, k.dtype(tensor))

@@ -1,4 +1,4 @@
-"""What ranks have recorded (see :mod:`grace.tracing`), put together: one file in Chrome's trace format."""
+"""What ranks have recorded, put together: one file in Chrome's trace format."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from grace.bench.trace_lines import entry_of
+from grace.core.atomic_files import replacing
 from grace.core.version import __version__
 from grace.errors import ConfigError
-from grace.files import replacing
-from grace.tracing import COLLECTIVE_TRACK
+from grace.exchange.tracing.lines import entry_of
+from grace.exchange.tracing.recorder import COLLECTIVE_TRACK
 
 Event = dict[str, Any]
 

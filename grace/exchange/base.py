@@ -7,19 +7,17 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from grace import tracing
-from grace.communicator import Communicator
 from grace.core import watch
 from grace.core.backend import Backend, Handle
 from grace.core.compressor import Tensor
-from grace.core.variable import Variable
 from grace.core.waiting import waiting
-from grace.errors import ConfigError, ExchangeError, GraceError, PayloadError, StepError
-from grace.group import Group, Outcome, Traffic
-from grace.judging import Judging
+from grace.errors import ExchangeError, GraceError, PayloadError
+from grace.exchange.bucket import Contribution, Outcome
+from grace.exchange.refusals import Refusing
+from grace.exchange.statuses import Judging
+from grace.exchange.tracing import recorder
+from grace.exchange.wire import Wire, in_range, mark
 from grace.kernels import kernels_of
-from grace.refusing import Refusing
-from grace.wire import Wire, in_range, mark
 
 
 class Exchange(Refusing, Judging):
@@ -30,22 +28,12 @@ class Exchange(Refusing, Judging):
     5. decompress, aggregate in float32, and hand back the mean.
 
     Args:
-        group: what to exchange.
-        gradients: one tensor per variable (zeros where this rank has none).
-        present: whether this rank has a gradient, per variable.
-        guard: whether state must be protected, so that overflows have to be detected.
-        traffic: where to count.
+        contribution: what this rank puts into it.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        gradients: Sequence[Tensor],
-        present: Sequence[bool],
-        guard: bool,
-        traffic: Traffic,
-    ):
-        self.group, self.present, self.guard, self.traffic = group, list(present), guard, traffic
+    def __init__(self, contribution: Contribution):
+        group, gradients, present, self.guard, self.traffic = contribution
+        self.group, self.present = group, list(present)
         self.communicator = group.communicator
         self.compressor, self.memory = self.communicator.compressor, self.communicator.memory
         self.traits = self.compressor.traits
@@ -68,17 +56,17 @@ class Exchange(Refusing, Judging):
 
     def _start(self, gradients: Sequence[Tensor]) -> None:
         began = time.perf_counter()
-        inputs = tracing.each("compensate", self.names, self._compensated, gradients)
+        inputs = recorder.each("compensate", self.names, self._compensated, gradients)
         if self.traits.rounds > 1:
             self.inputs, self.encoded, self.spoilt = inputs, [(None, None)] * len(inputs), [False] * len(inputs)
             self.rounds = [self.compressor.exchange(x, name) for x, name in zip(inputs, self.names, strict=True)]
-            first = tracing.each("compress", self.names, lambda rounds, name: next(rounds), self.rounds)
+            first = recorder.each("compress", self.names, lambda rounds, name: next(rounds), self.rounds)
             self._send(first, inputs, began)
             return
-        self.encoded = tracing.each("compress", self.names, self.compressor.compress, inputs)
+        self.encoded = recorder.each("compress", self.names, self.compressor.compress, inputs)
         self._send([payload for payload, _ in self.encoded], inputs, began)
         began = time.perf_counter()
-        tracing.each("update", self.names, self._update, inputs, self.encoded)
+        recorder.each("update", self.names, self._update, inputs, self.encoded)
         self.traffic.codec_seconds += time.perf_counter() - began
 
     def _compensated(self, gradient: Tensor, name: str) -> Tensor:
@@ -94,7 +82,7 @@ class Exchange(Refusing, Judging):
         self.memory.update(tensor, name, self.compressor, *encoded)
 
     def _send(self, payloads: list[Any], inputs: list[Tensor] | None, began: float) -> None:
-        with tracing.phase("pack", group=self.group):
+        with recorder.phase("pack", group=self.group):
             buffer = self._packed(self._predivided(payloads), inputs)
         self._count(self.wire, buffer)
         self.traffic.codec_seconds += time.perf_counter() - began
@@ -149,7 +137,7 @@ class Exchange(Refusing, Judging):
         self.collectives += 1
         backend.label, Backend.began = f"{self.group.label}.{self.collectives}", self.group
         backend.started, self.over = backend.started + 1, backend
-        self.traced = tracing.collective(self.group, backend.label, self.kernels.nbytes(tensor))
+        self.traced = recorder.collective(self.group, backend.label, self.kernels.nbytes(tensor))
         try:
             self.handle = collective(tensor)
         except GraceError:
@@ -170,7 +158,7 @@ class Exchange(Refusing, Judging):
         counts, added = self.traffic.payload_bytes, dict(zip(self.names, payload_bytes, strict=True))
         for name, nbytes in added.items():
             counts[name] = counts.get(name, 0) + nbytes
-        tracing.payload(added)
+        recorder.payload(added)
 
     # -- receiving -------------------------------------------------------------------------------------
 
@@ -182,7 +170,7 @@ class Exchange(Refusing, Judging):
         """
         with waiting(self.place):
             try:
-                with tracing.phase("wait", "wait", group=self.group):
+                with recorder.phase("wait", "wait", group=self.group):
                     self.handle.wait()
                     self.arrived()
             except Exception as error:
@@ -204,10 +192,10 @@ class Exchange(Refusing, Judging):
             return False
         self.wait()
         began = time.perf_counter()
-        with tracing.phase("unpack", group=self.group):
+        with recorder.phase("unpack", group=self.group):
             self._judge_round()
             means = self._mean()
-        payloads = tracing.each("compress", self.names, lambda rounds, mean, _: rounds.send(mean), self.rounds, means)
+        payloads = recorder.each("compress", self.names, lambda rounds, mean, _: rounds.send(mean), self.rounds, means)
         self.round += 1
         self._send(payloads, None, began)
         return True
@@ -285,16 +273,16 @@ class Exchange(Refusing, Judging):
         several = self.traits.rounds > 1
         if self.refusal:
             raise self.refusal
-        with tracing.phase("unpack", group=self.group):
+        with recorder.phase("unpack", group=self.group):
             wires = self._wires()
             missing, overflow = self._judge_round() if several else self._judge(wires)
             if self.astray:
                 return self.nothing()
             received: list[Any] = self._mean() if several else self._received(wires)
         decode = self.decoding(self._last if several else self._aggregate)
-        outcomes = tracing.each("decode", self.names, decode, range(len(self.names)), received, outs)
+        outcomes = recorder.each("decode", self.names, decode, range(len(self.names)), received, outs)
         if several:  # with what all ranks got
-            tracing.each("update", self.names, self._update, self.inputs, self.encoded)
+            recorder.each("update", self.names, self._update, self.inputs, self.encoded)
         for i, outcome in enumerate(outcomes):
             outcome.overflow = overflow[i]
             if overflow[i] and (several or not self.traits.carries_nonfinite):
@@ -347,34 +335,3 @@ def _returned(rounds: Any, mean: Any) -> Any:
     except StopIteration as end:
         return end.value
     raise TypeError("a compressor's exchange() yielded more payloads than its traits.rounds")
-
-
-def exchange_one(communicator: Communicator, tensor: Tensor, name: str) -> Tensor:
-    """One blocking exchange of one tensor; commits the communicator's state.
-
-    Raises:
-        ConfigError: it is no tensor of floating point numbers; nothing was sent.
-        PayloadError: what a rank sent cannot be decoded.
-        StepError: ranks have exchanged another number of tensors.
-    """
-    try:
-        k = kernels_of(tensor)
-        tensor = k.given(tensor)
-    except (TypeError, ConfigError) as error:
-        raise ConfigError(f"cannot exchange {name!r}: {error}") from None
-    group = Group(0, communicator, [Variable(name, tuple(tensor.shape), k.dtype(tensor))])
-    exchange = communicator.begin(group, [tensor], [True], communicator.stateful, Traffic())
-    while exchange.advance():
-        pass
-    try:
-        (outcome,) = exchange.finish([None])
-        if exchange.astray:
-            raise StepError(exchange.astray)
-    except (PayloadError, StepError):
-        for part in communicator.keepers.values():
-            part.state.rollback()
-        raise
-    for part in communicator.keepers.values():
-        part.state.rollback() if outcome.overflow else part.state.commit()
-    communicator.context.step += 1
-    return k.cast(outcome.value, k.dtype(tensor))

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from grace.communicator import Communicator
+from grace.communicators.base import Communicator
 from grace.core.registry import known, make
 from grace.errors import ConfigError
 

@@ -7,11 +7,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from grace import tracing
 from grace.core.compressor import Payload, Tensor
 from grace.errors import PayloadError
-from grace.exchange import Exchange, Outcome
-from grace.wire import MISSING, OVERFLOW, REFUSED, Wire, in_range, mark
+from grace.exchange.base import Exchange
+from grace.exchange.bucket import Outcome
+from grace.exchange.tracing import recorder
+from grace.exchange.wire import MISSING, OVERFLOW, REFUSED, Wire, in_range, mark
 
 
 class ReduceExchange(Exchange):
@@ -65,7 +66,7 @@ class ReduceExchange(Exchange):
         self.wait()
         began = time.perf_counter()
         if self.communicator.sums:
-            with tracing.phase("sum", group=self.group):
+            with recorder.phase("sum", group=self.group):
                 buffer = self._total()
             self._count_answer(self.wire, buffer)
         else:
@@ -107,7 +108,7 @@ class ReduceExchange(Exchange):
         answer.rescale_answers(self.loss_scale)  # everywhere: who decodes votes multiplies with it
         if not self.here:
             return k.zeros((self.wire.length,), "uint8", self.group.buffer)
-        with tracing.phase("unpack", group=self.group):
+        with recorder.phase("unpack", group=self.group):
             wires = self.handle.result()
             layouts = self.layouts or [self.wire] * len(wires)
             wires = [buffer[: layout.length] for layout, buffer in zip(layouts, wires, strict=True)]
@@ -124,7 +125,7 @@ class ReduceExchange(Exchange):
             except PayloadError as error:
                 self.refuse(error, name)
                 return self._refusal([REFUSED if other == name else MISSING for other in self.names])
-            with tracing.phase("update", variable=name):
+            with recorder.phase("update", variable=name):
                 ok = in_range(k, mean, payload, answer.answer_memory.stateful) and max(ranks) < OVERFLOW
                 if all(status == MISSING for status in ranks) or not ok:
                     answer.answer_memory.state.rollback(name)
@@ -132,7 +133,7 @@ class ReduceExchange(Exchange):
                     answer.answer_memory.update(mean, name, self.back, payload, ctx)
             payloads.append(payload)
             marks.append(MISSING if max(ranks) == MISSING else mark(True, bool(ok), False))
-        with tracing.phase("pack", group=self.group):
+        with recorder.phase("pack", group=self.group):
             self.answer_wire = Wire(k, payloads, False, self.room)
             buffer = self.answer_wire.pack(payloads, marks, places=self.told)
         self._count_answer(self.answer_wire, buffer)
@@ -147,15 +148,15 @@ class ReduceExchange(Exchange):
     def _compressed_mean(self, i: int, payloads: list[Payload], answer: Any) -> tuple[Tensor, Payload, Any]:
         """One variable's mean with what the memory of the answers adds to it, and its payload."""
         name, size = self.names[i], self.communicator.context.size
-        with tracing.phase("decode", variable=name):
+        with recorder.phase("decode", variable=name):
             mean = self.kernels.zeros(self.group.variables[i].shape, "float32", self.group.buffer)
             mean = self.compressor.aggregate(payloads, self.encoded[i][1], mean, size)
         return self._compressed(mean, name, answer)
 
     def _compressed(self, mean: Tensor, name: str, answer: Any) -> tuple[Tensor, Payload, Any]:
-        with tracing.phase("compensate", variable=name):
+        with recorder.phase("compensate", variable=name):
             mean = answer.answer_memory.compensate(mean, name)
-        with tracing.phase("compress", variable=name):
+        with recorder.phase("compress", variable=name):
             payload, ctx = self.back.compress(mean, f"{name}/answer")
         return mean, payload, ctx
 
@@ -193,7 +194,7 @@ class ReduceExchange(Exchange):
         if self.refusal:
             raise self.refusal
         decode = self.decoding(lambda i, out, name: self._decoded(i, payloads[i], out), self.root)
-        with tracing.phase("unpack", group=self.group):
+        with recorder.phase("unpack", group=self.group):
             (buffer,) = self.handle.result()
             wire = self.wire if self.traits.fixed_size else self.answer_wire
             if self.look([wire], [buffer]):
@@ -201,7 +202,7 @@ class ReduceExchange(Exchange):
             statuses, payloads, outcomes = wire.statuses(buffer), wire.unpack(buffer), []
         self.check_refused([statuses], self.root)
         for i, variable in enumerate(self.group.variables):
-            with tracing.phase("decode", variable=variable.name):
+            with recorder.phase("decode", variable=variable.name):
                 value = decode(i, outs[i], variable.name)
                 overflow = statuses[i] >= OVERFLOW
                 if overflow:

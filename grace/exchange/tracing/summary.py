@@ -7,8 +7,8 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from grace.bench.trace import Event, RankTrace
 from grace.errors import ConfigError
+from grace.exchange.tracing.timeline import Event, RankTrace
 
 PHASES = ("compensate", "compress", "update", "decode")
 WITHIN = {"sum rows": "compensate"}

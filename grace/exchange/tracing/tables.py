@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
-from grace.bench.trace_summary import PHASES, Summary
+from grace.exchange.tracing.summary import PHASES, Summary
 
 
 def tables(summary: Summary, top: int) -> Group:

@@ -7,14 +7,14 @@ from typing import Any
 
 from grace.core.compressor import Tensor
 from grace.errors import PayloadError, payload_of
-from grace.wire import REFUSED, Wire
+from grace.exchange.wire import REFUSED, Wire
 
 MOST_BYTES, MOST_BYTES_PER_ELEMENT = 1 << 20, 64
 """What a payload may take, whatever the method: sizes that come off the wire may be anything."""
 
 
 class Refusing:
-    """A part of :class:`grace.exchange.Exchange`.
+    """A part of :class:`grace.exchange.base.Exchange`.
 
     Payloads that all ranks receive are refused by all of them. Where one rank decodes for the others, which wait for
     its answer, the answer says that there is none. What is found between two collectives waits for the end of the

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from grace import tracing
 from grace.core.compressor import Compressor, Payload, Tensor, Traits
 from grace.errors import PayloadError, payload_of
-from grace.exchange import Exchange, Outcome
+from grace.exchange.base import Exchange
+from grace.exchange.bucket import Outcome
+from grace.exchange.tracing import recorder
+from grace.exchange.wire import OVERFLOW, REFUSED, Wire, in_range, mark
 from grace.kernels import kernels_of
-from grace.wire import OVERFLOW, REFUSED, Wire, in_range, mark
 
 
 def bounds(n: int, shards: int) -> list[tuple[int, int]]:
@@ -68,9 +69,9 @@ class ScatterExchange(Exchange):
         began = time.perf_counter()
         size, k = self.communicator.context.size, self.kernels
         self.sharded = Sharded(self.compressor, size)
-        inputs = tracing.each("compensate", self.names, self._compensated, gradients)
-        self.encoded = tracing.each("compress", self.names, self.sharded.compress, inputs)
-        with tracing.phase("pack", group=self.group):
+        inputs = recorder.each("compensate", self.names, self._compensated, gradients)
+        self.encoded = recorder.each("compress", self.names, self.sharded.compress, inputs)
+        with recorder.phase("pack", group=self.group):
             kept = self.memory.stateful
             self.sound = [
                 here and in_range(k, x, [tensor for shard in shards for tensor in shard], kept)
@@ -89,7 +90,7 @@ class ScatterExchange(Exchange):
         self.means_sent = False
         self._launch(self.communicator.backend.alltoall, buffer)
         began = time.perf_counter()
-        tracing.each("update", self.names, self._update, inputs, self.encoded)
+        recorder.each("update", self.names, self._update, inputs, self.encoded)
         self.traffic.codec_seconds += time.perf_counter() - began
 
     def _compensated(self, gradient: Tensor, name: str) -> Tensor:
@@ -110,7 +111,7 @@ class ScatterExchange(Exchange):
         began = time.perf_counter()
         context, k = self.communicator.context, self.kernels
         wire = self.wires[context.rank]
-        with tracing.phase("unpack", group=self.group):
+        with recorder.phase("unpack", group=self.group):
             rows = [row[: wire.length] for row in self.handle.result()]
             if self.look([wire] * len(rows), rows):  # as all ranks do, each of which has got something of all
                 self.means_sent = True
@@ -121,10 +122,10 @@ class ScatterExchange(Exchange):
         self.missing = [all(rank[i] == 0 for rank in statuses) for i in range(len(self.names))]
         overflow = [any(rank[i] >= OVERFLOW for rank in statuses) for i in range(len(self.names))]
         shards = [(cuts[context.rank], ctxs[context.rank]) for _, (cuts, ctxs) in self.encoded]
-        means = tracing.each("decode", self.names, self._shard_mean, payloads, shards)
-        means = tracing.each("compensate", self.names, self._shard_memory.compensate, means)
-        answers = tracing.each("compress", self.names, self._compressed_mean, means)
-        with tracing.phase("pack", group=self.group):
+        means = recorder.each("decode", self.names, self._shard_mean, payloads, shards)
+        means = recorder.each("compensate", self.names, self._shard_memory.compensate, means)
+        answers = recorder.each("compress", self.names, self._compressed_mean, means)
+        with recorder.phase("pack", group=self.group):
             marks = [
                 OVERFLOW if spoilt else mark(True, in_range(k, mean, payload, self._shard_memory.stateful), False)
                 for spoilt, mean, (payload, _) in zip(overflow, means, answers, strict=True)
@@ -136,7 +137,7 @@ class ScatterExchange(Exchange):
         self.traffic.codec_seconds += time.perf_counter() - began
         self._launch(self.communicator.communicate, buffer)
         began = time.perf_counter()
-        tracing.each("update", self.names, self._update_shard, means, answers)
+        recorder.each("update", self.names, self._update_shard, means, answers)
         self.traffic.codec_seconds += time.perf_counter() - began
         return True
 
@@ -167,7 +168,7 @@ class ScatterExchange(Exchange):
         if wait:
             self.wait()
         began = time.perf_counter()
-        with tracing.phase("unpack", group=self.group):
+        with recorder.phase("unpack", group=self.group):
             rows = [row[: wire.length] for row, wire in zip(self.handle.result(), self.wires, strict=True)]
             received = [wire.unpack(row) for row, wire in zip(rows, self.wires, strict=True)]
             statuses = [wire.statuses(row) for row, wire in zip(rows, self.wires, strict=True)]
@@ -176,7 +177,7 @@ class ScatterExchange(Exchange):
         payloads = [[shard[i] for shard in received] for i in places]
         overflow = [any(rank[i] >= OVERFLOW for rank in statuses) for i in places]
         joined = self.decoding(self._joined)
-        outcomes = tracing.each("decode", self.names, joined, places, payloads, overflow, outs)
+        outcomes = recorder.each("decode", self.names, joined, places, payloads, overflow, outs)
         self.traffic.codec_seconds += time.perf_counter() - began
         return outcomes
 

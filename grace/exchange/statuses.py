@@ -9,13 +9,13 @@ from typing import Any
 
 from grace.core.compressor import Tensor
 from grace.errors import PayloadError
-from grace.group import Outcome
-from grace.places import NUMBERS, compare, place
-from grace.wire import OVERFLOW
+from grace.exchange.bucket import Outcome
+from grace.exchange.places import NUMBERS, compare, place
+from grace.exchange.wire import OVERFLOW
 
 
 class Judging:
-    """A part of :class:`grace.exchange.Exchange`.
+    """A part of :class:`grace.exchange.base.Exchange`.
 
     Ranks that are at different steps go on with this step's collectives, and give up together at its end: who runs
     the step looks at ``astray`` and ``unlike`` when all of its exchanges are done.

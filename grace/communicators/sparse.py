@@ -1,0 +1,70 @@
+"""What carries the rows of sparse gradients, with the user's compressor and memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grace.communicators.allgather import Allgather
+from grace.communicators.base import Communicator
+from grace.communicators.reduce_broadcast import ReduceBroadcast
+from grace.core.compressor import Compressor
+from grace.core.memory import Memory
+from grace.exchange.bucket import Contribution
+from grace.exchange.sparse_codec import by_rows
+from grace.exchange.sparse_exchange import RowExchange, RowReduceExchange
+
+
+class RowReduceBroadcast(ReduceBroadcast):
+    """The user's compressor and memory on rows, both ways.
+
+    Raises:
+        ConfigError: they cannot serve sparse gradients; the message says why, and what can.
+    """
+
+    round_trip = RowReduceExchange
+
+    def __init__(self, compressor: Compressor, memory: Memory, name: str, options: dict[str, Any]):
+        super().__init__(*by_rows(compressor, memory, name), **options)
+        answers: Any = self.answers
+        kept: Any = self.answer_memory
+        answers.shapes = self.compressor.shapes  # type: ignore[attr-defined]
+        if hasattr(kept, "compressor"):
+            kept.compressor = answers
+
+    def _check(self) -> None:
+        """Done by :func:`~grace.exchange.sparse_codec.unfit`."""
+
+
+class RowAllgather(Allgather):
+    """The all-gather of sparse gradients, with the user's compressor and memory.
+
+    Args:
+        compressor, memory: the user's.
+        name: a variable that has such gradients, for messages.
+
+    Raises:
+        ConfigError: they cannot serve sparse gradients; the message says why, and what can.
+    """
+
+    def __init__(self, compressor: Compressor, memory: Memory, name: str):
+        super().__init__(*by_rows(compressor, memory, name))
+
+    def _check(self) -> None:
+        """Done by :func:`unfit`."""
+
+    def begin(self, contribution: Contribution) -> RowExchange:
+        return RowExchange(contribution)
+
+
+def row_communicator(communicator: Communicator, name: str) -> RowAllgather | RowReduceBroadcast:
+    """What carries rows as this communicator carries dense gradients: through its destination, or else by all-gather.
+
+    Args:
+        name: a variable that has such gradients, for messages.
+
+    Raises:
+        ConfigError: its compressor and memory cannot serve rows.
+    """
+    if isinstance(communicator, ReduceBroadcast):
+        return RowReduceBroadcast(communicator.compressor, communicator.memory, name, communicator.options())
+    return RowAllgather(communicator.compressor, communicator.memory, name)

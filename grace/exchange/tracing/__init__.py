@@ -1,0 +1,1 @@
+"""What a training run spends its time on: recorded while it runs, and read afterwards."""

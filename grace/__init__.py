@@ -24,8 +24,8 @@ from grace.core.state import State
 from grace.core.variable import Variable
 from grace.core.version import __version__
 from grace.errors import ConfigError, ExchangeError, GraceError, MissingExtraError, RankError
-from grace.files import save_from_root
 from grace.kernels import Kernels, kernels_of
+from grace.session.files import save_from_root
 
 __all__ = [
     "Backend",

@@ -8,7 +8,7 @@ import torch
 from training import Given, copied, digest, made_up
 
 import grace
-from grace import form
+from grace.session import saved_form
 
 SHAPES = {"w": (12, 8), "v": (40,)}
 
@@ -38,7 +38,7 @@ def saved_by(*choices, everyone=True, **options):
 
 def sealed(saved):
     """The same with checksums of what it holds now, as if it had been saved so."""
-    return {**saved, "grace": form.seal(saved["grace"])}
+    return {**saved, "grace": saved_form.seal(saved["grace"])}
 
 
 def load(optimizer, saved, memory="strict"):

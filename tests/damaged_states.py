@@ -13,7 +13,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 import grace
-from grace import form
+from grace.session import saved_form
 
 WRONG: tuple[Any, ...] = (
     *(None, True, -1, 0, 3, 2**70, 10**400, -5.5, 1e300, math.nan, math.inf, "", "w", "topk", b"x"),
@@ -125,7 +125,7 @@ def mutated(draw: st.DrawFn, value: Any) -> Any:
 def resealed(saved: Any) -> Any:
     """The same with checksums that are right, where it has a form that has any."""
     with contextlib.suppress(Exception):
-        return form.seal(saved)
+        return saved_form.seal(saved)
     return saved
 
 

@@ -11,8 +11,8 @@ import tensorflow as tf
 
 import grace
 import grace.tensorflow
-from grace.plans import Choices
-from grace.reduction import Reduction
+from grace.session.settings import Reduction
+from grace.strategy.choices import Choices
 from grace.tensorflow.session import Session
 
 

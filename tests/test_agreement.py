@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from grace import ConfigError, RankError
-from grace.agreement import agree
 from grace.core.backend import LocalBackend
 from grace.core.context import Context
 from grace.core.variable import Variable
-from grace.plans import Uniform
-from grace.setup import build_exchanger
+from grace.session.agreement import agree
+from grace.session.plan import Uniform
+from grace.session.setup import build_exchanger
 
 
 class Disagreeing(LocalBackend):

@@ -21,8 +21,8 @@ from grace.core.compressor import Compressor
 from grace.core.context import Context
 from grace.core.variable import Variable
 from grace.exchange.bucket import Traffic
-from grace.exchanger import Exchanger
-from grace.pieces import uniform
+from grace.session.exchanger import Exchanger
+from grace.session.sharding import uniform
 
 SPECS = [
     "none", "fp16", "qsgd", "qsgd(levels=7)", "qsgd(levels=1, bucket_size=33)", "qsgd(norm=max, levels=64)",

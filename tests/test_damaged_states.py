@@ -14,7 +14,7 @@ from strategies import Tables, executed, reduced, strategy_of, whole
 from training import copied, state_of
 
 import grace
-from grace import form
+from grace.session import saved_form
 from grace.strategy.plan import Part, Sync
 
 
@@ -57,7 +57,7 @@ class Run:
         self.parts = [part for _, part in self.optimizer._grace.exchanger.components]
         self.own, self.full = copied(self.optimizer.state_dict()), copied(self.optimizer.full_state_dict())
         entry = self.full["grace"]
-        self.two = {**self.full, "grace": form.seal({**entry, "size": 2, "ranks": entry["ranks"] * 2})}
+        self.two = {**self.full, "grace": saved_form.seal({**entry, "size": 2, "ranks": entry["ranks"] * 2})}
 
     def load(self, entry, memory="strict"):
         self.optimizer.load_state_dict({**self.own, "grace": entry}, memory=memory)
@@ -117,7 +117,7 @@ def test_a_flipped_bit_is_refused_by_name_wherever_it_is(run):
 
 def test_what_torch_refuses_of_its_own_part_changes_nothing(run):
     """Other groups, and damaged ones: Grace's part, which would fit, is not loaded either."""
-    entry, refused, own = form.seal({**run.own["grace"], "step": 1}), [], run.own
+    entry, refused, own = saved_form.seal({**run.own["grace"], "step": 1}), [], run.own
     for damaged in each({"param_groups": own["param_groups"], "state": own["state"]}):
         before = run.bits()
         try:

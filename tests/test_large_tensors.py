@@ -53,7 +53,7 @@ def test_what_does_not_takes_them(spec):
 @pytest.mark.usefixtures("local")
 def test_rows_are_counted_in_32_bits_whatever_the_method():
     from grace.communicators import Allgather
-    from grace.pieces import uniform
+    from grace.session.sharding import uniform
 
     few, many = (Variable("table.weight", (rows, 2), sparse=True) for rows in ((1 << 31) - 1, 1 << 31))
     uniform([few], Allgather("none"))

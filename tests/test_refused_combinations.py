@@ -12,8 +12,8 @@ import warnings
 import pytest
 
 import grace
+from grace.communicators.base import build_communicator
 from grace.core.registry import make
-from grace.plans import build_communicator
 
 AR, AG, BC, SR, RB = "allreduce", "allgather", "broadcast", "scatter_reduce", "reduce_broadcast"
 COMMUNICATORS = {

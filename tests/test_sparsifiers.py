@@ -19,7 +19,7 @@ from grace.core.registry import legal_communicators
 from grace.core.variable import Variable
 from grace.kernels import kernels_of
 from grace.kernels.index_coding import decode
-from grace.pieces import uniform
+from grace.session.sharding import uniform
 
 SPECS = ["threshold(value=0.5)", "dgc(ratio=0.05)", "adaptive(ratio=0.05)", "inceptionn"]
 SPARSE = SPECS[:3]

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 import grace
 from grace import ConfigError
 from grace.communicators import Allgather
+from grace.communicators.base import build_communicator
 from grace.core import specs
 from grace.core.registry import KINDS, legal_communicators
-from grace.plans import build_communicator
 
 UNIT = st.floats(0, 1, exclude_min=True)
 DICTS = {

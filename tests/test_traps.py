@@ -19,14 +19,14 @@ from training import Given
 
 import grace
 from grace.communicators import Allgather, Allreduce
+from grace.communicators.base import build_communicator
 from grace.core.backend import Handle, LocalBackend
 from grace.core.context import Context
 from grace.core.variable import Variable
 from grace.kernels.random import Stream
 from grace.kernels.torch.primitives import TorchKernels
 from grace.memories.efsignsgd import EFSignSGDMemory
-from grace.pieces import uniform
-from grace.plans import build_communicator
+from grace.session.sharding import uniform
 
 METHODS = [
     *("none", "fp16", "qsgd", "qsgd(levels=7)", "natural", "terngrad", "onebit", "signsgd", "signum", "efsignsgd"),

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 import grace
+from grace.communicators.base import build_communicator
 from grace.core.registry import legal_communicators, make
-from grace.momentum import owners
-from grace.plans import build_communicator
+from grace.session.momentum import owners
 
 METHODS = (
     "none",

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 import grace
-from grace.communicators.base import Communicator
+from grace.communicators.base import Communicator, build_communicator
 from grace.core.context import Context
 from grace.core.registry import known
-from grace.plans import build_communicator
 
 STEP = 1_000_000
 """The step that is simulated: after any warm-up of a method."""

@@ -77,7 +77,7 @@ class Settings:
     ddp_hook: bool = False
 
     def __post_init__(self) -> None:
-        from grace.plans import build_communicator
+        from grace.communicators.base import build_communicator
 
         check_engine(self.engine)
         for key in ("methods", "strategies", "baselines", "ranks", "bandwidths"):

@@ -67,7 +67,7 @@ class Settings:
     target: float | None = None
 
     def __post_init__(self) -> None:
-        from grace.plans import build_communicator
+        from grace.communicators.base import build_communicator
 
         for key in ("methods", "seeds", "bandwidths"):
             value = list(dict.fromkeys(getattr(self, key)))

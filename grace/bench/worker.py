@@ -24,9 +24,9 @@ from grace.bench.follow import tell
 from grace.bench.launch import redirect_stderr
 from grace.bench.task import Task, task_class, trainer_class
 from grace.bench.training import Settings
+from grace.communicators.base import build_communicator
 from grace.errors import GraceError
-from grace.momentum import owners
-from grace.plans import build_communicator
+from grace.session.momentum import owners
 
 WARMUP_STEPS = 3
 """Run on a throw-away copy of the network first: kernels are compiled and buffers allocated there."""

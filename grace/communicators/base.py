@@ -6,12 +6,13 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from grace.core import specs
 from grace.core.backend import Backend, Handle, LocalBackend
 from grace.core.component import Component
 from grace.core.compressor import Compressor, Tensor
 from grace.core.context import Context
 from grace.core.memory import Memory
-from grace.core.registry import legal_communicators, legal_memories, make
+from grace.core.registry import known, legal_communicators, legal_memories, make
 from grace.core.variable import Variable
 from grace.errors import ConfigError, PayloadError, StepError
 from grace.exchange.base import Exchange
@@ -185,3 +186,24 @@ class Communicator(Component):
             part.state.rollback() if outcome.overflow else part.state.commit()
         self.context.step += 1
         return k.cast(outcome.value, k.dtype(tensor))
+
+
+def build_communicator(compressor: Any, memory: Any, communicator: Any) -> Communicator:
+    """The communicator that the user's three choices mean; each is a spec, an object or None (default).
+
+    Raises:
+        ConfigError: unknown names or parameters, or parts that do not go together.
+
+    >>> build_communicator("topk", None, None).describe()
+    'allgather, topk, residual'
+    """
+    if isinstance(communicator, Communicator):
+        if compressor is not None or memory is not None:
+            raise ConfigError("the communicator object holds its compressor and memory; do not pass them as well")
+        return communicator
+    chosen: Any = make("compressor", "none" if compressor is None else compressor)
+    name, parameters = specs.parse(chosen.traits.communicator if communicator is None else communicator)
+    if name not in known("communicator"):
+        make("communicator", name)  # raises, naming what is known
+    cls: Any = known("communicator")[name]
+    return cls(chosen, memory, **parameters)

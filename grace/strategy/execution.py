@@ -8,26 +8,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grace.agreement import tell
 from grace.backends.topology import Ranks, node_name
-from grace.communicators.base import Communicator
+from grace.communicators.base import Communicator, build_communicator
 from grace.communicators.reduce_broadcast import ReduceBroadcast
 from grace.core import documents
 from grace.core.backend import Backend
 from grace.core.registry import make
 from grace.core.variable import Variable
 from grace.errors import ConfigError
-from grace.pieces import Chooser, Piece
-from grace.plans import build_communicator
+from grace.session.agreement import tell
+from grace.session.sharding import Chooser, Piece
 from grace.strategy.builder import Builder
-from grace.strategy.plan import Part, Strategy
+from grace.strategy.plan import VERSION, Part, Strategy
 
 REDUCED_BYTES = 25 << 20
 """Bytes of gradient that go to one destination at once."""
 
 
 class Executed:
-    """The plan of a strategy; see :class:`grace.plans.Plan`.
+    """The plan of a strategy; see :class:`grace.session.plan.Plan`.
 
     Args:
         given: a strategy, a document, a file's path, or a builder or its spec; only rank 0's counts.
@@ -50,14 +49,15 @@ class Executed:
         """
         if later:
             raise ConfigError("a strategy is for a fixed number of ranks: it cannot be executed in elastic mode")
-        nodes = tell(backend, "a strategy", node_name(), error)
+        what = f"a strategy of version {VERSION}"
+        nodes = tell(backend, what, node_name(), error)
         made: Strategy | None = None
         if backend.rank == 0:
             try:
                 made = resolve(self.given, variables, Ranks(nodes), self.sparse_known)
             except Exception as raised:
                 error = raised
-        self.strategy = strategy = tell(backend, "a strategy", made, error)[0]
+        self.strategy = strategy = tell(backend, what, made, error)[0]
         self.name = f"strategy {strategy.id}"
         if self.sparse_known:
             return variables

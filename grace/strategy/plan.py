@@ -249,8 +249,8 @@ def faults(plan: Plan, world_size: int) -> Iterator[tuple[str, str]]:
 
 def part_faults(part: Part, variable: Variable, world_size: int) -> Iterator[tuple[str, str]]:
     """What is wrong with a part."""
+    from grace.communicators.base import build_communicator
     from grace.exchange.sparse_codec import unfit
-    from grace.plans import build_communicator
 
     sync = part.sync
     if sync.type not in FIELDS:

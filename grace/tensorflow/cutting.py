@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from grace.exchange.sparse_rows import Slices
-from grace.pieces import Piece
+from grace.session.sharding import Piece
 
 Pair = tuple[Any, Any]
 """What an exchange brought for one variable or piece, and whether any rank had a gradient."""

@@ -13,17 +13,17 @@ import tensorflow as tf
 
 from grace.backends.horovod import Once, check_not_horovods
 from grace.backends.runtime import current
-from grace.checkpoint import say_whose
 from grace.communicators.base import Communicator
 from grace.core.backend import Backend
 from grace.core.calls import KERAS
 from grace.core.given import not_an_optimizer
 from grace.errors import ConfigError
 from grace.exchange.bucket import Traffic
-from grace.hyperparameters import facts, numbers
-from grace.momentum import doubled, owners
-from grace.plans import Choices
-from grace.reduction import Reduction
+from grace.session.checkpoint import say_whose
+from grace.session.hyperparameters import facts, numbers
+from grace.session.momentum import doubled, owners
+from grace.session.settings import Reduction
+from grace.strategy.choices import Choices
 from grace.tensorflow.loss_scale import finite_everywhere
 from grace.tensorflow.saving import FILE, Remembered
 from grace.tensorflow.session import GROUP_BYTES, Mean, Session

@@ -14,10 +14,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from grace.checkpoint import check_mode, compare, say_whose
 from grace.errors import ConfigError
-from grace.files import save_from_root
-from grace.form import MODEL, damaged
+from grace.session.checkpoint import check_mode, compare, say_whose
+from grace.session.files import save_from_root
+from grace.session.saved_form import MODEL, damaged
 
 FILE = "grace_state.npz"
 """In the archive that Keras saves, among the assets of the optimizer."""

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from grace import checkpoint, form
-from grace.agreement import tell
 from grace.communicators.base import Communicator
 from grace.core.backend import Backend
 from grace.core.calls import KERAS
@@ -22,16 +20,19 @@ from grace.errors import ConfigError, ExchangeError
 from grace.exchange.bucket import Group, Traffic
 from grace.exchange.places import CYCLE, digest
 from grace.exchange.sparse_rows import Slices
-from grace.exchanger import Exchanger
 from grace.kernels.tensorflow.graph_numbers import refuse_xla
-from grace.plans import Choices, Plan
-from grace.reduction import Reduction, check_integer
-from grace.setup import build_exchanger
+from grace.session import checkpoint, saved_form
+from grace.session.agreement import tell
+from grace.session.exchanger import Exchanger
+from grace.session.plan import Plan
+from grace.session.settings import Reduction, check_integer
+from grace.session.setup import build_exchanger
+from grace.session.versions import public
+from grace.strategy.choices import Choices
 from grace.tensorflow.cutting import cut, put
 from grace.tensorflow.medium import Tensors, medium_for
 from grace.tensorflow.staging import GraphRun, HostRun
 from grace.tensorflow.variables import alike, broadcast_variables, described_as, names_as_saved, names_of, value_of
-from grace.versions import public
 
 GROUP_BYTES = 25 << 20
 
@@ -393,5 +394,5 @@ class Session:
             checkpoint.load(self.exchanger, lambda: saved, memory, self.inside)
         else:
             if saved is not None:
-                form.check(saved)
+                saved_form.check(saved)
             self.saved = (saved, memory)

@@ -14,9 +14,9 @@ from grace.errors import ExchangeError
 from grace.exchange.bucket import Contribution, Group, Outcome, Traffic
 from grace.exchange.sparse_rows import Slices
 from grace.exchange.tracing import recorder
-from grace.exchanger import Exchanger
 from grace.kernels import kernels_of
-from grace.pieces import Piece
+from grace.session.exchanger import Exchanger
+from grace.session.sharding import Piece
 from grace.tensorflow.cutting import Pair, cut, joined
 
 

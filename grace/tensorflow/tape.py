@@ -10,8 +10,8 @@ from grace.backends.horovod import check_not_horovods
 from grace.backends.runtime import current
 from grace.core.backend import Backend
 from grace.errors import ConfigError, ExchangeError
-from grace.plans import Choices
-from grace.reduction import Reduction
+from grace.session.settings import Reduction
+from grace.strategy.choices import Choices
 from grace.tensorflow.saving import Remembered
 from grace.tensorflow.session import GROUP_BYTES, Mean, Session
 from grace.tensorflow.variables import value_of

@@ -10,12 +10,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from grace.agreement import first_difference, tell
 from grace.backends.runtime import current
 from grace.core.backend import Backend
 from grace.core.variable import Variable
 from grace.errors import ConfigError, RankError
 from grace.kernels import kernels_of
+from grace.session.agreement import first_difference, tell
 
 
 def value_of(variable: Any) -> Any:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from grace import checkpoint
 from grace.backends.torch_distributed import TorchBackend
 from grace.core.context import Context
 from grace.core.variable import unwrapped
@@ -17,15 +16,17 @@ from grace.exchange.base import Exchange
 from grace.exchange.bucket import Contribution, Group, Outcome, Traffic
 from grace.exchange.places import digest
 from grace.exchange.tracing import recorder
-from grace.exchanger import Exchanger
-from grace.hyperparameters import facts as in_words
-from grace.momentum import owners
-from grace.plans import STRATEGY, Uniform
-from grace.setup import build_exchanger
+from grace.session import checkpoint
+from grace.session.exchanger import Exchanger
+from grace.session.hyperparameters import facts as in_words
+from grace.session.momentum import owners
+from grace.session.plan import Uniform
+from grace.session.setup import build_exchanger
+from grace.session.versions import public
+from grace.strategy.choices import STRATEGY
 from grace.torch.parameters import check_momentum, check_optimizer, hyperparameters, variables
 from grace.torch.saving import on_devices, packed_up, unpacked
 from grace.torch.wrappers import bare, check_unwrapped, check_whole
-from grace.versions import public
 
 
 def trainable(model: Any) -> dict[str, torch.nn.Parameter]:
@@ -81,7 +82,7 @@ class DDPState:
         return packed_up(saved) if packed else saved
 
     def load_state_dict(self, state: Any, memory: str = "strict") -> None:
-        """Restore; see :mod:`grace.checkpoint` for the rules, and for what ``memory`` may be. Every rank must call
+        """Restore; see :mod:`grace.session.checkpoint` for the rules, and for what ``memory`` may be. Every rank must call
         it."""
         parameters = {name: p for p, name in self.names.items()}
 

@@ -17,8 +17,8 @@ from typing import Any
 import horovod.torch as hvd
 from horovod.torch.elastic.state import StateHandler, get_handler_registry, set_handler_registry
 
-from grace import form
 from grace.backends.runtime import current
+from grace.session import saved_form
 from grace.torch.parameters import broadcast_optimizer_state
 from grace.torch.routes import unnamed
 from grace.torch.saving import StateMixin, load_state, rank_state
@@ -42,7 +42,7 @@ class OptimizerState(StateHandler):
         session.abandon()
         saved, context = self.saved["grace"], session.context
         moved = (saved["rank"], saved["size"]) != (context.rank, context.size)  # the memories are this rank's own
-        saved = form.seal({**saved, "rank": context.rank, "size": context.size})
+        saved = saved_form.seal({**saved, "rank": context.rank, "size": context.size})
         load_state(self.value, {**self.saved, "grace": saved}, "keep" if moved else "strict")  # asks no other rank
 
     def rejoin(self) -> None:

@@ -14,7 +14,7 @@ from horovod.torch.optimizer import _DistributedOptimizer
 from grace.errors import ConfigError
 from grace.exchange.places import digest
 from grace.exchange.tracing import recorder
-from grace.plans import Choices
+from grace.strategy.choices import Choices
 from grace.torch import elastic  # noqa: F401  # Horovod's TorchState must know these optimizers
 from grace.torch.life import Closable, begin
 from grace.torch.parameters import broadcast_optimizer_state, broadcast_parameters

@@ -16,8 +16,8 @@ from grace.core.backend import Backend
 from grace.core.given import not_an_optimizer
 from grace.errors import ConfigError, ExchangeError
 from grace.exchange.tracing import recorder
-from grace.plans import Choices
-from grace.reduction import Reduction
+from grace.session.settings import Reduction
+from grace.strategy.choices import Choices
 from grace.torch.closures import synchronized
 from grace.torch.life import Closable, begin
 from grace.torch.saving import StateMixin, initializing

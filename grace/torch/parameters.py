@@ -15,10 +15,10 @@ from grace.communicators.base import Communicator
 from grace.core.backend import Backend
 from grace.core.variable import Variable, unwrapped
 from grace.errors import ConfigError
-from grace.hyperparameters import Numbers, numbers
 from grace.kernels.torch.primitives import NAMES
-from grace.momentum import doubled, owners
-from grace.reduction import check_integer
+from grace.session.hyperparameters import Numbers, numbers
+from grace.session.momentum import doubled, owners
+from grace.session.settings import check_integer
 from grace.torch.wrappers import check_whole
 
 

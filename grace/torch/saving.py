@@ -11,9 +11,9 @@ from typing import Any, cast
 
 import torch
 
-from grace import checkpoint, form
 from grace.errors import ConfigError
 from grace.exchange.bucket import Traffic
+from grace.session import checkpoint, saved_form
 from grace.torch.session import Session
 
 KEY = "grace.rank"
@@ -174,13 +174,13 @@ def unpacked(saved: Any) -> Any:
     try:
         return torch.load(io.BytesIO(saved), weights_only=True)
     except Exception as error:  # of whatever kind, by torch's zip reader and its unpickler
-        raise form.damaged(f"it is packed, and cannot be read: {str(error)[:200]}") from error
+        raise saved_form.damaged(f"it is packed, and cannot be read: {str(error)[:200]}") from error
 
 
 def _taken(state_dict: Any, rank: int) -> tuple[dict[str, Any], Any]:
     """A state dict as torch knows it, and what Grace remembers: this rank's, if there are several."""
     if not isinstance(state_dict, dict):
-        raise ConfigError(f"a state dict is a dict, not {form.short(state_dict)}")
+        raise ConfigError(f"a state dict is a dict, not {saved_form.short(state_dict)}")
     plain = {key: value for key, value in state_dict.items() if key != "grace"}
     groups, found = [], {}
     for group in plain.get("param_groups", ()):

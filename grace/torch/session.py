@@ -17,12 +17,14 @@ from grace.exchange.bucket import Group, Outcome
 from grace.exchange.places import digest
 from grace.exchange.sparse_rows import Slices
 from grace.exchange.tracing import recorder
-from grace.hyperparameters import facts as in_words
-from grace.momentum import owners
-from grace.pieces import Piece
-from grace.plans import Choices, Plan
-from grace.reduction import Reduction, check_integer
-from grace.setup import build_exchanger
+from grace.session.hyperparameters import facts as in_words
+from grace.session.momentum import owners
+from grace.session.plan import Plan
+from grace.session.settings import Reduction, check_integer
+from grace.session.setup import build_exchanger
+from grace.session.sharding import Piece
+from grace.session.versions import public
+from grace.strategy.choices import Choices
 from grace.torch.life import check_free
 from grace.torch.parameters import (
     broadcast_parameters,
@@ -36,7 +38,6 @@ from grace.torch.parameters import (
 )
 from grace.torch.start import start_facts, starting
 from grace.torch.wrappers import check_unwrapped
-from grace.versions import public
 
 
 class Session:

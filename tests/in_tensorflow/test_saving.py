@@ -13,7 +13,7 @@ from pools import launched
 from training import momentum_for
 
 import grace
-from grace import form
+from grace.session import saved_form
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -221,7 +221,7 @@ def rules():
     bent = {**everyone, "ranks": [{**one, "memory": dict(one["memory"])} for one in everyone["ranks"]]}
     name = next(iter(own))
     bent["ranks"][rank]["memory"][name] = np.zeros(3, np.float32)
-    bent = form.seal(bent)
+    bent = saved_form.seal(bent)
     fit(model, range(1, 2))
     before = state_of(optimizer._grace)["memory"]
     with pytest.raises(

@@ -15,7 +15,7 @@ import grace
 from grace.communicators.sparse import RowAllgather
 from grace.exchange.sparse_codec import unfit
 from grace.exchange.sparse_rows import NOTHING, Slices
-from grace.plans import Choices
+from grace.strategy.choices import Choices
 
 ROWS, WIDTH = 12, 3
 
@@ -193,7 +193,7 @@ def test_an_embedding_trains_with_compressed_rows(two):
     ],
 )
 def test_what_cannot_serve_rows_is_refused_by_name(compressor, memory, why):
-    from grace.reduction import Reduction
+    from grace.session.settings import Reduction
     from grace.tensorflow.session import Session
 
     exchange = Session(Choices(compressor, memory, None), grace.init("local"), reduction=Reduction())

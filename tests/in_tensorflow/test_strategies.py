@@ -236,8 +236,8 @@ def test_a_file_loads_in_plain_keras_and_under_another_strategy_with_memories_cu
 
 
 def test_a_tape_knows_no_steps_to_average_after():
-    from grace.plans import Choices
-    from grace.reduction import Reduction
+    from grace.session.settings import Reduction
+    from grace.strategy.choices import Choices
     from grace.tensorflow.session import Session
 
     variable = tf.Variable([1.0, 2.0], name="w")

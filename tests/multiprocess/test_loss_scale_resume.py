@@ -7,7 +7,7 @@ import torch
 from training import Given, copied, ddp, digest, made_up, weights
 
 import grace
-from grace import form
+from grace.session import saved_form
 
 pytestmark = pytest.mark.ranks
 
@@ -108,7 +108,7 @@ def voted_under_ddp():
     model = ddp(torch.nn.Linear(8, 8))
     hook = grace.torch.register_ddp_hook(model, "signsgd")
     scale = first.optimizer.state_dict()["grace"]["loss_scale"]
-    saved = form.seal({**hook.state_dict(), "loss_scale": scale})
+    saved = saved_form.seal({**hook.state_dict(), "loss_scale": scale})
     hook.load_state_dict(saved)
     model(torch.ones(1, 8)).sum().backward()
     return sorted({value for p in model.parameters() for value in p.grad.abs().flatten().tolist()})

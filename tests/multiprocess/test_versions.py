@@ -8,10 +8,10 @@ from pools import launched
 from training import distributed, net
 
 import grace
-from grace import form
 from grace.core import version
 from grace.exchange import wire
-from grace.strategy import plan
+from grace.session import saved_form
+from grace.strategy import execution
 
 pytestmark = pytest.mark.ranks
 
@@ -19,8 +19,7 @@ CHANGED = {
     "Grace": (version, "__version__", "9.9", "rank 0 has Grace 0.1.0, rank 1 has Grace 9.9"),
     "torch": (torch, "__version__", "1.2.3+cu130", "rank 1 has torch 1.2.3"),
     "wires": (wire, "VERSION", 7, "rank 0 has wires of version 2, rank 1 has wires of version 7"),
-    "strategies": (plan, "VERSION", 8, "rank 1 has strategies of version 8"),
-    "checkpoints": (form, "VERSION", 9, "rank 1 has checkpoints of version 9"),
+    "checkpoints": (saved_form, "VERSION", 9, "rank 1 has checkpoints of version 9"),
     "build": (torch, "__version__", torch.__version__.split("+")[0] + "+cu999", ""),
 }
 
@@ -28,7 +27,7 @@ CHANGED = {
 def refusal(**options):
     """What a distributed optimizer is refused with."""
     try:
-        distributed(net(), "topk", **options)
+        distributed(net(), None if "strategy" in options else "topk", **options)
     except grace.RankError as raised:
         return str(raised)
     return ""
@@ -46,6 +45,10 @@ def said():
         if here:
             patch.setenv("GRACE_FUSED", "0")
         found["GRACE_FUSED"] = refusal()
+    with pytest.MonkeyPatch.context() as patch:
+        if here:
+            patch.setattr(execution, "VERSION", 8)
+        found["strategies"] = refusal(strategy="all_reduce")
     found["sparse_as_dense"] = refusal(sparse_as_dense=here)
     found["the backend"] = refusal(backend=other() if here else grace.init())
     return found
@@ -67,5 +70,6 @@ def test_whatever_differs_is_named_with_both_sides(engine):
         assert (
             "rank 0 has compiled kernels: yes, rank 1 has compiled kernels: no (GRACE_FUSED=0)" in found["GRACE_FUSED"]
         )
+        assert "a strategy of version 8" in found["strategies"]
         assert "rank 1 has sparse_as_dense True" in found["sparse_as_dense"]
         assert ".Other" in found["the backend"]

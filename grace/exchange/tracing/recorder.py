@@ -208,7 +208,7 @@ def begin(backend: Any, pieces: Iterable[Any]) -> None:
 
     Args:
         backend: whose rank this is.
-        pieces: see :class:`grace.pieces.Piece`.
+        pieces: see :class:`grace.session.sharding.Piece`.
 
     Raises:
         ConfigError: the folder cannot be written, or a number is none.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import count
 
-from grace.strategy.shards import Sharding
+from grace.strategy.partitioner import Sharding
 
 
 @dataclass

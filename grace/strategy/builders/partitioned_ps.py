@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.strategy.builder import Loads
-from grace.strategy.shards import Sharding
+from grace.strategy.partitioner import Sharding
 
 
 @dataclass

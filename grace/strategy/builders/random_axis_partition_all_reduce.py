@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from itertools import count
 
-from grace.strategy.shards import Sharding
+from grace.strategy.partitioner import Sharding
 
 
 @dataclass

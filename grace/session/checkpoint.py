@@ -5,16 +5,16 @@ says whether its state is the same on every rank (PowerSGD's Q), which loads any
 which loads on that rank of a run of the same size. From a checkpoint that holds all ranks it also loads on a
 different number of ranks, where every rank starts with the mean over the saved ranks, which keeps the mean over ranks
 of what is still to be sent. What a destination keeps of its answers goes to the rank that is the destination now.
-Where variables are cut otherwise memories are cut and joined as the new parts are (:mod:`grace.carry`). Parameters of
-a compressor may change; what it kept itself starts anew if it does not fit them. Everything comes into the units of
-this run's loss scale. A variable that is new starts with nothing.
+Where variables are cut otherwise memories are cut and joined as the new parts are (:mod:`grace.session.reshard`).
+Parameters of a compressor may change; what it kept itself starts anew if it does not fit them. Everything comes into
+the units of this run's loss scale. A variable that is new starts with nothing.
 
 ``memory`` says what becomes of the rest: "strict" refuses it before anything is changed; "keep" keeps each memory that
 fits (the same name and shape, and the same kind of memory, whatever else changed), and a warning says what was dropped;
 "reset" starts with empty memories. The step counter is restored in each case.
 
 Every save has an id, the same on all ranks, and the ranks compare what they are about to load: it must be of one save.
-What a state looks like, and how it is known to be whole, stands in :mod:`grace.form`.
+What a state looks like, and how it is known to be whole, stands in :mod:`grace.session.saved_form`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from grace import form
-from grace.agreement import tell
-from grace.carry import Carrier, Cuts, Misfit, bare
 from grace.core.backend import Backend
 from grace.core.variable import unwrapped
 from grace.errors import ConfigError, ExchangeError, RankError
 from grace.exchange.sparse_rows import Slices
-from grace.exchanger import Exchanger
+from grace.session import saved_form
+from grace.session.agreement import tell
+from grace.session.exchanger import Exchanger
+from grace.session.reshard import Carrier, Cuts, Misfit, bare
 
 MODES = ("strict", "keep", "reset")
 WITHOUT = "the checkpoint has no 'grace' entry: it was saved by a plain optimizer. To start with empty memories call "
@@ -44,7 +44,7 @@ def save(exchanger: Exchanger) -> dict[str, Any]:
     Raises:
         ExchangeError: a step is under way.
     """
-    return form.seal(_saved(exchanger))
+    return saved_form.seal(_saved(exchanger))
 
 
 def _saved(exchanger: Exchanger) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def _saved(exchanger: Exchanger) -> dict[str, Any]:
     context = exchanger.context
     pending = exchanger.pending()  # first: what is on its way may still change what a destination keeps
     return {
-        "version": form.VERSION,
+        "version": saved_form.VERSION,
         "id": f"{exchanger.run}.{context.step}",
         "components": exchanger.name,
         "pieces": cuts_of(exchanger),
@@ -153,7 +153,7 @@ def gather(exchanger: Exchanger, settle: Callable[[], Any] = lambda: None) -> di
         }
     except Exception as raised:
         error = raised
-    return form.seal({**saved, "ranks": tell(exchanger.backend, "a state to save", own, error, "could not save")})
+    return saved_form.seal({**saved, "ranks": tell(exchanger.backend, "a state to save", own, error, "could not save")})
 
 
 @dataclass
@@ -236,19 +236,19 @@ def prepare(
             raise ConfigError(WITHOUT + exchanger.context.calls.reset)
         dropped = [] if memory == "reset" else ["everything: it was saved by a plain optimizer"]
         return Loaded(None, dropped=dropped)
-    form.check(saved)
+    saved_form.check(saved)
     loaded = Loaded(saved["step"], saved.get("id"), float(saved["loss_scale"]))
     strict, how = memory == "strict", exchanger.context.calls.otherwise
-    spoilt = form.spoilt(saved, exchanger.context.calls.partial) if memory != "reset" else {}
+    spoilt = saved_form.spoilt(saved, exchanger.context.calls.partial) if memory != "reset" else {}
     if spoilt and strict:
         more = f" ({len(spoilt) - 1} values more are missing or damaged)" if len(spoilt) > 1 else ""
         raise ConfigError(f"{next(iter(spoilt.values()))}{more}; {how}")
-    form.check_facts(saved)
+    saved_form.check_facts(saved)
     if memory == "reset":
         return loaded
     if spoilt:
         loaded.dropped += spoilt.values()
-        saved = form.without(saved, spoilt)
+        saved = saved_form.without(saved, spoilt)
     saved = inside(saved)
     saved, context, now = _renamed(saved, list(exchanger.pieces_of)), exchanger.context, exchanger.name
     if strict:

@@ -46,7 +46,7 @@ def _plain(value: Any) -> Any:
 
 
 def facts(kind: str, groups: Sequence[Numbers], group: str = TORCH.group) -> list[tuple[str, str]]:
-    """For :func:`grace.agreement.agree`; ``group`` is what each dict is called, by its number.
+    """For :func:`grace.session.agreement.agree`; ``group`` is what each dict is called, by its number.
 
     >>> facts("SGD", [(("lr", 0.1),)])
     [('optimizer SGD', ''), ('optimizer SGD, param group 0, lr', '0.1')]

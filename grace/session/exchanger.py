@@ -8,7 +8,6 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from grace.agreement import DRIFTED, agree, first_difference
 from grace.backends.topology import Levels, levels, node_name
 from grace.communicators import Allreduce
 from grace.core.backend import Backend
@@ -24,9 +23,10 @@ from grace.exchange.base import Exchange
 from grace.exchange.bucket import Contribution, Group, Outcome, Traffic
 from grace.exchange.sparse_rows import add, scaled
 from grace.exchange.tracing import recorder
-from grace.hierarchy import Hierarchy
-from grace.pieces import Piece, grouped
-from grace.versions import versions
+from grace.session.agreement import DRIFTED, agree, first_difference
+from grace.session.hierarchy import Hierarchy
+from grace.session.sharding import Piece, grouped
+from grace.session.versions import versions
 
 
 class Exchanger:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from grace.agreement import agree
 from grace.communicators.base import Communicator
 from grace.core.backend import Backend
 from grace.core.context import Context
 from grace.core.variable import Variable
 from grace.errors import ConfigError
-from grace.exchanger import Exchanger
-from grace.plans import Plan
+from grace.session.agreement import agree
+from grace.session.exchanger import Exchanger
+from grace.session.plan import Plan
 
 
 def build_exchanger(

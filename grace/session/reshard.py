@@ -18,8 +18,8 @@ from grace.errors import ConfigError
 from grace.exchange.scatter_reduce import bounds
 from grace.exchange.sparse_codec import floats
 from grace.exchange.sparse_rows import NOTHING
-from grace.exchanger import Exchanger
 from grace.kernels import kernels_of
+from grace.session.exchanger import Exchanger
 
 Cut = dict[str, Any]
 Cuts = dict[str, Cut]
@@ -46,7 +46,7 @@ class Carrier:
     """Takes what is this rank's out of a checkpoint.
 
     Args:
-        saved: what :func:`grace.checkpoint.save` or ``gather`` made, under this run's names.
+        saved: what :func:`grace.session.checkpoint.save` or ``gather`` made, under this run's names.
         now: how each variable is cut in this run, as the checkpoint's "pieces" are.
         exchanger: of this run.
         strict: refuse what does not fit, instead of dropping it.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from grace.core.backend import Backend
+from grace.exchange import wire
 from grace.kernels.fused.availability import missing
+from grace.session import saved_form
 
 
 def public(version: str) -> str:
@@ -22,21 +24,16 @@ def fused() -> str:
 
 
 def versions(backend: Backend) -> list[tuple[str, str]]:
-    """Facts for :func:`grace.agreement.agree`, which compares Grace's own version itself.
+    """Facts for :func:`grace.session.agreement.agree`, which compares Grace's own version itself.
 
     >>> from grace.core.backend import LocalBackend
     >>> versions(LocalBackend())[0]
     ('the backend', 'grace.core.backend.LocalBackend')
     """
-    from grace import form
-    from grace.exchange import wire
-    from grace.strategy import plan
-
     kind = type(backend)
     return [
         ("the backend", f"{kind.__module__}.{kind.__qualname__}"),
         ("wires of version", str(wire.VERSION)),
-        ("strategies of version", str(plan.VERSION)),
-        ("checkpoints of version", str(form.VERSION)),
+        ("checkpoints of version", str(saved_form.VERSION)),
         ("compiled kernels:", fused()),
     ]

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from grace.agreement import tell
 from grace.backends.runtime import current
 from grace.core.atomic_files import replacing
 from grace.core.backend import Backend
+from grace.session.agreement import tell
 
 
 def save_from_root(

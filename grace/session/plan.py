@@ -1,0 +1,81 @@
+"""How each variable is exchanged: the contract of plans, and the plan of one method for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from grace.communicators.base import Communicator, build_communicator
+from grace.core.backend import Backend
+from grace.core.variable import Variable
+from grace.session.sharding import Piece, uniform
+
+
+class Plan(Protocol):
+    """What the user chose: how each variable is exchanged."""
+
+    name: str
+    """For messages and checkpoints."""
+    strategy: Any
+    """The strategy that is executed, if it is one."""
+
+    def hand_out(
+        self, variables: list[Variable], backend: Backend, error: Exception | None, later: bool
+    ) -> list[Variable]:
+        """A collective before anything else, if one is needed; ``error`` is what went wrong on this rank so far.
+
+        Returns:
+            the variables, with what the plan knows better.
+        """
+        ...
+
+    def pieces(self, variables: Sequence[Variable]) -> list[Piece]:
+        """How they are cut, and what carries each piece."""
+        ...
+
+    def options(self) -> dict[str, Any]:
+        """The choice, as DistributedOptimizer takes it again."""
+        ...
+
+
+class Uniform:
+    """One compressor, memory and communicator for all variables.
+
+    Args:
+        compressor, memory, communicator: as the user gave them.
+        group_bytes: bytes of gradient that travel in one collective; None for all that there are.
+        together: names of variables that may share a collective; asked for once the variables are known.
+    """
+
+    def __init__(
+        self,
+        compressor: Any,
+        memory: Any,
+        communicator: Any,
+        group_bytes: int | None = None,
+        together: Callable[[], Sequence[Sequence[str]] | None] = lambda: None,
+    ):
+        self.choices, self.group_bytes, self.together = (compressor, memory, communicator), group_bytes, together
+        self.name, self.strategy = "", None
+        self.communicator: Communicator | None = None
+
+    def hand_out(
+        self, variables: list[Variable], backend: Backend, error: Exception | None, later: bool
+    ) -> list[Variable]:
+        """Nothing: every rank was given the same."""
+        return variables
+
+    def pieces(self, variables: Sequence[Variable]) -> list[Piece]:
+        """Whole variables: by the communicator what its compressor shrinks, and the others dense."""
+        self.communicator = self._made()
+        self.name = self.communicator.describe()
+        return uniform(variables, self.communicator, self.group_bytes, self.together())
+
+    def _made(self) -> Communicator:
+        return build_communicator(*self.choices) if self.communicator is None else self.communicator
+
+    def options(self) -> dict[str, Any]:
+        """The three, as dict specs."""
+        chosen = self._made()
+        parts = {"compressor": chosen.compressor, "memory": chosen.memory, "communicator": chosen}
+        return {kind: part.to_dict() for kind, part in parts.items()}

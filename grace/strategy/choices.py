@@ -1,0 +1,52 @@
+"""What the user chose, one method for all variables or a strategy, as an exchange plan."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from grace.errors import ConfigError
+from grace.session.plan import Plan, Uniform
+from grace.strategy.execution import Executed
+
+STRATEGY = "GRACE_STRATEGY"
+"""Where ``grace launch --strategy`` says which file."""
+
+
+class Choices(NamedTuple):
+    """What the user gave: specs, objects, or None where nothing was said."""
+
+    compressor: Any = None
+    memory: Any = None
+    communicator: Any = None
+    strategy: Any = None
+
+    def plan(
+        self,
+        group_bytes: int | None = None,
+        together: Callable[[], Sequence[Sequence[str]] | None] = lambda: None,
+        sparse_known: bool = True,
+    ) -> Plan:
+        """What is meant.
+
+        Args:
+            group_bytes: bytes of gradient that travel in one collective, where no strategy says it.
+            together: names of variables that may share a collective, likewise.
+            sparse_known: whether the variables tell which gradients are sparse; else a strategy does.
+
+        Raises:
+            ConfigError: a strategy, and one method for all as well.
+        """
+        strategy = self.strategy
+        given = [key for key in ("compressor", "memory", "communicator") if getattr(self, key) is not None]
+        source = "strategy="
+        if strategy is None and os.environ.get(STRATEGY):
+            strategy, source = os.environ[STRATEGY], f"the strategy of {STRATEGY} ({os.environ[STRATEGY]})"
+        if strategy is None:
+            return Uniform(self.compressor, self.memory, self.communicator, group_bytes, together)
+        if given:
+            raise ConfigError(
+                f"{source} says how each variable is exchanged, and {given[0]}= for all of them: leave one of them out"
+            )
+        return Executed(strategy, sparse_known)

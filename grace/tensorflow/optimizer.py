@@ -25,7 +25,7 @@ from grace.session.momentum import doubled, owners
 from grace.session.settings import Reduction
 from grace.strategy.choices import Choices
 from grace.tensorflow.loss_scale import finite_everywhere
-from grace.tensorflow.saving import FILE, Remembered
+from grace.tensorflow.optimizer_state import FILE, Remembered
 from grace.tensorflow.session import GROUP_BYTES, Mean, Session
 from grace.tensorflow.variables import value_of
 

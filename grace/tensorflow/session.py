@@ -29,9 +29,9 @@ from grace.session.settings import Reduction, check_integer
 from grace.session.setup import build_exchanger
 from grace.session.versions import public
 from grace.strategy.choices import Choices
-from grace.tensorflow.cutting import cut, put
-from grace.tensorflow.medium import Tensors, medium_for
-from grace.tensorflow.staging import GraphRun, HostRun
+from grace.tensorflow.graph_exchange import GraphRun, HostRun
+from grace.tensorflow.representation import Tensors, medium_for
+from grace.tensorflow.sharding import cut, put
 from grace.tensorflow.variables import alike, broadcast_variables, described_as, names_as_saved, names_of, value_of
 
 GROUP_BYTES = 25 << 20

@@ -12,7 +12,7 @@ from grace.core.backend import Backend
 from grace.errors import ConfigError, ExchangeError
 from grace.session.settings import Reduction
 from grace.strategy.choices import Choices
-from grace.tensorflow.saving import Remembered
+from grace.tensorflow.optimizer_state import Remembered
 from grace.tensorflow.session import GROUP_BYTES, Mean, Session
 from grace.tensorflow.variables import value_of
 

@@ -25,7 +25,7 @@ from grace.session.setup import build_exchanger
 from grace.session.versions import public
 from grace.strategy.choices import STRATEGY
 from grace.torch.parameters import check_momentum, check_optimizer, hyperparameters, variables
-from grace.torch.saving import on_devices, packed_up, unpacked
+from grace.torch.state_dict import on_devices, packed_up, unpacked
 from grace.torch.wrappers import bare, check_unwrapped, check_whole
 
 
@@ -82,7 +82,7 @@ class DDPState:
         return packed_up(saved) if packed else saved
 
     def load_state_dict(self, state: Any, memory: str = "strict") -> None:
-        """Restore; see :mod:`grace.session.checkpoint` for the rules, and for what ``memory`` may be. Every rank must call
+        """Restore; :mod:`grace.session.checkpoint` has the rules, and says what ``memory`` may be. Every rank must call
         it."""
         parameters = {name: p for p, name in self.names.items()}
 

@@ -21,7 +21,7 @@ from grace.backends.runtime import current
 from grace.session import saved_form
 from grace.torch.parameters import broadcast_optimizer_state
 from grace.torch.routes import unnamed
-from grace.torch.saving import StateMixin, load_state, rank_state
+from grace.torch.state_dict import StateMixin, load_state, rank_state
 
 
 class OptimizerState(StateHandler):

@@ -19,8 +19,8 @@ from grace.torch import elastic  # noqa: F401  # Horovod's TorchState must know 
 from grace.torch.life import Closable, begin
 from grace.torch.parameters import broadcast_optimizer_state, broadcast_parameters
 from grace.torch.routes import Asked
-from grace.torch.saving import StateMixin
 from grace.torch.session import Session
+from grace.torch.state_dict import StateMixin
 
 
 class HorovodSession(Session):

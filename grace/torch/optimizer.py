@@ -20,8 +20,8 @@ from grace.session.settings import Reduction
 from grace.strategy.choices import Choices
 from grace.torch.closures import synchronized
 from grace.torch.life import Closable, begin
-from grace.torch.saving import StateMixin, initializing
 from grace.torch.session import Session
+from grace.torch.state_dict import StateMixin, initializing
 
 GROUP_BYTES = 25 << 20
 

@@ -59,7 +59,7 @@ def with_tensorflow(pair: tuple[str, str], way: str) -> list[dict[str, np.ndarra
     """The same, eagerly or in a graph; "tensors" is a graph that computes as it does for a user's own compressor."""
     from tensorflow_training import session_of, variables_of
 
-    from grace.tensorflow import medium, session
+    from grace.tensorflow import representation, session
 
     exchange, variables = session_of(*pair), variables_of(SHAPES)
 
@@ -67,7 +67,9 @@ def with_tensorflow(pair: tuple[str, str], way: str) -> list[dict[str, np.ndarra
         return [mean.value for mean in exchange(gradients, variables, 0.05)]
 
     run = step if way == "eager" else tf.function(step, autograph=False)
-    session.medium_for = (lambda components: medium.Tensors()) if way == "tensors" else medium.medium_for
+    session.medium_for = (
+        (lambda components: representation.Tensors()) if way == "tensors" else representation.medium_for
+    )
     means = []
     for number in range(STEPS):
         brought = run([tf.constant(g) for g in gradients_of(number).values()])

@@ -19,7 +19,7 @@ import grace
 from grace.core.variable import Variable
 from grace.exchange.bucket import Group
 from grace.tensorflow import Allgather, Compressor, Memory, Traits
-from grace.tensorflow.medium import Arrays, Tensors, medium_for
+from grace.tensorflow.representation import Arrays, Tensors, medium_for
 
 
 class Int8(Compressor):

@@ -17,7 +17,7 @@ from grace.exchange.tracing import recorder
 from grace.kernels import kernels_of
 from grace.session.exchanger import Exchanger
 from grace.session.sharding import Piece
-from grace.tensorflow.cutting import Pair, cut, joined
+from grace.tensorflow.sharding import Pair, cut, joined
 
 
 class Run:

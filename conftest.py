@@ -7,7 +7,7 @@ MODULES = {
         "grace/tensorflow/*",
         "grace/kernels/tensorflow/*",
         "grace/backends/horovod_tensorflow.py",
-        "grace/bench/*tensorflow*",
+        "grace/bench/*/*tensorflow*",
     ],
     "horovod": ["grace/backends/horovod_*.py", "grace/torch/horovod.py", "grace/torch/elastic.py"],
     "mpi4py": ["grace/backends/mpi.py"],

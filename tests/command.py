@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-from grace import cli
+from grace.cli import main
 
 
 def grace_command(*args: str, folder: Path | None = None, columns: int = 80) -> tuple[int, str, str]:
@@ -28,7 +28,7 @@ def grace_command(*args: str, folder: Path | None = None, columns: int = 80) -> 
             for module in folder.glob("*.py"):
                 sys.modules.pop(module.stem, None)
         try:
-            cli.main()
+            main.main()
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
     return code, out.getvalue(), err.getvalue()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from grace.bench.record import Results
+from grace.bench.common.results import Results
 
 # method: (bits per element, codec ms, vNMSE, loss of accuracy, encode copies, decode copies, memory copies)
 METHODS = {

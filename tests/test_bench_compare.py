@@ -7,11 +7,11 @@ import sys
 import pytest
 from results import kernels, results, step, train
 
-from grace.bench.compare import BETTER, SAME, UNKNOWN, WORSE, compare, sentence
-from grace.bench.record import KINDS
+from grace.bench.common.results import KINDS
+from grace.bench.compare.compare import BETTER, SAME, UNKNOWN, WORSE, compare, sentence
 from grace.errors import ConfigError
 
-GRACE = [sys.executable, "-m", "grace.cli", "bench", "compare"]
+GRACE = [sys.executable, "-m", "grace.cli.main", "bench", "compare"]
 
 
 def run(*args, code=0):

@@ -17,19 +17,21 @@ import pytest
 import torch
 
 import grace
-from grace import cli
-from grace.bench import fidelity, gradients, kernels, options, peak, record
-from grace.bench.kernels_command import TENSORS
+from grace.bench.common import options
+from grace.bench.common import results as record
+from grace.bench.kernels import fidelity, gradients, peak_memory, timing
+from grace.bench.kernels.command import TENSORS
+from grace.cli import main
 from grace.errors import ConfigError
 
-GRACE = [sys.executable, "-m", "grace.cli", "bench", "kernels"]
+GRACE = [sys.executable, "-m", "grace.cli.main", "bench", "kernels"]
 SHAPE, RANKS, DRAWS = (200, 300), 4, 16
 KEYS = {
     *("method", "tensor", "elements", "device", "copy_ms", "encode_ms", "decode_ms", "memory_ms"),
     *("encode_copies", "decode_copies", "memory_copies", "encode_gbps", "decode_gbps", "bits_per_element"),
     *("vnmse", "aggregate_vnmse", "bias", "peak_extra_bytes"),
 }
-COUNTED = peak.peak_bytes(int) is not None
+COUNTED = peak_memory.peak_bytes(int) is not None
 HUGE_PAGE = 2 << 20
 counted = pytest.mark.skipif(not COUNTED, reason="this system does not count a process's peak memory")
 
@@ -142,7 +144,7 @@ def test_the_command_refuses_what_cannot_be(tmp_path, monkeypatch, capsys, args,
     out = [] if "--out" in args else ["--out", str(tmp_path / "new")]
     monkeypatch.setattr(sys, "argv", ["grace", "bench", "kernels", *args, *out])
     with pytest.raises(SystemExit) as exit:
-        cli.main()
+        main.main()
     err = capsys.readouterr().err
     assert exit.value.code == 2
     assert says in err
@@ -314,7 +316,7 @@ def test_times_are_medians_after_a_first_call():
         calls.append(None)
         time.sleep(0.5 if len(calls) == 1 else 0.02)
 
-    assert 20 <= kernels.times_ms({"work": work}, repeats=3)["work"] < 200
+    assert 20 <= timing.times_ms({"work": work}, repeats=3)["work"] < 200
     assert len(calls) == 4
 
 
@@ -331,7 +333,7 @@ def test_the_peak_is_counted_whoever_allocates(kind):
         (lambda: [works[kind]() is None for _ in range(3)], 2),  # one after the other
         (lambda: kept.append(works[kind]()), 2),
     ):
-        assert peak.peak_bytes(work) / x.numel() == pytest.approx(per_element, rel=0.1)
+        assert peak_memory.peak_bytes(work) / x.numel() == pytest.approx(per_element, rel=0.1)
 
 
 @counted
@@ -349,7 +351,7 @@ def test_the_peak_is_counted_whoever_allocates(kind):
 )
 def test_extra_memory_is_payload_scratch_and_state(spec, per_element):
     x = gradients.gaussian((2000, 2000))[0]
-    more = kernels.extra_bytes(spec, x) - per_element * x.numel()
+    more = timing.extra_bytes(spec, x) - per_element * x.numel()
     uncounted = 0.12 * x.numel()
     # dgc's buffer of indices is large, and little of it is written to: by chance of addresses, a huge page or none.
     assert -uncounted < more < uncounted + (HUGE_PAGE if spec == "dgc" else 0)
@@ -361,11 +363,11 @@ def test_counting_peaks_gives_the_heap_back():
         lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
         return next(1024 * int(words[1]) for words in lines if words[0] == "VmData:")
 
-    peak.peak_bytes(int)
+    peak_memory.peak_bytes(int)
     blocks = [torch.ones(100_000) for _ in range(100)]
     del blocks[::2]
     before = data()
-    peak.peak_bytes(int)
+    peak_memory.peak_bytes(int)
     blocks += [torch.ones(90_000) for _ in range(50)]  # into the holes: 18 MB
     assert data() - before < 5e6
     assert all(bool((block == 1).all()) for block in blocks)

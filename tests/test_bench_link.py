@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 import warm
 
-from grace.bench import link_command, namespaces
-from grace.bench.link import Link, measure, possible
-from grace.bench.namespaces import LinkError
-from grace.bench.rates import parse_rate, show_rate
+from grace.bench.common.errors import LinkError
+from grace.bench.common.text import parse_rate, show_rate
+from grace.bench.link import command as link_command
+from grace.bench.link import namespaces
+from grace.bench.link.emulation import Link, measure, possible
 from grace.errors import ConfigError
 from grace.launch.processes import end
 
@@ -26,11 +27,11 @@ pytestmark = [pytest.mark.ranks, pytest.mark.alone]
 
 REASON = possible()
 linked = pytest.mark.skipif(bool(REASON), reason=f"no link can be emulated here: {REASON}")
-GRACE = [warm.REAL, "-m", "grace.cli"]
+GRACE = [warm.REAL, "-m", "grace.cli.main"]
 
 HOLD = """
 import subprocess, sys, time
-from grace.bench.link import Link
+from grace.bench.link.emulation import Link
 with Link(ranks=2) as link:
     subprocess.Popen(link.command(1, ["sleep", "1234"]))
     print("up", flush=True)

@@ -16,8 +16,13 @@ import warm
 from engines import environment
 
 import grace
-from grace.bench import engines, launch, record, training
-from grace.bench.record import Results
+from grace.bench.common import results
+from grace.bench.common.errors import WorkerError
+from grace.bench.common.results import Results
+from grace.bench.ranks import launchers
+from grace.bench.ranks import run as launch
+from grace.bench.train import scenarios
+from grace.bench.train.settings import Settings
 
 pytestmark = pytest.mark.ranks
 
@@ -122,11 +127,11 @@ def test_without_horovod_and_mpi_tensorflow_says_what_to_install(monkeypatch):
     hidden = ("horovod", "mpi4py")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else find(name))
     with pytest.raises(grace.MissingExtraError, match=r"make horovod.*mpirun and mpi4py.*grace-compress\[mpi\]"):
-        engines.engine_of("tensorflow", 2)
-    assert engines.engine_of("tensorflow", 1) == "local"
+        launchers.engine_of("tensorflow", 2)
+    assert launchers.engine_of("tensorflow", 1) == "local"
     for engine in hidden:
         with pytest.raises(grace.MissingExtraError, match=f"--engine {engine[:3]}"):
-            engines.check_engine(engine.removesuffix("4py"))
+            launchers.check_engine(engine.removesuffix("4py"))
 
 
 @pytest.mark.parametrize(
@@ -137,8 +142,8 @@ def test_without_horovod_and_mpi_tensorflow_says_what_to_install(monkeypatch):
     ],
 )
 def test_a_killed_rank_is_named(tmp_path, single, failed, said):
-    processes = [engines.Process([])] * (1 if single else 2)
-    launcher = engines.Launcher(processes, 2, "mpi", {}, engines.KILLED_BY_MPIRUN if single else r"(?!)")
+    processes = [launchers.Process([])] * (1 if single else 2)
+    launcher = launchers.Launcher(processes, 2, "mpi", {}, launchers.KILLED_BY_MPIRUN if single else r"(?!)")
     (tmp_path / "launcher.log").write_text(f"[1]<stdout>:x\n{said}\n")
     assert launch._complaints(launcher, failed, tmp_path) == "rank 1 was ended by SIGKILL"
 
@@ -147,7 +152,7 @@ def test_a_rank_that_fails_ends_the_others(tmp_path):
     program = tmp_path / "program.py"
     program.write_text("import os, sys, time\nsys.exit(3) if os.environ['RANK'] == '1' else time.sleep(60)")
     began = time.monotonic()
-    with engines.launcher("torch", 2) as start, pytest.raises(engines.WorkerError, match=r"failed \(exit code 3\)"):
+    with launchers.launcher("torch", 2) as start, pytest.raises(WorkerError, match=r"failed \(exit code 3\)"):
         launch.run_ranks(start, [str(program)], tmp_path, lambda: None)
     assert time.monotonic() - began < 20
 
@@ -158,7 +163,7 @@ def test_a_rank_that_fails_is_quoted_and_the_exit_code_is_1(tmp_path):
     _, err = run(*SHORT, "--out", str(tmp_path), code=1, GLOO_SOCKET_IFNAME="nosuch0")
     assert "rank 0:" in err
     assert "Unable to find address for: nosuch0" in err
-    saved = record.load(tmp_path)
+    saved = results.load(tmp_path)
     assert (saved.rows, saved.complete) == ([], False)
 
 
@@ -267,6 +272,6 @@ def test_a_killed_rank_ends_the_benchmark_with_its_signal_named(tmp_path):
 def test_a_missing_package_is_named_with_the_line_that_installs_it(monkeypatch, package, extra):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
-    settings = training.Settings(framework=extra if extra != "bench" else "torch")
+    settings = Settings(framework=extra if extra != "bench" else "torch")
     with pytest.raises(grace.MissingExtraError, match=rf"pip install .*\[{extra}\]"):
-        training.run(settings, Results("train", {}), lambda *event: None)
+        scenarios.run(settings, Results("train", {}), lambda *event: None)

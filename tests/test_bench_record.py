@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from grace.bench import record
-from grace.bench.record import Results
+from grace.bench.common import results as record
+from grace.bench.common.results import Results
 from grace.errors import ConfigError
 
 WHOLE = """{"grace_bench": 1, "kind": "step", "settings": %s, "rows": %s, "command": "", "complete": true, "when": "",

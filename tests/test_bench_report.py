@@ -16,14 +16,14 @@ pytest.importorskip("matplotlib")
 
 from results import METHODS, kernels, results, step, train
 
-from grace.bench.figures import bars, labels, style
-from grace.bench.figures.step import figures as step_figures
-from grace.bench.figures.train import figures as train_figures
-from grace.bench.record import KINDS
-from grace.bench.report import methods_looks, page, write_report
+from grace.bench.common.results import KINDS
+from grace.bench.report.figures import bars, labels, style
+from grace.bench.report.figures.step import figures as step_figures
+from grace.bench.report.figures.train import figures as train_figures
+from grace.bench.report.page import methods_looks, page, write_report
 from grace.errors import ConfigError
 
-GRACE = [sys.executable, "-m", "grace.cli"]
+GRACE = [sys.executable, "-m", "grace.cli.main"]
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 browser = pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome is installed")
 QUIET = "--disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-component-update"
@@ -140,7 +140,7 @@ def test_files_that_are_no_results_are_named(tmp_path, text, says):
 
 def test_without_matplotlib_it_says_what_to_install(tmp_path):
     step(methods=["qsgd"]).save(tmp_path)
-    hide = "import sys; sys.modules['matplotlib'] = None; import grace.cli; grace.cli.main()"
+    hide = "import sys; sys.modules['matplotlib'] = None; import grace.cli.main; grace.cli.main.main()"
     done = subprocess.run(
         [sys.executable, "-c", hide, "report", tmp_path], capture_output=True, text=True, cwd=tmp_path
     )

@@ -11,9 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from grace.bench import engines, fidelity, record, step, verdicts
-from grace.bench.link import possible
-from grace.bench.step import BOUND
+from grace.bench.common import results as record
+from grace.bench.kernels import fidelity
+from grace.bench.link.emulation import possible
+from grace.bench.ranks import launchers
+from grace.bench.step import verdicts
+from grace.bench.step.rows import judged
+from grace.bench.step.settings import BOUND
 
 pytestmark = [pytest.mark.ranks, pytest.mark.alone]
 
@@ -125,7 +129,7 @@ def test_what_the_engine_refuses_is_left_out_and_named(slow):
 
 
 def test_horovods_baselines_are_measured_in_the_same_run(slow, rows):
-    if not engines.has_horovod("torch"):
+    if not launchers.has_horovod("torch"):
         pytest.skip("Horovod is not installed (make horovod)")
     own = {row["name"]: row for row in slow[2].rows if (row["engine"], row["bandwidth"]) == ("horovod", 1e8)}
     assert set(own) == {BOUND, "Horovod", "Horovod fp16"}
@@ -147,9 +151,9 @@ def test_files_have_the_rows_and_how_they_were_made(slow, folder):
 @linked
 @pytest.mark.parametrize("engine", ["horovod", "mpi"])
 def test_grace_over_other_engines(folder, engine):
-    if engine == "horovod" and not engines.has_horovod("torch"):
+    if engine == "horovod" and not launchers.has_horovod("torch"):
         pytest.skip("Horovod is not installed (make horovod)")
-    if engine == "mpi" and engines.mpirun() is None:
+    if engine == "mpi" and launchers.mpirun() is None:
         pytest.skip("MPI is not installed")
     args = ["--model", "mine:wide", "--methods", "none,topk", "--engine", engine, "--rounds", "2"]
     *_, results = run(folder, *args, "--baselines", engine if engine == "horovod" else "none", "--bandwidth", "200mbit")
@@ -292,7 +296,7 @@ def row(name, ms, kind="grace", spread=1.0):
 )
 def test_the_verdict(others, words):
     rows = [row(BOUND, 25, "bound"), row("DDP", 100, "baseline"), *others]
-    said = verdicts.words(step.judged(rows, "torch"), "torch")
+    said = verdicts.words(judged(rows, "torch"), "torch")
     assert words in said
     assert "Without any communication it would be 4.0x" in said
 

@@ -13,11 +13,15 @@ import pytest
 import torch
 
 import grace
-from grace.bench import record, table, torch_tasks, training
-from grace.bench.link import possible
-from grace.bench.record import Results
-from grace.bench.task import FRAMEWORKS, TASKS, task_class, trainer_class
-from grace.bench.torch_tasks import CharacterModel
+from grace.bench.common import results
+from grace.bench.common.options import every_method
+from grace.bench.common.results import Results
+from grace.bench.link.emulation import possible
+from grace.bench.train import scenarios, table
+from grace.bench.train.settings import METHODS, Settings
+from grace.bench.workloads import torch_tasks
+from grace.bench.workloads.task import FRAMEWORKS, TASKS, task_class, trainer_class
+from grace.bench.workloads.torch_tasks import CharacterModel
 from grace.core.registry import known
 
 pytestmark = [pytest.mark.ranks, pytest.mark.alone]
@@ -52,7 +56,7 @@ def short(tmp_path_factory):
     (decoy := tmp_path_factory.mktemp("cwd") / "grace").mkdir()
     (decoy / "__init__.py").write_text("raise SystemExit('the wrong grace')")
     out, err = run(*args, "--out", str(folder), cwd=decoy.parent if sys.version_info >= (3, 11) else None)
-    return out, err, folder, record.load(folder)
+    return out, err, folder, results.load(folder)
 
 
 def test_the_table_has_one_row_per_method_and_nothing_is_on_stderr(short):
@@ -139,7 +143,7 @@ def test_perplexity_is_better_when_it_is_lower(tmp_path):
     out, err = run(*args, "--target", "15", "--out", str(tmp_path))
     assert err == ""
     assert "dgc, seed 0: perplexity " in out
-    saved = record.load(tmp_path)
+    saved = results.load(tmp_path)
     assert saved.settings["metric"] == "perplexity"
     none, dgc = saved.rows
     assert (none["lr"], dgc["lr"]) == (1.0, 0.5)
@@ -151,7 +155,7 @@ def test_perplexity_is_better_when_it_is_lower(tmp_path):
 
 OWN = """
 import torch
-from grace.bench.torch_tasks import InTorch
+from grace.bench.workloads.torch_tasks import InTorch
 
 class Line(InTorch):
     about, metric, lr, epochs, batch, higher_is_better = "a line", "error", 0.1, 1, 8, False
@@ -176,7 +180,7 @@ def test_a_task_of_ones_own(tmp_path):
     (tmp_path / "mine.py").write_text(OWN)
     out, _ = run("--task", "mine:Line", "--methods", "none", "--seeds", "1", "--out", "out", cwd=tmp_path)
     assert re.search(r"^none, seed 0: error \d\.\d\d$", out, re.MULTILINE)
-    saved = record.load(tmp_path / "out")
+    saved = results.load(tmp_path / "out")
     assert (saved.settings["metric"], saved.settings["target"]) == ("error", None)
     assert saved.rows[0]["quality"] < saved.rows[0]["curve"][0][-1]
 
@@ -187,7 +191,7 @@ def test_a_task_of_ones_own(tmp_path):
         ("mine:Lines", "mine has no function 'Lines'"),
         ("nothere:Line", "cannot import nothere"),
         ("mine:torch.nn", "mine has no function"),
-        ("mine:wrong", "must return a grace.bench.task.Task, not int"),
+        ("mine:wrong", "must return a grace.bench.workloads.Task, not int"),
         ("lines", "known: charlm, digits, or module:function"),
     ],
 )
@@ -203,7 +207,7 @@ def test_over_a_slow_link_fewer_bytes_are_there_sooner(tmp_path):
     out, err = run(*args, "--out", str(tmp_path))
     assert err == ""
     assert "topk, seed 0, 50mbit: accuracy" in out
-    rows = {(row["method"], row["bandwidth"]): row for row in record.load(tmp_path).rows}
+    rows = {(row["method"], row["bandwidth"]): row for row in results.load(tmp_path).rows}
     assert len(rows) == 4
     wire = 8e3 * rows["none", 5e7]["sent_bytes_per_step"] / 5e7
     assert wire * 0.95 < rows["none", 5e7]["step_ms"] < wire * 1.25 + rows["none", None]["step_ms"]
@@ -215,24 +219,24 @@ def test_an_interrupted_benchmark_keeps_what_is_finished(tmp_path):
     command = [GRACE, "bench", "train", "--methods", "none", "--epochs", "1", "--seeds", "200", "--out", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
-    while not ((tmp_path / "results.json").exists() and record.load(tmp_path).rows):
+    while not ((tmp_path / "results.json").exists() and results.load(tmp_path).rows):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130
     assert err == f"grace bench train: interrupted; the ranks are ended; what is finished is in {tmp_path}\n"
-    saved = record.load(tmp_path)
+    saved = results.load(tmp_path)
     assert not saved.complete
     assert 0 < len(saved.rows[0]["runs"]) < 200
     assert "interrupted" in (tmp_path / "report.html").read_text()
 
 
 def test_every_method_is_the_whole_catalogue():
-    methods = training.every_method()
+    methods = every_method()
     assert {"fp16", "bf16", "topk | efsignsgd"} < set(methods)
     assert set(known("compressor")) - {"cast"} <= set(methods)
-    training.Settings(methods=methods)  # all can be built
+    Settings(methods=methods)  # all can be built
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -312,20 +316,20 @@ def test_a_fifth_of_each_digits_images_is_held_out():
 
 
 def test_a_method_without_runs_has_no_result():
-    assert training.summarize([], training.Settings(methods=["none"])) == []
+    assert scenarios.summarize([], Settings(methods=["none"])) == []
 
 
 def made(quality, method="none"):
     """What a rank tells of a run."""
     curve = [[1, 8, 0.1, quality], [2, 16, 0.2, quality]]
-    return {key: 10 * quality for key in training.MEANS} | {
+    return {key: 10 * quality for key in scenarios.MEANS} | {
         "quality": quality, "method": method, "lr": 0.1, "curve": curve
     }  # fmt: skip
 
 
 def test_results_are_means_over_seeds():
-    settings = training.Settings(methods=["none"], seeds=[0, 1])
-    (row,) = training.summarize([made(0.5), made(1.0)], settings)
+    settings = Settings(methods=["none"], seeds=[0, 1])
+    (row,) = scenarios.summarize([made(0.5), made(1.0)], settings)
     assert (row["quality"], row["quality_spread"], row["sent_bytes_per_step"]) == (0.75, 0.25, 7.5)
     assert [point[-1] for point in row["curve"]] == [0.75, 0.75]
     assert (row["reached"], row["seconds_to_target"]) == (1, None)  # not every seed reached 95 %
@@ -340,8 +344,8 @@ def test_results_are_means_over_seeds():
     ],
 )
 def test_the_advice_tells_what_accuracy_was_lost(accuracies, words):
-    settings = training.Settings(methods=list(accuracies))
-    rows = training.summarize([made(accuracy, method) for method, accuracy in accuracies.items()], settings)
+    settings = Settings(methods=list(accuracies))
+    rows = scenarios.summarize([made(accuracy, method) for method, accuracy in accuracies.items()], settings)
     assert table.advice(rows, Results("train", settings.about())).endswith(words)
 
 
@@ -349,8 +353,8 @@ def test_the_advice_tells_what_accuracy_was_lost(accuracies, words):
 @pytest.mark.timeout(600)
 def test_every_method_reaches_the_uncompressed_accuracy_minus_1_5_points_over_2_seeds(tmp_path):
     run("--seeds", "2", "--out", str(tmp_path), timeout=500)
-    qualities = {row["method"]: row["quality"] for row in record.load(tmp_path).rows}
-    assert list(qualities) == list(training.METHODS)
+    qualities = {row["method"]: row["quality"] for row in results.load(tmp_path).rows}
+    assert list(qualities) == list(METHODS)
     assert qualities["none"] > 0.95
     for method, accuracy in qualities.items():
         assert accuracy >= qualities["none"] - 0.015, (method, qualities)

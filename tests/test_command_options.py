@@ -20,7 +20,7 @@ def test_what_is_written_goes_to_out_or_o(command):
 
 def test_bench_says_what_a_model_alone_lacks(tmp_path, monkeypatch):
     pytest.importorskip("torch")
-    from grace.bench.models import workload
+    from grace.bench.workloads.models import workload
 
     (tmp_path / "alone.py").write_text("import torch\n\ndef net():\n    return torch.nn.Linear(2, 2)\n")
     monkeypatch.chdir(tmp_path)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from grace.bench import all_command, record
-from grace.bench.link import possible
+from grace.bench import all as all_command
+from grace.bench.common import results as record
+from grace.bench.link.emulation import possible
 
 pytestmark = [pytest.mark.ranks, pytest.mark.alone]
 

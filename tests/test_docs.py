@@ -7,15 +7,15 @@ import pytest
 import torch
 
 import grace
+from grace.cli.methods_page import methods_page
 from grace.communicators import Allgather
-from grace.docs import methods_page
 
 ROOT = Path(__file__).parent.parent
 
 
 def test_the_page_of_methods_is_current():
     page = (ROOT / "docs" / "methods.md").read_text()
-    assert page == methods_page(), "run: python -m grace.docs > docs/methods.md"
+    assert page == methods_page(), "run: python -m grace.cli.methods_page > docs/methods.md"
 
 
 def test_the_contributors_compressor_works_as_it_stands():

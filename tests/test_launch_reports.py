@@ -41,7 +41,19 @@ def test_a_failing_launch_ends_with_the_rank_and_its_reason(tmp_path, engine):
     if importlib.util.find_spec({"mpi": "mpi4py"}.get(engine, engine)) is None:
         pytest.skip(f"{engine} is not installed")
     (tmp_path / "train.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "grace.cli", "launch", "-n", "2", "--engine", engine, "--", "python", "train.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "grace.cli.main",
+        "launch",
+        "-n",
+        "2",
+        "--engine",
+        engine,
+        "--",
+        "python",
+        "train.py",
+    ]
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, **root, "OMPI_MCA_rmaps_base_oversubscribe": "1", "PATH": path}

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from grace.strategy.models import model_variables
+from grace.cli.model_variables import model_variables
 
 ROOT = Path(__file__).parent.parent
 NAMES = ("mlp", "resnet", "lstm", "transformer", "ncf")
@@ -265,12 +265,12 @@ def test_strategies_are_built_and_checked_for_them(tmp_path, monkeypatch, model,
 
     out = str(tmp_path / "s.yaml")
     options = ["--model", model, "--builder", "parallax", "-n", "2", "-o", out]
-    program = [sys.executable, "-m", "grace.cli", "strategy", "build", *options]
+    program = [sys.executable, "-m", "grace.cli.main", "strategy", "build", *options]
     done = subprocess.run(program, capture_output=True, text=True, cwd=ROOT, timeout=100)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"Wrote {out}: {variables} variables, for 2 ranks on 1 node, by parallax\n"
 
-    from grace.strategy.commands import app
+    from grace.cli.strategy import app
 
     monkeypatch.syspath_prepend(ROOT)
     checked = CliRunner().invoke(app, ["check", out, "--model", model])

@@ -17,7 +17,7 @@ import grace
 from grace.exchange.tracing.summary import summarize
 from grace.exchange.tracing.timeline import RankTrace, load, merged, missing
 
-GRACE = [sys.executable, "-m", "grace.cli", "trace"]
+GRACE = [sys.executable, "-m", "grace.cli.main", "trace"]
 ROOT = str(Path(grace.__file__).parents[1])
 PROGRAMS = Path(__file__).parent / "programs"
 MS = 1_000_000

@@ -1,4 +1,4 @@
-"""``grace launch``: the command lines by which an engine's own launcher starts a program on all ranks of a cluster."""
+"""The command lines by which an engine's own launcher starts a program on all ranks of a cluster."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ import importlib.util
 import os
 import re
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from grace.errors import ConfigError
 
@@ -130,13 +127,13 @@ def _torchrun(where: list[str], program: list[str]) -> list[str]:
     >>> _torchrun([], ["./train.sh"])
     ['python', '-m', 'torch.distributed.run', '--no-python', './train.sh']
     """
-    is_python = _is_python(program[0])
-    run = [program[0] if is_python else "python", "-m", "torch.distributed.run", *where]
-    simple = is_python and len(program) > 1 and (not program[1].startswith("-") or program[1] == "-m")
+    python = is_python(program[0])
+    run = [program[0] if python else "python", "-m", "torch.distributed.run", *where]
+    simple = python and len(program) > 1 and (not program[1].startswith("-") or program[1] == "-m")
     return [*run, *(program[1:] if simple else ["--no-python", *program])]
 
 
-def _is_python(name: str) -> bool:
+def is_python(name: str) -> bool:
     return re.fullmatch(r"python[\d.]*", Path(name).name) is not None
 
 
@@ -174,7 +171,7 @@ def _horovodrun(resources: Resources, program: list[str], environment: dict[str,
     reach = ["-p", str(port)] if port not in (None, 22) else []
     reach += ["-i", str(Path(key).expanduser())] if key else []
     # horovodrun hands on every variable but CUDA_VISIBLE_DEVICES
-    inside = [*_env(_same_gpus(resources)), *_in_venv(resources, program)]
+    inside = [*_env(_same_gpus(resources)), *in_venv(resources, program)]
     argv = ["horovodrun", "-np", str(resources.world_size), "-H", _hosts(resources), *reach, *inside]
     return Command(resources.chief.address, argv, {**_shared(resources), **environment})
 
@@ -193,7 +190,7 @@ def _mpirun(resources: Resources, program: list[str], environment: dict[str, str
     argv += ["--map-by", "slot", *(["--mca", "plm_rsh_args", " ".join(reach)] if reach else [])]
     for name in variables:
         argv += ["-x", name]
-    return Command(resources.chief.address, [*argv, *_in_venv(resources, program)], variables)
+    return Command(resources.chief.address, [*argv, *in_venv(resources, program)], variables)
 
 
 def _hosts(resources: Resources) -> str:
@@ -224,7 +221,7 @@ def _common(resources: Resources, field: str) -> Any:
     return next(iter(said.values()), None)
 
 
-def _in_venv(resources: Resources, program: list[str]) -> list[str]:
+def in_venv(resources: Resources, program: list[str]) -> list[str]:
     """All nodes start the same command line, so ``python`` becomes that of the nodes' environment."""
     venv = _common(resources, "python_venv")
     if venv is None or program[0] not in ("python", "python3"):
@@ -252,62 +249,3 @@ def _gpus(node: Node) -> dict[str, str]:
 
 def _env(variables: dict[str, str]) -> list[str]:
     return ["env", *(f"{name}={value}" for name, value in variables.items())] if variables else []
-
-
-# -- the command ----------------------------------------------------------------------------------------------------
-
-
-def launch(
-    program: Annotated[
-        list[str], typer.Argument(help="What every rank runs, after --: python train.py ...", metavar="-- PROGRAM...")
-    ],
-    resources: Annotated[
-        Path | None,
-        typer.Option("--resources", "-r", help="The cluster, in YAML or JSON.", show_default="this machine"),
-    ] = None,
-    engine: Annotated[
-        str | None, typer.Option(help="horovod, torch or mpi.", show_default="the first that is installed")
-    ] = None,
-    ranks: Annotated[
-        int | None, typer.Option("--ranks", "-n", help="Ranks on this machine, without a file.", show_default="1")
-    ] = None,
-    strategy: Annotated[
-        Path | None, typer.Option(help="A strategy's file; the ranks find it in GRACE_STRATEGY.", show_default="none")
-    ] = None,
-    port: Annotated[
-        int, typer.Option(min=1, max=65535, help="The chief's port where torch's ranks of several nodes meet.")
-    ] = MASTER_PORT,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command lines and exit.")] = False,
-) -> None:
-    """Run a program on all ranks of a cluster, by the engine's own launcher.
-
-    grace launch -n 2 -- python train.py
-
-    grace launch -r cluster.yaml --engine torch -- python train.py --epochs 3
-
-    Start it on the chief. torchrun is started on every node, on others by ssh;
-    horovodrun and Open MPI's mpirun reach the nodes themselves. The program lies
-    in the same folder on all nodes. A rank that fails ends the job: its number
-    is printed, and its exit code (128 and the number of the signal) is ours.
-    GRACE_TIMEOUT says for how many seconds a rank waits for another (600).
-    """
-    from grace.launch import supervisor
-    from grace.launch.cluster import Resources
-
-    cluster, chosen = Resources.load(resources, ranks), engine or default_engine()
-    commands = command(cluster, chosen, program, strategy, port)
-    if dry_run:
-        print(*commands, sep="\n")
-        return
-    started = program if chosen == "torch" else _in_venv(cluster, program)
-    supervisor.check_program(started[0])
-    if _is_python(program[0]) and program[1:] and not program[1].startswith("-") and not Path(program[1]).exists():
-        raise ConfigError(f"cannot start {program[1]}: there is no such file in {os.getcwd()}")
-    try:
-        end = supervisor.run(commands)
-    except KeyboardInterrupt:
-        print("grace launch: interrupted; the ranks are ended", file=sys.stderr)
-        raise typer.Exit(130) from None
-    if end.code:
-        print(f"grace launch: {end.message}", file=sys.stderr)
-        raise typer.Exit(end.code)

@@ -18,7 +18,7 @@ from engines import environment
 import grace
 
 PYTHON = warm.REAL  # who is whose child matters here
-GRACE = [PYTHON, "-m", "grace.cli", "launch"]
+GRACE = [PYTHON, "-m", "grace.cli.main", "launch"]
 ROOT = str(Path(grace.__file__).parents[1])
 PACKAGE = {"torch": "torch", "horovod": "horovod", "mpi": "mpi4py"}
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mutations import WORDS
 from typer.testing import CliRunner
 
-from grace.cli import app
+from grace.cli.main import app
 from grace.errors import GraceError
 
 READ = ["list", "describe", "strategy build", "strategy show", "strategy check", "strategy diff", "bench compare"]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mutations import mutated
 from typer.testing import CliRunner
 
-from grace.cli import app
+from grace.cli.main import app
 from grace.errors import GraceError
 
 DOCUMENTS = {

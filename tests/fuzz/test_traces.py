@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mutations import JSON, mutated
 from typer.testing import CliRunner
 
-from grace.cli import app
+from grace.cli.main import app
 
 GROUP = {"group": 0, "variables": "w", "communicator": "allgather, topk, residual"}
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from grace.cli import app
+from grace.cli.main import app
 from grace.core.variable import Variable
 from grace.strategy import schema
 from grace.strategy.plan import Part, Plan, Strategy, Sync

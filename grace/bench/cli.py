@@ -1,0 +1,20 @@
+"""The commands of ``grace bench``."""
+
+from __future__ import annotations
+
+import typer
+
+from grace.bench.all import command as all_of_them
+from grace.bench.compare.command import compare
+from grace.bench.kernels.command import command as kernels
+from grace.bench.link.command import link
+from grace.bench.step.command import command as step
+from grace.bench.train.command import command as train
+
+app = typer.Typer(no_args_is_help=True, help="Measure compressors: does compression pay here?")
+app.command("all")(all_of_them)
+app.command("kernels")(kernels)
+app.command("step")(step)
+app.command("train")(train)
+app.command()(compare)
+app.command()(link)

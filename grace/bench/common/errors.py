@@ -1,0 +1,13 @@
+"""What ends a benchmark, other than its user."""
+
+from __future__ import annotations
+
+from grace.errors import GraceError
+
+
+class WorkerError(GraceError, RuntimeError):
+    """A rank failed; the message is what it said."""
+
+
+class LinkError(GraceError, RuntimeError):
+    """A link cannot be emulated here; the message says why."""

@@ -1,0 +1,126 @@
+"""What the commands of ``grace bench`` read from the command line alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from fractions import Fraction
+
+from grace.bench.common.text import parse_rate
+from grace.core.registry import aliases, known
+from grace.errors import ConfigError
+
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
+MOST_SEEDS = 10_000
+SIZES = ("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""Where launchers say how many ranks they have started."""
+
+
+def split(text: str) -> list[str]:
+    """Specs separated by commas; those inside parentheses belong to a spec.
+
+    >>> split("none, qsgd(levels=7, norm=max),topk")
+    ['none', 'qsgd(levels=7, norm=max)', 'topk']
+    """
+    parts, depth = [""], 0
+    for character in text:
+        depth += {"(": 1, ")": -1}.get(character, 0)
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts if part.strip()]
+
+
+def methods(text: str) -> list[str]:
+    """Compressor specs, or ``all``, in the order given and each once; nothing says none, where that is allowed.
+
+    >>> methods("topk, qsgd,topk"), len(methods("all")) > 20
+    (['topk', 'qsgd'], True)
+    """
+    pass
+
+    found = list(dict.fromkeys(every_method() if text.strip() == "all" else split(text)))
+    if not found and text.strip():
+        raise ConfigError(f"no method is named in {text!r}; write some, separated by commas, or all")
+    return found
+
+
+def integers(text: str, what: str) -> list[int]:
+    """Whole numbers separated by commas.
+
+    >>> integers("0,1,2", "seeds")
+    [0, 1, 2]
+    >>> integers("two", "seeds")
+    Traceback (most recent call last):
+    grace.errors.ConfigError: seeds are whole numbers separated by commas, as in 0,1,2, not 'two'
+    """
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{what} are whole numbers separated by commas, as in 0,1,2, not {text!r}") from None
+
+
+def seeds(text: str) -> list[int]:
+    """How many seeds from 0 on, or the seeds themselves.
+
+    >>> seeds("3"), seeds("0,7"), seeds("5,")
+    ([0, 1, 2], [0, 7], [5])
+    """
+    found = integers(text.rstrip(","), "seeds")
+    if "," in text or len(found) > 1:
+        return found
+    if found[0] < 1:
+        raise ConfigError(f"--seeds must be at least 1, or seeds separated by commas, not {text}")
+    if found[0] > MOST_SEEDS:
+        raise ConfigError(f"--seeds must be at most {MOST_SEEDS}, not {text}; each is a run of its own")
+    return list(range(found[0]))
+
+
+def bandwidths(text: str | None) -> list[float | None]:
+    """Bits per second, separated by commas; ``none`` is a network that is left as it is.
+
+    >>> bandwidths("1gbit,none"), bandwidths(None)
+    ([1000000000.0, None], [None])
+    """
+    return [None if part.strip() == "none" else parse_rate(part) for part in (text or "none").split(",")]
+
+
+def size(text: str) -> int:
+    """A number of elements.
+
+    Raises:
+        ConfigError: it is not a whole number above 0.
+
+    >>> size("25M"), size("4096"), size("1e6"), size("2.5M")
+    (25000000, 4096, 1000000, 2500000)
+    >>> size("25MB")
+    Traceback (most recent call last):
+    grace.errors.ConfigError: a size is a number of elements, as in 4096, 1e6, 2.5M or 25M, not '25MB'
+    """
+    found = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)(?:e(\d{1,2}))?\s*([kmg]?)\s*", text, re.ASCII | re.IGNORECASE)
+    count = Fraction(found[1]) * 10 ** int(found[2] or 0) * UNITS[found[3].lower()] if found else Fraction(0)
+    if count < 1 or count.denominator != 1:
+        raise ConfigError(f"a size is a number of elements, as in 4096, 1e6, 2.5M or 25M, not {text!r}")
+    return int(count)
+
+
+def launched() -> bool:
+    """Whether a launcher has started this process as one rank of several."""
+    return any(os.environ.get(key, "1") not in ("", "1") for key in SIZES)
+
+
+COMPOSITIONS = ("topk | efsignsgd", "topk | qsgd(levels=7, bucket_size=64, norm=max)")
+
+
+def every_method() -> list[str]:
+    """All compressors that can be built without parameters, the casts by their short names, and two compositions.
+
+    >>> every_method()[:4], every_method()[-1]
+    (['none', 'adaptive', 'bf16', 'dgc'], 'topk | qsgd(levels=7, bucket_size=64, norm=max)')
+    """
+    names = [name for name, cls in known("compressor").items() if dataclasses.MISSING not in cls.parameters().values()]
+    short = [name for name, spec in aliases("compressor").items() if spec["name"] == "cast"]
+    rest = sorted({*names, *short} - {"cast", "none"})
+    return ["none", *rest, *COMPOSITIONS]

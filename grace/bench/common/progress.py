@@ -1,0 +1,88 @@
+"""The progress of benchmarks, as it is shown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from grace.bench.common.quality import shown
+from grace.bench.common.text import show_rate
+
+
+class Display:
+    """The progress of training: one bar per method and network on a terminal, else one line per run.
+
+    Args:
+        console: where it is shown.
+        settings: what is run.
+    """
+
+    def __init__(self, console: Console, settings: Any):
+        self.console, self.task = console, settings.about()
+        self.total = self.task["epochs"] * len(settings.seeds)
+        columns = (
+            TextColumn("{task.description:<18}"),
+            BarColumn(bar_width=28),
+            TextColumn("{task.fields[quality]:>7}"),
+            TimeElapsedColumn(),
+        )
+        self.progress = Progress(*columns, console=console, disable=not console.is_terminal)
+
+    def __enter__(self) -> Display:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.progress.stop()
+
+    def show(self, rate: float | None, event: dict[str, Any]) -> None:
+        """An event of the ranks over a network."""
+        where = "" if rate is None else f", {show_rate(rate)}"
+        if "method" in event:
+            self.bar = self.progress.add_task(event["method"] + where, total=self.total, quality="")
+        elif "quality" in event:
+            self.progress.update(self.bar, advance=1, quality=shown(event["quality"], self.task))
+        elif "run" in event and not self.console.is_terminal:
+            run = event["run"]
+            quality = f"{self.task['metric']} {shown(run['quality'], self.task)}"
+            self.console.print(f"{run['method']}, seed {run['seed']}{where}: {quality}")
+
+
+class Bar:
+    """One bar for a benchmark of several scenarios on a terminal; else a line per scenario.
+
+    Args:
+        console: where it is shown.
+    """
+
+    def __init__(self, console: Console):
+        self.console = console
+        self.bars: dict[str, TaskID] = {}
+        columns = (
+            TextColumn("{task.description:<34}"),
+            BarColumn(bar_width=20),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+        )
+        self.progress = Progress(*columns, console=console, disable=not console.is_terminal)
+
+    def __enter__(self) -> Bar:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.progress.stop()
+
+    def show(self, scenario: str, event: dict[str, Any]) -> None:
+        """An event of a scenario's ranks."""
+        if "engine" in event:
+            name = f"{scenario}, {event['engine']}"
+            if not self.console.is_terminal:
+                self.console.print(f"measuring {name} ...")
+            self.bars[scenario] = self.progress.add_task(name, total=None)
+        elif "blocks" in event:
+            self.progress.update(self.bars[scenario], total=event["blocks"])
+        elif "times_ms" in event:
+            self.progress.update(self.bars[scenario], advance=1)

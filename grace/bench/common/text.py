@@ -1,0 +1,190 @@
+"""Numbers as people read them, on axes and in tables; what is unknown is a dash."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from grace.errors import ConfigError
+
+UNKNOWN = "\u2013"
+POWERS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None for whatever else a file may hold.
+
+    >>> number(3), number(float("nan")), number("3"), number(None), number(True)
+    (3.0, None, None, None, None)
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:
+        return None
+
+
+def digits(value: Any, count: int = 3) -> str:
+    """With so many significant digits, and never fewer than those before the point.
+
+    >>> digits(1234.5), digits(12.345), digits(0.012345), digits(4.56e-8), digits(None), digits(0)
+    ('1,234', '12.3', '0.0123', '4.56e-8', '–', '0')
+    """
+    value = number(value)
+    if value is None:
+        return UNKNOWN
+    if value == 0:
+        return "0"
+    exponent = math.floor(math.log10(abs(value)))
+    if exponent < -4 or exponent > 8:
+        base, _, power = f"{value:.{count - 1}e}".partition("e")
+        return f"{base}e{int(power)}"
+    return f"{value:,.{max(0, count - 1 - exponent)}f}"
+
+
+def whole(value: Any) -> str:
+    """A count.
+
+    >>> whole(25_557_032), whole(2.0), whole(0.5), whole(None)
+    ('25,557,032', '2', '0.5', '\u2013')
+    """
+    value = number(value)
+    return UNKNOWN if value is None else f"{value:,.10g}"
+
+
+def of_ranks(value: Any) -> str:
+    """A number of ranks, as it was read from a file.
+
+    >>> of_ranks(1), of_ranks(2), of_ranks(None)
+    ('1 rank', '2 ranks', '\u2013 ranks')
+    """
+    return f"{whole(value)} {'rank' if value == 1 else 'ranks'}"
+
+
+def of_bytes(value: Any, count: int = 3) -> str:
+    """Bytes with a decimal unit.
+
+    >>> of_bytes(1_204_264), of_bytes(25), of_bytes(1e9, 1), of_bytes(None)
+    ('1.20 MB', '25 B', '1 GB', '–')
+    """
+    value = number(value)
+    if value is None:
+        return UNKNOWN
+    units = ["B", "kB", "MB", "GB", "TB", "PB"]
+    while value >= 999.5 and len(units) > 1:
+        value /= 1000
+        units.pop(0)
+    return f"{digits(value, count) if units[0] != 'B' else format(value, '.0f')} {units[0]}"
+
+
+def of_rate(value: Any) -> str:
+    """A bandwidth in bit/s, or that there was no emulated link.
+
+    >>> of_rate(1e8), of_rate(2.5e9), of_rate(None)
+    ('100 Mbit/s', '2.5 Gbit/s', 'no emulated link')
+    """
+    value = number(value)
+    if value is None:
+        return "no emulated link"
+    unit = next((unit for unit in ("g", "m", "k") if value >= UNITS[unit]), "")
+    return f"{value / UNITS[unit]:.4g} {unit.replace('m', 'M').replace('g', 'G')}bit/s"
+
+
+def of_ms(value: Any) -> str:
+    """Milliseconds, without the unit.
+
+    >>> of_ms(1234.5), of_ms(12.345), of_ms(0.0512)
+    ('1,234', '12.3', '0.0512')
+    """
+    return digits(value)
+
+
+def of_seconds(value: Any) -> str:
+    """A duration.
+
+    >>> of_seconds(0.5), of_seconds(75), of_seconds(7300), of_seconds(None)
+    ('0.500 s', '75.0 s', '2 h 2 min', '–')
+    """
+    value = number(value)
+    if value is None:
+        return UNKNOWN
+    if value < 100:
+        return f"{digits(value)} s"
+    minutes = round(value / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def power(value: float) -> str:
+    """A tick of a logarithmic axis.
+
+    >>> power(1000), power(0.01), power(1), power(1e-5), power(1e6)
+    ('1,000', '0.01', '1', '10⁻⁵', '10⁶')
+    """
+    if 0.001 <= value < 1e5:
+        return f"{value:,.10g}"
+    exponent = round(math.log10(value))
+    base = value / 10.0**exponent
+    return ("" if abs(base - 1) < 0.01 else f"{base:.0f}·") + "10" + str(exponent).translate(POWERS)
+
+
+UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
+
+
+def parse_rate(text: str) -> float:
+    """Bits per second.
+
+    Raises:
+        ConfigError: it is not a rate.
+
+    >>> parse_rate("100mbit"), parse_rate("2.5 Gbit")
+    (100000000.0, 2500000000.0)
+    >>> parse_rate("100MB")
+    Traceback (most recent call last):
+    grace.errors.ConfigError: a bandwidth is a number above 0 of kbit, mbit or gbit (per second), as in 800kbit, 100mbit
+        or 2.5gbit, not '100MB'
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([kmg]?)bit\s*", text, re.ASCII | re.IGNORECASE)
+    rate = float(found[1]) * UNITS[found[2].lower()] if found else 0.0
+    if not rate or rate == float("inf"):
+        raise ConfigError(
+            "a bandwidth is a number above 0 of kbit, mbit or gbit (per second), as in 800kbit, 100mbit or 2.5gbit, "
+            f"not {text!r}"
+        )
+    return rate
+
+
+def show_rate(rate: float) -> str:
+    """Bits per second, as text that :func:`parse_rate` reads; four significant digits.
+
+    >>> show_rate(1e9), show_rate(2.5e9), show_rate(98_765_432), show_rate(999_990)
+    ('1gbit', '2.5gbit', '98.77mbit', '1mbit')
+    """
+    rounded = float(f"{rate:.4g}")
+    unit = next((unit for unit in ("g", "m", "k") if rounded >= UNITS[unit]), "")
+    return f"{rounded / UNITS[unit]:.10g}bit".replace("bit", f"{unit}bit")
+
+
+def clean(text: Any) -> str:
+    """One line without characters that HTML cannot hold.
+
+    >>> clean("a\\x00b\\n c")
+    'ab c'
+    """
+    return "".join(c for c in " ".join(str(text).split()) if c.isprintable())
+
+
+def short(text: str, length: int = 28) -> str:
+    """The text; where it is longer, a spec without the names of its parameters, and then without its middle.
+
+    >>> short("topk(ratio=0.01) | qsgd(levels=127)"), short("an answer that is too long", 15)
+    ('topk(0.01) | qsgd(127)', 'an answ…oo long')
+    """
+    text = clean(text)
+    if len(text) > length:
+        text = re.sub(r"(?<=[(, ])\w+=", "", text)
+    if len(text) <= length:
+        return text
+    half = length // 2
+    return f"{text[:half]}…{text[len(text) - (length - half - 1) :]}"

@@ -1,0 +1,1 @@
+"""Two runs of a benchmark, row by row."""

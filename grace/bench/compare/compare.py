@@ -1,0 +1,233 @@
+"""Two results of the same kind, row by row: what changed, and whether by more than noise."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from grace.bench.common.results import Results
+from grace.bench.common.text import number
+from grace.errors import ConfigError
+
+Row = Mapping[str, Any]
+Key = tuple[Any, ...]
+BETTER, WORSE, SAME, UNKNOWN = "better", "worse", "same", "unknown"
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """A figure that rows are compared by.
+
+    Attributes:
+        key: under which rows have it; several are added up.
+        title: of its column.
+        noise: relative change up to which it counts as unchanged where rows have no spread of it.
+        sign: -1 where lower is better, 1 where higher is, 0 where the settings say it (``higher_is_better``).
+        time: whether it is a time, so that worse is called slower.
+    """
+
+    key: tuple[str, ...]
+    title: str
+    noise: float
+    sign: int = -1
+    time: bool = False
+
+    def value(self, row: Row) -> float | None:
+        """Of a row; None if any part of it is unknown."""
+        parts = [number(row.get(key)) for key in self.key]
+        known = [part for part in parts if part is not None]
+        return sum(known) if len(known) == len(parts) else None
+
+    def interval(self, row: Row) -> tuple[float, float] | None:
+        """What the row's repetitions spread over: quartiles (``step_low_ms``), or half a range over seeds."""
+        if len(self.key) > 1:
+            return None
+        stem, _, unit = self.key[0].rpartition("_")
+        low, high = number(row.get(f"{stem}_low_{unit}")), number(row.get(f"{stem}_high_{unit}"))
+        if low is not None and high is not None:
+            return low, high
+        value, spread = self.value(row), number(row.get(f"{self.key[0]}_spread"))
+        return None if value is None or spread is None else (value - spread, value + spread)
+
+
+MEASURES = {
+    "step": (
+        Measure(("step_ms",), "step", 0.1, time=True),
+        Measure(("exposed_ms",), "exposed", 0.1, time=True),
+        Measure(("sent_bytes",), "sent", 0.01),
+    ),
+    "train": (
+        Measure(("quality",), "quality", 0.0, sign=0),
+        Measure(("seconds_to_target",), "to target", 0.1, time=True),
+        Measure(("sent_bytes_per_step",), "sent", 0.01),
+        Measure(("step_ms",), "step", 0.1, time=True),
+    ),
+    "kernels": (
+        Measure(("encode_ms", "decode_ms"), "codec", 0.1, time=True),
+        Measure(("encode_ms",), "encode", 0.1, time=True),
+        Measure(("decode_ms",), "decode", 0.1, time=True),
+        Measure(("vnmse",), "vNMSE", 0.05),
+    ),
+}
+"""Of each kind; what is said of a row depends on the first one."""
+IDENTITY = {
+    "step": ("engine", "ranks", "bandwidth", "name"),
+    "train": ("ranks", "bandwidth", "method"),
+    "kernels": ("tensor", "method"),
+}
+"""What tells the rows of each kind apart; the last one is its name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """One figure of one row in both results.
+
+    Attributes:
+        a, b: in the first and the second results; None if unknown.
+        verdict: "better", "worse", "same", or "unknown" if a value or its noise is.
+    """
+
+    a: float | None
+    b: float | None
+    verdict: str
+
+    @property
+    def ratio(self) -> float | None:
+        """b / a."""
+        return None if self.a is None or self.b is None or not self.a else self.b / self.a
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What two results have in common, and what not.
+
+    Attributes:
+        kind: of both.
+        rows: (identity, changes in the order of the kind's measures).
+        only_a, only_b: identities of rows that the other one lacks.
+        differences: of machine, versions and settings: (what, name, in a, in b).
+    """
+
+    kind: str
+    rows: list[tuple[Key, tuple[Change, ...]]]
+    only_a: list[Key]
+    only_b: list[Key]
+    differences: list[tuple[str, str, Any, Any]]
+
+    def slower(self, percent: float) -> list[tuple[Key, float]]:
+        """Rows whose time rose by more than so many percent, and by more than noise: (identity, b / a).
+
+        The time is that of a step, and of kernels that of encoding and decoding together.
+        """
+        return [
+            (key, change.ratio)
+            for key, change in self._times()
+            if change.ratio is not None and change.ratio > 1 + percent / 100 and change.verdict == WORSE
+        ]
+
+    def lost(self) -> list[Key]:
+        """Rows whose time b lacks, so that nobody can say that they did not become slower."""
+        return [*self.only_a, *(key for key, change in self._times() if change.a is not None and change.b is None)]
+
+    def _times(self) -> list[tuple[Key, Change]]:
+        wanted = {"step": 0, "train": 3, "kernels": 0}[self.kind]
+        return [(key, changes[wanted]) for key, changes in self.rows]
+
+
+def compare(a: Results, b: Results) -> Comparison:
+    """Match the rows of two results.
+
+    A change counts where it exceeds the noise: the quartiles of the two do not overlap, or the spreads over seeds do
+    not; where neither is recorded, where it exceeds a tenth (times), a twentieth (vNMSE) or a hundredth (bytes).
+
+    Raises:
+        ConfigError: they are of different kinds, lack what tells rows apart, or have no row in common.
+
+    >>> a = Results("kernels", {}, [{"tensor": "gaussian", "method": "topk", "encode_ms": 4, "decode_ms": 1}])
+    >>> b = Results("kernels", {}, [{"tensor": "gaussian", "method": "topk", "encode_ms": 2, "decode_ms": 1}])
+    >>> compare(a, b).rows[0]
+    (('gaussian', 'topk'), (Change(a=5.0, b=3.0, verdict='better'), ...
+    """
+    if a.kind != b.kind:
+        raise ConfigError(f"results of different kinds cannot be compared: the first are of {a.kind}, not of {b.kind}")
+    first, second = _by_identity(a), _by_identity(b)
+    rows = [
+        (key, tuple(_change(measure, row, second[key], a, b) for measure in MEASURES[a.kind]))
+        for key, row in first.items()
+        if key in second
+    ]
+    if not rows:
+        raise ConfigError(f"the two results have no row in common: rows are matched by {', '.join(IDENTITY[a.kind])}")
+    return Comparison(
+        a.kind,
+        rows,
+        [key for key in first if key not in second],
+        [key for key in second if key not in first],
+        [
+            *_differences("machine", a.machine, b.machine),
+            *_differences("versions", a.versions, b.versions),
+            *_differences("settings", _settings(a), _settings(b)),
+        ],
+    )
+
+
+def sentence(comparison: Comparison) -> str:
+    """How many rows changed, in words.
+
+    >>> rows = [((i,), (Change(1, 2, verdict),)) for i, verdict in enumerate(["better", "worse", "same", "same"])]
+    >>> sentence(Comparison("step", rows, [], [], []))
+    '1 faster, 1 slower, 2 unchanged within the quartiles'
+    """
+    time = MEASURES[comparison.kind][0].time
+    words = {
+        BETTER: "faster" if time else "better",
+        WORSE: "slower" if time else "worse",
+        SAME: "unchanged within "
+        + {"step": "the quartiles", "train": "the spread over seeds", "kernels": "10 %"}[comparison.kind],
+        UNKNOWN: "that cannot be judged" if comparison.kind != "train" else "that cannot be judged (one seed)",
+    }
+    verdicts = [changes[0].verdict for _, changes in comparison.rows]
+    counts = {verdict: verdicts.count(verdict) for verdict in words}
+    return ", ".join(f"{count} {words[verdict]}" for verdict, count in counts.items() if count or verdict != UNKNOWN)
+
+
+def _by_identity(results: Results) -> dict[Key, Row]:
+    found: dict[Key, Row] = {}
+    for i, row in enumerate(results.rows):
+        wrong = [key for key in IDENTITY[results.kind] if key not in row or isinstance(row[key], list | dict)]
+        if wrong:
+            raise ConfigError(f"row {i + 1} of the {results.kind} results has no {', '.join(wrong)}")
+        found[tuple(row[key] for key in IDENTITY[results.kind])] = row
+    return found
+
+
+def _change(measure: Measure, one: Row, other: Row, a: Results, b: Results) -> Change:
+    before, after = measure.value(one), measure.value(other)
+    return Change(before, after, _verdict(measure, one, other, a, b))
+
+
+def _verdict(measure: Measure, one: Row, other: Row, a: Results, b: Results) -> str:
+    before, after = measure.value(one), measure.value(other)
+    if before is None or after is None:
+        return UNKNOWN
+    if measure.key == ("quality",) and min(len(each.settings.get("seeds") or []) for each in (a, b)) < 2:
+        return UNKNOWN
+    spans = measure.interval(one), measure.interval(other)
+    if spans[0] is not None and spans[1] is not None:
+        changed = spans[0][1] < spans[1][0] or spans[1][1] < spans[0][0]
+    else:
+        changed = abs(after - before) > measure.noise * abs(before)
+    if not changed:
+        return SAME
+    sign = measure.sign or (1 if a.settings.get("higher_is_better", True) else -1)
+    return BETTER if sign * (after - before) > 0 else WORSE
+
+
+def _settings(results: Results) -> dict[str, Any]:
+    return {key: value for key, value in results.settings.items() if key not in ("verdict", "copy_gbps")}
+
+
+def _differences(what: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> Sequence[tuple[str, str, Any, Any]]:
+    keys = dict.fromkeys([*one, *other])
+    return [(what, key, one.get(key), other.get(key)) for key in keys if one.get(key) != other.get(key)]

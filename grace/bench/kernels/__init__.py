@@ -1,0 +1,1 @@
+"""What compressing costs and loses, on one rank."""

@@ -1,0 +1,191 @@
+"""``grace bench kernels``: what compressing costs and loses on one machine, without a network."""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from grace.bench.common import options
+from grace.bench.lifecycle import Running
+from grace.errors import ConfigError, missing_extra
+
+NAME = "grace bench kernels"
+METHODS = (
+    "none", "fp16", "qsgd", "qsgd(levels=7)", "qsgd(levels=1)", "topk", "randomk", "signsgd", "efsignsgd",
+    "powersgd(rank=4)",
+)  # fmt: skip
+QUICK_METHODS = ("none", "fp16", "qsgd", "topk", "signsgd", "powersgd(rank=4)")
+TENSORS = ("gaussian", "heavy-tailed", "captured")
+RANKS = 4
+"""Simulated ones, for the error of the aggregate."""
+SMALLEST, LARGEST = 1000, 2**31 - 1
+"""Elements: less is all overhead, more has no 32-bit index."""
+SIZE, REPEATS, DRAWS, ERROR_ELEMENTS = (25_000_000, 1_000_000), (7, 3), (16, 6), (1_000_000, 250_000)
+"""Defaults: usually, and with ``--quick``."""
+
+
+def command(
+    size: Annotated[
+        str | None,
+        typer.Option(
+            help="Elements of the tensor: 25M, 1e6, 4096 ... It is a matrix as square as can be.",
+            show_default="25M, or 1M with --quick",
+        ),
+    ] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Compressor specs, separated by commas, or all. Default: {', '.join(METHODS)}.", show_default=False
+        ),
+    ] = None,
+    tensors: Annotated[str, typer.Option(help="Kinds of gradients, separated by commas; see above.")] = (
+        ",".join(TENSORS)
+    ),
+    memory: Annotated[
+        str | None, typer.Option(help="One memory for all methods, as in residual.", show_default="each method's own")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    threads: Annotated[int, typer.Option(help="Threads that torch computes with.")] = 1,
+    repeats: Annotated[
+        int | None, typer.Option(help="Measurements of each time; medians count.", show_default="7, or 3 with --quick")
+    ] = None,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Folder for results.json, results.csv and report.html.")
+    ] = Path("out/kernels"),
+    quick: Annotated[bool, typer.Option("--quick", help="A small tensor and few methods, in seconds.")] = False,
+) -> None:
+    """Measure what compressing costs and loses: times in copies of the tensor, bits, errors, memory.
+
+    Times are multiples of the time of one copy_ of the same tensor in the same
+    run, so they say how far a method is from what memory allows, on any machine.
+
+    gaussian is N(0, 1). heavy-tailed is Student's t with 3 degrees of freedom.
+    captured is a gradient that training has computed: of the hidden weight
+    matrix, of the size asked for, of a multilayer perceptron after 16 steps on
+    scikit-learn's digits. Nothing in it is tiled or scaled; it stands for one
+    small task.
+
+    Errors are those of a smaller tensor of the same kind (1M elements; 250,000
+    with --quick), because they need many repetitions: 16 (6) draws of a method's
+    random numbers, on 4 simulated ranks whose gradients differ, without a memory.
+
+    Results are saved after each method, Ctrl-C included.
+    """
+    run(settings(size, methods, tensors, memory, device, threads, repeats, quick), out).finish(Console(highlight=False))
+
+
+def run(settings: dict[str, Any], out: Path) -> Running:
+    """Measure, show and save; how it ended is in what it returns."""
+    from grace.bench.kernels.table import explanation, tables
+
+    running = Running(NAME, "kernels", settings, out, interrupted="interrupted")
+    console = Console(highlight=False)
+    shape = " x ".join(map(str, settings["shape"]))
+    threads = f", {settings['threads']} thread{'s' if settings['threads'] > 1 else ''}"
+    with_threads = threads if settings["device"] == "cpu" else ""
+    console.print(f"{settings['elements']:,} float32 elements ({shape}), {settings['device']}{with_threads}")
+    running.measure(lambda: _measure(running, console))
+    if running.results.rows:
+        for table in tables(running.results):
+            console.print(table)
+        console.print(explanation(running.results), markup=False)
+    return running
+
+
+def settings(
+    size: str | None = None,
+    methods: str | None = None,
+    tensors: str = ",".join(TENSORS),
+    memory: str | None = None,
+    device: str = "cpu",
+    threads: int = 1,
+    repeats: int | None = None,
+    quick: bool = False,
+) -> dict[str, Any]:
+    """What to measure, checked."""
+    if importlib.util.find_spec("torch") is None:
+        raise missing_extra("torch", "torch")
+    import torch
+
+    from grace.bench.kernels.fidelity import communicator_of
+    from grace.bench.kernels.gradients import KINDS, matrix
+
+    asked = SIZE[quick] if size is None else options.size(size)
+    if not SMALLEST <= asked <= LARGEST:
+        raise ConfigError(f"--size is between {SMALLEST:,} and {LARGEST:,} elements, not {asked:,}")
+    default = QUICK_METHODS if quick else METHODS
+    names = list(default) if methods is None else options.methods(methods)
+    kinds = list(dict.fromkeys(options.split(tensors)))
+    for option, values in (("methods", names), ("tensors", kinds)):
+        if not values:
+            raise ConfigError(f"--{option}: at least one is needed")
+    for kind in kinds:
+        if kind not in KINDS:
+            raise ConfigError(f"unknown tensor {kind!r}; known: {', '.join(KINDS)}")
+    if "captured" in kinds and importlib.util.find_spec("sklearn") is None:
+        raise missing_extra("scikit-learn", "bench")
+    for name in names:
+        communicator_of(name, memory)
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"--device is cpu or cuda, not {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "--device cuda: torch sees no GPU here (torch.cuda.is_available() is False); use --device cpu"
+        )
+    turns = REPEATS[quick] if repeats is None else repeats
+    for option, value in (("threads", threads), ("repeats", turns)):
+        if value < 1:
+            raise ConfigError(f"--{option} must be at least 1, not {value}")
+    shape = matrix(asked)
+    return {
+        "elements": shape[0] * shape[1],
+        "shape": list(shape),
+        "device": device,
+        "threads": threads,
+        "repeats": turns,
+        "copy_gbps": None,
+        "methods": names,
+        "tensors": kinds,
+        "memory": memory,
+        "ranks": RANKS,
+        "draws": DRAWS[quick],
+        "error_shape": list(matrix(min(asked, ERROR_ELEMENTS[quick]))),
+    }
+
+
+def _measure(running: Running, console: Console) -> None:
+    """Fill in the rows, tensor by tensor, and save after each."""
+    import torch
+
+    from grace.bench.kernels.fidelity import errors
+    from grace.bench.kernels.gradients import KINDS
+    from grace.bench.kernels.timing import measure
+
+    results, settings = running.results, running.results.settings
+    total = len(settings["tensors"]) * len(settings["methods"])
+    torch.set_num_threads(settings["threads"])
+    columns = (TextColumn("{task.description:<34}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn())
+    looks: Any = {"console": console, "disable": not console.is_terminal, "transient": True}
+    with Progress(*columns, auto_refresh=False, **looks) as progress:  # a thread that draws would be measured, too
+        bar = progress.add_task("", total=total)
+        for kind in settings["tensors"]:
+            progress.update(bar, description=f"{kind}: gradients", refresh=True)
+            x = KINDS[kind](tuple(settings["shape"]), 1)[0].to(settings["device"])
+            gradients = KINDS[kind](tuple(settings["error_shape"]), RANKS)
+            gradients = [gradient.to(settings["device"]) for gradient in gradients]
+            for method in settings["methods"]:
+                progress.update(bar, description=escape(f"{kind}: {method}"[:34]), refresh=True)
+                row = measure(method, x, settings["repeats"], settings["memory"])
+                row |= errors(method, gradients, settings["draws"])
+                results.rows.append({"method": method, "tensor": kind, **row})
+                copies = statistics.median(row["copy_ms"] for row in results.rows)
+                settings["copy_gbps"] = x.nbytes / copies / 1e6
+                running.save()
+                progress.advance(bar)

@@ -1,0 +1,104 @@
+"""What the commands of ``grace bench`` do alike: measure, keep what is finished, and say how it ended."""
+
+from __future__ import annotations
+
+import importlib.util
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from grace.bench.common.errors import LinkError, WorkerError
+from grace.bench.common.results import Results
+from grace.errors import missing_extra
+from grace.launch.processes import signals_raise
+
+ENDED = "interrupted; the ranks are ended"
+
+
+class Running:
+    """A benchmark that is under way.
+
+    Args:
+        name: the command's, for messages.
+        kind: of the results.
+        settings: to be recorded.
+        out: the folder to write to; None writes nothing.
+        interrupted: what is said after Ctrl-C.
+    """
+
+    def __init__(self, name: str, kind: str, settings: dict[str, Any], out: Path | None, interrupted: str = ENDED):
+        if out is not None:
+            need_report()
+        self.results = Results(kind, settings, command=shlex.join(["grace", *sys.argv[1:]]))
+        self.name, self.out, self.began = name, out, time.monotonic()
+        self.code, self.message, self.interrupted = 0, "", interrupted
+        self.save()
+
+    def save(self) -> None:
+        """Write what is there."""
+        self.results.seconds = time.monotonic() - self.began
+        if self.out is not None:
+            self.results.save(self.out)
+
+    def measure(self, function: Callable[[], None]) -> None:
+        """Call what fills in the results; how it ends is noted, and what is there is written."""
+        try:
+            with signals_raise():
+                function()
+            self.results.complete = True
+        except (WorkerError, LinkError) as error:
+            self.code, self.message = 1, f"{error}{self._kept()}"
+        except KeyboardInterrupt:
+            self.code, self.message = 130, f"{self.interrupted}{self._kept()}"
+        finally:
+            self.save()
+
+    def _kept(self) -> str:
+        return f"; what is finished is in {self.out}" if self.results.rows else ""
+
+    def report(self, results: Sequence[Results] | None = None, out: Path | None = None) -> Path | None:
+        """Write ``report.html`` on what is there; of several benchmarks, if their results are given."""
+        from grace.bench.report.page import write_report
+
+        folder, found = out or self.out, [self.results] if results is None else results
+        if folder is None or not any(each.rows for each in found):
+            return None
+        return write_report(folder / "report.html", found)
+
+    def fail(self) -> None:
+        """Say how it failed, if it did.
+
+        Raises:
+            typer.Exit: 1 if a rank or a network failed, 130 after an interruption.
+        """
+        if self.code:
+            print(f"{self.name}: {self.message}", file=sys.stderr)
+            raise typer.Exit(self.code)
+
+    def finish(self, console: Console) -> None:
+        """Write the report, and say what was written, or how it failed.
+
+        Raises:
+            typer.Exit: as :meth:`fail`.
+        """
+        report = self.report()
+        self.fail()
+        if self.out is not None:
+            files = f"results.json, results.csv{' and report.html' if report else ''}"
+            console.print(f"\nWrote {files} to {self.out} after {self.results.seconds:.0f} s.", soft_wrap=True)
+
+
+def need_report() -> None:
+    """Refuse to begin where the report could not be drawn at the end.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise missing_extra("matplotlib", "bench")

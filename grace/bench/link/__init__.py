@@ -1,0 +1,5 @@
+"""Slow networks between processes of one machine."""
+
+from grace.bench.link.emulation import Link
+
+__all__ = ["Link"]

@@ -1,0 +1,257 @@
+"""An emulated network between the ranks of a benchmark, on one Linux machine.
+
+Each rank gets a network namespace with one interface, which is joined to a bridge in a further namespace, as machines
+are joined by a switch. Token buckets limit what leaves a rank and what goes to it. Nothing of the machine's own network
+changes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from grace.bench.common.errors import LinkError
+from grace.bench.common.text import parse_rate, show_rate
+from grace.bench.link import namespaces
+from grace.errors import ConfigError
+from grace.launch.processes import end, signals_raise
+
+__all__ = ["Link", "LinkError", "measure", "parse_rate", "possible", "show_rate"]
+
+MTU = 9000
+"""Jumbo frames: headers are under 1 % of a full one, and 10 Gbit/s do not take all of the processor."""
+BURST_SECONDS = 0.002
+"""What a bucket holds: enough for a timer that is late, and little beside what is measured."""
+SMALLEST_BURST = 2 * (MTU + 14)
+QUEUE_SECONDS = 0.05
+SMALLEST_QUEUE = 1 << 20
+"""Bytes; a shorter queue drops packets of a stream that has just begun, and on slow links it takes long to recover."""
+FEWEST_PACKETS = 50
+"""What a measurement takes to tell a rate."""
+PORT = 29500
+PROGRAMS = ("ip", "tc", "unshare")
+CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
+"""Bits of Linux's capabilities: to change networks, and to make namespaces."""
+STREAM = Path(__file__).with_name("stream.py")
+
+_numbers = itertools.count()
+
+
+def possible(latency_ms: float = 0) -> str:
+    """Why a link cannot be emulated here, or nothing if it can: a small one is tried.
+
+    Args:
+        latency_ms: what the link is to have; above 0 it needs more of the kernel.
+    """
+    if sys.platform != "linux":
+        return f"it needs Linux's network namespaces, and this is {sys.platform}"
+    missing = [program for program in PROGRAMS if shutil.which(program) is None]
+    if missing:
+        named = " and ".join(filter(None, [", ".join(missing[:-1]), missing[-1]]))
+        return f"{named} cannot be found (Debian: apt-get install iproute2 util-linux)"
+    lacking = [name for name, bit in CAPABILITIES.items() if not _effective() >> bit & 1]
+    if lacking:
+        return f"it needs root: this process lacks {' and '.join(lacking)}"
+    try:
+        with contextlib.closing(Link(ranks=1, rate=1e9, latency_ms=latency_ms)) as link:
+            link._build()
+    except LinkError as error:
+        if latency_ms and not possible():
+            return f"a latency needs netem, which this kernel does not seem to have: {error}"
+        return str(error)
+    return ""
+
+
+class Link:
+    """A network of ranks; in a ``with`` block it is there.
+
+    It is removed, with everything that runs inside, when the block or the process ends; what a process that was killed
+    could not remove, the next link does. Meanwhile SIGTERM and SIGHUP raise KeyboardInterrupt.
+
+    Args:
+        ranks: how many; each is like a machine of its own.
+        rate: bits per second of each rank's connection, in both directions at once. Headers count.
+        latency_ms: milliseconds that a packet takes besides, one way.
+
+    Raises:
+        ConfigError: these numbers make no network.
+        LinkError: it cannot be done here.
+
+    >>> Link(ranks=3, rate=1e9).address(2)
+    '10.77.0.3'
+    >>> Link(ranks=2, rate=1e9).environment(1)["GLOO_SOCKET_IFNAME"]
+    'link0'
+    """
+
+    interface = "link0"
+    """What the connection is called on every rank."""
+
+    def __init__(self, ranks: int = 2, rate: float = 1e9, latency_ms: float = 0) -> None:
+        if not 1 <= ranks <= 1000:
+            raise ConfigError(f"a link joins 1 to 1000 ranks, not {ranks}")  # a bridge has 1023 ports
+        if not 1e3 <= rate <= 1e12:
+            raise ConfigError(f"a link's rate is between 1 kbit/s and 1000 Gbit/s, not {rate:g} bit/s")
+        if not 0 <= latency_ms <= 60_000:
+            raise ConfigError(f"a link's latency is between 0 and 60000 ms, not {latency_ms:g}")
+        self.ranks, self.rate, self.latency_ms = ranks, rate, latency_ms
+        self._prefix = ""
+        self._process = 0
+        self._signals = contextlib.ExitStack()
+
+    def __enter__(self) -> Link:
+        self._signals.enter_context(signals_raise())
+        try:
+            if reason := possible(self.latency_ms):
+                raise LinkError(f"a link cannot be emulated here: {reason}")
+            namespaces.remove_stale()
+            self._build()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove it; what still runs inside is killed."""
+        if self._prefix and self._process == os.getpid():  # not in a fork, whose parent uses it
+            namespaces.remove(namespaces.starting(self._prefix))
+            self._prefix = ""
+            atexit.unregister(self.close)
+        self._signals.close()
+
+    def command(self, rank: int, argv: Sequence[str]) -> list[str]:
+        """The command line that runs another one as this rank, on its side of the link.
+
+        Its host name is its address there: what looks its own name up finds the link, and no two ranks are one host.
+        """
+        name = ["unshare", "--uts", "sh", "-c", 'echo "$0" > /proc/sys/kernel/hostname; exec "$@"', self.address(rank)]
+        return ["ip", "netns", "exec", self._namespace(rank), *name, *argv]
+
+    def address(self, rank: int) -> str:
+        """The rank's IP address."""
+        return "10.77.{}.{}".format(*divmod(self._checked(rank) + 1, 250))
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """What torch.distributed wants to know when the rank is started without torchrun."""
+        return {
+            "RANK": str(self._checked(rank)),
+            "WORLD_SIZE": str(self.ranks),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": self.address(0),
+            "MASTER_PORT": str(PORT),
+            "GLOO_SOCKET_IFNAME": self.interface,
+            "GRACE_NODE": f"rank{rank}",
+        }
+
+    def _checked(self, rank: int) -> int:
+        if not 0 <= rank < self.ranks:
+            raise ConfigError(f"the link has ranks 0 to {self.ranks - 1}, not {rank}")
+        return rank
+
+    def _namespace(self, rank: int | str) -> str:
+        if not self._prefix:
+            raise LinkError("the link is not up: use it in a `with` block")
+        return f"{self._prefix}-{rank}"
+
+    def _build(self) -> None:
+        self._prefix, self._process = f"{namespaces.prefix()}-{next(_numbers)}", os.getpid()
+        atexit.register(self.close)
+        hub = self._namespace("hub")
+        for name in [hub, *map(self._namespace, range(self.ranks))]:
+            namespaces.call("ip", "netns", "add", name)
+        up = f"addrgenmode none mtu {MTU} up"  # IPv6 would take a second to find its addresses, and is not used
+        ports = ["link add bridge type bridge", f"link set bridge {up}"]
+        limits = []
+        for rank in range(self.ranks):
+            ports.append(f"link add rank{rank} type veth peer name {self.interface} netns {self._namespace(rank)}")
+            ports.append(f"link set rank{rank} master bridge {up}")
+            limits += self._limits(f"rank{rank}", self.latency_ms)
+        namespaces.call("ip", "-netns", hub, "-batch", "-", script="\n".join(ports))
+        namespaces.call("tc", "-netns", hub, "-batch", "-", script="\n".join(limits))
+        for rank in range(self.ranks):
+            address = f"address add {self.address(rank)}/16 dev {self.interface}"
+            script = "\n".join(["link set lo up", f"link set {self.interface} {up}", address])
+            namespaces.call("ip", "-netns", self._namespace(rank), "-batch", "-", script=script)
+            # no latency here: a sender holds back as long as its own packets wait, and delayed ones do not count
+            script = "\n".join(self._limits(self.interface))
+            namespaces.call("tc", "-netns", self._namespace(rank), "-batch", "-", script=script)
+
+    def _limits(self, interface: str, latency_ms: float = 0) -> list[str]:
+        """What ``tc`` is told about an interface."""
+        burst = max(SMALLEST_BURST, round(self.rate / 8 * BURST_SECONDS))
+        queue = max(SMALLEST_QUEUE, round(self.rate / 8 * QUEUE_SECONDS)) + burst
+        bucket = f"tbf rate {self.rate:.0f}bit burst {burst} limit {queue}"
+        if not latency_ms:
+            return [f"qdisc add dev {interface} root {bucket}"]
+        delay = f"netem delay {latency_ms * 1000:.0f}us limit 1000000"  # packets, in place of 1000
+        return [
+            f"qdisc add dev {interface} root handle 1: {delay}",
+            f"qdisc add dev {interface} parent 1:1 handle 2: {bucket}",
+        ]
+
+
+def measure(link: Link, seconds: float = 1.0, sender: int = 0, receiver: int = 1) -> float:
+    """Bits per second that a process on one rank receives from one on another, by TCP.
+
+    Args:
+        link: of two ranks or more.
+        seconds: how long they are counted, after the stream has reached its speed; longer on links so slow that this is
+            a matter of a few packets.
+        sender: the rank that sends.
+        receiver: the rank whose bytes are counted.
+
+    Raises:
+        LinkError: the processes failed.
+    """
+    if link.ranks < 2:
+        raise ConfigError("throughput is measured between two ranks, and the link has one")
+    warm_up = 0.3 + 0.04 * link.latency_ms  # 20 round trips, in which TCP doubles what is on its way
+    seconds = max(seconds, FEWEST_PACKETS * MTU * 8 / link.rate)
+    counting = _start(link, receiver, ["receive", str(warm_up), str(seconds)])
+    processes = [counting]
+    try:
+        port = counting.stdout.readline().strip() if counting.stdout else ""
+        if port:
+            processes.append(_start(link, sender, ["send", link.address(receiver), port]))
+        out, complaint = counting.communicate(timeout=warm_up + seconds + 60)
+    except subprocess.TimeoutExpired:
+        raise LinkError("the stream stands still") from None
+    finally:
+        end(*processes)
+        for process in processes:
+            for pipe in (process.stdout, process.stderr):
+                if pipe is not None:
+                    pipe.close()
+    if counting.returncode != 0:
+        raise LinkError(f"the receiver failed: {complaint.strip()}")
+    return float(out)
+
+
+def _start(link: Link, rank: int, args: list[str]) -> subprocess.Popen:
+    python = [sys.executable, "-I", "-S", str(STREAM)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        link.command(rank, [*python, *args]),
+        stdin=subprocess.DEVNULL,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def _effective() -> int:
+    """The capabilities of this process, as bits."""
+    status = Path("/proc/self/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("CapEff:")).split()[1], 16)

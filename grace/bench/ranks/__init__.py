@@ -1,0 +1,1 @@
+"""Starting the ranks of a benchmark, and hearing from them."""

@@ -1,0 +1,246 @@
+"""How the ranks of a benchmark are started for each engine: on this machine's loopback, or on an emulated link."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from grace.bench.common.errors import WorkerError
+from grace.bench.link.emulation import Link
+from grace.errors import ConfigError, MissingExtraError
+from grace.launch.processes import end
+
+ENGINES = ("torch", "horovod", "mpi")
+LOOPBACK = "127.0.0.1"
+LOOPBACK_INTERFACE = "lo" if sys.platform == "linux" else "lo0"
+CROWDED = {  # Open MPI: more ranks than cores, tied to none, and root as in a container
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+}
+KILLED_BY_MPIRUN = r"process rank (?P<rank>\d+) with PID \d+ on node \S+ exited on signal (?P<signal>\d+)"
+
+
+@dataclasses.dataclass
+class Process:
+    """What is started: a command line, up to the arguments of Python, and what it wants in its environment."""
+
+    command: list[str]
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Launcher:
+    """How the ranks are started.
+
+    Attributes:
+        processes: one per rank, in order; or one that starts them all.
+        ranks: how many ranks that makes.
+        engine: the backend that ``grace.init()`` is to join.
+        defaults: what all of them want in their environment, unless the user has set it.
+        killed: matches what a process that starts them all says of a rank that a signal ended, with its ``rank`` and
+            the ``signal``.
+    """
+
+    processes: list[Process]
+    ranks: int
+    engine: str
+    defaults: dict[str, str]
+    killed: str = r"(?!)"
+
+
+def engine_of(framework: str, ranks: int) -> str:
+    """The engine that moves a framework's tensors here: torch's own; TensorFlow's by Horovod, or else MPI.
+
+    Raises:
+        MissingExtraError: neither is installed.
+    """
+    if framework == "torch":
+        return "torch"
+    if ranks == 1:
+        return "local"
+    if has_horovod(framework):
+        return "horovod"
+    if mpirun() is not None:
+        return "mpi"
+    raise MissingExtraError(
+        "torch.distributed cannot move TensorFlow's tensors: ranks of TensorFlow need Horovod (`make horovod` in a "
+        "checkout of Grace builds and installs it), or an MPI's mpirun and mpi4py "
+        '(pip install "grace-compress[mpi]"); --ranks 1 needs neither'
+    )
+
+
+def check_engine(engine: str) -> str:
+    """The name, if there is such an engine and it is installed.
+
+    Raises:
+        ConfigError: there is none of this name.
+        MissingExtraError: it is not installed.
+
+    >>> check_engine("smoke")
+    Traceback (most recent call last):
+    grace.errors.ConfigError: unknown engine 'smoke'; known: torch, horovod, mpi
+    """
+    if engine not in ENGINES:
+        raise ConfigError(f"unknown engine {engine!r}; known: {', '.join(ENGINES)}")
+    if engine == "horovod" and not has_horovod("torch"):
+        raise MissingExtraError(
+            "--engine horovod needs Horovod, built for torch: `make horovod` in a checkout of Grace builds and "
+            "installs it"
+        )
+    if engine == "mpi" and mpirun() is None:
+        raise MissingExtraError(
+            '--engine mpi needs an MPI\'s mpirun and mpi4py: pip install "grace-compress[mpi]", and an MPI'
+        )
+    return engine
+
+
+def has_horovod(framework: str) -> bool:
+    """Whether Horovod is installed, and was built for the framework."""
+    found = importlib.util.find_spec("horovod")
+    folders = [] if found is None else list(found.submodule_search_locations or [])
+    return any(list(Path(folder, framework).glob("mpi_lib*")) for folder in folders)
+
+
+def mpirun() -> str | None:
+    """The program, if mpi4py is installed too; MPIs installed by pip lie beside Python."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return None
+    return shutil.which("mpirun") or shutil.which("mpirun", path=str(Path(sys.executable).parent))
+
+
+@contextlib.contextmanager
+def launcher(engine: str, ranks: int, link: Link | None = None) -> Iterator[Launcher]:
+    """How to start ranks that find each other by an engine; what they need meanwhile runs inside the ``with`` block.
+
+    Args:
+        engine: "torch", "horovod", "mpi", or "local" for one rank without an engine.
+        ranks: how many.
+        link: the network between them, which is up; loopback if left out.
+
+    >>> with launcher("torch", 2) as start:
+    ...     [process.environment["RANK"] for process in start.processes]
+    ['0', '1']
+    """
+    defaults = _environment(ranks)
+    with contextlib.ExitStack() as stack:
+        if engine == "local":
+            yield Launcher([Process([sys.executable])], 1, engine, defaults)
+        elif engine == "torch":
+            if link is None:
+                defaults["GLOO_SOCKET_IFNAME"] = LOOPBACK_INTERFACE
+            yield Launcher(_torch(ranks, link), ranks, engine, defaults)
+        elif engine == "horovod":
+            port = stack.enter_context(_rendezvous(ranks, link))
+            yield Launcher(_horovod(ranks, link, port), ranks, engine, defaults)
+        else:
+            agent = "" if link is None else stack.enter_context(_agent(link))
+            yield Launcher([_mpi(ranks, link, agent)], ranks, engine, {**defaults, **CROWDED}, KILLED_BY_MPIRUN)
+
+
+def _python(rank: int, link: Link | None) -> list[str]:
+    return [sys.executable] if link is None else link.command(rank, [sys.executable])
+
+
+def _torch(ranks: int, link: Link | None) -> list[Process]:
+    if link is not None:
+        return [Process(_python(rank, link), link.environment(rank)) for rank in range(ranks)]
+    with socket.socket() as free:
+        free.bind((LOOPBACK, 0))
+        port = free.getsockname()[1]
+    shared = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+    }
+    return [Process([sys.executable], {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)]
+
+
+@contextlib.contextmanager
+def _rendezvous(ranks: int, link: Link | None) -> Iterator[str]:
+    """The port of a server by which the ranks find each other."""
+    command = [*_python(0, link), "-m", "grace.bench.ranks.rendezvous", str(ranks)]
+    pipe = subprocess.PIPE
+    server = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    assert server.stdin is not None
+    assert server.stdout is not None
+    assert server.stderr is not None
+    try:
+        port = server.stdout.readline().strip()
+        if not port:
+            raise WorkerError(f"Horovod's rendezvous server did not start\n{server.stderr.read().strip()}")
+        yield port
+    finally:
+        end(server)
+        for stream in (server.stdin, server.stdout, server.stderr):
+            stream.close()
+
+
+def _horovod(ranks: int, link: Link | None, port: str) -> list[Process]:
+    shared = {
+        "HOROVOD_SIZE": str(ranks),
+        "HOROVOD_LOCAL_RANK": "0",
+        "HOROVOD_LOCAL_SIZE": "1",
+        "HOROVOD_CROSS_SIZE": str(ranks),
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": LOOPBACK if link is None else link.address(0),
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": port,
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_GLOO_IFACE": LOOPBACK_INTERFACE if link is None else link.interface,
+    }
+    processes = []
+    for rank in range(ranks):
+        own = {"HOROVOD_RANK": str(rank), "HOROVOD_CROSS_RANK": str(rank), "HOROVOD_HOSTNAME": f"rank{rank}"}
+        processes.append(Process(_python(rank, link), {**shared, **own}))
+    return processes
+
+
+def _mpi(ranks: int, link: Link | None, agent: str) -> Process:
+    program = mpirun()
+    assert program is not None
+    command = [program, "-np", str(ranks)]
+    if link is None:
+        return Process([*command, sys.executable])
+    hosts = ",".join(link.address(rank) for rank in range(ranks))
+    where = {"plm_rsh_agent": agent, "btl": "tcp,self", "pml": "ob1"}
+    where |= {f"{part}_tcp_if_include": link.interface for part in ("btl", "oob")}
+    options = [word for key, value in where.items() for word in ("--mca", key, value)]
+    return Process(link.command(0, [*command, "--host", hosts, *options, sys.executable]))
+
+
+@contextlib.contextmanager
+def _agent(link: Link) -> Iterator[str]:
+    """What mpirun calls in place of ssh: a script that runs a command on a rank's side of the link."""
+    with tempfile.TemporaryDirectory(prefix="grace-mpi-") as folder:
+        script = Path(folder, "agent")
+        cases = [
+            f'{link.address(rank)}) exec {shlex.join(link.command(rank, ["sh", "-c"]))} "$*";;'
+            for rank in range(link.ranks)
+        ]
+        script.write_text("\n".join(["#!/bin/sh", "host=$1", "shift", "case $host in", *cases, "esac", "exit 1", ""]))
+        script.chmod(0o700)
+        yield str(script)
+
+
+def _environment(ranks: int) -> dict[str, str]:
+    """What all ranks of a benchmark get besides their engine's: a share of the cores, and silence from TensorFlow."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "OMP_NUM_THREADS": str(max(1, cores // ranks)),
+        "PYTHONSAFEPATH": "1",  # `python -m` would import what lies in the current folder
+    }

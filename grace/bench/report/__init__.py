@@ -1,0 +1,1 @@
+"""One HTML file of any results."""

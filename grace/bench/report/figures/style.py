@@ -1,0 +1,226 @@
+"""What all figures of a report share: one look for each method, panels of one size, and their SVG text."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import html
+import io
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+from xml.etree import ElementTree
+
+from grace.bench.common.text import clean
+from grace.errors import missing_extra
+
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#C8B900")
+"""Okabe and Ito's colours, which colour-blind readers can tell apart; their yellow is darker here, for white paper."""
+GREYS = ("#57606A", "#818B98", "#A2ABB5")
+"""Of baselines."""
+MARKERS = ("o", "s", "^", "D", "v", "P")
+DASHES: Sequence[Any] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 1.5, 1, 1.5)))
+INK, MUTED, GRID, PAPER = "#1F2328", "#59636E", "#DDE1E6", "#FFFFFF"
+"""Of text and axes."""
+VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", PAPER: "--card", PALETTE[0]: "--blue"}
+VARIABLES |= {grey: f"--grey{i}" for i, grey in enumerate(GREYS)}
+"""Colours that are others where a report is read in the dark: its style sheet says which."""
+WIDTH = 464
+"""Of a panel, in CSS pixels."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """How one method is drawn, everywhere in a report."""
+
+    color: str
+    marker: str = "o"
+    dash: Any = "-"
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """One drawing.
+
+    Attributes:
+        title: what tells it from its neighbours, such as the bandwidth; may be empty.
+        svg: an ``<svg>`` element.
+        about: what is seen, for those who cannot see it.
+    """
+
+    title: str
+    svg: str
+    about: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """Panels under one heading.
+
+    Attributes:
+        title: the heading, plain text.
+        caption: how to read it, plain text.
+        panels: at least one.
+        keys: what shades or lines mean: (name, CSS class of the swatch).
+    """
+
+    title: str
+    caption: str
+    panels: list[Panel]
+    keys: tuple[tuple[str, str], ...] = ()
+
+
+def looks(methods: Iterable[str], baselines: Iterable[str] = ()) -> dict[str, Look]:
+    """One look for each name: a colour, and where there are more names than colours, another marker and dash too.
+
+    >>> found = looks(["none", "topk", "qsgd"], ["DDP"])
+    >>> [found[name].color for name in ("none", "topk", "qsgd", "DDP")]
+    ['#1F2328', '#0072B2', '#D55E00', '#57606A']
+    >>> many = looks(f"method {i}" for i in range(20))
+    >>> len(set(many.values()))
+    20
+    """
+    found: dict[str, Look] = {}
+    for colors, names in ((GREYS, baselines), (PALETTE, methods)):
+        names = [name for name in dict.fromkeys(names) if name not in found]
+        if "none" in names:
+            found["none"] = Look(INK)
+            names.remove("none")
+        for i, name in enumerate(names):
+            turn = i // len(colors)
+            found[name] = Look(colors[i % len(colors)], MARKERS[turn % len(MARKERS)], DASHES[turn % len(DASHES)])
+    return found
+
+
+def panel(height: int = 360, width: int = WIDTH) -> tuple[Any, Any]:
+    """An empty figure of so many CSS pixels, and its axes.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure as Drawing
+    except ImportError as error:
+        raise missing_extra("matplotlib", "bench") from error
+    drawing = Drawing(figsize=(width / 72, height / 72), dpi=72)
+    FigureCanvasAgg(drawing)
+    axes = drawing.add_axes((0.12, 0.15, 0.83, 0.8))
+    axes.set_facecolor("none")
+    axes.grid(True, which="major", color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(which="both", colors=MUTED, labelsize=11, length=0, pad=5)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(GRID)
+    return drawing, axes
+
+
+def place(drawing: Any, axes: Any, left: float, right: float, top: float, bottom: float) -> None:
+    """Put the axes so many CSS pixels from the edges."""
+    width, height = 72 * drawing.get_size_inches()
+    axes.set_position((left / width, bottom / height, (width - left - right) / width, (height - top - bottom) / height))
+
+
+def label_axes(axes: Any, x: str, y: str = "") -> None:
+    """What is on the axes, units included; that of y stands above it, where it can be read without turning the head."""
+    axes.set_xlabel(clean(x), fontsize=11.5, color=INK, labelpad=7, parse_math=False)
+    if y:
+        axes.annotate(
+            clean(y),
+            (0, 1),
+            (4, -8),
+            xycoords=("figure fraction", "figure fraction"),
+            textcoords="offset points",
+            va="top",
+            fontsize=11.5,
+            color=INK,
+            parse_math=False,
+        )
+
+
+@contextlib.contextmanager
+def any_text() -> Iterator[None]:
+    """No warnings of letters that matplotlib's own font lacks: browsers have other fonts."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
+        yield
+
+
+def svg(drawing: Any, name: str, about: str) -> str:
+    """The figure as an element for HTML: text stays text, ids begin with ``name``, the page names colours."""
+    from matplotlib import rc_context
+
+    text = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}), any_text():
+        drawing.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+    root = ElementTree.fromstring(text.getvalue())
+    width, height = (round(float(size)) for size in 72 * drawing.get_size_inches())
+    for element in root.iter():
+        element.tag = element.tag.rpartition("}")[2]
+        element.attrib = {
+            key.rpartition("}")[2]: _shorter(value, name)
+            for key, value in element.attrib.items()
+            if not (key == "id" and element.tag in ("g", "svg")) and not value.startswith("rotate(-0 ")
+        }
+        if element.text is not None and element.tag != "text":
+            element.text = None
+        element.tail = None
+    _unwrap(root)
+    root.attrib = {"viewBox": f"0 0 {width} {height}", "role": "img", "aria-label": clean(about)}
+    return ElementTree.tostring(root, encoding="unicode").replace("<g>", "\n<g>")
+
+
+def _shorter(value: str, name: str) -> str:
+    """An attribute for a page with other figures: ids of its own, the page's fonts and colours, fewer digits."""
+    value = re.sub(r"^(#?)((?:p|m|h|image)[0-9a-f]{8,})$", rf"\1{name}-\2", value)
+    value = value.replace("url(#", f"url(#{name}-")
+    value = re.sub(r" ?font-family: [^;]*;", "", value)
+    value = re.sub(r"(\d+\.\d\d)\d+", r"\1", value).replace("\n", "").replace(": ", ":").replace("; ", ";")
+    for color, variable in VARIABLES.items():
+        value = re.sub(f"{color}(?![0-9a-f])", f"var({variable})", value, flags=re.IGNORECASE)
+    return value
+
+
+def _unwrap(element: Any) -> None:
+    """Put the children of groups that say nothing in their place, and leave out what draws nothing."""
+    children: list[Any] = []
+    for child in element:
+        _unwrap(child)
+        if child.tag == "g" and not child.attrib:
+            children += child
+        elif child.tag not in ("metadata", "style") and (len(child) or child.tag not in ("g", "defs")):
+            children.append(child)
+    element[:] = children
+
+
+def named(page: str) -> tuple[str, str]:
+    """The page with a class in place of each ``style`` attribute, and the style sheet of these classes: much shorter.
+
+    >>> named('<p style="fill:none">a style="b"</p><i style="fill:none" />')
+    ('<p class="k0">a style="b"</p><i class="k0" />', '.k0{fill:none}')
+    """
+    names: dict[str, str] = {}
+
+    def change(tag: re.Match) -> str:
+        return re.sub(r' style="([^"]*)"', lambda style: f' class="{name(style[1])}"', tag[0])
+
+    def name(style: str) -> str:
+        return names.setdefault(style, f"k{len(names)}")
+
+    page = re.sub(r"<[^>]*>", change, page)
+    return page, "\n".join(f".{name}{{{style}}}" for style, name in names.items())
+
+
+def themed(color: str) -> str:
+    """The colour for a style sheet.
+
+    >>> themed(INK), themed(PALETTE[1])
+    ('var(--ink)', '#D55E00')
+    """
+    return f"var({VARIABLES[color]})" if color in VARIABLES else color
+
+
+def escaped(text: str) -> str:
+    """Text for HTML, in attributes too."""
+    return html.escape(clean(text), quote=True)

@@ -1,0 +1,203 @@
+"""Results as one HTML file: figures, tables, and what was measured where; it opens without a network."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+
+from grace.bench.common.results import Results
+from grace.bench.common.text import clean, digits, number, of_bytes, of_ranks, of_rate, of_seconds, parse_rate, whole
+from grace.bench.report.figures import kernels, step, train
+from grace.bench.report.figures.style import Figure, Look, escaped, looks, named
+from grace.bench.report.rows import identity
+from grace.bench.report.tables import kernels_columns, step_columns, table, train_columns
+from grace.bench.report.words import verdict
+from grace.core.atomic_files import replacing
+from grace.core.version import __version__
+from grace.errors import ConfigError
+
+HEADINGS = {"step": "Step time", "train": "Training", "kernels": "Compressors alone"}
+
+
+def write_report(path: Path, results: Sequence[Results]) -> Path:
+    """Write one self-contained HTML file: styles, script and figures (SVG) are in it, and nothing is loaded.
+
+    Each of the results becomes a section; a method has the same colour in all of them. The file is replaced at once.
+
+    Args:
+        path: of the file; its folder is made if need be.
+        results: at least one, of any kinds.
+
+    Returns:
+        The path.
+
+    Raises:
+        ConfigError: a row lacks what tells it from the others, or the file cannot be written.
+        MissingExtraError: matplotlib is not installed.
+    """
+    if not results:
+        raise ConfigError("a report needs results of at least one benchmark")
+    try:
+        text = page(results)
+    except (TypeError, KeyError, IndexError, AttributeError, ArithmeticError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        kinds = ", ".join(each.kind for each in results)
+        raise ConfigError(f"the results ({kinds}) hold values that cannot be shown: {error!r}") from error
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as draft:
+            draft.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+    return path
+
+
+def page(results: Sequence[Results]) -> str:
+    """The report as text."""
+    for each in results:
+        _check(each)
+    colors = methods_looks(results)
+    sections = [_section(each, colors, f"s{i}") for i, each in enumerate(results)]
+    links = "".join(f'<a href="#s{i}">{escaped(heading(each))}</a>' for i, each in enumerate(results))
+    template = string.Template(files("grace.bench.report").joinpath("report.html").read_text(encoding="utf-8"))
+    text, styles = named("\n".join(sections))
+    return template.substitute(
+        styles=styles,
+        title="Grace benchmark report",
+        contents=f'<nav aria-label="Contents">{links}</nav>' if len(results) > 1 else "",
+        sections=text,
+        footer=f"Written by Grace {escaped(__version__)}. A click on the name of a table's column sorts it.",
+    )
+
+
+def methods_looks(results: Sequence[Results]) -> dict[str, Look]:
+    """The look of every method and baseline of these results."""
+    rows = [row for each in results for row in each.rows]
+    baselines = [identity(row) for row in rows if row.get("kind") in ("baseline", "bound")]
+    return looks([identity(row) for row in rows], baselines)
+
+
+def heading(results: Results) -> str:
+    """What was measured, in a few words.
+
+    >>> heading(Results("step", {"model": "resnet50"})), heading(Results("train", {"task": "digits"}))
+    ('Step time: resnet50', 'Training: digits')
+    """
+    of = results.settings.get("model") or results.settings.get("task") or results.settings.get("device")
+    return HEADINGS[results.kind] + (f": {clean(of)}" if of else "")
+
+
+def _check(results: Results) -> None:
+    """Raise an error that names the first row whose keys are not those of its kind."""
+    needed = {
+        "step": ("name", "kind", "engine", "ranks", "bandwidth", "step_ms"),
+        "train": ("method", "bandwidth", "quality"),
+        "kernels": ("method", "tensor"),
+    }[results.kind]
+    for i, row in enumerate(results.rows):
+        wrong = [key for key in needed if key not in row or isinstance(row[key], list | dict)]
+        if wrong:
+            raise ConfigError(f"row {i + 1} of the {results.kind} results has no {', '.join(wrong)}")
+
+
+def _section(results: Results, colors: dict[str, Look], name: str) -> str:
+    rows, settings = results.rows, results.settings
+    if results.kind == "step":
+        drawn, columns = step.figures(rows, colors, name), step_columns(rows)
+    elif results.kind == "train":
+        drawn, columns = train.figures(rows, settings, colors, name), train_columns(rows, settings)
+    else:
+        drawn, columns = kernels.figures(rows, colors, name), kernels_columns()
+    parts = [f'<section id="{name}"><h2>{escaped(heading(results))}</h2>', f'<p class="about">{_about(results)}</p>']
+    if not results.complete:
+        parts.append('<p class="warn">Incomplete: interrupted. Only what was measured until then is here.</p>')
+    parts += [_verdict(results), _facts(results), *map(_figure, drawn)]
+    parts.append(f"<h3>All figures as a table</h3>{table(rows, columns, colors, heading(results))}" if rows else "")
+    return "\n".join([*filter(None, parts), "</section>"])
+
+
+def _about(results: Results) -> str:
+    """A sentence about what was asked for."""
+    s = results.settings
+    said: list[str] = []
+    if number(s.get("parameters")):
+        said.append(f"{whole(s['parameters'])} parameters")
+    if number(s.get("elements")):
+        said.append(f"tensors of {whole(s['elements'])} elements")
+    if s.get("about"):
+        said.append(clean(s["about"]))
+    for key, word in (("engine", "engine {}"), ("framework", "{}"), ("device", "on {}"), ("optimizer", "{}")):
+        if s.get(key):
+            said.append(word.format(clean(s[key])))
+    ranks = s.get("ranks")
+    if ranks:
+        counts = ranks if isinstance(ranks, list) else [ranks]
+        said.append(" and ".join([*map(whole, counts[:-1]), of_ranks(counts[-1])]))
+    for key, word in (
+        ("batch", "{} samples per rank and step"),
+        ("epochs", "{} epochs"),
+        ("rounds", "{} rounds"),
+        ("threads", "{} threads"),
+        ("repeats", "{} repeats"),
+    ):
+        if number(s.get(key)):
+            said.append(word.format(whole(s[key])).removesuffix("s" if s[key] == 1 and key != "batch" else ""))
+    if s.get("seeds"):
+        said.append(f"seeds {', '.join(map(str, s['seeds']))}")
+    if results.kind == "kernels" and number(s.get("copy_gbps")):
+        said.append(f"one copy at {digits(s['copy_gbps'])} GB/s")
+    if s.get("bandwidths"):
+        said.append(", ".join(of_rate(rate) for rate in s["bandwidths"]))
+    return escaped(", ".join(said)) + ("." if said else "")
+
+
+def _verdict(results: Results) -> str:
+    said = verdict(results)
+    if not said:
+        return ""
+    if set(said) == {""}:
+        return f'<div class="verdict">{escaped(said[""])}</div>'
+    lines = "".join(f"<dt>{escaped(_rate(key))}</dt><dd>{escaped(words)}</dd>" for key, words in said.items())
+    return f'<div class="verdict"><dl>{lines}</dl></div>'
+
+
+def _rate(key: str) -> str:
+    """A bandwidth as the figures show it; other words as they are."""
+    try:
+        return of_rate(parse_rate(key))
+    except ConfigError:
+        return key
+
+
+def _facts(results: Results) -> str:
+    machine = results.machine
+    memory = of_bytes(machine["memory_bytes"]) if number(machine.get("memory_bytes")) else ""
+    computer = [clean(machine.get("processor") or ""), f"{machine.get('cores', '?')} cores", memory]
+    gpus = [clean(gpu) for gpu in machine.get("gpus") or []]
+    facts: list[tuple[str, str]] = [
+        ("measured", f"{results.when.replace('T', ' ').replace('Z', ' UTC')}, took {of_seconds(results.seconds)}"),
+        ("machine", ", ".join(filter(None, [*computer, *gpus]))),
+        ("system", str(machine.get("platform") or "")),
+        ("versions", ", ".join(f"{package} {number}" for package, number in results.versions.items())),
+    ]
+    cells = "".join(f"<div><dt>{name}</dt><dd>{escaped(text)}</dd></div>" for name, text in facts if text)
+    if results.command:
+        cells += f'<div class="wide"><dt>command</dt><dd><code>{escaped(results.command)}</code></dd></div>'
+    return f'<dl class="facts">{cells}</dl>'
+
+
+def _figure(figure: Figure) -> str:
+    keys = "".join(f'<li><i class="{css}"></i>{escaped(name)}</li>' for name, css in figure.keys)
+    panels = "".join(
+        f'<div class="panel">{f"<h4>{escaped(panel.title)}</h4>" if panel.title else ""}{panel.svg}</div>'
+        for panel in figure.panels
+    )
+    lone = " lone" if len(figure.panels) == 1 else ""
+    return (
+        f'<h3>{escaped(figure.title)}</h3><figure><figcaption class="caption">{escaped(figure.caption)}</figcaption>'
+        + (f'<ul class="keys">{keys}</ul>' if keys else "")
+        + f'<div class="panels{lone}">{panels}</div></figure>'
+    )

@@ -1,0 +1,55 @@
+"""Rows of results, sorted into the cases that a report shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from grace.bench.common.text import number, of_ranks, of_rate
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def one_bound(rows: Rows) -> Rows:
+    """Without the bounds of engines that only baselines were measured on: the first engine is that of the methods.
+
+    >>> bounds = [{"engine": "torch", "kind": "bound"}, {"engine": "horovod", "kind": "bound"}]
+    >>> one_bound([*bounds, {"engine": "horovod", "kind": "baseline"}])
+    [{'engine': 'torch', 'kind': 'bound'}, {'engine': 'horovod', 'kind': 'baseline'}]
+    """
+    return [row for row in rows if row["kind"] != "bound" or row.get("engine") == rows[0].get("engine")]
+
+
+def plain(rows: Rows) -> Mapping[str, Any] | None:
+    """The row that speedups are relative to: the baseline whose own is 1; else the first baseline, or "none"."""
+    baselines = [row for row in rows if row["kind"] == "baseline"]
+    ones = [row for row in baselines if abs((number(row.get("speedup")) or 0) - 1) < 1e-9]
+    return next(iter(ones + baselines + [row for row in rows if row["name"] == "none"]), None)
+
+
+def cases(rows: Rows, *keys: str) -> dict[tuple, list[Mapping[str, Any]]]:
+    """Rows by the values of some keys; numbers ascend, None comes last, words keep their order.
+
+    >>> list(cases([{"ranks": 4, "bandwidth": None}, {"ranks": 2, "bandwidth": 1e9}], "bandwidth", "ranks"))
+    [(1000000000.0, 2), (None, 4)]
+    """
+    found: dict[tuple, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(tuple(row.get(key) for key in keys), []).append(row)
+    return dict(
+        sorted(found.items(), key=lambda item: [(v is None, 0 if isinstance(v, str) else v or 0) for v in item[0]])
+    )
+
+
+def titles(found: Mapping[tuple, Any]) -> list[str]:
+    """What tells cases of (ranks, bandwidth) apart.
+
+    >>> titles({(2, 1e9): 0, (4, 1e9): 0}), titles({(2, None): 0})
+    (['2 ranks, 1 Gbit/s', '4 ranks, 1 Gbit/s'], ['2 ranks, no emulated link'])
+    """
+    return [f"{of_ranks(ranks)}, {of_rate(rate)}" for ranks, rate in found]
+
+
+def identity(row: Mapping[str, Any]) -> str:
+    """Whose look a row has: its method's, or that of what it is called."""
+    return str(row.get("method") or row.get("name"))

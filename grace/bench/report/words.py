@@ -1,0 +1,80 @@
+"""What results mean, in words: the benchmark's own verdict, or a sentence made from its rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grace.bench.common.quality import better, shown
+from grace.bench.common.results import Results
+from grace.bench.common.text import digits, number, of_rate
+from grace.bench.report.rows import cases
+
+
+def verdict(results: Results) -> dict[str, str]:
+    """Words by what they are about, such as a bandwidth; "" for all of it. Empty if there is nothing to say.
+
+    >>> verdict(Results("step", {"verdict": {"1gbit": "topk pays."}}))
+    {'1gbit': 'topk pays.'}
+    >>> verdict(Results("step", {"verdict": "nothing pays."})), verdict(Results("step", {}))
+    ({'': 'nothing pays.'}, {})
+    """
+    said: Any = results.settings.get("verdict")
+    if isinstance(said, dict):
+        return {str(key): str(words) for key, words in said.items() if words}
+    if said:
+        return {"": str(said)}
+    if results.kind == "train":
+        return _train(results)
+    return _kernels(results) if results.kind == "kernels" else {}
+
+
+def _train(results: Results) -> dict[str, str]:
+    """Which method sends least and which is fastest, of those that are no worse than none beyond the seeds' spread."""
+    settings, sign, said = results.settings, better(results.settings), {}
+    found = cases([row for row in results.rows if number(row.get("quality")) is not None], "bandwidth")
+    for (rate,), rows in found.items():
+        none = next((row for row in rows if row["method"] == "none"), None)
+        others = [row for row in rows if row is not none]
+        if none is None or not others:
+            continue
+        spread = number(none.get("quality_spread")) or 0
+        good = [
+            row
+            for row in others
+            if sign * (row["quality"] - none["quality"]) >= -spread - (number(row.get("quality_spread")) or 0)
+        ]
+        within = "within the spread over seeds" if len(settings.get("seeds") or []) > 1 else "with one seed"
+        metric = settings.get("metric", "quality")
+        level = f"the {metric} of none ({shown(none['quality'], settings)})"
+        text = f"{len(good)} of {len(others)} methods reach {level} {within}"
+        small = min(_with(good, "relative_volume"), key=lambda row: row["relative_volume"], default=None)
+        fast = max(_with(good, "relative_throughput"), key=lambda row: row["relative_throughput"], default=None)
+        if small is not None:
+            percent = digits(100 * small["relative_volume"], 2)
+            text += f"; of them {small['method']} sends least ({percent} % of none's bytes)"
+        if fast is not None and fast["relative_throughput"] > 1:
+            text += f"; {fast['method']} is the fastest ({fast['relative_throughput']:.2f}\u00d7 none's throughput)"
+        elif fast is not None:
+            text += "; no one of them trains faster than none"
+        said[of_rate(rate) if len(found) > 1 else ""] = text + "."
+    return said
+
+
+def _kernels(results: Results) -> dict[str, str]:
+    """Which of the methods that shrink a tensor takes the least time."""
+    key = "encode_copies"
+    rows = [row for row in results.rows if number(row.get(key)) and (number(row.get("bits_per_element")) or 32) < 32]
+    if not rows:
+        return {}
+    fast = min(rows, key=lambda row: row[key] + (number(row.get("decode_copies")) or 0))
+    copies = digits(fast[key] + (number(fast.get("decode_copies")) or 0))
+    small = min(rows, key=lambda row: row["bits_per_element"])
+    return {
+        "": f"{fast['method']} is the fastest: it encodes and decodes in the time of {copies} copies of the tensor. "
+        f"{small['method']} sends least: {digits(small['bits_per_element'])} bits per element."
+    }
+
+
+def _with(rows: list, key: str) -> list:
+    """Those that have a number under a key."""
+    return [row for row in rows if number(row.get(key))]

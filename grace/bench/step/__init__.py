@@ -1,0 +1,1 @@
+"""Step times, side by side over the same network."""

@@ -1,0 +1,195 @@
+"""``grace bench step``: what a training step costs with each method, and whether compression pays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import grace
+from grace.bench.common import options
+from grace.bench.common.progress import Bar
+from grace.bench.common.results import Results
+from grace.bench.common.text import of_bytes
+from grace.bench.lifecycle import Running
+from grace.bench.step import scenarios
+from grace.bench.step.in_place import run_here
+from grace.bench.step.rows import scenario
+from grace.bench.step.settings import METHODS, QUICK_METHODS, QUICK_ROUNDS, ROUNDS, Event, Settings, about
+from grace.errors import ConfigError
+
+NAME = "grace bench step"
+ROOMY = 100
+"""Characters in a line from which on all columns are shown."""
+HOW_TO_READ = (
+    "step: the median; ±: half of the quartiles' distance; codec: Grace's encoding and decoding; exposed: the "
+    "communication that the step waits for, of baselines with their codec; sent, received: in a step, of the rank that "
+    "moved most; wire: those bytes over the bandwidth."
+)
+
+
+def command(
+    model: Annotated[
+        str,
+        typer.Option(
+            help="transformer, resnet, lstm, ncf, mlp, or module:function, which returns (model, loss, samples), where "
+            "loss(model) is the loss of a batch of so many samples, on the device of its choice."
+        ),
+    ] = "transformer",
+    methods: Annotated[
+        str | None,
+        typer.Option(help="Compressor specs, separated by commas, or all.", show_default="ten, or four with --quick"),
+    ] = None,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option("--strategy", help="A strategy's file or builder to compare too; may be repeated."),
+    ] = None,
+    engine: Annotated[str, typer.Option(help="What moves Grace's payloads: torch, horovod or mpi.")] = "torch",
+    ranks: Annotated[
+        str, typer.Option("--ranks", "-n", help="Processes to train on; several numbers as in 2,4 show the scaling.")
+    ] = "2",
+    bandwidth: Annotated[
+        str | None,
+        typer.Option(
+            help="Rates of emulated links, as in 10gbit,1gbit,100mbit (Linux, root); none is the loopback.",
+            show_default="loopback",
+        ),
+    ] = None,
+    baselines: Annotated[
+        str, typer.Option(help="Of ddp and horovod, what to compare with where it is installed; or none.")
+    ] = "ddp,horovod",
+    rounds: Annotated[
+        int | None, typer.Option(help="Blocks of steps of each row.", show_default="8, or 3 with --quick")
+    ] = None,
+    ddp_hook: Annotated[bool, typer.Option("--ddp-hook", help="Measure the methods as DDP's hooks too.")] = False,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Folder for results.json, results.csv and report.html.")
+    ] = Path("out/step"),
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer methods and rounds: under two minutes.")] = False,
+) -> None:
+    """Time training steps with Grace's methods and with what people use without it.
+
+    Each step's time is split into compute (a step of the same ranks without any
+    communication), codec (Grace's encoding and decoding) and exposed
+    communication: what remains, for which the step waits. Bytes are those of
+    the rank that moved most, counted at its sockets. The rows take turns, so
+    what else the machine does hits all alike; the table has medians.
+
+    Baselines: DistributedDataParallel plain, with torch's fp16 and bf16 hooks
+    where the engine takes them, and with torch's PowerSGD hook; Horovod plain
+    and with its fp16; and no communication at all, which nothing can beat.
+
+    Started by torchrun, horovodrun or mpirun it measures over the network
+    between those ranks, as in: torchrun ... --no-python grace bench step
+    """
+    defaults = QUICK_METHODS if quick else METHODS
+    settings = Settings(
+        model=model,
+        methods=list(defaults) if methods is None else options.methods(methods),
+        strategies=strategy or [],
+        engine=engine,
+        baselines=[] if baselines == "none" else options.split(baselines),
+        ranks=options.integers(ranks, "--ranks"),
+        bandwidths=options.bandwidths(bandwidth),
+        rounds=rounds if rounds is not None else QUICK_ROUNDS if quick else ROUNDS,
+        ddp_hook=ddp_hook,
+    )
+    here = options.launched()
+    if here and bandwidth is not None:
+        raise ConfigError("--bandwidth starts ranks of its own; these ranks were started by a launcher")
+    run(settings, out, here).finish(Console(highlight=False))
+
+
+def run(settings: Settings, out: Path, here: bool = False) -> Running:
+    """Measure, show and save; what is finished is kept, whatever happens.
+
+    Args:
+        settings: what to run.
+        out: the folder to write to.
+        here: this process is one of several ranks; only the first writes and shows.
+
+    Returns:
+        How it ended, and the results.
+    """
+    console = Console(highlight=False, quiet=here and grace.init().rank != 0)
+    running = Running(NAME, "step", about(settings), None if console.quiet else out)
+
+    def measure() -> None:
+        with Bar(console) as bar:
+
+            def watch(scenario: str, event: Event) -> None:
+                bar.show(scenario, event)
+                if "times_ms" in event:
+                    running.save()
+
+            (run_here if here else scenarios.run)(settings, running.results, watch)
+
+    running.measure(measure)
+    if not console.quiet:
+        show(console, running.results)
+    return running
+
+
+def show(console: Console, results: Results) -> None:
+    """A table and a verdict per scenario."""
+    measured = dict.fromkeys((row["ranks"], row["bandwidth"]) for row in results.rows)
+    for ranks, rate in measured:
+        rows = [row for row in results.rows if (row["ranks"], row["bandwidth"]) == (ranks, rate)]
+        name = scenario(ranks, rate)
+        console.print(f"\n[bold]{results.settings['model']}, {name}[/]", soft_wrap=True)
+        console.print(table(rows, console.width))
+        console.print(results.settings.get("verdict", {}).get(name, "Interrupted before the verdict."))
+    if measured:
+        console.print(HOW_TO_READ, style="dim")
+    for name, reason in results.settings.get("skipped", {}).items():
+        console.print(f"Left out: {name}: {reason}", markup=False, style="dim")
+
+
+def table(rows: list[dict[str, Any]], width: int = 80) -> Table:
+    """Rows of one scenario; times in milliseconds. Where there is room, bytes received and samples per second too."""
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
+    made.add_column("", overflow="fold")
+    plain = next((row["name"] for row in rows if row["speedup"] == 1.0), None)
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "step\nms": lambda row: number(row["step_ms"]),
+        "±": lambda row: number((row["step_high_ms"] - row["step_low_ms"]) / 2),
+        f"against\n{plain or 'plain'}": lambda row: f"{row['speedup']:.2f}x" if row["speedup"] else "",
+        "codec\nms": lambda row: number(row["codec_ms"]),
+        "exposed\nms": lambda row: number(row["exposed_ms"]),
+        "sent\n/ rank": lambda row: amount(row["sent_bytes"]),
+        "received\n/ rank": lambda row: amount(row["received_bytes"]),
+        "wire\nms": lambda row: number(row["wire_ms"]),
+        "samples\n/ s": lambda row: number(row["samples_per_s"]),
+    }
+    if width < ROOMY:
+        del columns["received\n/ rank"], columns["samples\n/ s"]
+    for header in columns:
+        made.add_column(header, justify="right", no_wrap=True)
+    engines = dict.fromkeys(row["engine"] for row in rows)
+    for row in rows:
+        label = row["name"] + (f" ({row['engine']}'s ranks)" if row["kind"] == "bound" and len(engines) > 1 else "")
+        style = {"grace": "", "baseline": "cyan", "bound": "dim"}[row["kind"]]
+        paying = row["pays"] and row["kind"] == "grace"
+        made.add_row(label, *(cell(row) for cell in columns.values()), style="bold" if paying else style)
+    return made
+
+
+def amount(count: float | None) -> str:
+    """Bytes, if they are known."""
+    return "" if count is None else of_bytes(count)
+
+
+def number(value: float | None) -> str:
+    """Three digits, and no more than needed.
+
+    >>> [number(x) for x in (None, 0.1234, 5.678, 56.78, 5678.9)]
+    ['', '0.12', '5.68', '56.8', '5679']
+    """
+    if value is None:
+        return ""
+    return f"{value:.{max(0, 2 - max(0, len(str(int(value))) - 1))}f}"

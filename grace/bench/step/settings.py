@@ -1,0 +1,115 @@
+"""What ``grace bench step`` is to run."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from grace.bench.common.user_functions import load_function
+from grace.bench.link.emulation import Link
+from grace.bench.ranks.launchers import ENGINES, check_engine, has_horovod
+from grace.errors import ConfigError
+
+METHODS = (
+    "none", "fp16", "qsgd", "natural", "terngrad", "efsignsgd", "topk(ratio=0.01)", "dgc(ratio=0.01)",
+    "powersgd(rank=4)", "topk(ratio=0.01) | qsgd(levels=7, bucket_size=64, norm=max)",
+)  # fmt: skip
+
+
+QUICK_METHODS = ("none", "qsgd", "topk(ratio=0.01)", "powersgd(rank=4)")
+
+
+ROUNDS, QUICK_ROUNDS = 8, 3
+
+
+BASELINES = ("ddp", "horovod")
+
+
+BOUND = "no communication"
+"""The contestant whose ranks train alone: what no exchange can be faster than."""
+
+
+MODELS = ("transformer", "resnet", "lstm", "ncf", "mlp")
+"""Functions of :mod:`grace.bench.workloads.models`."""
+
+
+Event = dict[str, Any]
+
+
+@dataclasses.dataclass
+class Settings:
+    """What to run.
+
+    Args:
+        model: a name of :mod:`grace.bench.workloads.models`, or ``module:function``.
+        methods: compressor specs; memory and communicator are each method's defaults.
+        strategies: files' paths, or builders' specs.
+        engine: what moves Grace's payloads: "torch", "horovod" or "mpi".
+        baselines: of "ddp" and "horovod", those that are compared with; what is not installed is left out.
+        ranks: numbers of processes on this machine, one scenario each.
+        bandwidths: bits per second of emulated links, one scenario each; None for loopback.
+        rounds: blocks of steps per row; the rows take turns.
+        ddp_hook: whether the methods are measured as hooks of DistributedDataParallel too.
+
+    Raises:
+        ConfigError: a value cannot work.
+        MissingExtraError: the engine is not installed.
+
+    >>> Settings(methods=["topk"], bandwidths=[1e9]).scenarios
+    [(2, 1000000000.0)]
+    >>> Settings(rounds=0)
+    Traceback (most recent call last):
+    grace.errors.ConfigError: --rounds must be at least 1, not 0
+    """
+
+    model: str = "transformer"
+    methods: list[str] = dataclasses.field(default_factory=lambda: list(METHODS))
+    strategies: list[str] = dataclasses.field(default_factory=list)
+    engine: str = "torch"
+    baselines: list[str] = dataclasses.field(default_factory=lambda: list(BASELINES))
+    ranks: list[int] = dataclasses.field(default_factory=lambda: [2])
+    bandwidths: list[float | None] = dataclasses.field(default_factory=lambda: [None])
+    rounds: int = ROUNDS
+    ddp_hook: bool = False
+
+    def __post_init__(self) -> None:
+        from grace.communicators.base import build_communicator
+
+        check_engine(self.engine)
+        for key in ("methods", "strategies", "baselines", "ranks", "bandwidths"):
+            setattr(self, key, list(dict.fromkeys(getattr(self, key))))
+        for method in self.methods:
+            build_communicator(method, None, None)
+        for name in self.baselines:
+            if name not in BASELINES:
+                raise ConfigError(f"unknown baseline {name!r}; known: {', '.join(BASELINES)}, or none")
+        if not (self.methods or self.strategies or self.baselines):
+            raise ConfigError("nothing is to be compared: --methods, --strategy and --baselines are empty")
+        for ranks in self.ranks:
+            if not 1 <= ranks <= 1000:
+                raise ConfigError(f"--ranks must be between 1 and 1000, not {ranks}")
+            for rate in self.bandwidths:
+                if rate is not None:
+                    Link(ranks, rate)
+        if self.ddp_hook and self.engine != "torch":
+            raise ConfigError("--ddp-hook is for --engine torch: DistributedDataParallel has no other engine")
+        if self.model not in MODELS:
+            load_function(self.model, "model", MODELS)
+        if self.rounds < 1:
+            raise ConfigError(f"--rounds must be at least 1, not {self.rounds}")
+
+    @property
+    def scenarios(self) -> list[tuple[int, float | None]]:
+        """Numbers of ranks, and bandwidths."""
+        return [(ranks, rate) for ranks in self.ranks for rate in self.bandwidths]
+
+    @property
+    def groups(self) -> list[str]:
+        """The engines whose ranks are started for a scenario, one after the other: that of the methods first."""
+        wanted = {"torch": "ddp" in self.baselines, "horovod": "horovod" in self.baselines and has_horovod("torch")}
+        return [self.engine, *(name for name in ENGINES if name != self.engine and wanted.get(name))]
+
+
+def about(settings: Settings) -> dict[str, Any]:
+    """The settings as they are recorded; the ranks tell the rest."""
+    return {**dataclasses.asdict(settings), "verdict": {}}

@@ -1,0 +1,179 @@
+"""One rank of ``grace bench step``.
+
+Usage: python -m grace.bench.step.worker FOLDER ENGINE, where FOLDER holds settings.json; rank 0 writes events.jsonl:
+
+    {"facts": {...}}                            what all rows share; names of contestants that cannot run, and why
+    {"blocks": n}                               how many blocks of steps follow
+    {"name", "kind", "method", "samples",
+     "times_ms", "codec_ms", "sent_bytes", "received_bytes"}    a block of steps
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import grace
+import grace.torch
+from grace.bench.ranks.events import tell
+from grace.bench.ranks.run import redirect_stderr
+from grace.bench.step.contestants import (
+    Contestant,
+    Stepper,
+    bound,
+    horovod_baselines,
+    in_hook,
+    method,
+    strategy,
+    torch_baselines,
+)
+from grace.bench.step.settings import Event, Settings
+from grace.bench.step.sockets import tcp_bytes
+from grace.bench.workloads.models import workload
+from grace.core.backend import Backend
+from grace.errors import GraceError
+
+WARM_UP = 3
+"""Steps before anything is timed: DDP cuts its buckets anew after the first; torch's PowerSGD starts at the third."""
+BLOCK_SECONDS = 0.2
+LONGEST_BLOCK = 50
+"""Steps; a block has at least one."""
+
+
+def measure(settings: Settings, backend: Backend, engine: str, emit: Callable[[Event], None]) -> None:
+    """Let the contestants take turns; rank 0 calls ``emit`` with each event.
+
+    Args:
+        settings: what to compare.
+        backend: the run that this rank has joined.
+        engine: decides which contestants there are: Grace's if it is the settings' engine, and the engine's baselines.
+        emit: takes an event.
+    """
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.manual_seed(0)
+    work = workload(settings.model, backend.rank)
+    model = work.model
+    skipped: dict[str, str] = {}
+    steppers: list[tuple[Stepper, int]] = []
+    for contestant in _contestants(settings, engine, backend.size):
+        try:
+            stepper = Stepper(contestant, model, work.loss)
+            steppers.append((stepper, _warm_up(stepper, backend)))
+        except (GraceError, RuntimeError, TypeError, ValueError) as error:
+            if contestant.kind != "baseline":
+                raise
+            skipped[contestant.name] = str(error).splitlines()[0]  # the same on every rank: the engine refuses it
+    count = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    device = next(model.parameters()).device.type
+    facts: Event = {
+        "device": device,
+        "parameters": count,
+        "batch": work.samples,
+        "optimizer": "SGD",
+        "threads": torch.get_num_threads(),
+    }
+    emit({"facts": {**facts, **({"skipped": skipped} if skipped else {})}})
+    emit({"blocks": settings.rounds * len(steppers)})
+    for _ in range(settings.rounds):
+        for stepper, steps in steppers:
+            block = _block(stepper, steps, backend)
+            emit({**_about(stepper.contestant), "samples": work.samples, **block})
+
+
+def _contestants(settings: Settings, engine: str, ranks: int) -> list[Contestant]:
+    found = [bound()]
+    if ranks > 1:
+        if engine == "torch" and "ddp" in settings.baselines:
+            found += torch_baselines()
+        if engine == "horovod" and "horovod" in settings.baselines:
+            found += horovod_baselines()
+    if engine == settings.engine:
+        found += [method(spec) for spec in settings.methods] + [strategy(spec) for spec in settings.strategies]
+        if settings.ddp_hook and ranks > 1:
+            found += [in_hook(spec) for spec in settings.methods]
+    return found
+
+
+def _about(contestant: Contestant) -> Event:
+    return {"name": contestant.name, "kind": contestant.kind, "method": contestant.method}
+
+
+def _warm_up(stepper: Stepper, backend: Backend) -> int:
+    """Take the first steps; returns how many make a block, the same number on all ranks."""
+    for _ in range(WARM_UP):
+        began = time.perf_counter()
+        stepper()
+        _synchronize(stepper)
+        seconds = time.perf_counter() - began
+    first = backend.allgather_object(seconds)[0]
+    return min(LONGEST_BLOCK, max(1, round(BLOCK_SECONDS / first)))
+
+
+def _block(stepper: Stepper, steps: int, backend: Backend) -> Event:
+    """Some steps: each one's time on this rank, and the bytes of the rank that moved most, per step."""
+    backend.allgather_object(None)  # nobody starts before what came earlier is done
+    traffic = stepper.traffic
+    sockets, codec = tcp_bytes(), traffic.codec_seconds if traffic else None
+    counted = traffic.sent_bytes if traffic else 0
+    times = []
+    for _ in range(steps):
+        began = time.perf_counter()
+        stepper()
+        _synchronize(stepper)
+        times.append(1e3 * (time.perf_counter() - began))
+    backend.allgather_object(None)
+    sent, received = _moved(sockets, tcp_bytes(), (stepper.traffic.sent_bytes - counted) if stepper.traffic else None)
+    ranks = backend.allgather_object((sent, received))
+    after = stepper.traffic
+    return {
+        "times_ms": times,
+        "codec_ms": 1e3 * (after.codec_seconds - codec) / steps if after and codec is not None else None,
+        "sent_bytes": _most([rank[0] for rank in ranks], steps),
+        "received_bytes": _most([rank[1] for rank in ranks], steps),
+    }
+
+
+def _moved(before: Any, after: Any, counted: float | None) -> tuple[float | None, float | None]:
+    """Bytes through the sockets; where there are none (shared memory), what Grace has counted, if anything.
+
+    >>> _moved((100, 50), (400, 80), 290.0), _moved((0, 0), (0, 0), 290.0), _moved(None, None, None)
+    ((300, 30), (290.0, None), (None, None))
+    """
+    if before is not None and (after[0] - before[0] > 0 or not counted):
+        return after[0] - before[0], after[1] - before[1]
+    return counted, None
+
+
+def _most(values: list[float | None], steps: int) -> float | None:
+    known = [value for value in values if value is not None]
+    return max(known) / steps if len(known) == len(values) else None
+
+
+def _synchronize(stepper: Stepper) -> None:
+    if next(stepper.model.parameters()).is_cuda:
+        torch.cuda.synchronize()
+
+
+def main(folder: str, engine: str) -> None:
+    """Join the run, and measure."""
+    redirect_stderr(Path(folder))
+    settings = Settings(**json.loads(Path(folder, "settings.json").read_text()))
+    backend = grace.init(engine)
+    events = Path(folder, "events.jsonl")
+    measure(settings, backend, engine, lambda event: tell(events, event) if backend.rank == 0 else None)
+    grace.shutdown()
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+    except GraceError:
+        sys.tracebacklimit = 0
+        raise

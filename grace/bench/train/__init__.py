@@ -1,0 +1,1 @@
+"""Does a model still learn, and how soon?"""

@@ -1,0 +1,132 @@
+"""Train a small model with several methods over real ranks, and compare bytes, time and quality."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from grace.bench.common.results import Results
+from grace.bench.link.emulation import Link
+from grace.bench.ranks.events import Follower
+from grace.bench.ranks.launchers import engine_of, launcher
+from grace.bench.ranks.run import run_ranks
+from grace.bench.train.settings import EXTRAS, Event, Settings
+from grace.errors import missing_extra
+
+MEANS = (
+    "quality", "sent_bytes_per_step", "bits_per_element", "codec_ms", "step_ms", "samples_per_s", "train_seconds",
+)  # fmt: skip
+"""What is averaged over seeds."""
+
+
+def run(settings: Settings, results: Results, watch: Callable[[float | None, Event], None]) -> None:
+    """Train with every method and seed over ranks on this machine; each run is added to the results when it ends.
+
+    Args:
+        settings: what to run.
+        results: of kind "train"; its rows are filled in.
+        watch: called with a bandwidth and each event of its ranks, see :mod:`grace.bench.train.worker`.
+
+    Raises:
+        MissingExtraError: a package or a launcher is not installed.
+        LinkError: a network cannot be emulated here.
+        WorkerError: a rank failed.
+    """
+    for package, extra in EXTRAS[settings.framework].items():
+        if importlib.util.find_spec(package) is None:
+            raise missing_extra({"sklearn": "scikit-learn"}.get(package, package), extra)
+    engine = engine_of(settings.framework, settings.ranks)
+    for rate in settings.bandwidths:
+        _over(rate, engine, settings, results, watch)
+
+
+def _over(
+    rate: float | None,
+    engine: str,
+    settings: Settings,
+    results: Results,
+    watch: Callable[[float | None, Event], None],
+) -> None:
+    """Everything over one network."""
+    before, runs = list(results.rows), list[dict[str, Any]]()
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grace-bench-")))
+        (folder / "settings.json").write_text(json.dumps(dataclasses.asdict(settings)))
+        link = None if rate is None else stack.enter_context(Link(settings.ranks, rate))
+        start = stack.enter_context(launcher(engine, settings.ranks, link))
+        follower = Follower(folder / "events.jsonl")
+
+        def take() -> None:
+            for event in follower.new():
+                if "run" in event:
+                    runs.append(event["run"])
+                    results.settings["parameters"] = event["run"]["parameters"]
+                    results.rows = [*before, *summarize(runs, settings, rate)]
+                watch(rate, event)
+
+        run_ranks(start, ["-m", "grace.bench.train.worker", str(folder)], folder, take)
+
+
+def summarize(runs: list[dict[str, Any]], settings: Settings, rate: float | None = None) -> list[dict[str, Any]]:
+    """One row per method that has runs over this bandwidth: means over its runs, and how they compare with ``none``."""
+    about = settings.about()
+    rows = []
+    for method in settings.methods:
+        own = [run for run in runs if run["method"] == method]
+        if not own:
+            continue
+        qualities = [run["quality"] for run in own]
+        rows.append(
+            {
+                "method": method,
+                "bandwidth": rate,
+                "ranks": settings.ranks,
+                "lr": own[0]["lr"],
+                **{key: statistics.fmean(run[key] for run in own) for key in MEANS},
+                "quality_spread": (max(qualities) - min(qualities)) / 2,
+                "relative_volume": None,
+                "relative_throughput": None,
+                **_to_target(own, about["target"], about["higher_is_better"]),
+                "curve": _mean_curve([run["curve"] for run in own]),
+                "runs": own,
+            }
+        )
+    plain = next((row for row in rows if row["method"] == "none"), None)
+    for row in rows:
+        if plain is not None:
+            row["relative_throughput"] = row["samples_per_s"] / plain["samples_per_s"]
+            if plain["sent_bytes_per_step"]:
+                row["relative_volume"] = row["sent_bytes_per_step"] / plain["sent_bytes_per_step"]
+    return rows
+
+
+def _mean_curve(curves: list[list[list[float]]]) -> list[list[float]]:
+    points = zip(*curves, strict=True)
+    return [[statistics.fmean(values) for values in zip(*point, strict=True)] for point in points]
+
+
+def _to_target(runs: list[dict[str, Any]], target: float | None, higher_is_better: bool) -> dict[str, Any]:
+    """What it took to reach the target for the first time: means over the runs, if all of them did.
+
+    >>> run = {"curve": [[0.5, 10, 1.0, 0.8], [1, 20, 2.0, 0.9], [2, 40, 4.0, 0.7]]}
+    >>> _to_target([run], 0.85, True)
+    {'reached': 1, 'epochs_to_target': 1.0, 'bytes_to_target': 20.0, 'seconds_to_target': 2.0}
+    >>> _to_target([run], 0.95, True)
+    {'reached': 0, 'epochs_to_target': None, 'bytes_to_target': None, 'seconds_to_target': None}
+    """
+    sign = 1 if higher_is_better else -1
+    firsts = []
+    for run in runs if target is not None else []:
+        good = [point for point in run["curve"] if sign * (point[-1] - target) >= 0]
+        firsts += good[:1]
+    all_did = bool(runs) and len(firsts) == len(runs)
+    names = ("epochs_to_target", "bytes_to_target", "seconds_to_target")
+    means = {name: statistics.fmean(p[i] for p in firsts) if all_did else None for i, name in enumerate(names)}
+    return {"reached": len(firsts), **means}

@@ -1,0 +1,85 @@
+"""What ``grace bench train`` is to run."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from grace.bench.link.emulation import Link
+from grace.bench.workloads.task import FRAMEWORKS, check_framework, facts
+from grace.errors import ConfigError
+
+METHODS = ("none", "fp16", "qsgd", "topk(ratio=0.01)", "powersgd(rank=2)")
+
+
+EXTRAS = {name: {name: name, "numba": name, "sklearn": "bench"} for name in FRAMEWORKS}
+"""The packages that a benchmark of a framework needs, and the extra that installs each."""
+
+
+Event = dict[str, Any]
+
+
+@dataclasses.dataclass
+class Settings:
+    """What to run.
+
+    Args:
+        methods: compressor specs; memory and communicator are each method's defaults.
+        ranks: processes on this machine.
+        epochs: passes over the training data; the task's own number if left out.
+        seeds: one training run each, of initial weights and data order; the same for every method.
+        task: "digits", "charlm", or "module:function", whose function returns a :class:`~grace.bench.workloads.Task`.
+        rates: learning rates of methods that need another than the task's.
+        framework: "torch" or "tensorflow".
+        bandwidths: bits per second of emulated links, one after the other; None for loopback.
+        target: the quality whose time is measured; the task's own if left out.
+
+    Raises:
+        ConfigError: a value cannot work.
+
+    >>> Settings(methods=["topq"])
+    Traceback (most recent call last):
+    grace.errors.ConfigError: unknown compressor 'topq' (did you mean 'topk'?); known: ...
+    """
+
+    methods: list[str] = dataclasses.field(default_factory=lambda: list(METHODS))
+    ranks: int = 2
+    epochs: int | None = None
+    seeds: list[int] = dataclasses.field(default_factory=lambda: [0])
+    task: str = "digits"
+    rates: dict[str, float] = dataclasses.field(default_factory=dict)
+    framework: str = "torch"
+    bandwidths: list[float | None] = dataclasses.field(default_factory=lambda: [None])
+    target: float | None = None
+
+    def __post_init__(self) -> None:
+        from grace.communicators.base import build_communicator
+
+        for key in ("methods", "seeds", "bandwidths"):
+            value = list(dict.fromkeys(getattr(self, key)))
+            if not value:
+                raise ConfigError(f"{key}: at least one is needed")
+            setattr(self, key, value)
+        for key in ("ranks", "epochs"):
+            if (getattr(self, key) or 1) < 1 or getattr(self, key) == 0:
+                raise ConfigError(f"{key} must be at least 1, not {getattr(self, key)}")
+        if not all(0 <= seed < 2**32 for seed in self.seeds):
+            raise ConfigError(f"seeds must be in [0, 2**32), not {self.seeds}")
+        check_framework(self.framework)
+        self.facts = facts(self.task)
+        for method in self.methods:
+            build_communicator(method, None, None)
+        for method, rate in self.rates.items():
+            if method not in self.methods:
+                raise ConfigError(f"a learning rate is given for {method!r}, which is not among the methods")
+            if not rate > 0:
+                raise ConfigError(f"the learning rate of {method} must be positive, not {rate}")
+        for bandwidth in self.bandwidths:
+            if bandwidth is not None:
+                Link(self.ranks, bandwidth)
+
+    def about(self) -> dict[str, Any]:
+        """The settings and the task's facts, as they are recorded."""
+        target = self.facts["target"] if self.target is None else self.target
+        epochs = self.epochs or self.facts["epochs"]
+        return {**self.facts, **dataclasses.asdict(self), "target": target, "epochs": epochs}

@@ -1,0 +1,77 @@
+"""The table of a training benchmark, and how to read it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from grace.bench.common.quality import difference, shown
+from grace.bench.common.results import Results
+from grace.bench.common.text import of_bytes
+
+
+def results_table(rows: list[dict[str, Any]], results: Results) -> Table:
+    """One row per method, over one network; its quality relative to that of "none", if that is there."""
+    task = results.settings
+    plain = _plain(rows)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("method", overflow="fold")
+    headers = [
+        "sent\n/ step",
+        "bits /\nelement",
+        "step\nms",
+        f"{task['metric']}\n{task['unit']}".strip(),
+    ]
+    headers += ["against\nnone"] if plain is not None and len(rows) > 1 else []
+    headers += [f"s until\n{shown(task['target'], task)}"] if task["target"] is not None else []
+    for header in headers:
+        table.add_column(header, justify="right", no_wrap=True)
+    for row in rows:
+        quality = shown(row["quality"], task, unit=False)
+        if len(task["seeds"]) > 1:
+            quality += f" ± {shown(row['quality_spread'], task, unit=False)}"
+        cells = [
+            row["method"],
+            of_bytes(row["sent_bytes_per_step"]),
+            f"{row['bits_per_element']:.2f}",
+            f"{row['step_ms']:.2f}",
+            quality,
+        ]
+        if plain is not None and len(rows) > 1:
+            cells.append(difference(task, row["quality"], plain) if row["method"] != "none" else "")
+        if task["target"] is not None:
+            seconds, missed = row["seconds_to_target"], f"{row['reached']} of {len(row['runs'])}"
+            cells.append(missed if seconds is None else f"{seconds:.2f}")
+        table.add_row(*cells)
+    return table
+
+
+def _plain(rows: list[dict[str, Any]]) -> float | None:
+    return next((row["quality"] for row in rows if row["method"] == "none"), None)
+
+
+def advice(rows: list[dict[str, Any]], results: Results) -> str:
+    """How to read the table, for someone who sees it for the first time."""
+    task = results.settings
+    if task["ranks"] == 1:
+        return "One rank has nobody to send to: use --ranks 2 to compare bytes."
+    text = (
+        "How to read it: bytes sent are those that left each rank in a step, counted, and bits those of one number of "
+        "the gradient."
+    )
+    if task["bandwidths"] == [None]:
+        text += (
+            " Within one machine bytes are almost free, so compression does not make the step faster; over a slow "
+            "network the step waits for its bytes, and there sending fewer pays."
+        )
+    plain = _plain(rows)
+    if plain is None or len(rows) == 1:
+        return text
+    sign = -1 if task["higher_is_better"] else 1
+    worst = max((row for row in rows if row["method"] != "none"), key=lambda row: sign * row["quality"])
+    if sign * (worst["quality"] - plain) <= 0:
+        return f"{text} Here no method's {task['metric']} is worse than that of none."
+    lost = difference(task, worst["quality"], plain) + (" points" if task["unit"] == "%" else "")
+    return f"{text} Here the {task['metric']} that is worst against none is {worst['method']}'s ({lost})."

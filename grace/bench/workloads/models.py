@@ -1,0 +1,192 @@
+"""What ``grace bench step`` trains: a model of each kind that people compress gradients of, sized for a processor core.
+
+Each function makes a :class:`Workload`. Weights come from torch's global generator, which the benchmark seeds; data
+differ by rank, and stay the same from step to step, since only time is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from grace.bench.common.user_functions import load_function
+from grace.errors import ConfigError
+
+
+class Workload(NamedTuple):
+    """What is trained.
+
+    Attributes:
+        model: a torch module.
+        loss: takes the model, or a wrapper of it, and returns the loss of a batch, a 0-d tensor.
+        samples: in that batch.
+    """
+
+    model: nn.Module
+    loss: Callable[[nn.Module], torch.Tensor]
+    samples: int
+
+
+def transformer(rank: int) -> Workload:
+    """A causal language model: 4 encoder layers of width 512 and a vocabulary of 4,096, 16.9 M parameters.
+
+    A batch has 4 sequences of 32 tokens.
+    """
+    layer = nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True)
+    body = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+    model = nn.Sequential(nn.Embedding(4096, 512), body, nn.Linear(512, 4096))
+    return _classify(model, *_tokens(rank, 4, 33, 4096))
+
+
+def lstm(rank: int) -> Workload:
+    """A word model after Zaremba et al. (2014, arXiv 1409.2329): 2 LSTM layers of 400, a vocabulary of 10,000; 10.6 M.
+
+    A batch has 8 sequences of 16 words. The embedding's gradient is dense.
+    """
+    return _classify(_Words(), *_tokens(rank, 8, 17, 10_000))
+
+
+def resnet(rank: int) -> Workload:
+    """ResNet-18 for small images (He et al., CVPR 2016, arXiv 1512.03385), 11.2 M parameters.
+
+    A batch has 4 images of 3 x 32 x 32. Groups of channels are normalized, not batches, so that ranks do not differ.
+    """
+    widths = (64, 64, 128, 128, 256, 256, 512, 512)
+    blocks = [_Block(before, width) for before, width in zip((64, *widths), widths, strict=False)]
+    stem = [nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.GroupNorm(8, 64), nn.ReLU()]
+    model = nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
+    generator = torch.Generator().manual_seed(rank)
+    x, y = torch.randn(4, 3, 32, 32, generator=generator), torch.randint(10, (4,), generator=generator)
+    return _classify(model, x, y)
+
+
+def ncf(rank: int) -> Workload:
+    """Neural collaborative filtering (He et al., WWW 2017, arXiv 1708.05031): 9.7 M parameters, mostly embeddings.
+
+    100,000 users and 50,000 items; a batch has 256 pairs. The embeddings' gradients are dense here.
+    """
+    return _ratings(rank, 100_000, 50_000, 256)
+
+
+def mlp(rank: int) -> Workload:
+    """The network of ``grace bench train --task digits``, 301,066 parameters; a batch has 64 images of 8 x 8."""
+    from grace.bench.workloads.torch_tasks import network
+
+    generator = torch.Generator().manual_seed(rank)
+    x, y = torch.rand(64, 64, generator=generator), torch.randint(10, (64,), generator=generator)
+    return _classify(network(seed=0), x, y)
+
+
+MODELS: dict[str, Callable[[int], Workload]] = {
+    "transformer": transformer,
+    "resnet": resnet,
+    "lstm": lstm,
+    "ncf": ncf,
+    "mlp": mlp,
+}
+
+
+def workload(name: str, rank: int) -> Workload:
+    """A model of Grace's, or what a function of the user's returns: ``(model, loss)`` or ``(model, loss, samples)``.
+
+    Args:
+        name: one of ``MODELS``, or ``module:function``, a function without arguments.
+        rank: whose data; a function of the user's asks ``grace.rank()``.
+
+    Raises:
+        ConfigError: it cannot be found, or does not return that.
+
+    >>> small = workload("lstm", rank=0)
+    >>> small.samples, sum(p.numel() for p in small.model.parameters())
+    (8, 10576400)
+    >>> workload("vgg", rank=0)
+    Traceback (most recent call last):
+    grace.errors.ConfigError: unknown model 'vgg'; known: transformer, resnet, lstm, ncf, mlp, or module:function
+    """
+    if name in MODELS:
+        return MODELS[name](rank)
+    made = load_function(name, "model", MODELS)()
+    if isinstance(made, nn.Module):
+        raise ConfigError(
+            f"{name}() returns a model alone, which is enough for grace strategy; to train it, grace bench needs its "
+            "loss too: return (model, loss) or (model, loss, samples), where loss(model) is the loss of a batch"
+        )
+    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
+        raise ConfigError(f"{name}() must return (model, loss) or (model, loss, samples), a torch module first")
+    if not callable(made[1]):
+        raise ConfigError(f"{name}() must return a loss that takes the model, not {type(made[1]).__name__}")
+    return Workload(made[0], made[1], made[2] if len(made) == 3 else 1)
+
+
+def _tokens(rank: int, size: int, length: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+    text = torch.randint(vocabulary, (size, length), generator=torch.Generator().manual_seed(rank))
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+def _classify(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Workload:
+    def loss(model: nn.Module) -> torch.Tensor:
+        return functional.cross_entropy(model(x).flatten(0, -2), y.flatten())
+
+    return Workload(model, loss, len(x))
+
+
+def _ratings(rank: int, users: int, items: int, size: int) -> Workload:
+    generator = torch.Generator().manual_seed(rank)
+    user = torch.randint(users, (size,), generator=generator)
+    item = torch.randint(items, (size,), generator=generator)
+    liked = torch.randint(2, (size,), generator=generator).float()
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        return functional.binary_cross_entropy_with_logits(model(user, item), liked)
+
+    return Workload(_Filtering(users, items), loss, size)
+
+
+class _Block(nn.Module):
+    """Two convolutions beside the identity, or beside a 1 x 1 convolution where the width grows."""
+
+    def __init__(self, before: int, width: int):
+        super().__init__()
+        stride = 1 if before == width else 2
+        self.layers = nn.Sequential(
+            nn.Conv2d(before, width, 3, stride, padding=1, bias=False),
+            nn.GroupNorm(8, width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.GroupNorm(8, width),
+        )
+        self.shortcut = nn.Identity() if before == width else nn.Conv2d(before, width, 1, stride, bias=False)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return functional.relu(self.layers(images) + self.shortcut(images))
+
+
+class _Words(nn.Module):
+    def __init__(self, vocabulary: int = 10_000, width: int = 400):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.lstm = nn.LSTM(width, width, 2, batch_first=True)
+        self.output = nn.Linear(width, vocabulary)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.output(self.lstm(self.embedding(words))[0])
+
+
+class _Filtering(nn.Module):
+    def __init__(self, users: int, items: int, width: int = 32):
+        super().__init__()
+        self.user_factors, self.user_features = (nn.Embedding(users, width) for _ in range(2))
+        self.item_factors, self.item_features = (nn.Embedding(items, width) for _ in range(2))
+        self.perceptron = nn.Sequential(
+            nn.Linear(2 * width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width), nn.ReLU()
+        )
+        self.output = nn.Linear(2 * width, 1)
+
+    def forward(self, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+        factors = self.user_factors(users) * self.item_factors(items)
+        features = torch.cat([self.user_features(users), self.item_features(items)], 1)
+        return self.output(torch.cat([factors, self.perceptron(features)], 1)).squeeze(1)

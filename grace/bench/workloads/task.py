@@ -1,0 +1,165 @@
+"""What a training benchmark trains: the contract of a task, and the tasks that Grace brings."""
+
+from __future__ import annotations
+
+import abc
+import importlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+from grace.bench.common.user_functions import load_function
+from grace.errors import ConfigError
+
+TASKS = {"digits": "Digits", "charlm": "CharacterModel"}
+"""Of each module ``TASK`` beside this one the class of a task; ``FRAMEWORK_tasks`` fills it in."""
+FRAMEWORKS = ("torch", "tensorflow")
+FACTS = ("about", "metric", "unit", "scale", "higher_is_better", "target", "epochs", "quick_epochs", "lr", "batch")
+
+
+class Task(abc.ABC):
+    """A model, its data, and how good it has become.
+
+    The facts and the data are the same in every framework; what is abstract here is the framework's. The data's
+    order and the initial weights depend on the seed alone, so that methods differ in nothing else.
+    """
+
+    about: ClassVar[str]
+    """What the task is, in a few words."""
+    metric: ClassVar[str]
+    """What ``quality`` measures."""
+    unit: ClassVar[str] = ""
+    scale: ClassVar[float] = 1.0
+    """What ``quality`` is multiplied with to be shown in ``unit``."""
+    higher_is_better: ClassVar[bool] = True
+    lr: ClassVar[float]
+    """The learning rate at the start; it falls to 0 along a cosine."""
+    momentum: ClassVar[float] = 0.9
+    clip: ClassVar[float | None] = None
+    """The largest norm of the averaged gradient of all parameters."""
+    epochs: ClassVar[int]
+    quick_epochs: ClassVar[int | None] = None
+    """Enough to see that methods learn, where ``epochs`` take minutes."""
+    target: ClassVar[float | None] = None
+    """A quality that is worth reaching: how long that takes is measured."""
+    batch: ClassVar[int]
+    """Examples in a global batch, whatever the number of ranks."""
+
+    @property
+    @abc.abstractmethod
+    def count(self) -> int:
+        """Training examples."""
+
+    @abc.abstractmethod
+    def network(self, seed: int) -> Any:
+        """The model with the seed's initial weights; the global generator is left alone."""
+
+    @abc.abstractmethod
+    def order(self, count: int, seed: int) -> Any:
+        """The numbers from 0 to ``count`` - 1 in an order that depends on the seed alone."""
+
+    @abc.abstractmethod
+    def loss(self, model: Any, share: Any) -> Any:
+        """The mean loss over a share: a 0-d tensor."""
+
+    @abc.abstractmethod
+    def quality(self, model: Any) -> Any:
+        """How good the model is on held-out data: a number, or a 0-d tensor."""
+
+    def shares(self, ranks: int, rank: int, seed: int, epoch: int) -> list[Any]:
+        """This rank's shares of an epoch's batches, in order: numbers of examples, no example twice.
+
+        Those that do not fill a batch are left out.
+        """
+        order = self.order(self.count, 1000 * seed + epoch)
+        return [order[i : i + self.batch][rank::ranks] for i in range(0, self.count - self.batch + 1, self.batch)]
+
+
+class Trainer(abc.ABC):
+    """One training run of a task in one framework: the model, its distributed optimizer, and a step.
+
+    Args:
+        task: what is trained.
+        method: the compressor.
+        seed: of weights, order and method.
+        lr: the learning rate at the start.
+        momentum: the optimizer's.
+    """
+
+    @abc.abstractmethod
+    def __init__(self, task: Any, method: str, seed: int, lr: float, momentum: float): ...
+
+    @staticmethod
+    @abc.abstractmethod
+    def join(threads: int) -> None:
+        """Join the run, and compute with so many threads."""
+
+    @property
+    @abc.abstractmethod
+    def traffic(self) -> Any:
+        """What was exchanged so far, counted."""
+
+    @abc.abstractmethod
+    def set_lr(self, lr: float) -> None:
+        """The learning rate of the steps that follow."""
+
+    @abc.abstractmethod
+    def step(self, share: Any) -> None:
+        """One training step; it has ended when this returns."""
+
+    @abc.abstractmethod
+    def quality(self) -> float:
+        """The task's, of the model as it is."""
+
+
+def task_class(name: str, framework: str | None = None) -> Callable[[], Task]:
+    """What makes a task in a framework; without one, of its facts and data.
+
+    Args:
+        name: one of ``TASKS``, or ``module:function``, whose function (or class) returns a Task.
+        framework: "torch" or "tensorflow".
+
+    >>> task_class("digits").metric
+    'accuracy'
+    >>> task_class("mnist")
+    Traceback (most recent call last):
+    grace.errors.ConfigError: unknown task 'mnist'; known: charlm, digits, or module:function
+    """
+    if name not in TASKS:
+        return partial(_own, name, load_function(name, "task", sorted(TASKS)))
+    module = name if framework is None else f"{check_framework(framework)}_tasks"
+    return getattr(importlib.import_module(f"grace.bench.workloads.{module}"), TASKS[name])
+
+
+def _own(name: str, function: Callable[[], Any]) -> Task:
+    task = function()
+    if not isinstance(task, Task):
+        raise ConfigError(f"{name}() must return a grace.bench.workloads.Task, not {type(task).__name__}")
+    return task
+
+
+def facts(name: str) -> dict[str, Any]:
+    """What is true of a task in every framework.
+
+    >>> facts("charlm")["metric"], facts("charlm")["higher_is_better"]
+    ('perplexity', False)
+    """
+    task: Any = task_class(name) if name in TASKS else task_class(name)()
+    return {key: getattr(task, key) for key in FACTS}
+
+
+def trainer_class(framework: str) -> type[Trainer]:
+    """The class of a framework's trainer."""
+    return importlib.import_module(f"grace.bench.workloads.{check_framework(framework)}_tasks").FrameworkTrainer
+
+
+def check_framework(name: str) -> str:
+    """The name, if it is a framework's.
+
+    >>> check_framework("jax")
+    Traceback (most recent call last):
+    grace.errors.ConfigError: unknown framework 'jax'; known: torch, tensorflow
+    """
+    if name not in FRAMEWORKS:
+        raise ConfigError(f"unknown framework {name!r}; known: {', '.join(FRAMEWORKS)}")
+    return name

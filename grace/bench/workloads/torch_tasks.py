@@ -1,0 +1,150 @@
+"""The tasks of the training benchmarks in torch, and how they are trained there."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import grace
+from grace.bench.workloads import charlm, digits
+from grace.bench.workloads.charlm import EMBEDDING, HIDDEN, WORST
+from grace.bench.workloads.digits import WIDTH
+from grace.bench.workloads.task import Task, Trainer
+from grace.exchange.bucket import Traffic
+
+
+class InTorch(Task):
+    """A task in torch: what is left to say is ``count``, ``network``, ``loss`` and ``quality``, and the facts.
+
+    >>> class Sine(InTorch):
+    ...     about, metric, higher_is_better, lr, epochs, batch, count = "a sine", "error", False, 0.1, 5, 16, 256
+    ...
+    ...     def network(self, seed):
+    ...         torch.manual_seed(seed)
+    ...         return nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 1))
+    ...
+    ...     def loss(self, model, share):
+    ...         x = share[:, None] / 128 - 1
+    ...         return (model(x) - torch.sin(4 * x)).square().mean()
+    ...
+    ...     def quality(self, model):
+    ...         return float(self.loss(model, torch.arange(256)).detach())
+    >>> 0 < Sine().quality(Sine().network(seed=0)) < 2
+    True
+    """
+
+    def order(self, count: int, seed: int) -> torch.Tensor:
+        return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+
+
+class Digits(InTorch, digits.Digits):
+    """The digits, as tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.train_x, self.test_x = torch.tensor(self.train_x), torch.tensor(self.test_x)
+        self.train_y, self.test_y = torch.tensor(self.train_y), torch.tensor(self.test_y)
+
+    def network(self, seed: int) -> nn.Module:
+        return network(seed)
+
+    def loss(self, model: nn.Module, share: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(model(self.train_x[share]), self.train_y[share])
+
+    def quality(self, model: nn.Module) -> float:
+        """The part of the test images that the model names correctly."""
+        with torch.no_grad():
+            return float((model(self.test_x).argmax(1) == self.test_y).float().mean())
+
+
+def network(seed: int) -> nn.Sequential:
+    """A multilayer perceptron with two hidden layers.
+
+    >>> sum(p.numel() for p in network(seed=0).parameters())
+    301066
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10))
+
+
+class CharacterModel(InTorch, charlm.CharacterModel):
+    """The text, as tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.train, self.test = torch.tensor(self.train), torch.tensor(self.test)
+
+    def network(self, seed: int) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return CharacterLSTM(len(self.characters))
+
+    def loss(self, model: nn.Module, share: torch.Tensor) -> torch.Tensor:
+        return _next_character(model, self.train[share])
+
+    def quality(self, model: nn.Module) -> float:
+        """The perplexity."""
+        with torch.no_grad():
+            return math.exp(min(float(_next_character(model, self.test)), WORST))
+
+
+def _next_character(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+
+
+class CharacterLSTM(nn.Module):
+    """Embedding, one LSTM layer and a linear layer over the characters.
+
+    >>> sum(p.numel() for p in CharacterLSTM(100).parameters())
+    99044
+    """
+
+    def __init__(self, characters: int):
+        super().__init__()
+        self.embedding = nn.Embedding(characters, EMBEDDING)
+        self.lstm = nn.LSTM(EMBEDDING, HIDDEN, batch_first=True)
+        self.output = nn.Linear(HIDDEN, characters)
+
+    def forward(self, codes: torch.Tensor) -> torch.Tensor:
+        """Logits of the next character: (batch, length, characters)."""
+        return self.output(self.lstm(self.embedding(codes))[0])
+
+
+class FrameworkTrainer(Trainer):
+    """SGD, over torch.distributed."""
+
+    def __init__(self, task: Any, method: str, seed: int, lr: float, momentum: float):
+        self.task, self.model = task, task.network(seed)
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=momentum)
+        self.optimizer = grace.DistributedOptimizer(
+            optimizer, self.model.named_parameters(), compressor=method, seed=seed
+        )
+
+    @staticmethod
+    def join(threads: int) -> None:
+        torch.set_num_threads(threads)
+        grace.init("torch")
+
+    @property
+    def traffic(self) -> Traffic:
+        return self.optimizer.traffic
+
+    def set_lr(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def step(self, share: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        self.task.loss(self.model, share).backward()
+        if self.task.clip is not None:
+            self.optimizer.synchronize()
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.task.clip)
+        self.optimizer.step()
+
+    def quality(self) -> float:
+        return self.task.quality(self.model)

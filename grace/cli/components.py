@@ -1,0 +1,313 @@
+"""``grace list`` and ``grace describe``: what there is, read from the components themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import math
+import textwrap
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
+
+from grace.core import specs
+from grace.core.composition import Composed
+from grace.core.registry import KINDS, aliases, known, legal_communicators, make
+from grace.errors import ConfigError
+
+LIST_SHAPE = (1000, 1000)
+
+
+DESCRIBE_SHAPES = ((1000, 1000), (512, 64), (64, 3, 7, 7), (10, 512), (512,))
+
+
+Row = tuple[list[str], str]
+"""Cells of a table, and the explanation below them."""
+
+
+def list_components(
+    long: Annotated[bool, typer.Option("--long", "-l", help="All traits, parameters and costs.")] = False,
+) -> None:
+    """List all compressors, memories, communicators and strategy builders.
+
+    Everything shown is read from the components' own traits, those of other installed packages included.
+    """
+    console = Console(highlight=False)
+    if long:
+        _list_all(console)
+    else:
+        _list_short(console)
+    console.print("More about one of them: grace describe NAME" + ("" if long else "; about all: grace list --long"))
+
+
+def _list_short(console: Console) -> None:
+    """One line for each: name, kind, default communicator, and as much of what it is as fits."""
+    classes: list[Any] = [cls for kind in KINDS for cls in known(kind).values()]
+    usual = {cls: "?" if _needs_parameters(cls.name) else _default(cls.name) for cls in known("compressor").values()}
+    rows = [("name", "kind", "what it is", "communicator")]
+    rows += [(cls.name, cls.kind, _summary(cls), usual.get(cls, "")) for cls in classes]
+    for name, kind, what, communicator in rows:
+        line = f"{name:12} {kind:12} "
+        room = console.width - len(line) - (14 if communicator else 0)
+        line += textwrap.shorten(what, room, placeholder="...").ljust(room) + f"  {communicator}"
+        console.print(Text(line.rstrip(), "bold underline" if kind == "kind" else ""), soft_wrap=True)
+    console.print("\ncommunicator: the default of a compressor", style="dim")
+
+
+def _list_all(console: Console) -> None:
+    header = ("compressor", "category", "unbiased", "bits", "communicator", "memory")
+    _rows(console, header, [_compressor_row(name) for name in known("compressor")])
+    shape = " x ".join(map(str, LIST_SHAPE))
+    console.print(f"\nbits: on the wire, per element of a {shape} tensor (float32 has 32)", style="dim")
+    console.print("communicator, memory: the defaults", style="dim")
+    short = "; ".join(f"{alias} = {_text(spec)}" for alias, spec in aliases("compressor").items())
+    console.print(f"short names: {short}\n", style="dim")
+    memories: Any = known("memory")
+    _rows(console, ("memory",), [([_signature(cls)], _summary(cls)) for cls in memories.values()])
+    console.print()
+    communicators: Any = known("communicator")
+    rows = [([name, cls.cost or "?"], _summary(cls)) for name, cls in communicators.items()]
+    _rows(console, ("communicator", "cost per rank"), rows)
+    console.print("p: bytes of payload; W: number of ranks\n", style="dim")
+    builders: Any = known("builder")
+    _rows(console, ("strategy builder",), [([name], _summary(cls)) for name, cls in builders.items()])
+    console.print()
+
+
+def _compressor_row(name: str) -> Row:
+    cls = known("compressor")[name]
+    if dataclasses.MISSING in cls.parameters().values():
+        return [name, "?", "?", "?", "?", "?"], f"{_summary(cls)} To be used as {_signature(cls)}."
+    compressor = make("compressor", name)
+    traits = compressor.traits
+    row = [
+        name,
+        traits.category,
+        "yes" if traits.unbiased else "no",
+        _bits(compressor.wire_bits(LIST_SHAPE)),
+        traits.communicator,
+        traits.memory,
+    ]
+    others = ", ".join(_default_first(compressor)[1:])
+    return row, _summary(cls) + (f" Also with {others}." if others else "")
+
+
+def _rows(console: Console, header: Sequence[str], rows: list[Row]) -> None:
+    """A table whose rows each have a line of explanation below, so that it fits 80 columns."""
+    widths = [max(map(len, column)) for column in zip(header, *(cells for cells, _ in rows), strict=True)]
+    console.print("  ".join(map(str.ljust, header, widths)).rstrip(), style="bold underline")
+    for cells, note in rows:
+        line = Text("  ".join(map(str.ljust, cells, widths)).rstrip())
+        line.stylize("bold cyan", 0, len(cells[0]))
+        console.print(line, soft_wrap=True)
+        console.print(escape(textwrap.indent(textwrap.fill(note, console.width - 2), "  ")), style="dim")
+
+
+def describe(
+    spec: Annotated[
+        str,
+        typer.Argument(help="A compressor, memory, communicator or builder: topk, 'topk(ratio=0.05)', 'topk | qsgd'."),
+    ],
+) -> None:
+    """Explain one component: formula, parameters, traits, wire bits, legal communicators."""
+    console = Console(highlight=False)
+    if specs.split(spec):
+        _introduce(console, make("compressor", spec))
+        return
+    name, parameters = specs.parse(spec)
+    kinds = [kind for kind in KINDS if name in known(kind) or name in aliases(kind)]
+    if not kinds:
+        raise _unknown(name)
+    found, errors = [], []
+    for kind in kinds:  # a name such as "none" may be of several kinds, with different parameters
+        try:
+            found.append(make(kind, {"name": name, **parameters}))
+        except ConfigError as error:
+            errors.append(error)
+    if not found:
+        raise errors[0]
+    for component in found:
+        short = aliases(component.kind).get(name)
+        _introduce(console, component, f" ({name} is short for {_text(short)})" if short else "")
+
+
+def _introduce(console: Console, component: Any, note: str = "") -> None:
+    console.print(f"[bold cyan]{escape(component.spec)}[/], a {component.kind}{note}\n")
+    _describe(console, component)
+
+
+def _unknown(name: str) -> ConfigError:
+    names = {kind: sorted([*known(kind), *aliases(kind)]) for kind in KINDS}
+    close = difflib.get_close_matches(name, [n for group in names.values() for n in group], n=1)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    lists = "; ".join(f"{folder.split('.')[-1]}: {', '.join(names[kind])}" for kind, folder in KINDS.items())
+    return ConfigError(f"nothing is called {name!r}{hint}; {lists}")
+
+
+def _describe(console: Console, component: Any) -> None:
+    cls = type(component)
+    console.print(escape(_reflow(_doc(cls), console.width)) + "\n", soft_wrap=True)
+    if cls.parameters() and cls is not Composed:
+        _section(console, "Parameters", [_parameter(component, key) for key in cls.parameters()])
+    if component.kind == "compressor":
+        _describe_compressor(console, component)
+    elif component.kind == "builder" and {"compressor", "memory"} <= cls.parameters().keys():
+        chosen = make("compressor", component.compressor)
+        memory = component.memory or chosen.traits.memory
+        _section(console, "Taken unless you choose others", [f"compressor {chosen.spec}, memory {memory}"])
+    elif component.kind == "memory":
+        keeps = "keeps state per variable, saved with the optimizer" if cls.stateful else "keeps nothing"
+        users = [n for n in known("compressor") if _traits_memory(n) == component.name]
+        default = f"the default of {', '.join(users)}" if users else "no compressor's default"
+        _section(console, "Traits", [keeps, default])
+    elif component.kind == "communicator":
+        carries = [n for n in known("compressor") if not _needs_parameters(n) and _carries(cls, n)]
+        sums = "the engine adds payloads up, so they must be summable" if cls.sums else "each payload is decoded"
+        cost = f"costs each rank {_cost(cls)} (p: bytes of payload; W: number of ranks)"
+        _section(console, "Traits", [sums, cost, f"carries {', '.join(carries)}"])
+    console.print("Text form: [bold]" + escape(component.spec) + "[/]")
+    if component.kind != "communicator":
+        console.print(f"Dict form: [bold]{escape(repr(component.to_dict()))}[/]\n")
+
+
+def _describe_compressor(console: Console, compressor: Any) -> None:
+    taken = f"communicator {compressor.traits.communicator}, memory {compressor.traits.memory}"
+    small = "tensors that it would not shrink travel uncompressed, by allreduce"
+    _section(console, "Taken unless you choose others", [taken, *([] if compressor.traits.exact else [small])])
+    _section(console, "Traits", _trait_words(compressor))
+    classes: Any = known("communicator")
+    default = compressor.traits.communicator
+    lines = [
+        f"{name}{' (default)' if name == default else ''}: {_cost(classes[name])}"
+        for name in _default_first(compressor)
+    ]
+    _section(console, "Communicators, and what they cost each rank (p: bytes of payload; W: ranks)", lines)
+    _section(console, "Wire bits per element", [_bits_line(compressor, shape) for shape in DESCRIBE_SHAPES])
+
+
+def _cost(communicator: Any) -> str:
+    """What an exchange costs a rank, and whether that grows with the number of ranks.
+
+    >>> classes = known("communicator")
+    >>> _cost(classes["allgather"]), _cost(classes["scatter_reduce"])
+    ('(W-1)p, which grows with the number of ranks', '~2p, whatever the number of ranks')
+    """
+    if not communicator.cost:
+        return "?"
+    grows = "which grows with" if "W" in communicator.cost else "whatever"
+    return f"{communicator.cost}, {grows} the number of ranks"
+
+
+def _bits_line(compressor: Any, shape: tuple[int, ...]) -> str:
+    label = " x ".join(map(str, shape)).ljust(14)
+    bits = compressor.wire_bits(shape)
+    if bits is None:
+        return f"{label} depends on the data"
+    if compressor.traits.exact or bits >= 32:
+        return f"{label} 32, uncompressed" + ("" if bits == 32 else f" (the method would need {_bits(bits)})")
+    payload = bits * math.prod(shape) / 8
+    return f"{label} {_bits(bits)}, {32 / bits:.3g}x smaller than float32 ({payload:,.0f} bytes)"
+
+
+def _trait_words(compressor: Any) -> list[str]:
+    """The traits as sentences.
+
+    >>> _trait_words(make("compressor", "topk"))[:2]
+    ['category: sparsification', 'biased: E[C(x)] differs from x']
+    """
+    t = compressor.traits
+    exact = "exact: C(x) = x, and the gradient keeps its dtype"
+    bias = "unbiased: E[C(x)] = x" if t.unbiased else "biased: E[C(x)] differs from x"
+    shrinks = "contraction: the error is smaller than x, so error feedback converges"
+    grows = "no contraction: the error can be larger than x, so error feedback on it may diverge"
+    words = [
+        f"category: {t.category}",
+        exact if t.exact else bias,
+        *([] if t.exact else [shrinks if t.contraction else grows]),
+        "payloads can be summed by the engine" if t.summable else "payloads cannot be summed by the engine",
+        "a NaN or Inf travels in the payload" if t.carries_nonfinite else "a NaN or Inf is flagged beside the payload",
+        "payloads have the same size on every rank" if t.fixed_size else "payload sizes differ by rank",
+    ]
+    if t.rounds > 1:
+        words.append(f"takes {t.rounds} dependent reductions per exchange")
+    if compressor.stateful:
+        words.append("keeps state per variable between steps, saved with the optimizer")
+    if t.needs_memory:
+        words.append("needs error feedback: without a memory it is refused")
+    return words
+
+
+def _section(console: Console, title: str, lines: Sequence[str]) -> None:
+    console.print(title, style="bold")
+    for line in lines:
+        console.print(textwrap.fill(line, console.width, initial_indent="  ", subsequent_indent="    "), markup=False)
+    console.print()
+
+
+def _summary(cls: type) -> str:
+    return _doc(cls).split("\n\n")[0].replace("\n", " ")
+
+
+def _doc(cls: type) -> str:
+    return (inspect.getdoc(cls) or "No documentation.").replace("``", "")
+
+
+def _reflow(text: str, width: int) -> str:
+    """Fill paragraphs to the width; indented lines (formulas, parameters) and examples stay as they are.
+
+    >>> print(_reflow("one\\ntwo\\n\\nArgs:\\n    x: y", width=40))
+    one two
+    <BLANKLINE>
+    Args:
+        x: y
+    """
+    paragraphs = text.split("\n\n")
+    fixed = [p.startswith(">>>") or any(line.startswith(" ") for line in p.split("\n")) for p in paragraphs]
+    return "\n\n".join(p if keep else textwrap.fill(p, width) for p, keep in zip(paragraphs, fixed, strict=True))
+
+
+def _default_first(compressor: Any) -> list[str]:
+    return sorted(legal_communicators(compressor), key=lambda name: name != compressor.traits.communicator)
+
+
+def _bits(bits: float | None) -> str:
+    return "varies" if bits is None else f"{bits:.4g}"
+
+
+def _parameter(component: Any, key: str) -> str:
+    default, value = component.parameters()[key], getattr(component, key)
+    if default is dataclasses.MISSING:
+        return f"{key} = {value!r} (no default)"
+    return f"{key} = {value!r}" + ("" if value == default else f" (default {default!r})")
+
+
+def _signature(cls: Any) -> str:
+    parameters = cls.parameters().items()
+    inside = ", ".join(k if default is dataclasses.MISSING else f"{k}={default!r}" for k, default in parameters)
+    return f"{cls.name}({inside})" if inside else cls.name
+
+
+def _text(spec: dict[str, Any]) -> str:
+    inside = ", ".join(f"{key}={value}" for key, value in spec.items() if key != "name")
+    return f"{spec['name']}({inside})" if inside else spec["name"]
+
+
+def _default(name: str) -> str:
+    return make("compressor", name).traits.communicator
+
+
+def _needs_parameters(name: str) -> bool:
+    return dataclasses.MISSING in known("compressor")[name].parameters().values()
+
+
+def _traits_memory(name: str) -> str | None:
+    return None if _needs_parameters(name) else make("compressor", name).traits.memory
+
+
+def _carries(communicator: Any, name: str) -> bool:
+    return communicator.accepts(make("compressor", name)) is None

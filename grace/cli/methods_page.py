@@ -1,0 +1,103 @@
+"""The page of methods, made from traits and docstrings: ``python -m grace.cli.methods_page > docs/methods.md``."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from typing import Any
+
+from grace.core.registry import known, legal_communicators
+
+HEAD = """# Methods
+
+Made by `python -m grace.cli.methods_page > docs/methods.md` from the code; a test keeps it current.
+
+A spec is text, `topk(ratio=0.01)`, or a dict, `{"name": "topk", "ratio": 0.01}`; a sparsifier and a value compressor
+compose: `topk(ratio=0.01) | qsgd(levels=7)`. "Bits" are wire bits per element of a 1000 x 1000 gradient.
+"""
+SHAPE = (1000, 1000)
+
+
+def methods_page() -> str:
+    """The whole page, in Markdown.
+
+    >>> "## topk" in methods_page()
+    True
+    """
+    parts = [HEAD, _table()]
+    for kind, title in (("compressor", "Compressors"), ("memory", "Memories"), ("communicator", "Communicators")):
+        parts.append(f"# {title}\n")
+        parts += [_section(kind, name, cls) for name, cls in _own(kind).items()]
+    parts += ["# Composition\n", _composition()]
+    return "\n".join(parts)
+
+
+def _own(kind: str) -> dict[str, Any]:
+    """Grace's own components: what else is registered here is none of the page's business."""
+    package = {"compressor": "compressors", "memory": "memories", "communicator": "communicators"}[kind]
+    return {name: cls for name, cls in known(kind).items() if cls.__module__.startswith(f"grace.{package}.")}
+
+
+def _table() -> str:
+    rows = [
+        "| compressor | category | bits | unbiased | communicators (default first) | memory |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, cls in _own("compressor").items():
+        compressor: Any = cls()
+        traits = compressor.traits
+        bits = compressor.wire_bits(SHAPE)
+        legal = sorted(legal_communicators(compressor), key=lambda other: other != traits.communicator)
+        memory = f"{traits.memory} (required)" if traits.needs_memory else traits.memory
+        rows.append(
+            f"| [`{name}`](#{name}) | {traits.category} | {'by the data' if bits is None else f'{bits:.4g}'} "
+            f"| {'yes' if traits.unbiased else 'no'} | {', '.join(legal)} | {memory} |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+def _section(kind: str, name: str, cls: Any) -> str:
+    parameters = ", ".join(
+        key if default is dataclasses.MISSING else f"{key}={default!r}" for key, default in cls.parameters().items()
+    )
+    spec = f"{name}({parameters})" if parameters else name
+    lines = [f"## {name}\n", f"    {spec}\n"]
+    if kind == "communicator":
+        lines.append(f"Cost per rank and exchange, for a payload of p bytes and W ranks: {cls.cost}\n")
+    return "\n".join(lines) + "\n" + markdown(cls) + "\n"
+
+
+def _composition() -> str:
+    from grace.core.composition import Composed
+
+    return markdown(Composed)
+
+
+def markdown(cls: Any) -> str:
+    """A docstring in Markdown: parameters as a list, the example fenced."""
+    out: list[str] = []
+    section, fenced = "", False
+    for line in (inspect.getdoc(cls) or "").splitlines():
+        stripped = line.strip()
+        if stripped in ("Args:", "Raises:"):
+            section = stripped
+            out += [f"**{'Parameters' if section == 'Args:' else 'Raises'}**", ""]
+            continue
+        if stripped.startswith(">>>") and not fenced:
+            section, fenced = "", True
+            out.append("```python")
+        if not line.startswith(" ") and stripped and not fenced:
+            section = ""
+        if section and stripped:
+            is_item = line.startswith("    ") and not line.startswith("     ")
+            out.append(f"- {stripped}" if is_item else f"  {stripped}")
+        else:
+            out.append(line)
+    if fenced:
+        out.append("```")
+    return re.sub(r"(?<!`)``(?!`)", "`", "\n".join(out)) + "\n"
+
+
+if __name__ == "__main__":
+    print(methods_page(), end="")

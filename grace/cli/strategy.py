@@ -1,0 +1,187 @@
+"""``grace strategy``: build, show, check and compare strategies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from grace.bench.common.text import of_bytes
+from grace.strategy.plan import Part, Strategy
+from grace.strategy.traffic import kinds, links, payload
+
+app = typer.Typer(no_args_is_help=True, help="Build, show, check and compare strategies.")
+
+MODEL = (
+    "module:function that returns a model, as in examples.torch.models:lstm, or (model, loss, samples), as for bench."
+)
+Model = Annotated[str | None, typer.Option("--model", help=MODEL)]
+MOST_ROWS = 8
+"""Ranks that are told of one by one."""
+File = Annotated[Path, typer.Argument(help="A strategy: YAML, or JSON if its name ends in .json.")]
+
+
+@app.command()
+def build(
+    model: Annotated[str, typer.Option("--model", help=MODEL)],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The file to write: YAML, or JSON if it ends in .json.")],
+    builder: Annotated[
+        str, typer.Option(help="A builder's spec, as in 'parallax(compressor=topk(ratio=0.05))'; see `grace list`.")
+    ] = "all_reduce",
+    resources: Annotated[
+        Path | None, typer.Option("-r", "--resources", help="The cluster; this machine if left out.")
+    ] = None,
+    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="Ranks on this machine, without a cluster.")] = 1,
+) -> None:
+    """Build a strategy for a model on a cluster, and write it to a file."""
+    from grace.cli.model_variables import from_spec
+    from grace.core.registry import make
+    from grace.strategy import schema
+    from grace.strategy.builder import OneNode
+
+    cluster: Any = OneNode(ranks)
+    if resources is not None:
+        from grace.launch.cluster import Resources
+
+        cluster = Resources.load(resources)
+    strategy = make("builder", builder).build(from_spec(model), cluster)
+    schema.dump(strategy, out)
+    print(f"Wrote {out}: {_about(strategy)}")
+
+
+@app.command()
+def show(strategy: File, model: Model = None) -> None:
+    """Show a strategy as a table, and what every rank sends in a step."""
+    read = _load(strategy, model)
+    console = Console(highlight=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in ("variable", "shape", "bytes", "cut", "sync", "to", "compressor, memory", "wire bytes"):
+        table.add_column(heading, justify="right" if "bytes" in heading else "left", overflow="fold")
+    for row in _table(read):
+        table.add_row(*map(escape, row))
+    console.print(table)
+    console.print(f"\n{escape(_about(read))}; id {read.id[:12]}")
+    console.print("wire bytes: one rank's payload in a step; ~: at most, the data decide", style="dim")
+    found = kinds(read)
+    if read.world_size <= MOST_ROWS:
+        ways = links(read)
+        for rank, way in enumerate(ways):
+            to = ", ".join(f"{of_bytes(nbytes)} to rank {other}" for other, nbytes in enumerate(way) if nbytes)
+            listed = f": {to}" if read.world_size > 2 and to else ""
+            console.print(f"rank {rank} sends, and receives, {of_bytes(sum(way))} a step{listed}", soft_wrap=True)
+    else:
+        told = sorted(found[: len(found) - (not found[-1][0])], key=lambda kind: -kind[1])
+        for ranks, sent in told[:MOST_ROWS]:
+            console.print(f"rank {ranks[0]} sends, and receives, {of_bytes(sent)} a step")
+        if len(told) > MOST_ROWS:
+            console.print(
+                f"{len(told) - MOST_ROWS} more destinations send, and receive, {of_bytes(told[-1][1])} or more"
+            )
+        if not found[-1][0]:
+            others = f"each of the other {read.world_size - len(told)} ranks" if told else "each rank"
+            console.print(f"{others} sends, and receives, {of_bytes(found[-1][1])} a step")
+    sums = [sent for _, sent in found]
+    if read.world_size > 1 and max(sums) > 1.5 * min(sums):
+        busiest = found[sums.index(max(sums))][0][0]
+        console.print(
+            f"the busiest link is that of rank {busiest}: {max(sums) / max(1.0, min(sums)):.1f} times the least"
+        )
+
+
+@app.command()
+def check(strategy: File, model: Model = None) -> None:
+    """Check a strategy: its form, its methods, and that it is for the model."""
+    read = _load(strategy, model)
+    print(f"{strategy}: {_about(read)}; id {read.id[:12]}")
+
+
+@app.command()
+def diff(first: File, second: File) -> None:
+    """Compare two strategies, variable by variable; exit code 1 if they differ."""
+    from grace.strategy import schema
+
+    lines = list(_differences(schema.load(first), schema.load(second)))
+    for line in lines:
+        print(line)
+    if lines:
+        raise typer.Exit(1)
+    print("the strategies are the same")
+
+
+def _load(path: Path, model: str | None) -> Strategy:
+    from grace.cli.model_variables import from_spec
+    from grace.strategy import schema
+
+    return schema.load(path, None if model is None else from_spec(model))
+
+
+def _about(strategy: Strategy) -> str:
+    parts = sum(len(plan.parts) for plan in strategy.plans)
+    cut = "" if parts == len(strategy.plans) else f" in {parts} parts"
+    by = f", by {strategy.builder['name']}" if strategy.builder else ""
+    size = f"{strategy.world_size} rank{'s' * (strategy.world_size != 1)}"
+    return f"{len(strategy.plans)} variables{cut}, for {size} on {strategy.nodes} node{'s' * (strategy.nodes != 1)}{by}"
+
+
+def _table(strategy: Strategy) -> Iterator[list[str]]:
+    for plan in strategy.plans:
+        for part, variable in zip(plan.parts, plan.part_variables(), strict=True):
+            traffic = payload(part, variable)
+            cut = "" if plan.axis is None else f"axis {plan.axis}"
+            shape = " x ".join(map(str, variable.shape)) or "scalar"
+            chosen = part.to_dict()
+            yield [
+                variable.name,
+                f"{shape}{', sparse' if variable.sparse else ''}",
+                f"{variable.nbytes:,}",
+                cut,
+                part.sync.type,
+                _target(part),
+                f"{chosen['compressor']}, {chosen['memory']}",
+                f"{'' if traffic.exact else '~'}{traffic.nbytes:,}",
+            ]
+
+
+def _target(part: Part) -> str:
+    sync = part.sync
+    if sync.type == "none":
+        return f"average every {sync.period}"
+    if sync.type != "reduce_broadcast":
+        return f"group {sync.group}"
+    extra = "" if sync.sync and not sync.staleness else f", {sync.staleness if sync.sync else sync.ahead} ahead"
+    extra += "" if sync.sync else " at most"
+    return f"rank {sync.destination}{extra}{', replicated' if sync.local_replication else ''}"
+
+
+def _differences(first: Strategy, second: Strategy) -> Iterator[str]:
+    for what in ("world_size", "nodes"):
+        if getattr(first, what) != getattr(second, what):
+            yield f"cluster.{what}: {getattr(first, what)} | {getattr(second, what)}"
+    ours, theirs = ({plan.variable.name: plan.to_dict() for plan in s.plans} for s in (first, second))
+    for name in [*ours, *(name for name in theirs if name not in ours)]:
+        if name not in theirs or name not in ours:
+            yield f"{name}: only in the {'first' if name in ours else 'second'}"
+            continue
+        flat = [dict(_flat(document[name])) for document in (ours, theirs)]
+        for key in [*flat[0], *(key for key in flat[1] if key not in flat[0])]:
+            values = [document.get(key, "-") for document in flat]
+            if values[0] != values[1]:
+                yield f"{name}.{key}: {values[0]} | {values[1]}"
+    if list(ours) != list(theirs) and sorted(ours) == sorted(theirs):
+        yield "variables: in another order"
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _flat(item, f"{prefix}.{key}" if prefix else key)
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        for i, item in enumerate(value):
+            yield from _flat(item, f"{prefix}[{i}]")
+    else:
+        yield prefix, value

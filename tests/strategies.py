@@ -12,7 +12,7 @@ import torch
 
 import grace
 from grace.core.variable import Variable
-from grace.strategy.plan import Part, Plan, Strategy, Sync
+from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
 
 BUILDERS = (
     "ps",
@@ -163,23 +163,23 @@ class Tables(torch.nn.Module):
             sum(terms[1:], start=terms[0]).backward()
 
 
-def whole(name: str, shape: Sequence[int], part: Part, sparse: bool = False) -> Plan:
+def whole(name: str, shape: Sequence[int], part: ShardPlan, sparse: bool = False) -> VariablePlan:
     """A variable that is not cut."""
-    return Plan(Variable(name, tuple(shape), sparse=sparse), (part,))
+    return VariablePlan(Variable(name, tuple(shape), sparse=sparse), (part,))
 
 
 def cut(
-    name: str, shape: Sequence[int], parts: Sequence[Part], axis: int, sizes: Sequence[int], sparse: bool = False
-) -> Plan:
+    name: str, shape: Sequence[int], parts: Sequence[ShardPlan], axis: int, sizes: Sequence[int], sparse: bool = False
+) -> VariablePlan:
     """A variable that is cut."""
-    return Plan(Variable(name, tuple(shape), sparse=sparse), tuple(parts), axis, tuple(sizes))
+    return VariablePlan(Variable(name, tuple(shape), sparse=sparse), tuple(parts), axis, tuple(sizes))
 
 
-def reduced(destination: int, compressor: Any = "none", memory: Any = None, **more: Any) -> Part:
+def reduced(destination: int, compressor: Any = "none", memory: Any = None, **more: Any) -> ShardPlan:
     """A part that a rank reduces."""
-    return Part(Sync("reduce_broadcast", destination=destination, **more), compressor, memory)
+    return ShardPlan(Sync("reduce_broadcast", destination=destination, **more), compressor, memory)
 
 
-def strategy_of(*plans: Plan, size: int | None = None) -> Strategy:
+def strategy_of(*plans: VariablePlan, size: int | None = None) -> Strategy:
     """Plans as a strategy for the ranks that there are."""
     return Strategy(plans, grace.size() if size is None else size)

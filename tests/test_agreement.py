@@ -9,7 +9,7 @@ from grace.core.backend import LocalBackend
 from grace.core.context import Context
 from grace.core.variable import Variable
 from grace.session.agreement import agree
-from grace.session.plan import Uniform
+from grace.session.plan import UniformPlan
 from grace.session.setup import build_exchanger
 
 
@@ -72,7 +72,7 @@ def test_a_rank_that_fails_still_takes_part_in_the_comparison():
         raise ConfigError("no names")
 
     with pytest.raises(ConfigError, match="no names"):
-        build_exchanger(variables, lambda: Uniform("topk", None, None), backend, Context())
+        build_exchanger(variables, lambda: UniformPlan("topk", None, None), backend, Context())
     assert backend.calls == 1
 
 
@@ -81,7 +81,7 @@ def test_whatever_ranks_must_share_is_a_fact(change):
     def facts(seed=0, variables=VARIABLES, dtype="float32", compressor="topk", size=1 << 20, **s):
         listed, backend, sent = [Variable(name, shape, dtype) for name, shape in variables], LocalBackend(), []
         backend.allgather_object = lambda value: sent.append(value["value"][0]) or [value]
-        uniform = Uniform(compressor, None, None, size)
+        uniform = UniformPlan(compressor, None, None, size)
         build_exchanger(lambda: listed, lambda: uniform, backend, Context(seed=seed), list(s.items()))
         return sent
 

@@ -106,7 +106,7 @@ def test_traffic_counts_the_bytes_of_wire_bits_and_a_small_header(spec):
     variables = [Variable("a", (40, 30)), Variable("b", (30, 20, 2))]
     exchanger = Exchanger(variables, uniform(variables, communicator), LocalBackend(), Context())
     for _ in range(3):
-        (group,) = exchanger.groups
+        (group,) = exchanger.buckets
         exchanger.start(group, [data("gaussian", v.shape) for v in group.variables], [True, True])
         exchanger.finish(lambda group: [None, None])
     traffic: Traffic = exchanger.traffic

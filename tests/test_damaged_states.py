@@ -15,7 +15,7 @@ from training import copied, state_of
 
 import grace
 from grace.session import saved_form
-from grace.strategy.plan import Part, Sync
+from grace.strategy.plan import ShardPlan, Sync
 
 
 def raw(value):
@@ -33,11 +33,11 @@ class Run:
     def __init__(self):
         grace.init("local")
         parts = {
-            "w": Part(Sync("allgather"), "topk(ratio=0.2)"),
-            "q": Part(Sync("allreduce"), "powersgd(rank=1)"),
-            "s": Part(Sync("allgather"), "signum"),
-            "e": Part(Sync("allgather"), "efsignsgd", "efsignsgd"),
-            "d": Part(Sync("allgather"), "dgc(ratio=0.3)"),
+            "w": ShardPlan(Sync("allgather"), "topk(ratio=0.2)"),
+            "q": ShardPlan(Sync("allreduce"), "powersgd(rank=1)"),
+            "s": ShardPlan(Sync("allgather"), "signum"),
+            "e": ShardPlan(Sync("allgather"), "efsignsgd", "efsignsgd"),
+            "d": ShardPlan(Sync("allgather"), "dgc(ratio=0.3)"),
             "r": reduced(0, "topk(ratio=0.5)", staleness=1),
         }
         self.shapes = {name: (6, 5) for name in parts}

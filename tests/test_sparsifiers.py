@@ -60,9 +60,9 @@ def test_sizes_differ_and_are_declared_to(spec):
 def test_what_has_no_known_size_is_compressed(spec):
     variables = [Variable("w", (3,), "float32"), Variable("empty", (0,), "float32")]
     communicator = Allgather(spec)
-    pieces = uniform(variables, communicator)
-    assert pieces[0].communicator is communicator
-    assert pieces[1].communicator is not communicator
+    shards = uniform(variables, communicator)
+    assert shards[0].communicator is communicator
+    assert shards[1].communicator is not communicator
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (3, 5), (257,), (2, 0, 3)])

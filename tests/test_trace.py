@@ -47,7 +47,7 @@ def event(name, kind, start, stop, track=2, **args):
     }
 
 
-GROUP = {"group": 0, "variables": "w", "communicator": "allgather, topk, residual"}
+GROUP = {"bucket": 0, "variables": "w", "communicator": "allgather, topk, residual"}
 
 
 def rank_trace(rank=0, size=2, offset=0):
@@ -70,7 +70,7 @@ def rank_trace(rank=0, size=2, offset=0):
         ]
     facts = {"rank": rank, "size": size, "host": "a", "engine": "MPI", "offset": offset}
     described = {"shape": [30, 10], "method": "topk(ratio=0.1)"}
-    tracks = {"0": "steps", "1": "collectives", "2": "training", "3": "grace courier"}
+    tracks = {"0": "steps", "1": "collectives", "2": "training", "3": "grace exchanges"}
     return RankTrace({**facts, "tracks": tracks, "variables": {"w": described, "late": described}}, events)
 
 
@@ -87,11 +87,11 @@ def test_the_summary_adds_up():
     assert (summary.ranks, summary.steps, summary.step) == (2, 2, 10)
     assert summary.parts == pytest.approx({"rest": 3, "codec": 3, "wait": 3, "optimizer": 1})
     assert summary.under_way == pytest.approx(4.5)
-    late, w = summary.variables  # what a courier does costs the variable, and not the step
+    late, w = summary.variables  # what a exchange_thread does costs the variable, and not the step
     assert (late.name, late.ms["decode"]) == ("late", pytest.approx(9))
     assert (w.calls, w.nbytes, w.shape) == (1, 100, (30, 10))
     assert w.ms == pytest.approx({"compensate": 0, "compress": 1, "update": 1, "decode": 1})
-    (group,) = summary.groups
+    (group,) = summary.buckets
     assert (group.collectives, group.nbytes) == (1, 108)
     assert (group.under_way, group.waited) == (pytest.approx(4.5), pytest.approx(3))
 

@@ -224,8 +224,8 @@ def test_powersgd_does_not_redraw_q_at_each_step(convert):
 def test_powersgd_compresses_convolution_kernels(convert):
     """As (output channels) x (the rest): 1x1 kernels too, and a kernel of rank 1 in that sense comes back whole."""
     powersgd = Allreduce("powersgd")
-    (piece,) = uniform([Variable("w", (64, 32, 1, 1))], powersgd)
-    assert piece.communicator is powersgd
+    (shard,) = uniform([Variable("w", (64, 32, 1, 1))], powersgd)
+    assert shard.communicator is powersgd
     for shape in ((64, 32, 1, 1), (8, 3, 3, 3)):
         x = np.outer(data("gaussian", shape[0]), data("gaussian", shape[1:], 1)).reshape(shape)
         (p, q), _ = make("powersgd").compress(convert(x), "w")

@@ -39,7 +39,7 @@ def waits():
         os.environ["GRACE_TIMEOUT"] = text
         backend = grace.init("torch", timeout=argument)
         backend.allgather_object("the first question")
-        beside = backend.beside()
+        beside = backend.duplicate()
         found.append(
             (backend.timeout, beside.timeout, beside.group._get_backend(beside_device()).options._timeout.seconds)
         )

@@ -151,9 +151,9 @@ class HorovodBackend(Backend):
             self.count(kernels_of(tensor).nbytes(tensor))
         return self._start(Operation("gather", tensor, root, self.size))
 
-    def beside(self) -> HorovodBackend:
+    def duplicate(self) -> HorovodBackend:
         other = HorovodBackend(self.process_set)
-        other._calls_are, other._functions = f"{self._calls_are}.beside", {}
+        other._calls_are, other._functions = f"{self._calls_are}.duplicate", {}
         return other
 
     def _run_named(self, operation: Operation, tensor: tf.Tensor, name: str) -> tf.Tensor:

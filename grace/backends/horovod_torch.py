@@ -172,18 +172,18 @@ class HorovodBackend(Backend):
 
         return Handle(Operation(self, work, received), gathered)
 
-    def beside(self) -> HorovodBackend:
+    def duplicate(self) -> HorovodBackend:
         other = HorovodBackend(self.process_set)
-        other.timeout, other._calls_are = self.timeout, f"{self._calls_are}.beside"
+        other.timeout, other._calls_are = self.timeout, f"{self._calls_are}.duplicate"
         return other
 
-    def among(self, ranks: Sequence[int]) -> HorovodBackend | None:
+    def split(self, ranks: Sequence[int]) -> HorovodBackend | None:
         process_set = _process_set(tuple(self._global(rank) for rank in ranks))
         if self.rank not in ranks:
             return None
         other = HorovodBackend(process_set)
         other.timeout = self.timeout
-        other._calls_are = f"grace.among{other.count_optimizer()}.call"  # there may be others over the same set
+        other._calls_are = f"grace.split{other.count_optimizer()}.call"  # there may be others over the same set
         return other
 
     def _global(self, rank: int) -> int:

@@ -144,11 +144,11 @@ class MPIBackend(Backend):
         request = self.comm.Igather([sent.memory, MPI.BYTE], [received.memory, sent.memory.nbytes, MPI.BYTE], root)
         return self._handle(request, received, sent).map(lambda whole: _rows(whole, self.size))
 
-    def beside(self) -> MPIBackend:
+    def duplicate(self) -> MPIBackend:
         with self.asking("beside"):  # which brings all ranks here: the rest is a matter of milliseconds
             return self.like(comm=self.comm.Dup(), pending=[])
 
-    def among(self, ranks: Sequence[int]) -> MPIBackend | None:
+    def split(self, ranks: Sequence[int]) -> MPIBackend | None:
         with self.asking("among"):
             comm = self.comm.Split(0 if self.rank in ranks else MPI.UNDEFINED, self.rank)
         if comm == MPI.COMM_NULL:

@@ -16,13 +16,13 @@ def node_name() -> str:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class Topology:
     """The cluster that the ranks say they are.
 
     Attributes:
         names: of the node that each rank is on.
 
-    >>> Ranks(["a", "b", "a"]).ranks
+    >>> Topology(["a", "b", "a"]).ranks
     [0, 1, 0]
     """
 
@@ -42,7 +42,7 @@ class Ranks:
     def members(self, leader: int | None = None) -> list[list[int]]:
         """The ranks of each node, the one first that speaks for the node: ``leader`` on its own, else the lowest.
 
-        >>> Ranks(["a", "b", "a"]).members(leader=2)
+        >>> Topology(["a", "b", "a"]).members(leader=2)
         [[2, 0], [1]]
         """
         nodes: list[list[int]] = [[] for _ in set(self.ranks)]
@@ -52,15 +52,15 @@ class Ranks:
 
 
 @dataclass
-class Levels:
-    """The two levels of a cluster, as one rank sees them.
+class NodeGroups:
+    """The two node_groups of a cluster, as one rank sees them.
 
     Attributes:
         node: a backend over the ranks of its node.
         first: the rank in ``node`` that speaks for it.
         leaders: a backend over those of all nodes; None if this rank is not one of them.
         nodes: how many there are.
-        speaker: for each of all ranks, the number in ``leaders`` of the one that speaks for it.
+        leader_of: for each of all ranks, the number in ``leaders`` of the one that speaks for it.
         own: that of the one that speaks for this rank.
     """
 
@@ -68,11 +68,11 @@ class Levels:
     first: int
     leaders: Backend | None
     nodes: int
-    speaker: list[int]
+    leader_of: list[int]
     own: int
 
 
-def levels(backend: Backend, names: Sequence[str], leader: int | None = None) -> Levels:
+def node_groups(backend: Backend, names: Sequence[str], leader: int | None = None) -> NodeGroups:
     """Backends over each node's ranks, and over the nodes' leaders. Every rank must call it.
 
     Args:
@@ -80,12 +80,12 @@ def levels(backend: Backend, names: Sequence[str], leader: int | None = None) ->
         names: of the node of each rank.
         leader: speaks for its node; of other nodes the lowest rank does.
     """
-    members = Ranks(names).members(leader)
+    members = Topology(names).members(leader)
     leaders = sorted(node[0] for node in members)
-    over_leaders = backend.among(leaders)
+    over_leaders = backend.split(leaders)
     node_of = {rank: node for node in members for rank in node}
-    backends = [backend.among(sorted(node)) for node in members]  # all ranks make all of them
+    backends = [backend.split(sorted(node)) for node in members]  # all ranks make all of them
     own = next(made for made in backends if made is not None)
     mine = node_of[backend.rank]
-    speaker = [leaders.index(node_of[rank][0]) for rank in range(backend.size)]
-    return Levels(own, sorted(mine).index(mine[0]), over_leaders, len(members), speaker, speaker[backend.rank])
+    leader_of = [leaders.index(node_of[rank][0]) for rank in range(backend.size)]
+    return NodeGroups(own, sorted(mine).index(mine[0]), over_leaders, len(members), leader_of, leader_of[backend.rank])

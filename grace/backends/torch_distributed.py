@@ -87,10 +87,10 @@ class TorchBackend(Backend):
         work = dist.gather(tensor, gathered or None, self._global(root), group=self.group, async_op=True)
         return self._handle(work, gathered, tensor)
 
-    def beside(self) -> TorchBackend:
+    def duplicate(self) -> TorchBackend:
         return self.like(group=self._new(range(self.size)), owns=False)
 
-    def among(self, ranks: Sequence[int]) -> TorchBackend | None:
+    def split(self, ranks: Sequence[int]) -> TorchBackend | None:
         group = self._new(ranks)
         if self.rank not in ranks:
             return None

@@ -15,7 +15,7 @@ from grace.bench.common import options, results
 from grace.bench.common.results import Results
 from grace.bench.common.text import parse_rate, show_rate
 from grace.bench.kernels import command as kernels_command
-from grace.bench.lifecycle import Running, need_report
+from grace.bench.lifecycle import BenchmarkRun, need_report
 from grace.bench.link.emulation import possible
 from grace.bench.step import command as step_command
 from grace.bench.step import settings as step
@@ -113,7 +113,7 @@ def _run(
         _say(console, introduction)
         console.print()
     where = "over the loopback" if rates == [None] else f"over a network of {', '.join(map(_shown, rates))}"
-    parts: list[tuple[str, Callable[[], Running]]] = [
+    parts: list[tuple[str, Callable[[], BenchmarkRun]]] = [
         (f"Does a training step get faster, {where}?", lambda: step_command.run(steps, out / "step")),
         ("Does the model still learn?", lambda: train_command.run(trained, out / "train")),
         ("What does compressing cost and lose?", lambda: kernels_command.run(coded, out / "kernels")),

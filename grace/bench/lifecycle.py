@@ -21,7 +21,7 @@ from grace.launch.processes import signals_raise
 ENDED = "interrupted; the ranks are ended"
 
 
-class Running:
+class BenchmarkRun:
     """A benchmark that is under way.
 
     Args:

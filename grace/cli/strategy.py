@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from grace.bench.common.text import of_bytes
-from grace.strategy.plan import Part, Strategy
+from grace.strategy.plan import ShardPlan, Strategy
 from grace.strategy.traffic import kinds, links, payload
 
 app = typer.Typer(no_args_is_help=True, help="Build, show, check and compare strategies.")
@@ -147,7 +147,7 @@ def _table(strategy: Strategy) -> Iterator[list[str]]:
             ]
 
 
-def _target(part: Part) -> str:
+def _target(part: ShardPlan) -> str:
     sync = part.sync
     if sync.type == "none":
         return f"average every {sync.period}"

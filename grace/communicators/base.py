@@ -16,7 +16,7 @@ from grace.core.registry import known, legal_communicators, legal_memories, make
 from grace.core.variable import Variable
 from grace.errors import ConfigError, PayloadError, StepError
 from grace.exchange.base import Exchange
-from grace.exchange.bucket import Contribution, Group, Traffic
+from grace.exchange.bucket import Bucket, Contribution, Traffic
 from grace.kernels import kernels_of
 
 
@@ -102,7 +102,7 @@ class Communicator(Component):
         return {"compressor": self.compressor, "memory": self.memory}
 
     def begin(self, contribution: Contribution) -> Exchange:
-        """Start the exchange of a group."""
+        """Start the exchange of a bucket."""
         return Exchange(contribution)
 
     @property
@@ -110,7 +110,7 @@ class Communicator(Component):
         """Whether what a step exchanges is applied in a later one; it then keeps its state by itself."""
         return False
 
-    def follow(self, speaker: Sequence[int]) -> None:
+    def use_leaders(self, leader_of: Sequence[int]) -> None:
         """One rank of each node takes part from now on: the number of the one that speaks for each of all ranks."""
 
     def open(self, exchanger: Any) -> None:
@@ -170,8 +170,8 @@ class Communicator(Component):
             tensor = k.given(tensor)
         except (TypeError, ConfigError) as error:
             raise ConfigError(f"cannot exchange {name!r}: {error}") from None
-        group = Group(0, self, [Variable(name, tuple(tensor.shape), k.dtype(tensor))])
-        exchange = self.begin(Contribution(group, [tensor], [True], self.stateful, Traffic()))
+        bucket = Bucket(0, self, [Variable(name, tuple(tensor.shape), k.dtype(tensor))])
+        exchange = self.begin(Contribution(bucket, [tensor], [True], self.stateful, Traffic()))
         while exchange.advance():
             pass
         try:

@@ -17,8 +17,8 @@ from grace.core.memory import Memory
 from grace.errors import ConfigError
 from grace.exchange.base import Exchange
 from grace.exchange.bucket import Contribution
-from grace.exchange.delayed import AheadExchange
-from grace.exchange.reduce_broadcast import ReduceExchange
+from grace.exchange.delayed import DelayedExchange
+from grace.exchange.reduce_broadcast import ReduceBroadcastExchange
 from grace.kernels import kernels_of
 
 AHEAD = 8
@@ -60,7 +60,7 @@ class ReduceBroadcast(Communicator):
     name = "reduce_broadcast"
     cost = "p; 2(W-1)p in and out of the destination"
     answer_memory: Memory | None = None
-    round_trip: ClassVar[type[Exchange]] = ReduceExchange
+    round_trip: ClassVar[type[Exchange]] = ReduceBroadcastExchange
 
     def __init__(
         self,
@@ -103,10 +103,10 @@ class ReduceBroadcast(Communicator):
         self.answer_context = Context()
         """Of the last answer: the loss scale whose units the memory of the answers is in."""
         self._dense: ReduceBroadcast | None = None
-        self.flights: dict[str, deque] = defaultdict(deque)
-        self.courier: Any = None
-        self.followed = False
-        self.levels: Any = None
+        self.pending_exchanges: dict[str, deque] = defaultdict(deque)
+        self.exchange_thread: Any = None
+        self.led = False
+        self.node_groups: Any = None
         self.bind(self.context)
 
     @classmethod
@@ -136,30 +136,30 @@ class ReduceBroadcast(Communicator):
     def bind(self, context: Context, backend=None) -> None:
         """Join a run, the way back too."""
         super().bind(context, backend)
-        if backend is not None and not self.followed and self.root >= backend.size:
+        if backend is not None and not self.led and self.root >= backend.size:
             raise ConfigError(
                 f"reduce_broadcast: rank {self.root} cannot be the destination, there are {backend.size} ranks"
             )
 
-    def follow(self, speaker):
+    def use_leaders(self, leader_of):
         """The destination is the one that speaks for it."""
-        self.root, self.followed = speaker[self.destination], True
+        self.root, self.led = leader_of[self.destination], True
 
     def open(self, exchanger):
         """Exchanges that are applied later run beside training; replication needs to know the nodes."""
         if self.delayed:
-            self.courier = exchanger.courier()
-        if self.local_replication and exchanger.backend.size > 1 and not self.followed:  # one of each node takes part
-            backend = self.courier.backend if self.delayed else exchanger.backend
+            self.exchange_thread = exchanger.exchange_thread()
+        if self.local_replication and exchanger.backend.size > 1 and not self.led:  # one of each node takes part
+            backend = self.exchange_thread.backend if self.delayed else exchanger.backend
             if backend.pairs_by_name and backend.framework == "tensorflow":
                 raise ConfigError("reduce_broadcast: local_replication is not for Horovod with TensorFlow: use MPI")
-            self.levels = exchanger.levels(backend, self.root)
+            self.node_groups = exchanger.node_groups(backend, self.root)
 
     def aside(self) -> ReduceBroadcast:
-        """The same with the courier's backend, for one step: whatever step this rank is at when the others' payloads
+        """The same with the thread's backend, for one step: whatever step this rank is at when the others' payloads
         and the answer are there, they are decoded as they were encoded."""
         other = self.at(dataclasses.replace(self.context))
-        other.backend = self.courier.backend
+        other.backend = self.exchange_thread.backend
         return other
 
     def rescale_answers(self, loss_scale: float) -> None:
@@ -179,12 +179,12 @@ class ReduceBroadcast(Communicator):
 
     def _broadcast(self, wire: Any) -> Handle:
         """To all, or to one rank of each node, which hands it on."""
-        if self.levels is None:
+        if self.node_groups is None:
             return self.backend.broadcast(wire, self.root)
-        way, answer, arrived, ahead = self.levels, wire, False, None
+        way, answer, arrived, ahead = self.node_groups, wire, False, None
         if way.leaders is not None:
             before = way.leaders.sent_bytes
-            ahead = way.leaders.broadcast(wire, way.speaker[self.root])
+            ahead = way.leaders.broadcast(wire, way.leader_of[self.root])
             self.backend.count(way.leaders.sent_bytes - before)
             self.backend.count((way.node.size - 1) * kernels_of(wire).nbytes(wire))
 
@@ -206,7 +206,12 @@ class ReduceBroadcast(Communicator):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: these are in no run yet, and have nothing under way."""
-        return {**super().__getstate__(), "flights": defaultdict(deque), "courier": None, "levels": None}
+        return {
+            **super().__getstate__(),
+            "pending_exchanges": defaultdict(deque),
+            "exchange_thread": None,
+            "node_groups": None,
+        }
 
     def options(self) -> dict[str, Any]:
         """Its parameters, as they were given."""
@@ -214,7 +219,7 @@ class ReduceBroadcast(Communicator):
 
     def begin(self, contribution: Contribution) -> Exchange:
         kind = self.round_trip
-        return AheadExchange(kind, contribution) if self.delayed else kind(contribution)
+        return DelayedExchange(kind, contribution) if self.delayed else kind(contribution)
 
     def communicate(self, wire):
         """The way to the destination."""

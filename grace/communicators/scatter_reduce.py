@@ -9,7 +9,7 @@ from grace.core.component import Component
 from grace.core.memory import Memory
 from grace.core.registry import make
 from grace.exchange.bucket import Contribution
-from grace.exchange.scatter_reduce import ScatterExchange
+from grace.exchange.scatter_reduce import ScatterReduceExchange
 
 
 class ScatterReduce(Communicator):
@@ -22,8 +22,8 @@ class ScatterReduce(Communicator):
     The second compression has a memory of its own, of the same kind as the first's. For value quantizers
     and casts; with ``cast`` it is a 16-bit wire with float32 sums.
 
-    >>> ScatterReduce("qsgd(levels=7)").describe()
-    'scatter_reduce, qsgd(levels=7), none'
+    >>> ScatterReduce("qsgd(node_groups=7)").describe()
+    'scatter_reduce, qsgd(node_groups=7), none'
     """
 
     name = "scatter_reduce"
@@ -48,8 +48,8 @@ class ScatterReduce(Communicator):
         """Both parts, and the memory of the second compression."""
         return {**super().components, "shard_memory": cast(Component, self.shard_memory)}
 
-    def begin(self, contribution: Contribution) -> ScatterExchange:
-        return ScatterExchange(contribution)
+    def begin(self, contribution: Contribution) -> ScatterReduceExchange:
+        return ScatterReduceExchange(contribution)
 
     def communicate(self, wire):
         """The second half: hand the compressed means round."""

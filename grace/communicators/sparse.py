@@ -11,7 +11,7 @@ from grace.core.compressor import Compressor
 from grace.core.memory import Memory
 from grace.exchange.bucket import Contribution
 from grace.exchange.sparse_codec import by_rows
-from grace.exchange.sparse_exchange import RowExchange, RowReduceExchange
+from grace.exchange.sparse_exchange import RowExchange, RowReduceBroadcastExchange
 
 
 class RowReduceBroadcast(ReduceBroadcast):
@@ -21,7 +21,7 @@ class RowReduceBroadcast(ReduceBroadcast):
         ConfigError: they cannot serve sparse gradients; the message says why, and what can.
     """
 
-    round_trip = RowReduceExchange
+    round_trip = RowReduceBroadcastExchange
 
     def __init__(self, compressor: Compressor, memory: Memory, name: str, options: dict[str, Any]):
         super().__init__(*by_rows(compressor, memory, name), **options)

@@ -6,6 +6,7 @@ import abc
 import contextlib
 import copy
 import pickle
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -95,7 +96,7 @@ class Backend(abc.ABC):
     began: ClassVar[Any] = None
     """The group whose exchange started a collective last, over any backend of this process."""
     started: int = 0
-    landed: int = 0
+    done: int = 0
     """How many collectives exchanges have started over it, and how many of these are known to be done."""
     concatenates: ClassVar[bool] = False
     """Whether the engine gathers tensors of unequal lengths itself."""
@@ -143,33 +144,48 @@ class Backend(abc.ABC):
         empty one elsewhere. An all-gather, unless the engine can do better."""
         return self.allgather(tensor).map(lambda gathered: gathered if self.rank == root else [])
 
-    def beside(self) -> Backend:
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        for old, new in (("beside", "duplicate"), ("among", "split")):
+            if old in vars(cls) and new not in vars(cls):
+                warnings.warn(f"{cls.__name__}.{old}() is called {new}() now", DeprecationWarning, stacklevel=2)
+                setattr(cls, new, vars(cls)[old])
+
+    def duplicate(self) -> Backend:
         """Another backend over the same ranks, whose collectives may be started by another thread, in an order of
         their own. Every rank must call it.
 
-        Every optimizer's exchanges travel over one of their own. A backend without ``beside()`` is used as it is:
+        Every optimizer's exchanges travel over one of their own. A backend without ``duplicate()`` is used as it is:
         then several optimizers, and whatever else you exchange over it, must start their collectives in one order
         on all ranks."""
         raise ConfigError(
-            f"{type(self).__name__} has no beside(), which exchanges beside training need: define it, or leave out "
+            f"{type(self).__name__} has no duplicate(), which exchanges beside training need: define it, or leave out "
             "staleness and sync=False"
         )
 
-    def among(self, ranks: Sequence[int]) -> Backend | None:
+    def split(self, ranks: Sequence[int]) -> Backend | None:
         """Another backend over some of the ranks, for those; None for the others. Every rank must call it.
 
         Args:
             ranks: ascending.
         """
         raise ConfigError(
-            f"{type(self).__name__} has no among(), which reducing node by node needs: define it, or leave out "
+            f"{type(self).__name__} has no split(), which reducing node by node needs: define it, or leave out "
             "hierarchical and local_replication"
         )
+
+    def beside(self) -> Backend:
+        """:meth:`duplicate`, as it was called."""
+        return self.duplicate()
+
+    def among(self, ranks: Sequence[int]) -> Backend | None:
+        """:meth:`split`, as it was called."""
+        return self.split(ranks)
 
     def like(self, **changed: Any) -> Any:
         """A backend of the same class and settings that has sent nothing yet, with these attributes changed."""
         other = copy.copy(self)
-        for key in ("sent_bytes", "started", "landed", "closing", "_channels"):
+        for key in ("sent_bytes", "started", "done", "closing", "_channels"):
             other.__dict__.pop(key, None)
         other.__dict__.update(changed)
         return other
@@ -177,7 +193,7 @@ class Backend(abc.ABC):
     @property
     def is_its_own_channel(self) -> bool:
         """Whether several optimizers may exchange over this very backend, or must because it makes no others."""
-        alone = self.size == 1 or type(self).beside is Backend.beside
+        alone = self.size == 1 or type(self).duplicate is Backend.duplicate
         return alone or self.pairs_by_name or self.elastic
 
     @property
@@ -270,10 +286,10 @@ class LocalBackend(Backend):
     def gather(self, tensor: Tensor, root: int) -> Handle:
         return Handle(lambda: None, [tensor])
 
-    def beside(self) -> LocalBackend:
+    def duplicate(self) -> LocalBackend:
         return LocalBackend()
 
-    def among(self, ranks: Sequence[int]) -> LocalBackend | None:
+    def split(self, ranks: Sequence[int]) -> LocalBackend | None:
         return LocalBackend() if 0 in ranks else None
 
     def allgather_object(self, value: Any) -> list[Any]:

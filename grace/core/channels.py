@@ -4,7 +4,7 @@ torch.distributed and MPI pair collectives by the order in which ranks start the
 in backward on a rank that has all gradients, and in ``step()`` on one that left a layer out; so over one process group
 it would be paired with whatever collective of another optimizer, or of the user's, lies between.
 
-Channels are made by :meth:`grace.Backend.beside`, kept, and used again, because none can be freed by all ranks
+Channels are made by :meth:`grace.Backend.duplicate`, kept, and used again, because none can be freed by all ranks
 together: optimizers end when Python collects them, at another moment on each rank. Which one is free on all ranks the
 ranks find out when they compare their settings.
 """
@@ -37,7 +37,7 @@ class Channels:
 
     def offer(self) -> Offer:
         """What this rank could use, for :meth:`take` on all ranks."""
-        idle = {number: c.started for number, c in enumerate(self.made) if c.started == c.landed}
+        idle = {number: c.started for number, c in enumerate(self.made) if c.started == c.done}
         return len(self.made), {number: count for number, count in idle.items() if number not in self.taken}
 
     def take(self, parent: Any, offers: Sequence[Offer]) -> Any:
@@ -54,7 +54,7 @@ class Channels:
                 self.taken.add(number)
                 return self.made[number]
         self.taken.add(len(self.made))
-        self.made.append(parent.beside())
+        self.made.append(parent.duplicate())
         return self.made[-1]
 
     def give_back(self, channel: Any) -> None:
@@ -87,7 +87,7 @@ class Leases:
     def take(self, another: bool = False) -> Any:
         """A channel. A backend that is its own is taken itself, or ``another`` is made beside it."""
         if self.backend.is_its_own_channel:
-            return self.backend.beside() if another else self.backend
+            return self.backend.duplicate() if another else self.backend
         channels = self.backend.channels
         channel = channels.take(self.backend, self.offers)
         self.ends.append(weakref.finalize(self, channels.give_back, channel))

@@ -24,7 +24,7 @@ class Context:
         rank, size: this process and how many there are.
         loss_scale: the factor that gradients are scaled by in mixed precision.
         lr: the learning rate that the optimizer will use for a variable.
-        predivide: what payloads are divided by before an engine sums them; see ``Reduction``.
+        predivide: what payloads are divided by before an engine sums them; see ``ReduceOp``.
         updates: number of the optimizer's steps, as far as it is known.
         left_out: how often gradients were cleared again, and nothing was done with the optimizer since the last time.
         settings: a digest of the hyperparameters that the last step was made with.

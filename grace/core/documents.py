@@ -13,7 +13,7 @@ from typing import Any
 from grace.errors import ConfigError, missing_extra
 
 DEEPEST = 50
-"""Levels of lists and objects in each other; what reads a document may go down them by recursion."""
+"""NodeGroups of lists and objects in each other; what reads a document may go down them by recursion."""
 
 
 def read(path: Path) -> str:

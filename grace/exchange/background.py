@@ -25,51 +25,51 @@ PATIENCE, PATIENCE_AT_EXIT = 60.0, 5.0
 NEVER = "it has not come back. All ranks must make as many steps"
 
 
-class Courier:
+class ExchangeThread:
     """A thread that runs exchanges one after the other, over a backend of its own.
 
     Every rank hands over the same exchanges in the same order, so that theirs are the same at every moment.
 
     Args:
-        backend: see :meth:`grace.core.backend.Backend.beside`.
+        backend: see :meth:`grace.core.backend.Backend.duplicate`.
         computing: the context that an exchange computes in.
         check: raises if the ranks of an exchange were not at one step, over its backend.
     """
 
     def __init__(self, backend: Any, computing: Callable[[], Any], check: Callable[[Sequence[Any], Any], None]):
         self.backend, self.computing, self.check = backend, computing, check
-        self.todo: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
-        self.under_way: deque[Flight] = deque()
+        self.todo: queue.SimpleQueue[PendingExchange | None] = queue.SimpleQueue()
+        self.under_way: deque[PendingExchange] = deque()
         self.failure: Exception | None = None
         self.told = False
         """Whether the failure was raised."""
         atexit.register(self.exit)
-        threading.Thread(target=self._run, name="grace courier", daemon=True).start()
+        threading.Thread(target=self._run, name="grace exchanges", daemon=True).start()
 
-    def land(self, seconds: float = PATIENCE) -> bool:
-        """Wait until all that was handed over has landed (other ranks may need this one for theirs), and end.
+    def drain(self, seconds: float = PATIENCE) -> bool:
+        """Wait until all that was handed over is done (other ranks may need this one for theirs), and end.
 
         Returns:
-            whether all has.
+            whether all is.
         """
         deadline = time.monotonic() + seconds
         while self.under_way and self.failure is None and time.monotonic() < deadline:
-            self.under_way[0].landed.wait(0.05)
-            while self.under_way and self.under_way[0].landed.is_set():
+            self.under_way[0].done.wait(0.05)
+            while self.under_way and self.under_way[0].done.is_set():
                 self.under_way.popleft()
         self.todo.put(None)
-        return all(flight.landed.is_set() for flight in self.under_way)
+        return all(pending.done.is_set() for pending in self.under_way)
 
     def arrive(self) -> None:
-        """The ranks part: let all that was handed over land.
+        """The ranks part: let all that was handed over be done.
 
         Raises:
-            ExchangeError: it does not. Another rank has made fewer steps, and its weights are others.
+            ExchangeError: it is not. Another rank has made fewer steps, and its weights are others.
         """
-        landed = self.land()
+        done = self.drain()
         if self.told or sys.exc_info()[0] is not None:
             return
-        if self.failure is not None or not landed:
+        if self.failure is not None or not done:
             self.told = True
             raise self.reason(self.under_way[0].exchange if self.under_way else None)
 
@@ -78,12 +78,12 @@ class Courier:
         failure = self.failure
         if isinstance(failure, ExchangeError) or exchange is None:
             return failure or ExchangeError(NEVER)
-        return exchange.lost(failure or ExchangeError(NEVER))
+        return exchange.failure(failure or ExchangeError(NEVER))
 
     def exit(self) -> None:
         """The program ends without ``grace.shutdown()``; what is raised now does not change its status."""
         if self.told or hasattr(sys, "last_value"):  # it fails: others need not be waited for
-            self.land(0 if self.told else PATIENCE_AT_EXIT)
+            self.drain(0 if self.told else PATIENCE_AT_EXIT)
             return
         try:
             self.arrive()
@@ -92,47 +92,47 @@ class Courier:
             sys.stdout.flush()
             os._exit(1)
 
-    def send(self, flight: Flight) -> None:
+    def send(self, pending: PendingExchange) -> None:
         """Hand over the next exchange."""
-        while self.under_way and self.under_way[0].landed.is_set():
+        while self.under_way and self.under_way[0].done.is_set():
             self.under_way.popleft()
-        self.under_way.append(flight)
-        self.todo.put(flight)
+        self.under_way.append(pending)
+        self.todo.put(pending)
 
     def _run(self) -> None:
-        while (flight := self.todo.get()) is not None:
+        while (pending := self.todo.get()) is not None:
             try:
                 if self.failure is None:
                     with self.computing():
-                        flight.fly(self.check)
+                        pending.run(self.check)
             except Exception as error:  # the training thread raises it
                 self.failure = error
-            flight.landed.set()
+            pending.done.set()
 
 
-class Flight:
-    """One exchange, from the moment it was handed to the courier until its mean is applied."""
+class PendingExchange:
+    """One exchange, from the moment it was handed to the thread until its mean is applied."""
 
-    def __init__(self, exchange: Any, courier: Courier | None, loss_scale: float):
-        self.exchange, self.courier, self.loss_scale = exchange, courier, loss_scale
-        self.landed = threading.Event()
+    def __init__(self, exchange: Any, exchange_thread: ExchangeThread | None, loss_scale: float):
+        self.exchange, self.exchange_thread, self.loss_scale = exchange, exchange_thread, loss_scale
+        self.done = threading.Event()
         self.outcomes: list[Outcome] | None = None
         self.traffic = Traffic()
         self.dropped = False
 
     @classmethod
-    def over(cls, outcomes: list[Outcome], loss_scale: float) -> Flight:
+    def over(cls, outcomes: list[Outcome], loss_scale: float) -> PendingExchange:
         """One of a checkpoint, which has brought this."""
-        flight = cls(None, None, loss_scale)
-        flight.outcomes = outcomes
-        flight.landed.set()
-        return flight
+        pending = cls(None, None, loss_scale)
+        pending.outcomes = outcomes
+        pending.done.set()
+        return pending
 
-    def fly(self, check: Callable[[Sequence[Any], Any], None]) -> None:
+    def run(self, check: Callable[[Sequence[Any], Any], None]) -> None:
         """Run all its collectives, and keep what the destination's memory learnt; ``check`` raises if the ranks are not
         at one step."""
         exchange = self.exchange
-        exchange.take_off()
+        exchange.launch()
         while exchange.advance():
             pass
         exchange.wait()
@@ -149,19 +149,19 @@ class Flight:
 
     def collect(self) -> list[Outcome]:
         """What it brought; blocks until it is there."""
-        if not self.landed.is_set():
-            with waiting(self.exchange.place), recorder.phase("wait", "wait", group=self.exchange.group):
-                self.landed.wait()
+        if not self.done.is_set():
+            with waiting(self.exchange.place), recorder.phase("wait", "wait", bucket=self.exchange.bucket):
+                self.done.wait()
         if self.outcomes is None:
-            assert self.courier is not None
-            self.courier.told = True
-            raise self.courier.reason(self.exchange) from self.courier.failure
+            assert self.exchange_thread is not None
+            self.exchange_thread.told = True
+            raise self.exchange_thread.reason(self.exchange) from self.exchange_thread.failure
         if self.exchange is not None:
             self.traffic, self.exchange = self.exchange.traffic, None
         return self.outcomes
 
     def values(self, loss_scale: float) -> dict[str, Any]:
-        """What it brought, by the pieces' names, in the units of this loss scale; empty if it was dropped."""
+        """What it brought, by the shards' names, in the units of this loss scale; empty if it was dropped."""
         outcomes = self.collect()
         found = {o.variable.name: o.value for o in outcomes if o.value is not None and not self.dropped}
         scale = loss_scale / self.loss_scale

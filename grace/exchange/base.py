@@ -1,4 +1,4 @@
-"""One exchange: the round trip of one group of variables."""
+"""One exchange: the round trip of one bucket of variables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from grace.kernels import kernels_of
 
 
 class Exchange(Refusing, Judging):
-    """The round trip of one group; ``start`` it, ``advance`` until it says False, then ``finish``.
+    """The round trip of one bucket; ``start`` it, ``advance`` until it says False, then ``finish``.
 
     1. compensate and compress each gradient; 2. pack all payloads and start the collective;
     3. update memories while it is under way; 4. for methods of several rounds, take the mean and go on;
@@ -32,12 +32,12 @@ class Exchange(Refusing, Judging):
     """
 
     def __init__(self, contribution: Contribution):
-        group, gradients, present, self.guard, self.traffic = contribution
-        self.group, self.present = group, list(present)
-        self.communicator = group.communicator
+        bucket, gradients, present, self.guard, self.traffic = contribution
+        self.bucket, self.present = bucket, list(present)
+        self.communicator = bucket.communicator
         self.compressor, self.memory = self.communicator.compressor, self.communicator.memory
         self.traits = self.compressor.traits
-        self.names = [variable.name for variable in group.variables]
+        self.names = [variable.name for variable in bucket.variables]
         self.kernels = kernels_of(gradients[0])
         self.handle: Any = None
         self.round, self.sizing, self.concatenated = 1, False, False
@@ -82,7 +82,7 @@ class Exchange(Refusing, Judging):
         self.memory.update(tensor, name, self.compressor, *encoded)
 
     def _send(self, payloads: list[Any], inputs: list[Tensor] | None, began: float) -> None:
-        with recorder.phase("pack", group=self.group):
+        with recorder.phase("pack", bucket=self.bucket):
             buffer = self._packed(self._predivided(payloads), inputs)
         self._count(self.wire, buffer)
         self.traffic.codec_seconds += time.perf_counter() - began
@@ -124,26 +124,26 @@ class Exchange(Refusing, Judging):
         finite = [True] * len(payloads) if inputs is None else self.sound
         marks = [mark(here, ok, sums) for here, ok in zip(self.present, finite, strict=True)]
         reusable = self.traits.fixed_size and self.traits.rounds == 1
-        if self.group.wire is None or not reusable:
+        if self.bucket.wire is None or not reusable:
             # what a method of several rounds receives may live on in its state: it gets buffers of its own
-            self.group.wire, self.group.buffer = Wire(self.kernels, payloads, sums, self.room), None
-        self.wire = self.group.wire
-        self.group.buffer = self.wire.pack(payloads, marks, self.group.buffer, self.own_place())
-        return self.group.buffer
+            self.bucket.wire, self.bucket.buffer = Wire(self.kernels, payloads, sums, self.room), None
+        self.wire = self.bucket.wire
+        self.bucket.buffer = self.wire.pack(payloads, marks, self.bucket.buffer, self.own_place())
+        return self.bucket.buffer
 
     def _launch(self, collective: Callable[[Tensor], Handle], tensor: Tensor) -> None:
         backend = self.communicator.backend
         before = backend.sent_bytes
         self.collectives += 1
-        backend.label, Backend.began = f"{self.group.label}.{self.collectives}", self.group
+        backend.label, Backend.began = f"{self.bucket.label}.{self.collectives}", self.bucket
         backend.started, self.over = backend.started + 1, backend
-        self.traced = recorder.collective(self.group, backend.label, self.kernels.nbytes(tensor))
+        self.traced = recorder.collective(self.bucket, backend.label, self.kernels.nbytes(tensor))
         try:
             self.handle = collective(tensor)
         except GraceError:
             raise
         except Exception as error:
-            raise self.lost(error) from error
+            raise self.failure(error) from error
         finally:
             backend.label = ""
         self.traffic.sent_bytes += backend.sent_bytes - before
@@ -166,20 +166,20 @@ class Exchange(Refusing, Judging):
         """Block until the collective under way is done.
 
         Raises:
-            ExchangeError: the engine failed; the message names the group and what the engine said.
+            ExchangeError: the engine failed; the message names the bucket and what the engine said.
         """
         with waiting(self.place):
             try:
-                with recorder.phase("wait", "wait", group=self.group):
+                with recorder.phase("wait", "wait", bucket=self.bucket):
                     self.handle.wait()
                     self.arrived()
             except Exception as error:
-                raise self.lost(error) from error
+                raise self.failure(error) from error
 
     def arrived(self) -> None:
         """The collective under way is known to be done."""
         if self.over is not None:
-            self.over.landed, self.over = self.over.landed + 1, None
+            self.over.done, self.over = self.over.done + 1, None
         if self.traced is not None:
             self.traced.end()
             self.traced = None
@@ -192,8 +192,8 @@ class Exchange(Refusing, Judging):
             return False
         self.wait()
         began = time.perf_counter()
-        with recorder.phase("unpack", group=self.group):
-            self._judge_round()
+        with recorder.phase("unpack", bucket=self.bucket):
+            self._statuses_of_round()
             means = self._mean()
         payloads = recorder.each("compress", self.names, lambda rounds, mean, _: rounds.send(mean), self.rounds, means)
         self.round += 1
@@ -211,8 +211,8 @@ class Exchange(Refusing, Judging):
             return False
         longest = max(layout.length for layout in self.layouts)
         extra = max(0, longest - self.wire.length)  # no rank may leave the others alone, if its sizes were damaged too
-        zeros = self.kernels.zeros((extra,), "uint8", self.group.buffer)
-        buffer = self.kernels.join([self.group.buffer[:longest], zeros])
+        zeros = self.kernels.zeros((extra,), "uint8", self.bucket.buffer)
+        buffer = self.kernels.join([self.bucket.buffer[:longest], zeros])
         self.traffic.header_bytes += extra
         self.sizing = False
         self._launch(self.communicator.communicate, buffer)
@@ -241,7 +241,7 @@ class Exchange(Refusing, Judging):
             wires.append(whole[start : start + self.layouts[-1].length])
             start += self.layouts[-1].length
         if len(wires) < self.communicator.context.size or start != whole.shape[0]:
-            raise self.undecoded(PayloadError("the payloads are of other sizes than they say"), self.group.ends)
+            raise self.undecoded(PayloadError("the payloads are of other sizes than they say"), self.bucket.ends)
         return wires
 
     def _mean(self) -> list[Any]:
@@ -273,9 +273,9 @@ class Exchange(Refusing, Judging):
         several = self.traits.rounds > 1
         if self.refusal:
             raise self.refusal
-        with recorder.phase("unpack", group=self.group):
+        with recorder.phase("unpack", bucket=self.bucket):
             wires = self._wires()
-            missing, overflow = self._judge_round() if several else self._judge(wires)
+            missing, overflow = self._statuses_of_round() if several else self._statuses_of(wires)
             if self.astray:
                 return self.nothing()
             received: list[Any] = self._mean() if several else self._received(wires)
@@ -295,35 +295,35 @@ class Exchange(Refusing, Judging):
     def _received(self, wires: list[Tensor]) -> list[list[Any]]:
         """The payloads of all ranks, or their sum, per variable."""
         self.count = self._count_of_sum if self.communicator.sums else self.communicator.context.size
-        if self.traits.exact and self.communicator.sums:  # one division for the whole group
+        if self.traits.exact and self.communicator.sums:  # one division for the whole bucket
             wires, self.count = [self.kernels.divide(wires[0], wires[0], self.count)], 1
         received = [layout.unpack(buffer) for layout, buffer in zip(self.layouts, wires, strict=True)]
         return [[payloads[i] for payloads in received] for i in range(len(self.names))]
 
     def _aggregate(self, i: int, payloads: list[Any], out: Tensor | None, name: str) -> Outcome:
-        variable = self.group.variables[i]
+        variable = self.bucket.variables[i]
         if out is None:
             dtype = variable.dtype if self.traits.exact else "float32"
-            out = self.kernels.zeros(variable.shape, dtype, self.group.buffer)
+            out = self.kernels.zeros(variable.shape, dtype, self.bucket.buffer)
         return Outcome(variable, self.compressor.aggregate(payloads, self.encoded[i][1], out, self.count), False)
 
     def _last(self, i: int, mean: Any, out: Tensor | None, name: str) -> Outcome:
         """The payloads of the last round are aggregated already: decode them."""
         payload, ctx = self.encoded[i] = _returned(self.rounds[i], mean)
-        variable = self.group.variables[i]
+        variable = self.bucket.variables[i]
         if out is None:
-            out = self.kernels.zeros(variable.shape, "float32", self.group.buffer)
+            out = self.kernels.zeros(variable.shape, "float32", self.bucket.buffer)
         return Outcome(variable, self.compressor.aggregate([payload], ctx, out, 1), False)
 
     def place(self) -> str:
         """What a rank that waits for it is said to be in."""
-        return f"the exchange of {self.group.describe()} at step {self.communicator.context.step}"
+        return f"the exchange of {self.bucket.describe()} at step {self.communicator.context.step}"
 
-    def lost(self, error: Exception) -> ExchangeError:
+    def failure(self, error: Exception) -> ExchangeError:
         """What to raise when the engine failed: which rank has ended or is elsewhere, as far as it told."""
         context, why = self.communicator.context, watch.explain(self.place(), error)
         return self.communicator.backend.failure(
-            f"rank {context.rank} of {context.size}: the exchange of {self.group.describe()} failed at step "
+            f"rank {context.rank} of {context.size}: the exchange of {self.bucket.describe()} failed at step "
             f"{context.step}; {why}. The engine says: {error}"
         )
 

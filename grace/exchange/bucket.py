@@ -51,7 +51,7 @@ class Carrier(Protocol):
 
 
 @dataclass
-class Group:
+class Bucket:
     """Variables whose payloads travel in one collective, and the communicator that carries them."""
 
     index: int
@@ -64,11 +64,11 @@ class Group:
     label: str = "grace"
     """What the engine calls its collectives, the same on every rank."""
     carries: bool = True
-    """Whether its wires carry the ranks' places; one group of a step does."""
+    """Whether its wires carry the ranks' places; one bucket of a step does."""
 
     def describe(self) -> str:
-        """For messages: the group's number, first and last variable, and its communicator."""
-        return f"group {self.index} ({self.ends}; {self.communicator.describe()})"
+        """For messages: the bucket's number, first and last variable, and its communicator."""
+        return f"bucket {self.index} ({self.ends}; {self.communicator.describe()})"
 
     @property
     def ends(self) -> str:
@@ -81,14 +81,14 @@ class Contribution(NamedTuple):
     """What this rank puts into an exchange.
 
     Attributes:
-        group: what to exchange.
+        bucket: what to exchange.
         gradients: one per variable (zeros where this rank has none): tensors, or rows of sparse ones.
         present: whether this rank has a gradient, per variable.
         guard: whether state must be protected, so that overflows have to be detected.
         traffic: where to count.
     """
 
-    group: Group
+    bucket: Bucket
     gradients: Sequence[Any]
     present: Sequence[bool]
     guard: bool

@@ -11,7 +11,7 @@ from typing import Any
 
 from grace.core.backend import Handle
 from grace.core.compressor import Tensor
-from grace.exchange.background import Flight
+from grace.exchange.background import PendingExchange
 from grace.exchange.base import Exchange
 from grace.exchange.bucket import Contribution, Outcome, Traffic
 from grace.exchange.sparse_rows import add, values_of
@@ -20,10 +20,10 @@ from grace.kernels import kernels_of
 
 @functools.cache
 def launched_later(kind: type[Exchange]) -> type[Exchange]:
-    """An exchange of this kind whose first collective the courier starts."""
+    """An exchange of this kind whose first collective the thread starts."""
 
     class Later(kind):  # type: ignore[misc, valid-type]
-        """Starts nothing before ``take_off``."""
+        """Starts nothing before ``launch``."""
 
         first: Any = None
 
@@ -33,39 +33,35 @@ def launched_later(kind: type[Exchange]) -> type[Exchange]:
             else:
                 super()._launch(collective, tensor)
 
-        def take_off(self) -> None:
+        def launch(self) -> None:
             """Start the first collective."""
             super()._launch(*self.first)
 
     return Later
 
 
-class AheadExchange(Exchange):
+class DelayedExchange(Exchange):
     """Sends this step's payloads on their way, and brings the mean of an earlier step.
 
     What a memory or a compressor learnt by compressing is kept at once if the gradient was finite: the payload will be
     applied whatever becomes of this step.
     """
 
-    def __init__(
-        self,
-        kind: type[Exchange],
-        contribution: Contribution,
-    ):
-        group, gradients, present, guard, traffic = contribution
-        communicator: Any = group.communicator
-        self.group, self.communicator, self.kernels = group, communicator, kernels_of(values_of(gradients[0]))
-        self.names = [variable.name for variable in group.variables]
-        self.flights: deque[Flight] = communicator.flights[group.variables[0].name]
+    def __init__(self, kind: type[Exchange], contribution: Contribution):
+        bucket, gradients, present, guard, traffic = contribution
+        communicator: Any = bucket.communicator
+        self.bucket, self.communicator, self.kernels = bucket, communicator, kernels_of(values_of(gradients[0]))
+        self.names = [variable.name for variable in bucket.variables]
+        self.pending_exchanges: deque[PendingExchange] = communicator.pending_exchanges[bucket.variables[0].name]
         # buffers of its own: those of the step before may still be under way
-        own = dataclasses.replace(group, wire=None, buffer=None, communicator=communicator.aside())
+        own = dataclasses.replace(bucket, wire=None, buffer=None, communicator=communicator.aside())
         self.traffic, self.loss_scale = traffic, communicator.context.loss_scale
         with self._committing(present) as sound:
             mine = Contribution(own, gradients, present, guard, Traffic())
             inner = launched_later(kind)(mine)  # type: ignore[arg-type]
             sound += inner.sound
-        self.flight = Flight(inner, communicator.courier, self.loss_scale)
-        self.flights.append(self.flight)
+        self.pending = PendingExchange(inner, communicator.exchange_thread, self.loss_scale)
+        self.pending_exchanges.append(self.pending)
         self.handle = Handle(lambda: None)
 
     @contextlib.contextmanager
@@ -87,55 +83,57 @@ class AheadExchange(Exchange):
             part.state.commit()
 
     def advance(self) -> bool:
-        """The courier does."""
+        """The thread does."""
         return False
 
     def glance(self) -> None:
-        """The courier does."""
+        """The thread does."""
 
     def hand_over(self) -> None:
-        """To the courier, which must get the same exchanges in the same order on all ranks."""
+        """To the thread, which must get the same exchanges in the same order on all ranks."""
         communicator: Any = self.communicator
-        communicator.courier.send(self.flight)
+        communicator.exchange_thread.send(self.pending)
 
     def forget(self) -> None:
-        """It will never fly."""
-        self.flights.remove(self.flight)
+        """It will never run."""
+        self.pending_exchanges.remove(self.pending)
 
     def wait(self) -> None:
         """Nothing that training has to wait for; the step is discarded, and what it brings will be dropped."""
-        self.flight.dropped = True
+        self.pending.dropped = True
 
     def finish(self, outs: Sequence[Tensor | None], wait: bool = True) -> list[Outcome]:
         """The mean of ``staleness`` steps ago; without ``sync`` the sum of the means that have come, and of the oldest
         if there are too many."""
         communicator: Any = self.communicator
         most, due = communicator.staleness if communicator.sync else communicator.ahead, []
-        while len(self.flights) > most or (not communicator.sync and self.flights and self.flights[0].landed.is_set()):
-            due.append(self.flights.popleft())
-        brought = [self._collected(flight) for flight in due]
+        while len(self.pending_exchanges) > most or (
+            not communicator.sync and self.pending_exchanges and self.pending_exchanges[0].done.is_set()
+        ):
+            due.append(self.pending_exchanges.popleft())
+        brought = [self._collected(pending) for pending in due]
         brought = [outcomes for outcomes in brought if outcomes]
         if not brought:
-            return [Outcome(variable, None, False, pending=True) for variable in self.group.variables]
+            return [Outcome(variable, None, False, pending=True) for variable in self.bucket.variables]
         return [self._sum(i, [outcomes[i] for outcomes in brought]) for i in range(len(self.names))]
 
-    def _collected(self, flight: Flight) -> list[Outcome]:
-        outcomes = flight.collect()
-        counted, traffic = flight.traffic, self.traffic
+    def _collected(self, pending: PendingExchange) -> list[Outcome]:
+        outcomes = pending.collect()
+        counted, traffic = pending.traffic, self.traffic
         for name, nbytes in counted.payload_bytes.items():
             traffic.payload_bytes[name] = traffic.payload_bytes.get(name, 0) + nbytes
         traffic.header_bytes += counted.header_bytes
         traffic.sent_bytes += counted.sent_bytes
         traffic.codec_seconds += counted.codec_seconds
-        values = flight.values(self.communicator.context.loss_scale)
-        return [] if flight.dropped else [dataclasses.replace(o, value=values.get(o.variable.name)) for o in outcomes]
+        values = pending.values(self.communicator.context.loss_scale)
+        return [] if pending.dropped else [dataclasses.replace(o, value=values.get(o.variable.name)) for o in outcomes]
 
     def _sum(self, i: int, outcomes: list[Outcome]) -> Outcome:
         values = [outcome.value for outcome in outcomes if outcome.value is not None]
         if not values:  # no rank had a gradient then; this rank may have one now, which is not the mean
-            return Outcome(self.group.variables[i], None, False, pending=True)
+            return Outcome(self.bucket.variables[i], None, False, pending=True)
         total = values[0]
         for value in values[1:]:
             total = add(total, value)
         # an overflow shows as NaN, but it is an earlier step's: this one's state is kept
-        return Outcome(self.group.variables[i], total, False)
+        return Outcome(self.bucket.variables[i], total, False)

@@ -15,7 +15,7 @@ from grace.exchange.tracing import recorder
 from grace.exchange.wire import MISSING, OVERFLOW, REFUSED, Wire, in_range, mark
 
 
-class ReduceExchange(Exchange):
+class ReduceBroadcastExchange(Exchange):
     """A gather and a broadcast, as often as the method has rounds.
 
     Where the numbers of elements depend on the data, the sizes of the payloads go ahead of both.
@@ -66,7 +66,7 @@ class ReduceExchange(Exchange):
         self.wait()
         began = time.perf_counter()
         if self.communicator.sums:
-            with recorder.phase("sum", group=self.group):
+            with recorder.phase("sum", bucket=self.bucket):
                 buffer = self._total()
             self._count_answer(self.wire, buffer)
         else:
@@ -82,7 +82,7 @@ class ReduceExchange(Exchange):
             sizes = [-1 - self.names.index(self.refused)] * len(sizes)
         elif self.here:
             sizes = self.answer_wire.sizes()
-        announced = self.kernels.full(sizes, "int64", self.group.buffer)
+        announced = self.kernels.full(sizes, "int64", self.bucket.buffer)
         if self.here:
             self.traffic.header_bytes += self.kernels.nbytes(announced)
         self._broadcast(announced)
@@ -91,11 +91,11 @@ class ReduceExchange(Exchange):
         """The sum of all ranks' wires, added in float32 (or float64) and rounded once; elsewhere, room for it."""
         k, wires = self.kernels, self.handle.result()
         if not self.here:
-            return k.zeros((self.wire.length,), self.wire.dtype, self.group.buffer)
+            return k.zeros((self.wire.length,), self.wire.dtype, self.bucket.buffer)
         if len(wires) == 1:
             return k.join([wires[0]])
         wide = "float64" if self.wire.dtype == "float64" else "float32"
-        total = k.zeros((self.wire.length,), wide, self.group.buffer)
+        total = k.zeros((self.wire.length,), wide, self.bucket.buffer)
         for wire in wires:
             total = k.add(total, wire)
         return k.cast(total, self.wire.dtype)
@@ -107,8 +107,8 @@ class ReduceExchange(Exchange):
         self.announced = not self.traits.fixed_size
         answer.rescale_answers(self.loss_scale)  # everywhere: who decodes votes multiplies with it
         if not self.here:
-            return k.zeros((self.wire.length,), "uint8", self.group.buffer)
-        with recorder.phase("unpack", group=self.group):
+            return k.zeros((self.wire.length,), "uint8", self.bucket.buffer)
+        with recorder.phase("unpack", bucket=self.bucket):
             wires = self.handle.result()
             layouts = self.layouts or [self.wire] * len(wires)
             wires = [buffer[: layout.length] for layout, buffer in zip(layouts, wires, strict=True)]
@@ -133,7 +133,7 @@ class ReduceExchange(Exchange):
                     answer.answer_memory.update(mean, name, self.back, payload, ctx)
             payloads.append(payload)
             marks.append(MISSING if max(ranks) == MISSING else mark(True, bool(ok), False))
-        with recorder.phase("pack", group=self.group):
+        with recorder.phase("pack", bucket=self.bucket):
             self.answer_wire = Wire(k, payloads, False, self.room)
             buffer = self.answer_wire.pack(payloads, marks, places=self.told)
         self._count_answer(self.answer_wire, buffer)
@@ -141,7 +141,7 @@ class ReduceExchange(Exchange):
 
     def _refusal(self, marks: list[int]) -> Tensor:
         """An answer without payloads."""
-        k, like = self.kernels, self.group.buffer
+        k, like = self.kernels, self.bucket.buffer
         ends = [*marks, *self.told, *[0] * self.wire.padding]
         return k.join([k.zeros((self.wire.body,), "uint8", like), k.full(ends, "uint8", like)])
 
@@ -149,7 +149,7 @@ class ReduceExchange(Exchange):
         """One variable's mean with what the memory of the answers adds to it, and its payload."""
         name, size = self.names[i], self.communicator.context.size
         with recorder.phase("decode", variable=name):
-            mean = self.kernels.zeros(self.group.variables[i].shape, "float32", self.group.buffer)
+            mean = self.kernels.zeros(self.bucket.variables[i].shape, "float32", self.bucket.buffer)
             mean = self.compressor.aggregate(payloads, self.encoded[i][1], mean, size)
         return self._compressed(mean, name, answer)
 
@@ -180,7 +180,7 @@ class ReduceExchange(Exchange):
             return False
         buffer = self.answer if self.here else None
         if buffer is None:
-            buffer = self.kernels.zeros((self.answer_wire.length,), "uint8", self.group.buffer)
+            buffer = self.kernels.zeros((self.answer_wire.length,), "uint8", self.bucket.buffer)
         self._broadcast(buffer)
         return True
 
@@ -194,19 +194,19 @@ class ReduceExchange(Exchange):
         if self.refusal:
             raise self.refusal
         decode = self.decoding(lambda i, out, name: self._decoded(i, payloads[i], out), self.root)
-        with recorder.phase("unpack", group=self.group):
+        with recorder.phase("unpack", bucket=self.bucket):
             (buffer,) = self.handle.result()
             wire = self.wire if self.traits.fixed_size else self.answer_wire
             if self.look([wire], [buffer]):
                 return self.nothing()
             statuses, payloads, outcomes = wire.statuses(buffer), wire.unpack(buffer), []
         self.check_refused([statuses], self.root)
-        for i, variable in enumerate(self.group.variables):
+        for i, variable in enumerate(self.bucket.variables):
             with recorder.phase("decode", variable=variable.name):
                 value = decode(i, outs[i], variable.name)
                 overflow = statuses[i] >= OVERFLOW
                 if overflow:
-                    value = self._spoilt(value)
+                    value = self._poisoned(value)
             outcomes.append(Outcome(variable, None if statuses[i] == MISSING else value, overflow))
         self.traffic.codec_seconds += time.perf_counter() - began
         return outcomes
@@ -218,11 +218,11 @@ class ReduceExchange(Exchange):
         elif not self.refusal:
             self.look([self.wire if self.traits.fixed_size else self.answer_wire], self.handle.result())
 
-    def _spoilt(self, value: Any) -> Any:
+    def _poisoned(self, value: Any) -> Any:
         """A rank's gradient was not finite, so that the mean is not."""
         return self.kernels.add(value, value, math.nan)
 
     def _decoded(self, i: int, payload: Payload, out: Tensor | None) -> Tensor:
         if out is None:
-            out = self.kernels.zeros(self.group.variables[i].shape, "float32", self.group.buffer)
+            out = self.kernels.zeros(self.bucket.variables[i].shape, "float32", self.bucket.buffer)
         return self.back.aggregate([payload], self.encoded[i][1], out, 1)

@@ -23,7 +23,7 @@ class Refusing:
 
     communicator: Any
     compressor: Any
-    group: Any
+    bucket: Any
     kernels: Any
     names: list[str]
     wire: Any
@@ -73,9 +73,9 @@ class Refusing:
 
     def _layout(self, rank: int, sizes: Tensor) -> Wire:
         """The layout of a rank's wire, by the sizes that it sent."""
-        most = sum(MOST_BYTES + MOST_BYTES_PER_ELEMENT * variable.numel for variable in self.group.variables)
+        most = sum(MOST_BYTES + MOST_BYTES_PER_ELEMENT * variable.numel for variable in self.bucket.variables)
         try:
             with payload_of(rank):
                 return self.wire.resized(self.kernels.to_list(sizes), most)
         except PayloadError as error:
-            raise self.undecoded(error, self.group.ends) from error
+            raise self.undecoded(error, self.bucket.ends) from error

@@ -58,7 +58,7 @@ class Sharded(Compressor):
         return out if k.mutable else k.reshape(k.join(shards), tuple(out.shape))
 
 
-class ScatterExchange(Exchange):
+class ScatterReduceExchange(Exchange):
     """Two collectives: an all-to-all of compressed shards, and an all-gather of compressed means.
 
     The wires of all shards are padded with zeros to the longest, whose length follows from the shapes, so no
@@ -71,7 +71,7 @@ class ScatterExchange(Exchange):
         self.sharded = Sharded(self.compressor, size)
         inputs = recorder.each("compensate", self.names, self._compensated, gradients)
         self.encoded = recorder.each("compress", self.names, self.sharded.compress, inputs)
-        with recorder.phase("pack", group=self.group):
+        with recorder.phase("pack", bucket=self.bucket):
             kept = self.memory.stateful
             self.sound = [
                 here and in_range(k, x, [tensor for shard in shards for tensor in shard], kept)
@@ -111,7 +111,7 @@ class ScatterExchange(Exchange):
         began = time.perf_counter()
         context, k = self.communicator.context, self.kernels
         wire = self.wires[context.rank]
-        with recorder.phase("unpack", group=self.group):
+        with recorder.phase("unpack", bucket=self.bucket):
             rows = [row[: wire.length] for row in self.handle.result()]
             if self.look([wire] * len(rows), rows):  # as all ranks do, each of which has got something of all
                 self.means_sent = True
@@ -125,7 +125,7 @@ class ScatterExchange(Exchange):
         means = recorder.each("decode", self.names, self._shard_mean, payloads, shards)
         means = recorder.each("compensate", self.names, self._shard_memory.compensate, means)
         answers = recorder.each("compress", self.names, self._compressed_mean, means)
-        with recorder.phase("pack", group=self.group):
+        with recorder.phase("pack", bucket=self.bucket):
             marks = [
                 OVERFLOW if spoilt else mark(True, in_range(k, mean, payload, self._shard_memory.stateful), False)
                 for spoilt, mean, (payload, _) in zip(overflow, means, answers, strict=True)
@@ -168,7 +168,7 @@ class ScatterExchange(Exchange):
         if wait:
             self.wait()
         began = time.perf_counter()
-        with recorder.phase("unpack", group=self.group):
+        with recorder.phase("unpack", bucket=self.bucket):
             rows = [row[: wire.length] for row, wire in zip(self.handle.result(), self.wires, strict=True)]
             received = [wire.unpack(row) for row, wire in zip(rows, self.wires, strict=True)]
             statuses = [wire.statuses(row) for row, wire in zip(rows, self.wires, strict=True)]
@@ -186,7 +186,7 @@ class ScatterExchange(Exchange):
 
     def _joined(self, i: int, payloads: list[Payload], overflow: bool, out: Tensor | None, name: str) -> Outcome:
         """One variable's mean, of the means of all shards."""
-        k, variable = self.kernels, self.group.variables[i]
+        k, variable = self.kernels, self.bucket.variables[i]
         out = k.zeros(variable.shape, "float32", payloads[0][0]) if out is None else k.zero(out)
         out = self.sharded.accumulate(payloads, self.encoded[i][1], out)
         value = k.add(out, out, float("nan")) if overflow else out

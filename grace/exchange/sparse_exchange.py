@@ -6,25 +6,25 @@ from typing import Any
 
 from grace.exchange.base import Exchange
 from grace.exchange.bucket import Contribution, Outcome
-from grace.exchange.reduce_broadcast import ReduceExchange
+from grace.exchange.reduce_broadcast import ReduceBroadcastExchange
 from grace.exchange.sparse_codec import is_nothing
-from grace.exchange.sparse_rows import NOTHING, Slices, summed
+from grace.exchange.sparse_rows import NOTHING, SparseRows, summed
 from grace.exchange.tracing import recorder
 from grace.kernels import kernels_of
 
 
 def with_values(contribution: Contribution) -> Contribution:
-    """The same with the values of distinct rows as gradients; the group's compressor is told the rows."""
-    group = contribution.group
-    names = [variable.name for variable in group.variables]
+    """The same with the values of distinct rows as gradients; the bucket's compressor is told the rows."""
+    bucket = contribution.bucket
+    names = [variable.name for variable in bucket.variables]
     slices = recorder.each("sum rows", names, lambda gradient, name: summed(gradient), contribution.gradients)
-    compressor: Any = group.communicator.compressor
-    compressor.rows = {v.name: s.rows for v, s in zip(group.variables, slices, strict=True)}
+    compressor: Any = bucket.communicator.compressor
+    compressor.rows = {v.name: s.rows for v, s in zip(bucket.variables, slices, strict=True)}
     return contribution._replace(gradients=[s.values for s in slices])
 
 
 class RowExchange(Exchange):
-    """An exchange whose gradients and outcomes are :class:`Slices`."""
+    """An exchange whose gradients and outcomes are :class:`SparseRows`."""
 
     def __init__(self, contribution: Contribution):
         super().__init__(with_values(contribution))
@@ -35,15 +35,15 @@ class RowExchange(Exchange):
         compressor: Any = self.compressor
         for outcome in outcomes:
             if outcome.value is not None:
-                outcome.value = Slices(outcome.value, compressor.received[outcome.variable.name])
+                outcome.value = SparseRows(outcome.value, compressor.received[outcome.variable.name])
         return outcomes
 
     def _aggregate(self, i, payloads, out, name):
-        variable = self.group.variables[i]
+        variable = self.bucket.variables[i]
         return Outcome(variable, self.compressor.aggregate(payloads, self.encoded[i][1], out, self.count), False)
 
 
-class RowReduceExchange(ReduceExchange):
+class RowReduceBroadcastExchange(ReduceBroadcastExchange):
     """The same through a destination, whose answer holds all ranks' rows."""
 
     def __init__(self, contribution: Contribution):
@@ -64,14 +64,14 @@ class RowReduceExchange(ReduceExchange):
 
     def _decoded(self, i, payload, out):
         rows = payload[-1]
-        k, shape = kernels_of(rows), self.group.variables[i].shape[1:]
+        k, shape = kernels_of(rows), self.bucket.variables[i].shape[1:]
         if is_nothing(rows):
-            return Slices(k.zeros((0, *shape), "float32", rows), rows[:0])
-        k.check_indices(rows, self.group.variables[i].shape[0])
+            return SparseRows(k.zeros((0, *shape), "float32", rows), rows[:0])
+        k.check_indices(rows, self.bucket.variables[i].shape[0])
         answers: Any = self.back
         zeros = k.zeros((rows.shape[0], *shape), "float32", rows)
         ctx = answers.context_of(rows.shape[0], shape, f"{self.names[i]}/answer", rows)
-        return Slices(answers.accumulate(payload, ctx, zeros), rows)
+        return SparseRows(answers.accumulate(payload, ctx, zeros), rows)
 
-    def _spoilt(self, value):
-        return Slices(super()._spoilt(value.values), value.rows)
+    def _poisoned(self, value):
+        return SparseRows(super()._poisoned(value.values), value.rows)

@@ -22,7 +22,7 @@ class Judging:
     """
 
     communicator: Any
-    group: Any
+    bucket: Any
     guard: bool
     handle: Any
     kernels: Any
@@ -53,11 +53,11 @@ class Judging:
     @property
     def room(self) -> int:
         """Numbers in a wire that are places."""
-        return NUMBERS * (self.communicator.context.size if self.everyone else 1) if self.group.carries else 0
+        return NUMBERS * (self.communicator.context.size if self.everyone else 1) if self.bucket.carries else 0
 
     def own_place(self) -> list[int]:
         """This rank's place, as it stands in that room."""
-        if not self.group.carries:
+        if not self.bucket.carries:
             return []
         context = self.communicator.context
         here = context.rank if self.everyone else 0
@@ -70,7 +70,7 @@ class Judging:
         Args:
             wait: False to put it off if they would have to be read from a device, and somebody looks again.
         """
-        if not self.group.carries or self.astray or self.unlike:
+        if not self.bucket.carries or self.astray or self.unlike:
             return bool(self.astray)
         told = [layout.told(buffer) for layout, buffer in zip(layouts, wires, strict=True)]
         if not wait and self.lazy and getattr(getattr(told[0], "device", None), "type", "cpu") != "cpu":
@@ -106,11 +106,11 @@ class Judging:
 
     def nothing(self) -> list[Outcome]:
         """What an exchange of ranks that are not at one step brings."""
-        return [Outcome(variable, None, False) for variable in self.group.variables]
+        return [Outcome(variable, None, False) for variable in self.bucket.variables]
 
     # -- statuses --------------------------------------------------------------------------------------
 
-    def _judge_round(self) -> tuple[list[bool], list[bool]]:
+    def _statuses_of_round(self) -> tuple[list[bool], list[bool]]:
         """Of a method of several rounds: whether no rank had a gradient, and whether one overflowed in this round or
         an earlier one, which later rounds may not show (an infinite column becomes a finite one again)."""
         (total,) = self.handle.result()
@@ -125,7 +125,7 @@ class Judging:
             self.spoilt[i] = self.spoilt[i] or not finite
         return missing, self.spoilt
 
-    def _judge(self, wires: list[Tensor]) -> tuple[list[bool], list[bool]]:
+    def _statuses_of(self, wires: list[Tensor]) -> tuple[list[bool], list[bool]]:
         """Per variable: whether no rank had a gradient, and whether one overflowed."""
         count, finite = len(self.names), lambda tensors: all(bool(self.kernels.all_finite(t)) for t in tensors)
         missing = overflow = [False] * count

@@ -1,4 +1,4 @@
-"""The wire: how the payloads of a group travel in one buffer.
+"""The wire: how the payloads of a bucket travel in one buffer.
 
 Behind the payloads comes one status per variable, so that every rank learns, without a collective of its
 own, which variables had a gradient somewhere and which overflowed somewhere:
@@ -8,7 +8,7 @@ own, which variables had a gradient somewhere and which overflowed somewhere:
   byte per variable (0 missing, 1 present, 2 overflow; 3 in an answer: what was sent for it could not be decoded),
   padded to a multiple of 8 bytes.
 
-Behind the statuses, one group of each step carries the ranks' places (:mod:`grace.exchange.places`): in a summed wire
+Behind the statuses, one bucket of each step carries the ranks' places (:mod:`grace.exchange.places`): in a summed wire
 each rank has elements of its own, in which all others write 0, and the sum is all ranks' places.
 """
 
@@ -70,7 +70,7 @@ def both(one: Any, other: Any) -> Any:
 
 
 class Wire:
-    """The layout of one group's payloads, taken from this rank's, which all ranks share; behind the statuses there is
+    """The layout of one bucket's payloads, taken from this rank's, which all ranks share; behind the statuses there is
     room for so many numbers of ``places``.
 
     >>> import numpy as np

@@ -28,11 +28,11 @@ from typing import Any
 from grace.core.backend import Backend
 from grace.core.variable import unwrapped
 from grace.errors import ConfigError, ExchangeError, RankError
-from grace.exchange.sparse_rows import Slices
+from grace.exchange.sparse_rows import SparseRows
 from grace.session import saved_form
 from grace.session.agreement import tell
 from grace.session.exchanger import Exchanger
-from grace.session.reshard import Carrier, Cuts, Misfit, bare
+from grace.session.reshard import Misfit, Partitions, Resharding, bare
 
 MODES = ("strict", "keep", "reset")
 WITHOUT = "the checkpoint has no 'grace' entry: it was saved by a plain optimizer. To start with empty memories call "
@@ -55,7 +55,7 @@ def _saved(exchanger: Exchanger) -> dict[str, Any]:
         "version": saved_form.VERSION,
         "id": f"{exchanger.run}.{context.step}",
         "components": exchanger.name,
-        "pieces": cuts_of(exchanger),
+        "pieces": partitions_of(exchanger),
         "step": context.step,
         "seed": context.seed,
         "loss_scale": context.loss_scale,
@@ -84,26 +84,26 @@ def check_settled(exchanger: Any) -> None:
         )
 
 
-def cuts_of(exchanger: Exchanger) -> Cuts:
-    """How each variable is cut, and what carries each piece, in plain words and numbers."""
+def partitions_of(exchanger: Exchanger) -> Partitions:
+    """How each variable is cut, and what carries each shard, in plain words and numbers."""
     return {
         name: {
-            "axis": pieces[0].axis,
-            "shape": list(pieces[0].whole.shape),
-            "sizes": [piece.stop - piece.start for piece in pieces],
-            "methods": [piece.communicator.describe() for piece in pieces],
-            "memories": [piece.communicator.memory.spec for piece in pieces],
-            "destinations": [getattr(piece.communicator, "destination", None) for piece in pieces],
+            "axis": shards[0].axis,
+            "shape": list(shards[0].whole.shape),
+            "sizes": [shard.stop - shard.start for shard in shards],
+            "methods": [shard.communicator.describe() for shard in shards],
+            "memories": [shard.communicator.memory.spec for shard in shards],
+            "destinations": [getattr(shard.communicator, "destination", None) for shard in shards],
         }
-        for name, pieces in exchanger.pieces_of.items()
+        for name, shards in exchanger.shards_of.items()
     }
 
 
 def shared(exchanger: Exchanger) -> dict[str, list[str]]:
-    """By kind of state, the pieces of which any rank's copy restores all, as the components that serve them say."""
+    """By kind of state, the shards of which any rank's copy restores all, as the components that serve them say."""
     found: dict[str, list[str]] = {}
-    for name, piece in exchanger.pieces.items():
-        for kind, component in piece.communicator.keepers.items():
+    for name, shard in exchanger.shards.items():
+        for kind, component in shard.communicator.keepers.items():
             names = found.setdefault(kind, [])
             if component.shared_state:
                 names.append(name)
@@ -158,7 +158,7 @@ def gather(exchanger: Exchanger, settle: Callable[[], Any] = lambda: None) -> di
 
 @dataclass
 class Loaded:
-    """What a checkpoint brings, once it is known to fit: state by kind and piece, and the rest."""
+    """What a checkpoint brings, once it is known to fit: state by kind and shard, and the rest."""
 
     step: int | None
     id: str | None = None
@@ -250,7 +250,7 @@ def prepare(
         loaded.dropped += spoilt.values()
         saved = saved_form.without(saved, spoilt)
     saved = inside(saved)
-    saved, context, now = _renamed(saved, list(exchanger.pieces_of)), exchanger.context, exchanger.name
+    saved, context, now = _renamed(saved, list(exchanger.shards_of)), exchanger.context, exchanger.name
     if strict:
         by_strategy = any(name.startswith("strategy ") for name in (saved["components"], now))
         if bare(saved["components"]) != bare(now) and not by_strategy:
@@ -262,9 +262,9 @@ def prepare(
                 f"the checkpoint was saved with seed={saved['seed']}, this run has seed={context.seed}. Use the same, "
                 f"{how}"
             )
-    carrier = Carrier(saved, cuts_of(exchanger), exchanger, strict)
-    loaded.values, loaded.pending = carrier.values(), carrier.pending()
-    loaded.dropped += carrier.dropped
+    resharding = Resharding(saved, partitions_of(exchanger), exchanger, strict)
+    loaded.values, loaded.pending = resharding.values(), resharding.pending()
+    loaded.dropped += resharding.dropped
     try:
         _check_leader(exchanger, saved, loaded.values)
     except Misfit as why:
@@ -286,7 +286,7 @@ def apply(exchanger: Exchanger, loaded: Loaded) -> None:
         component.state.clear()
     for kind, values in loaded.values.items():
         for name, value in values.items():
-            exchanger.pieces[name].communicator.keepers[kind].state[name] = value
+            exchanger.shards[name].communicator.keepers[kind].state[name] = value
     for _, component in exchanger.components:
         component.state.commit()
     if loaded.step is None:
@@ -305,27 +305,27 @@ def check_mode(memory: str) -> None:
 
 def plain(value: Any) -> Any:
     """A mean as it is saved: rows as a dict of tensors."""
-    return {"values": value.values, "rows": value.rows} if isinstance(value, Slices) else value
+    return {"values": value.values, "rows": value.rows} if isinstance(value, SparseRows) else value
 
 
 def rich(value: Any) -> Any:
     """The inverse of :func:`plain`."""
-    return Slices(value["values"], value["rows"]) if isinstance(value, dict) else value
+    return SparseRows(value["values"], value["rows"]) if isinstance(value, dict) else value
 
 
 def _renamed(saved: dict[str, Any], now: list[str]) -> dict[str, Any]:
     """The same under this run's names, where they differ only by what wrappers put into them."""
-    pieces = saved.get("pieces") or {}
-    before = list(pieces) or list(dict.fromkeys(name for values in saved["state"].values() for name in values))
+    shards = saved.get("pieces") or {}
+    before = list(shards) or list(dict.fromkeys(name for values in saved["state"].values() for name in values))
     ours = dict(zip(unwrapped(now), now, strict=True))
     new = {old: old if old in now else ours.get(name, old) for old, name in zip(before, unwrapped(before), strict=True)}
     if all(old == name for old, name in new.items()) or len(set(new.values())) != len(new):
         return saved
-    names = {f"{old}/part_{i}": f"{new[old]}/part_{i}" for old in pieces for i in range(len(pieces[old]["sizes"]))}
+    names = {f"{old}/part_{i}": f"{new[old]}/part_{i}" for old in shards for i in range(len(shards[old]["sizes"]))}
     called: Callable[[dict], dict] = lambda values: {  # noqa: E731
         {**new, **names}.get(name, name): value for name, value in values.items()
     }
-    renamed = {**saved, "pieces": called(pieces), "pending": [called(step) for step in saved.get("pending", ())]}
+    renamed = {**saved, "pieces": called(shards), "pending": [called(step) for step in saved.get("pending", ())]}
     for key in ("state", "shared"):
         if key in saved:
             renamed[key] = {

@@ -1,4 +1,4 @@
-"""The exchanger: plans the groups of one model, and runs a step's exchanges in one fixed order."""
+"""The exchanger: plans the buckets of one model, and runs a step's exchanges in one fixed order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from grace.backends.topology import Levels, levels, node_name
+from grace.backends.topology import NodeGroups, node_groups, node_name
 from grace.communicators import Allreduce
 from grace.core.backend import Backend
 from grace.core.channels import Leases
@@ -18,25 +18,25 @@ from grace.core.context import Context
 from grace.core.memory import Memory
 from grace.core.variable import Variable
 from grace.errors import PayloadError, StepError
-from grace.exchange.background import Courier, Flight
+from grace.exchange.background import ExchangeThread, PendingExchange
 from grace.exchange.base import Exchange
-from grace.exchange.bucket import Contribution, Group, Outcome, Traffic
+from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
 from grace.exchange.sparse_rows import add, scaled
 from grace.exchange.tracing import recorder
 from grace.session.agreement import DRIFTED, agree, first_difference
 from grace.session.hierarchy import Hierarchy
-from grace.session.sharding import Piece, grouped
+from grace.session.sharding import Shard, bucketed
 from grace.session.versions import versions
 
 
 class Exchanger:
-    """Assigns pieces of variables to groups, and exchanges them step by step.
+    """Assigns shards of variables to buckets, and exchanges them step by step.
 
-    All ranks start group 0, 1, 2, ... in that order whatever becomes ready first.
+    All ranks start bucket 0, 1, 2, ... in that order whatever becomes ready first.
 
     Args:
         variables: in declaration order; names are unique.
-        pieces: of these variables, in the same order.
+        shards: of these variables, in the same order.
         backend: the engine.
         context: shared by all components.
         name: what was chosen for all variables, for messages and checkpoints: a communicator's description, or a
@@ -47,47 +47,47 @@ class Exchanger:
     def __init__(
         self,
         variables: Sequence[Variable],
-        pieces: Sequence[Piece],
+        shards: Sequence[Shard],
         backend: Backend,
         context: Context,
         name: str = "",
         hierarchical: bool = False,
     ):
         self.variables, self.backend, self.context, self.name = list(variables), backend, context, name
-        self.pieces = {piece.variable.name: piece for piece in pieces}
-        self.pieces_of: dict[str, list[Piece]] = {variable.name: [] for variable in self.variables}
-        for piece in pieces:
-            self.pieces_of[piece.whole.name].append(piece)
-        self.groups = grouped([piece for piece in pieces if not piece.period])
-        for delayed in (False, True):  # one group of a step tells the ranks' places, and one beside training
-            for group in [group for group in self.groups if group.communicator.delayed is delayed][1:]:
-                group.carries = False
+        self.shards = {shard.variable.name: shard for shard in shards}
+        self.shards_of: dict[str, list[Shard]] = {variable.name: [] for variable in self.variables}
+        for shard in shards:
+            self.shards_of[shard.whole.name].append(shard)
+        self.buckets = bucketed([shard for shard in shards if not shard.period])
+        for delayed in (False, True):  # one bucket of a step tells the ranks' places, and one beside training
+            for bucket in [bucket for bucket in self.buckets if bucket.communicator.delayed is delayed][1:]:
+                bucket.carries = False
         self._averaging = Allreduce("none")
         self._averaging.bind(Context(rank=backend.rank, size=backend.size), backend)
-        alone = grouped([piece for piece in pieces if piece.period])
-        self.averages = [dataclasses.replace(group, communicator=self._averaging) for group in alone]
+        alone = bucketed([shard for shard in shards if shard.period])
+        self.averages = [dataclasses.replace(bucket, communicator=self._averaging) for bucket in alone]
         self.channel = backend
         """What exchanges travel over, since the ranks have agreed; ``backend`` is for questions to all ranks."""
         self._leases = Leases(backend)
-        self.communicators = list({id(piece.communicator): piece.communicator for piece in pieces}.values())
+        self.communicators = list({id(shard.communicator): shard.communicator for shard in shards}.values())
         self.hierarchical = hierarchical
         self.hierarchy: Hierarchy | None = None
         self.run = ""
         """The same on all ranks, and another after each start and each load: what is saved at a step is known by it."""
         self._nodes: list[str] = []
-        self._levels: dict[tuple[int, int], Levels] = {}
+        self._levels: dict[tuple[int, int], NodeGroups] = {}
         self._bind(backend)
         self.stateful = any(communicator.stateful for communicator in self.communicators)
         self.traffic = Traffic()
         self.settings: list[tuple[str, str]] = []
         self.hyperparameters: Callable[[], Sequence[tuple[str, str]]] = lambda: ()
         """Those that the last step was made with, in words; the context has their digest."""
-        recorder.begin(backend, pieces)
+        recorder.begin(backend, shards)
         self.numel = sum(variable.numel for variable in self.variables)
         self._begun: list[Exchange] = []
         self._averaged_at = 0
         self.owed: dict[str, Any] = {}
-        self._courier: Courier | None = None
+        self._exchange_thread: ExchangeThread | None = None
         self.computing: Callable[[], Any] = contextlib.nullcontext
         """The context that exchanges beside training compute in."""
         self.told = False
@@ -99,10 +99,10 @@ class Exchanger:
         """Who the communicators exchange with."""
         self.context.rank, self.context.size = backend.rank, backend.size
         if self.hierarchy is not None:
-            self.context.names = self.hierarchy.speakers
+            self.context.names = self.hierarchy.leaders_of_nodes
         for communicator in self.communicators:
             if self.hierarchy is not None:
-                communicator.follow(self.hierarchy.levels.speaker)
+                communicator.use_leaders(self.hierarchy.node_groups.leader_of)
             communicator.bind(self.context, backend)
 
     @property
@@ -112,16 +112,16 @@ class Exchanger:
         return list({id(part.state): (kind, part) for kind, part in reversed(found)}.values())[::-1]
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """What the components remember, as of the last step that was kept: by kind, and by the piece's name."""
+        """What the components remember, as of the last step that was kept: by kind, and by the shard's name."""
         merged: dict[str, dict[str, Any]] = {}
         for kind, component in self.components:
             merged.setdefault(kind, {}).update(component.state.kept)
         return merged
 
-    def views(self, group: Group, tensors: Callable[[str], Any]) -> list[Any]:
-        """The pieces of a group, cut out of the whole variables' tensors."""
-        pieces = [self.pieces[variable.name] for variable in group.variables]
-        return [piece.of(tensors(piece.whole.name)) for piece in pieces]
+    def views(self, bucket: Bucket, tensors: Callable[[str], Any]) -> list[Any]:
+        """The shards of a bucket, cut out of the whole variables' tensors."""
+        shards = [self.shards[variable.name] for variable in bucket.variables]
+        return [shard.of(tensors(shard.whole.name)) for shard in shards]
 
     def agree(self) -> None:
         """Compare with the other ranks what this one is about to do.
@@ -147,40 +147,42 @@ class Exchanger:
             self._nodes = self.backend.allgather_object(node_name())
         return self._nodes
 
-    def levels(self, backend: Backend, leader: int) -> Levels:
+    def node_groups(self, backend: Backend, leader: int) -> NodeGroups:
         """The nodes' ranks and their leaders over a backend; every rank must ask at the same moment."""
         key = (id(backend), leader)
         if key not in self._levels:
-            self._levels[key] = levels(backend, self.node_names(), leader)
+            self._levels[key] = node_groups(backend, self.node_names(), leader)
         return self._levels[key]
 
-    def courier(self) -> Courier:
+    def exchange_thread(self) -> ExchangeThread:
         """The thread that runs exchanges beside training; every rank asks for it first at the same moment."""
-        if self._courier is None:
+        if self._exchange_thread is None:
             backend = self._leases.take(another=True)
-            self._courier = Courier(backend, lambda: self.computing(), lambda *flown: self.check_places(*flown))
-            self.backend.at_shutdown(self._courier.arrive)
-        return self._courier
+            self._exchange_thread = ExchangeThread(
+                backend, lambda: self.computing(), lambda *run: self.check_places(*run)
+            )
+            self.backend.at_shutdown(self._exchange_thread.arrive)
+        return self._exchange_thread
 
     def facts(self) -> list[tuple[str, str]]:
         """What all ranks must agree on."""
         facts = [*versions(self.backend), ("the seed", str(self.context.seed)), ("the choice", self.name)]
         facts += [(f"variable {v.name!r}", v.describe()) for v in self.variables]
-        for group in self.groups:
-            facts += [(f"in group {group.index}:", repr(v.name)) for v in group.variables]
+        for bucket in self.buckets:
+            facts += [(f"in bucket {bucket.index}:", repr(v.name)) for v in bucket.variables]
         return facts
 
     # -- a step ----------------------------------------------------------------------------------------
 
-    def start(self, group: Group, gradients: Sequence[Tensor], present: Sequence[bool]) -> Exchange:
-        """Begin the exchange of one group. Groups must be started in order, each once a step."""
-        over = group.communicator if self.hierarchy is None else self.hierarchy
-        exchange = over.begin(Contribution(group, gradients, present, self.stateful, self.traffic))
+    def start(self, bucket: Bucket, gradients: Sequence[Tensor], present: Sequence[bool]) -> Exchange:
+        """Begin the exchange of one bucket. Groups must be started in order, each once a step."""
+        over = bucket.communicator if self.hierarchy is None else self.hierarchy
+        exchange = over.begin(Contribution(bucket, gradients, present, self.stateful, self.traffic))
         exchange.lazy = self.hierarchy is None
         self._begun.append(exchange)
         return exchange
 
-    def finish(self, outs: Callable[[Group], Sequence[Tensor | None]]) -> list[Outcome]:
+    def finish(self, outs: Callable[[Bucket], Sequence[Tensor | None]]) -> list[Outcome]:
         """Await all exchanges begun, in order, and end the step: commit state, or roll it back.
 
         Raises:
@@ -193,7 +195,7 @@ class Exchanger:
         outcomes = []
         try:
             for exchange in self._begun:
-                given = outs(exchange.group)
+                given = outs(exchange.bucket)
                 outcomes += exchange.finish(given) if not self.hierarchy else self.hierarchy.finish(exchange, given)
         except PayloadError:
             self._roll_back()
@@ -215,20 +217,20 @@ class Exchanger:
             if exchange.astray:
                 raise StepError(exchange.astray)
 
-    def due(self) -> list[Group]:
+    def due(self) -> list[Bucket]:
         """Those that are averaged after this step; none if it was asked before in this step."""
         if self.context.step == self._averaged_at:
             return []
         self._averaged_at = self.context.step
-        return [group for group in self.averages if self.context.step % self._period(group) == 0]
+        return [bucket for bucket in self.averages if self.context.step % self._period(bucket) == 0]
 
-    def _period(self, group: Group) -> int:
-        return self.pieces[group.variables[0].name].period
+    def _period(self, bucket: Bucket) -> int:
+        return self.shards[bucket.variables[0].name].period
 
-    def mean(self, group: Group, values: Sequence[Tensor]) -> list[Tensor]:
-        """The mean over ranks of what a group's pieces hold, in their own dtype; blocks."""
-        group.communicator.context.step = self.context.step
-        exchange = group.communicator.begin(Contribution(group, values, [True] * len(values), False, self.traffic))
+    def mean(self, bucket: Bucket, values: Sequence[Tensor]) -> list[Tensor]:
+        """The mean over ranks of what a bucket's shards hold, in their own dtype; blocks."""
+        bucket.communicator.context.step = self.context.step
+        exchange = bucket.communicator.begin(Contribution(bucket, values, [True] * len(values), False, self.traffic))
         outcomes = exchange.finish([None] * len(values))
         self.check_places([exchange], self.channel)
         return [outcome.value for outcome in outcomes]
@@ -241,43 +243,43 @@ class Exchanger:
                 outcome.value = owed if outcome.value is None else add(outcome.value, owed)
 
     def pending(self) -> list[dict[str, Any]]:
-        """Means that are still to be applied, by piece, of the oldest step first; waits until they are there."""
+        """Means that are still to be applied, by shard, of the oldest step first; waits until they are there."""
         steps: list[dict[str, Any]] = []
-        for group in self._delayed():
-            flights: Any = group.communicator.flights[group.variables[0].name]  # type: ignore[attr-defined]
-            steps = [*({} for _ in range(len(flights) - len(steps))), *steps]
-            for step, flight in zip(steps[len(steps) - len(flights) :], flights, strict=True):
-                step.update(flight.values(self.context.loss_scale))
+        for bucket in self._delayed():
+            pending_exchanges: Any = bucket.communicator.pending_exchanges[bucket.variables[0].name]  # type: ignore[attr-defined]
+            steps = [*({} for _ in range(len(pending_exchanges) - len(steps))), *steps]
+            for step, pending in zip(steps[len(steps) - len(pending_exchanges) :], pending_exchanges, strict=True):
+                step.update(pending.values(self.context.loss_scale))
         return [self.owed, *steps] if self.owed else steps
 
     def restore_pending(self, steps: Sequence[dict[str, Any]]) -> None:
         """Go on from what :meth:`pending` gave."""
         delayed: set[str] = set()
-        for group in self._delayed():
-            names = {variable.name for variable in group.variables}
+        for bucket in self._delayed():
+            names = {variable.name for variable in bucket.variables}
             delayed |= names
-            flights: Any = group.communicator.flights[group.variables[0].name]  # type: ignore[attr-defined]
-            flights.clear()
+            pending_exchanges: Any = bucket.communicator.pending_exchanges[bucket.variables[0].name]  # type: ignore[attr-defined]
+            pending_exchanges.clear()
             for step in steps:
-                outcomes = [Outcome(v, step.get(v.name), False) for v in group.variables]
-                flights.append(Flight.over(outcomes, self.context.loss_scale))
+                outcomes = [Outcome(v, step.get(v.name), False) for v in bucket.variables]
+                pending_exchanges.append(PendingExchange.over(outcomes, self.context.loss_scale))
         self.owed = {}
         for step in steps:
             for name, value in step.items():
                 if name not in delayed:
                     self.owed[name] = add(self.owed[name], value) if name in self.owed else value
 
-    def _delayed(self) -> list[Group]:
-        return [group for group in self.groups if group.communicator.delayed]
+    def _delayed(self) -> list[Bucket]:
+        return [bucket for bucket in self.buckets if bucket.communicator.delayed]
 
     @property
     def begun(self) -> bool:
         """Whether exchanges were begun that are not finished."""
         return bool(self._begun)
 
-    def under_way(self, group: Group) -> bool:
-        """Whether the group's exchange was begun and not finished."""
-        return any(exchange.group is group for exchange in self._begun)
+    def under_way(self, bucket: Bucket) -> bool:
+        """Whether the bucket's exchange was begun and not finished."""
+        return any(exchange.bucket is bucket for exchange in self._begun)
 
     def settle(self, outcomes: Sequence[Outcome]) -> None:
         """All exchanges begun are finished, and brought this: end the step.
@@ -299,7 +301,7 @@ class Exchanger:
 
     def _hand_over(self) -> None:
         """What is applied in later steps goes on its way, in one order, whatever ranks began first."""
-        for exchange in sorted(self._begun, key=lambda exchange: exchange.group.index):
+        for exchange in sorted(self._begun, key=lambda exchange: exchange.bucket.index):
             exchange.hand_over()
         self._begun = []
 
@@ -332,7 +334,7 @@ class Exchanger:
                 exchange.glance()  # other ranks may raise what they learn, and so must all
             else:  # others of the node may not discard it, and share what it brings
                 with contextlib.suppress(PayloadError):
-                    self.hierarchy.finish(exchange, [None] * len(exchange.group.variables))
+                    self.hierarchy.finish(exchange, [None] * len(exchange.bucket.variables))
         self._check_begun()
         self._hand_over()
         self.end_step([], discarded=True)
@@ -362,7 +364,9 @@ class Exchanger:
         """The optimizer has ended: its components may serve another one."""
         for communicator in self.communicators:
             communicator.release(self)
-        if self._courier is None or self._courier.land(0):  # else its thread holds this exchanger until it is done
+        if self._exchange_thread is None or self._exchange_thread.drain(
+            0
+        ):  # else its thread holds this exchanger until it is done
             self._leases.end()
 
     def _stepping(self) -> list[Component]:
@@ -394,7 +398,7 @@ class Exchanger:
             self.context.loss_scale = loss_scale
 
     def resumed(self) -> None:
-        """Memories and means were loaded, in the units of the context's loss scale. Where no scaler is followed they
+        """Memories and means were loaded, in the units of the context's loss scale. Where no scaler is led they
         come into units of 1, at once."""
         loaded = self.context.loss_scale
         if not self.follows_scaler():

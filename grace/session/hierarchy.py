@@ -14,15 +14,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from grace.backends.topology import levels
+from grace.backends.topology import node_groups
 from grace.communicators import Allreduce
 from grace.communicators.sparse import row_communicator
 from grace.core.backend import Backend, LocalBackend
 from grace.core.context import Context
 from grace.errors import PayloadError
 from grace.exchange.base import Exchange
-from grace.exchange.bucket import Contribution, Group, Outcome, Traffic
-from grace.exchange.sparse_rows import Slices
+from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
+from grace.exchange.sparse_rows import SparseRows
 from grace.exchange.tracing import recorder
 from grace.kernels import kernels_of
 
@@ -30,7 +30,7 @@ GONE, HERE, SPOILT, REFUSED, ASTRAY = 0.0, 1.0, 2.0, 3.0, 4.0
 
 
 class Hierarchy:
-    """The two levels around an exchange.
+    """The two node_groups around an exchange.
 
     Args:
         backend: over all ranks.
@@ -38,52 +38,54 @@ class Hierarchy:
     """
 
     def __init__(self, backend: Backend, names: Sequence[str]):
-        self.levels = levels(backend, names)
-        node = self.levels.node
-        self.weight = node.size * self.levels.nodes / backend.size
+        self.node_groups = node_groups(backend, names)
+        node = self.node_groups.node
+        self.weight = node.size * self.node_groups.nodes / backend.size
         self.traffic = Traffic()
         self.inside = Allreduce("none")
-        members = [rank for rank, speaker in enumerate(self.levels.speaker) if speaker == self.levels.own]
+        members = [
+            rank for rank, leader_of in enumerate(self.node_groups.leader_of) if leader_of == self.node_groups.own
+        ]
         self.inside.bind(Context(rank=node.rank, size=node.size, names=members), node)
 
     @property
-    def speakers(self) -> list[int]:
+    def leaders_of_nodes(self) -> list[int]:
         """The ranks that speak for the nodes."""
-        return [self.levels.speaker.index(number) for number in range(self.levels.nodes)]
+        return [self.node_groups.leader_of.index(number) for number in range(self.node_groups.nodes)]
 
     @property
     def leads(self) -> bool:
         """Whether this rank speaks for its node."""
-        return self.levels.leaders is not None
+        return self.node_groups.leaders is not None
 
     @property
     def backend(self) -> Backend:
         """What communicators run over: the leaders; nobody elsewhere."""
-        return self.levels.leaders or LocalBackend()
+        return self.node_groups.leaders or LocalBackend()
 
     def begin(self, contribution: Contribution) -> Exchange:
         """Reduce among the node's ranks, and start the leaders' exchange."""
-        group, gradients, present, _, traffic = contribution
-        self.like = gradients[0].values if group.variables[0].sparse else gradients[0]
+        bucket, gradients, present, _, traffic = contribution
+        self.like = gradients[0].values if bucket.variables[0].sparse else gradients[0]
         self.traffic = traffic
-        reduced, found = self.reduced(group, gradients, present, traffic)
+        reduced, found = self.reduced(bucket, gradients, present, traffic)
         if not self.leads:
-            return Followed(group)
-        return group.communicator.begin(contribution._replace(gradients=reduced, present=found))
+            return Followed(bucket)
+        return bucket.communicator.begin(contribution._replace(gradients=reduced, present=found))
 
     def reduced(
-        self, group: Group, gradients: Sequence[Any], present: Sequence[bool], traffic: Traffic
+        self, bucket: Bucket, gradients: Sequence[Any], present: Sequence[bool], traffic: Traffic
     ) -> tuple[list[Any], list[bool]]:
         """The node's gradients, as its leader exchanges them; blocks."""
-        inside: Any = row_communicator(self.inside, "") if group.variables[0].sparse else self.inside
+        inside: Any = row_communicator(self.inside, "") if bucket.variables[0].sparse else self.inside
         if inside is not self.inside:
-            inside.bind(self.inside.context, self.levels.node)
-            inside.compressor.shapes = {v.name: v.shape for v in group.variables}
+            inside.bind(self.inside.context, self.node_groups.node)
+            inside.compressor.shapes = {v.name: v.shape for v in bucket.variables}
         # rows sum up in float32, and so do dense gradients that the leaders will compress
-        widened = gradients if group.variables[0].sparse or _exact(group) else [_wide(g) for g in gradients]
-        variables = group.variables if _exact(group) else [replace(v, dtype="float32") for v in group.variables]
-        own = Group(group.index, inside, variables, label=f"{group.label}.node", carries=group.carries)
-        outside, within = group.communicator.context, inside.context
+        widened = gradients if bucket.variables[0].sparse or _exact(bucket) else [_wide(g) for g in gradients]
+        variables = bucket.variables if _exact(bucket) else [replace(v, dtype="float32") for v in bucket.variables]
+        own = Bucket(bucket.index, inside, variables, label=f"{bucket.label}.node", carries=bucket.carries)
+        outside, within = bucket.communicator.context, inside.context
         for number in ("step", "updates", "left_out", "settings"):
             setattr(within, number, getattr(outside, number))
         exchange = inside.begin(Contribution(own, widened, present, False, traffic))
@@ -104,61 +106,63 @@ class Hierarchy:
         try:
             brought = exchange.finish(outs)
         except PayloadError:
-            if self.levels.node.size > 1:
-                marks = kernels_of(self.like).full([REFUSED] * len(exchange.group.variables), "float32", self.like)
-                self.levels.node.broadcast(marks, self.levels.first).wait()
+            if self.node_groups.node.size > 1:
+                marks = kernels_of(self.like).full([REFUSED] * len(exchange.bucket.variables), "float32", self.like)
+                self.node_groups.node.broadcast(marks, self.node_groups.first).wait()
             raise
-        with recorder.phase("share", "wait", group=exchange.group):
+        with recorder.phase("share", "wait", bucket=exchange.bucket):
             return self.shared(exchange, brought)
 
     def shared(self, exchange: Exchange, brought: Sequence[Outcome]) -> list[Outcome]:
         """What the leader's exchange brought, on all ranks of the node; blocks."""
-        node, first, group, like = self.levels.node, self.levels.first, exchange.group, self.like
-        exchange.astray = exchange.astray or group.communicator.context.astray
+        node, first, bucket, like = self.node_groups.node, self.node_groups.first, exchange.bucket, self.like
+        exchange.astray = exchange.astray or bucket.communicator.context.astray
         if node.size == 1:
             return list(brought)
         outcomes, before = brought if self.leads else None, node.sent_bytes
         k = kernels_of(like)
         marks = [ASTRAY if exchange.astray else _mark(outcome) for outcome in outcomes or ()]
-        marks = k.full(marks or [GONE] * len(group.variables), "float32", like)
+        marks = k.full(marks or [GONE] * len(bucket.variables), "float32", like)
         told = k.to_list(node.broadcast(marks, first).wait())
         if ASTRAY in told:
             exchange.astray = exchange.astray or "the ranks are out of step, on other nodes; their own errors say how"
             return exchange.nothing()
         if REFUSED in told:
-            raise PayloadError(f"the rank that speaks for this node could not decode what others sent for {group.ends}")
+            raise PayloadError(
+                f"the rank that speaks for this node could not decode what others sent for {bucket.ends}"
+            )
         shared = []
-        for i, variable in enumerate(group.variables):
+        for i, variable in enumerate(bucket.variables):
             value = outcomes[i].value if outcomes is not None else None
             if told[i] != GONE:
                 value = (
-                    self._rows(k, variable, value, like) if variable.sparse else self._dense(k, group, i, value, like)
+                    self._rows(k, variable, value, like) if variable.sparse else self._dense(k, bucket, i, value, like)
                 )
             shared.append(Outcome(variable, None if told[i] == GONE else value, told[i] == SPOILT))
         self.traffic.sent_bytes += node.sent_bytes - before
         return shared
 
-    def _dense(self, k: Any, group: Group, i: int, value: Any, like: Any) -> Any:
-        variable = group.variables[i]
-        dtype = variable.dtype if _exact(group) else "float32"
+    def _dense(self, k: Any, bucket: Bucket, i: int, value: Any, like: Any) -> Any:
+        variable = bucket.variables[i]
+        dtype = variable.dtype if _exact(bucket) else "float32"
         buffer = k.zeros((variable.numel,), dtype, like) if value is None else k.flat(value)
-        return k.reshape(self.levels.node.broadcast(buffer, self.levels.first).wait(), variable.shape)
+        return k.reshape(self.node_groups.node.broadcast(buffer, self.node_groups.first).wait(), variable.shape)
 
-    def _rows(self, k: Any, variable: Any, value: Any, like: Any) -> Slices:
-        node, first = self.levels.node, self.levels.first
+    def _rows(self, k: Any, variable: Any, value: Any, like: Any) -> SparseRows:
+        node, first = self.node_groups.node, self.node_groups.first
         count = k.full([0 if value is None else value.rows.shape[0]], "int64", like)
         n = int(k.to_list(node.broadcast(count, first).wait())[0])
         rows = k.zeros((n,), "int32", like) if value is None else k.cast(value.rows, "int32")
         shape = (n, *variable.shape[1:])
         values = k.zeros((math.prod(shape),), "float32", like) if value is None else k.flat(value.values)
         if not n:
-            return Slices(k.reshape(values, shape), rows)
+            return SparseRows(k.reshape(values, shape), rows)
         rows = node.broadcast(rows, first).wait()
-        return Slices(k.reshape(node.broadcast(values, first).wait(), shape), rows)
+        return SparseRows(k.reshape(node.broadcast(values, first).wait(), shape), rows)
 
 
-def _exact(group: Group) -> bool:
-    return group.communicator.compressor.traits.exact and not group.communicator.memory.stateful
+def _exact(bucket: Bucket) -> bool:
+    return bucket.communicator.compressor.traits.exact and not bucket.communicator.memory.stateful
 
 
 def _wide(gradient: Any) -> Any:
@@ -172,16 +176,16 @@ def _mark(outcome: Outcome) -> float:
 def _times(value: Any, factor: float) -> Any:
     if factor == 1:
         return value
-    if isinstance(value, Slices):
-        return Slices(_times(value.values, factor), value.rows)
+    if isinstance(value, SparseRows):
+        return SparseRows(_times(value.values, factor), value.rows)
     return kernels_of(value).divide(value, value, 1 / factor)
 
 
 class Followed(Exchange):
     """The exchange of a rank whose node's leader does it: waits for nothing, and brings nothing."""
 
-    def __init__(self, group: Group):
-        self.group = group
+    def __init__(self, bucket: Bucket):
+        self.bucket = bucket
 
     def advance(self) -> bool:
         return False
@@ -190,4 +194,4 @@ class Followed(Exchange):
         return None
 
     def finish(self, outs, wait=True):
-        return [Outcome(variable, None, False) for variable in self.group.variables]
+        return [Outcome(variable, None, False) for variable in self.bucket.variables]

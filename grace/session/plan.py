@@ -8,10 +8,10 @@ from typing import Any, Protocol
 from grace.communicators.base import Communicator, build_communicator
 from grace.core.backend import Backend
 from grace.core.variable import Variable
-from grace.session.sharding import Piece, uniform
+from grace.session.sharding import Shard, uniform
 
 
-class Plan(Protocol):
+class ExchangePlan(Protocol):
     """What the user chose: how each variable is exchanged."""
 
     name: str
@@ -29,8 +29,8 @@ class Plan(Protocol):
         """
         ...
 
-    def pieces(self, variables: Sequence[Variable]) -> list[Piece]:
-        """How they are cut, and what carries each piece."""
+    def shards(self, variables: Sequence[Variable]) -> list[Shard]:
+        """How they are cut, and what carries each shard."""
         ...
 
     def options(self) -> dict[str, Any]:
@@ -38,7 +38,7 @@ class Plan(Protocol):
         ...
 
 
-class Uniform:
+class UniformPlan:
     """One compressor, memory and communicator for all variables.
 
     Args:
@@ -65,7 +65,7 @@ class Uniform:
         """Nothing: every rank was given the same."""
         return variables
 
-    def pieces(self, variables: Sequence[Variable]) -> list[Piece]:
+    def shards(self, variables: Sequence[Variable]) -> list[Shard]:
         """Whole variables: by the communicator what its compressor shrinks, and the others dense."""
         self.communicator = self._made()
         self.name = self.communicator.describe()

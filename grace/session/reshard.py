@@ -21,8 +21,8 @@ from grace.exchange.sparse_rows import NOTHING
 from grace.kernels import kernels_of
 from grace.session.exchanger import Exchanger
 
-Cut = dict[str, Any]
-Cuts = dict[str, Cut]
+Partition = dict[str, Any]
+Partitions = dict[str, Partition]
 KINDS = ("compressor", "memory", "answer_memory", "shard_memory")
 """What state may be of, in every run."""
 
@@ -42,27 +42,27 @@ def bare(description: str) -> str:
     return description
 
 
-class Carrier:
+class Resharding:
     """Takes what is this rank's out of a checkpoint.
 
     Args:
         saved: what :func:`grace.session.checkpoint.save` or ``gather`` made, under this run's names.
-        now: how each variable is cut in this run, as the checkpoint's "pieces" are.
+        now: how each variable is cut in this run, as the checkpoint's "shards" are.
         exchanger: of this run.
         strict: refuse what does not fit, instead of dropping it.
     """
 
-    def __init__(self, saved: dict[str, Any], now: Cuts, exchanger: Exchanger, strict: bool):
+    def __init__(self, saved: dict[str, Any], now: Partitions, exchanger: Exchanger, strict: bool):
         self.saved, self.now, self.exchanger, self.strict = saved, now, exchanger, strict
         self.rank, self.size = exchanger.backend.rank, exchanger.backend.size
-        self.before: Cuts = saved.get("pieces") or {
+        self.before: Partitions = saved.get("pieces") or {
             name: {"axis": None} for name in {*now, *(name for values in saved["state"].values() for name in values)}
         }
         self.everyone: list[dict[str, Any]] | None = saved.get("ranks")
         self.dropped: list[str] = []
 
     def values(self) -> dict[str, dict[str, Any]]:
-        """The state by kind, and by this run's pieces.
+        """The state by kind, and by this run's shards.
 
         Raises:
             ConfigError: (if strict) something does not fit; the message names the variable.
@@ -74,7 +74,7 @@ class Carrier:
         known = set().union(*parts_of.values())
         for name in sorted(self.before.keys() & self.now.keys()) if self.strict else ():
             self._try(self._check_shape, "something", name)
-        kept = {kind for piece in self.exchanger.pieces.values() for kind in piece.communicator.keepers}
+        kept = {kind for shard in self.exchanger.shards.values() for kind in shard.communicator.keepers}
         for kind, names in held.items():
             if kind.partition(".")[0] not in KINDS and kind not in kept:
                 self._try(self._unknown, kind)
@@ -161,7 +161,7 @@ class Carrier:
             )
         return {}
 
-    def _check_memory(self, kind: str, name: str, old: Cut, cut: Cut) -> None:
+    def _check_memory(self, kind: str, name: str, old: Partition, cut: Partition) -> None:
         same = (lambda a, b: a == b) if self.strict else (lambda a, b: bare(a) == bare(b))
         states, unchanged = self.everyone or [self.saved["state"]], _same(old, cut, "axis", "sizes")
         for i, (part, spec) in enumerate(zip(_names(name, old), old.get("memories") or (), strict=False)):
@@ -174,7 +174,7 @@ class Carrier:
                     )
 
     def _picked(self, kind: str, part: str) -> Any:
-        """What this rank takes of a piece as it was cut: its own, what all ranks share, or the mean."""
+        """What this rank takes of a shard as it was cut: its own, what all ranks share, or the mean."""
         own = self.saved["state"].get(kind, {}).get(part)
         if self._is_shared(kind, part):
             return own
@@ -200,31 +200,31 @@ class Carrier:
     def _is_shared(self, kind: str, part: str) -> bool:
         if "shared" in self.saved:
             return part in self.saved["shared"].get(kind, ())
-        piece = self.exchanger.pieces.get(part)  # saved by an earlier version
+        shard = self.exchanger.shards.get(part)  # saved by an earlier version
         return (
-            piece is not None and kind in piece.communicator.keepers and piece.communicator.keepers[kind].shared_state
+            shard is not None and kind in shard.communicator.keepers and shard.communicator.keepers[kind].shared_state
         )
 
     def _fits(self, kind: str, part: str, value: Any) -> bool:
         """Whether a value is what the component keeps; False if it is not because the method's parameters changed."""
-        piece = self.exchanger.pieces[part]
-        component = piece.communicator.keepers.get(kind)
+        shard = self.exchanger.shards[part]
+        component = shard.communicator.keepers.get(kind)
         if component is None or not getattr(component, "stateful", True):
-            raise Misfit(f"the checkpoint holds the {kind} of {part!r}, and {piece.communicator.describe()} has none")
-        shape = piece.variable.shape
+            raise Misfit(f"the checkpoint holds the {kind} of {part!r}, and {shard.communicator.describe()} has none")
+        shape = shard.variable.shape
         if kind.startswith("shard_memory"):
-            a, b = bounds(piece.variable.numel, self.size)[self.rank]
+            a, b = bounds(shard.variable.numel, self.size)[self.rank]
             shape = (b - a,)
         why = _unlike(value, component.keeps(shape))
         if not why:
             return True
-        whole = piece.whole.name
+        whole = shard.whole.name
         if kind.startswith("compressor") and self.before[whole].get("methods") != self.now[whole]["methods"]:
             self.dropped.append(f"the {kind} of {part!r}, which {why} for {component.spec}")
             return False
         raise Misfit(f"the checkpoint holds the {kind} of {part!r}, which {why}")
 
-    def _answers(self, kind: str, name: str, old: Cut, cut: Cut) -> dict[str, Any]:
+    def _answers(self, kind: str, name: str, old: Partition, cut: Partition) -> dict[str, Any]:
         """What this rank, a destination, kept of its answers; another rank may have been the destination before."""
         parts = _names(name, old)
         if self.everyone is None:
@@ -243,7 +243,7 @@ class Carrier:
         mine = {part for part, root in zip(_names(name, cut), cut["destinations"], strict=True) if root == self.rank}
         return {part: value for part, value in whole.items() if part in mine}
 
-    def _pending_of(self, name: str, old: Cut, step: dict[str, Any]) -> dict[str, Any]:
+    def _pending_of(self, name: str, old: Partition, step: dict[str, Any]) -> dict[str, Any]:
         """What is still to be applied to one variable."""
         if name not in self.now:
             self._stranger("mean", name)
@@ -259,14 +259,14 @@ class Carrier:
         else:
             values = _carried(name, old, cut, step, "a mean")
         for part, value in values.items():
-            variable = self.exchanger.pieces[part].variable
+            variable = self.exchanger.shards[part].variable
             why = _unlike_rows(value, variable.shape) if variable.sparse else _unlike(value, variable.shape, None)
             if why:
                 raise Misfit(f"the checkpoint holds a mean of {part!r} that was still to be applied, which {why}")
         return values
 
 
-def _same(old: Cut, cut: Cut, *keys: str) -> bool:
+def _same(old: Partition, cut: Partition, *keys: str) -> bool:
     """Whether a variable is cut and exchanged alike, but for methods' parameters."""
     if old.get("axis") is None and cut["axis"] is None:
         keys = tuple(key for key in keys if key != "sizes")
@@ -277,7 +277,7 @@ def _same(old: Cut, cut: Cut, *keys: str) -> bool:
     return all(a == b for a, b in pairs)
 
 
-def _names(name: str, cut: Cut) -> list[str]:
+def _names(name: str, cut: Partition) -> list[str]:
     return [name] if cut["axis"] is None else [f"{name}/part_{i}" for i in range(len(cut["sizes"]))]
 
 
@@ -332,7 +332,7 @@ def _mean_value(values: list[Any], count: int, what: str) -> Any:
     return sum(values[1:], start=values[0]) / count
 
 
-def _carried(name: str, old: Cut, cut: Cut, values: dict[str, Any], what: str) -> dict[str, Any]:
+def _carried(name: str, old: Partition, cut: Partition, values: dict[str, Any], what: str) -> dict[str, Any]:
     parts = _names(name, old)
     kept = [values.get(part) for part in parts]
     if all(value is None for value in kept):
@@ -380,5 +380,5 @@ def _slice(value: Any, axis: int, start: int, stop: int) -> Any:
     if not getattr(value, "shape", ()):
         return value
     k = kernels_of(value)
-    piece = value[(slice(None),) * axis + (slice(start, stop),)]
-    return k.reshape(k.flat(piece), tuple(piece.shape))
+    shard = value[(slice(None),) * axis + (slice(start, stop),)]
+    return k.reshape(k.flat(shard), tuple(shard.shape))

@@ -10,7 +10,7 @@ from grace.errors import ConfigError
 
 
 @dataclass
-class Reduction:
+class ReduceOp:
     """What the exchange makes of the ranks' gradients, without changing what a method computes.
 
     Compressors and memories get every rank's gradient as the optimizer holds it, whatever is chosen here, so that
@@ -53,7 +53,7 @@ class Reduction:
     def factor(self, votes: bool, size: int) -> float:
         """What the aggregate of a method, which votes or not, is multiplied with on ``size`` ranks.
 
-        >>> average, total = Reduction("average", 4.0), Reduction("sum")
+        >>> average, total = ReduceOp("average", 4.0), ReduceOp("sum")
         >>> average.factor(False, 2), total.factor(False, 2), total.factor(True, 2)
         (1.0, 2.0, 1.0)
         """

@@ -11,12 +11,12 @@ from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.session.agreement import agree
 from grace.session.exchanger import Exchanger
-from grace.session.plan import Plan
+from grace.session.plan import ExchangePlan
 
 
 def build_exchanger(
     variables: Callable[[], Sequence[Variable]],
-    choose: Callable[[], Plan],
+    choose: Callable[[], ExchangePlan],
     backend: Backend,
     context: Context,
     settings: Sequence[tuple[str, str]] = (),
@@ -39,7 +39,7 @@ def build_exchanger(
         RankError: another rank's are, or they differ.
     """
     exchanger: Exchanger | None = None
-    plan: Plan | None = None
+    plan: ExchangePlan | None = None
     found: list[Variable] = []
     error: Exception | None = None
     try:
@@ -52,10 +52,10 @@ def build_exchanger(
     try:
         if error is not None or plan is None:
             raise error or AssertionError
-        pieces = plan.pieces(found)
-        for communicator in {id(piece.communicator): piece.communicator for piece in pieces}.values():
+        shards = plan.shards(found)
+        for communicator in {id(shard.communicator): shard.communicator for shard in shards}.values():
             check(communicator)
-        exchanger = Exchanger(found, pieces, backend, context, plan.name, hierarchical)
+        exchanger = Exchanger(found, shards, backend, context, plan.name, hierarchical)
         exchanger.claim()
         _check_delays(exchanger, later)
         exchanger.settings = list(settings)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from grace.core.component import Component
 from grace.core.registry import legal_communicators, make
 from grace.core.variable import Variable
-from grace.strategy.plan import Part, Plan, Strategy, Sync
+from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
 
 
 class Cluster(Protocol):
@@ -54,7 +54,7 @@ class Builder(Component):
     >>> class Everything(Builder):
     ...     name = "everything"
     ...     def build(self, variables, resources):
-    ...         return self.strategy([Plan(v, (self.collective(v, group=0),)) for v in variables], resources)
+    ...         return self.strategy([VariablePlan(v, (self.collective(v, group=0),)) for v in variables], resources)
     >>> everything = Everything(compressor="topk")
     >>> everything.build([Variable("w", (4, 2))], OneNode(2)).plans[0].parts[0].sync.type
     'allgather'
@@ -82,19 +82,19 @@ class Builder(Component):
                 return rule.get("compressor", "none"), rule.get("memory")
         return "none", None
 
-    def collective(self, variable: Variable, group: int) -> Part:
+    def collective(self, variable: Variable, group: int) -> ShardPlan:
         """A part that travels in a group: summed where the method can be, else as its default is."""
         compressor, memory = self.choice(variable)
         made: Any = make("compressor", compressor)
         kind = "allreduce" if "allreduce" in legal_communicators(made) else made.traits.communicator
-        return Part(Sync(kind, group=group), compressor, memory)
+        return ShardPlan(Sync(kind, group=group), compressor, memory)
 
-    def reduced(self, variable: Variable, destination: int) -> Part:
+    def reduced(self, variable: Variable, destination: int) -> ShardPlan:
         """A part that one rank reduces."""
         compressor, memory = self.choice(variable)
-        return Part(Sync("reduce_broadcast", destination=destination), compressor, memory)
+        return ShardPlan(Sync("reduce_broadcast", destination=destination), compressor, memory)
 
-    def strategy(self, plans: Sequence[Plan], resources: Cluster) -> Strategy:
+    def strategy(self, plans: Sequence[VariablePlan], resources: Cluster) -> Strategy:
         """The plans, with this builder's name and parameters."""
         params = {key: value for key, value in self.to_dict().items() if key not in ("name", "seed")}
         made = {"name": self.name, "params": params, "seed": getattr(self, "seed", 0)}

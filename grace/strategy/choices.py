@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from grace.errors import ConfigError
-from grace.session.plan import Plan, Uniform
-from grace.strategy.execution import Executed
+from grace.session.plan import ExchangePlan, UniformPlan
+from grace.strategy.execution import StrategyPlan
 
 STRATEGY = "GRACE_STRATEGY"
 """Where ``grace launch --strategy`` says which file."""
@@ -27,7 +27,7 @@ class Choices(NamedTuple):
         group_bytes: int | None = None,
         together: Callable[[], Sequence[Sequence[str]] | None] = lambda: None,
         sparse_known: bool = True,
-    ) -> Plan:
+    ) -> ExchangePlan:
         """What is meant.
 
         Args:
@@ -44,9 +44,9 @@ class Choices(NamedTuple):
         if strategy is None and os.environ.get(STRATEGY):
             strategy, source = os.environ[STRATEGY], f"the strategy of {STRATEGY} ({os.environ[STRATEGY]})"
         if strategy is None:
-            return Uniform(self.compressor, self.memory, self.communicator, group_bytes, together)
+            return UniformPlan(self.compressor, self.memory, self.communicator, group_bytes, together)
         if given:
             raise ConfigError(
                 f"{source} says how each variable is exchanged, and {given[0]}= for all of them: leave one of them out"
             )
-        return Executed(strategy, sparse_known)
+        return StrategyPlan(strategy, sparse_known)

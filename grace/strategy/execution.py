@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grace.backends.topology import Ranks, node_name
+from grace.backends.topology import Topology, node_name
 from grace.communicators.base import Communicator, build_communicator
 from grace.communicators.reduce_broadcast import ReduceBroadcast
 from grace.core import documents
@@ -17,16 +17,16 @@ from grace.core.registry import make
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.session.agreement import tell
-from grace.session.sharding import Chooser, Piece
+from grace.session.sharding import Chooser, Shard
 from grace.strategy.builder import Builder
-from grace.strategy.plan import VERSION, Part, Strategy
+from grace.strategy.plan import VERSION, ShardPlan, Strategy
 
 REDUCED_BYTES = 25 << 20
 """Bytes of gradient that go to one destination at once."""
 
 
-class Executed:
-    """The plan of a strategy; see :class:`grace.session.plan.Plan`.
+class StrategyPlan:
+    """The plan of a strategy; see :class:`grace.session.plan.ExchangePlan`.
 
     Args:
         given: a strategy, a document, a file's path, or a builder or its spec; only rank 0's counts.
@@ -54,7 +54,7 @@ class Executed:
         made: Strategy | None = None
         if backend.rank == 0:
             try:
-                made = resolve(self.given, variables, Ranks(nodes), self.sparse_known)
+                made = resolve(self.given, variables, Topology(nodes), self.sparse_known)
             except Exception as raised:
                 error = raised
         self.strategy = strategy = tell(backend, what, made, error)[0]
@@ -64,7 +64,7 @@ class Executed:
         sparse = {plan.variable.name for plan in strategy.plans if plan.variable.sparse}
         return [dataclasses.replace(v, sparse=v.name in sparse) for v in variables]
 
-    def pieces(self, variables: Sequence[Variable]) -> list[Piece]:
+    def shards(self, variables: Sequence[Variable]) -> list[Shard]:
         """What is exchanged, and how.
 
         Raises:
@@ -86,7 +86,7 @@ def resolve(given: Any, variables: Sequence[Variable], cluster: Any, sparse_know
     Raises:
         ConfigError: there is no such file or builder, or the strategy is for another number of ranks.
 
-    >>> resolve("parallax", [Variable("w", (2, 2))], Ranks(["here"])).plans[0].parts[0].sync.type
+    >>> resolve("parallax", [Variable("w", (2, 2))], Topology(["here"])).plans[0].parts[0].sync.type
     'allreduce'
     """
     if isinstance(given, dict) and "name" in given:
@@ -120,10 +120,10 @@ def _is_file(text: str) -> bool:
     return text.endswith((".yaml", ".yml", ".json")) or os.path.exists(text)  # which a name may be too long for
 
 
-def compiled(strategy: Strategy, variables: Sequence[Variable]) -> list[Piece]:
-    """The pieces of all variables; parts that are exchanged alike share one communicator."""
+def compiled(strategy: Strategy, variables: Sequence[Variable]) -> list[Shard]:
+    """The shards of all variables; parts that are exchanged alike share one communicator."""
     made: dict[Any, Communicator] = {}
-    choose, pieces = Chooser(), []
+    choose, shards = Chooser(), []
     for plan, variable in zip(strategy.plans, variables, strict=True):
         plan = dataclasses.replace(plan, variable=variable)  # which knows its device
         bounds = plan.bounds() or [(0, 0)]
@@ -134,16 +134,16 @@ def compiled(strategy: Strategy, variables: Sequence[Variable]) -> list[Piece]:
             sync = part.sync
             place: dict[str, Any] = {"axis": plan.axis, "start": start, "stop": stop}
             if sync.type == "none":
-                pieces.append(Piece(own, variable, made[key], sync.period, period=sync.period, **place))
+                shards.append(Shard(own, variable, made[key], sync.period, period=sync.period, **place))
                 continue
             reduced = sync.type == "reduce_broadcast"
             limit = REDUCED_BYTES if reduced and not own.sparse else None
             travels = key if reduced else (sync.type, sync.group)
-            pieces.append(Piece(own, variable, choose(own, made[key]), travels, limit, part.priority, **place))
-    return pieces
+            shards.append(Shard(own, variable, choose(own, made[key]), travels, limit, part.priority, **place))
+    return shards
 
 
-def _key(part: Part) -> Any:
+def _key(part: ShardPlan) -> Any:
     sync = dataclasses.replace(part.sync, group=0)
     return (
         sync,
@@ -152,7 +152,7 @@ def _key(part: Part) -> Any:
     )
 
 
-def _communicator(part: Part) -> Communicator:
+def _communicator(part: ShardPlan) -> Communicator:
     sync = part.sync
     if sync.type == "none":
         return build_communicator("none", "none", "allreduce")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from grace.core.variable import Variable
 from grace.strategy.builder import Builder
-from grace.strategy.plan import Part, Plan, equal_sizes
+from grace.strategy.plan import ShardPlan, VariablePlan, equal_sizes
 
 
 def smallest_divisor(n: int) -> int:
@@ -47,10 +47,10 @@ class Sharding(Builder):
     def cut(
         self,
         variable: Variable,
-        part_for: Callable[[Variable], Part],
+        part_for: Callable[[Variable], ShardPlan],
         axis: int = 0,
         count: Callable[[int], int] = smallest_divisor,
-    ) -> Plan:
+    ) -> VariablePlan:
         """The variable cut along an axis into ``count(dimension)`` shards, or whole where the caps say so.
 
         ``part_for`` is asked for each shard, in order, with the shard as a variable of its own.
@@ -58,7 +58,7 @@ class Sharding(Builder):
         n = variable.shape[axis] if axis < len(variable.shape) else 0
         shards = count(n) if n >= 2 else 0
         if not 2 <= shards <= min(n, self.max_shards) or variable.nbytes < shards * self.min_shard_bytes:
-            return Plan(variable, (part_for(variable),))
+            return VariablePlan(variable, (part_for(variable),))
         sizes = equal_sizes(n, shards)
-        pieces = Plan(variable, (Part(),) * shards, axis, sizes).part_variables()
-        return Plan(variable, tuple(part_for(piece) for piece in pieces), axis, sizes)
+        pieces = VariablePlan(variable, (ShardPlan(),) * shards, axis, sizes).part_variables()
+        return VariablePlan(variable, tuple(part_for(piece) for piece in pieces), axis, sizes)

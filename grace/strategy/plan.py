@@ -65,7 +65,7 @@ class Sync:
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardPlan:
     """How one part is exchanged.
 
     Attributes:
@@ -92,7 +92,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Plan:
+class VariablePlan:
     """One variable: how it is cut, and what becomes of each part.
 
     Attributes:
@@ -102,14 +102,14 @@ class Plan:
     """
 
     variable: Variable
-    parts: tuple[Part, ...]
+    parts: tuple[ShardPlan, ...]
     axis: int | None = None
     sizes: tuple[int, ...] = ()
 
     def bounds(self) -> list[tuple[int, int]]:
         """Where each part begins and ends along the axis.
 
-        >>> Plan(Variable("w", (5, 2)), (Part(), Part()), axis=0, sizes=(3, 2)).bounds()
+        >>> VariablePlan(Variable("w", (5, 2)), (ShardPlan(), ShardPlan()), axis=0, sizes=(3, 2)).bounds()
         [(0, 3), (3, 5)]
         """
         return list(pairwise(accumulate(self.sizes, initial=0)))
@@ -154,12 +154,12 @@ class Strategy:
     Raises:
         ConfigError: it cannot work; the message names the variable and the field.
 
-    >>> strategy = Strategy((Plan(Variable("w", (4, 2)), (Part(compressor="topk"),)),))
+    >>> strategy = Strategy((VariablePlan(Variable("w", (4, 2)), (ShardPlan(compressor="topk"),)),))
     Traceback (most recent call last):
     grace.errors.ConfigError: variable 'w', sync: allreduce cannot carry topk: ...
     """
 
-    plans: tuple[Plan, ...]
+    plans: tuple[VariablePlan, ...]
     world_size: int = 1
     nodes: int = 1
     builder: dict[str, Any] = field(default_factory=dict)
@@ -216,7 +216,7 @@ class Strategy:
                 )
 
 
-def faults(plan: Plan, world_size: int) -> Iterator[tuple[str, str]]:
+def faults(plan: VariablePlan, world_size: int) -> Iterator[tuple[str, str]]:
     """What is wrong with a variable's plan: where, and what would be right."""
     v, axis = plan.variable, plan.axis
     if v.numel > MOST_ELEMENTS:
@@ -247,7 +247,7 @@ def faults(plan: Plan, world_size: int) -> Iterator[tuple[str, str]]:
             yield prefix + where, message
 
 
-def part_faults(part: Part, variable: Variable, world_size: int) -> Iterator[tuple[str, str]]:
+def part_faults(part: ShardPlan, variable: Variable, world_size: int) -> Iterator[tuple[str, str]]:
     """What is wrong with a part."""
     from grace.communicators.base import build_communicator
     from grace.exchange.sparse_codec import unfit
@@ -290,7 +290,7 @@ def equal_sizes(n: int, count: int) -> tuple[int, ...]:
     return tuple(small + (i < larger) for i in range(count))
 
 
-def bits_of(part: Part, variable: Variable) -> float | None:
+def bits_of(part: ShardPlan, variable: Variable) -> float | None:
     """Wire bits of a part's payload, counted from shapes; None if the data decide.
 
     A part that its compressor would not shrink travels as it is.

@@ -32,7 +32,7 @@ except ImportError as error:
 import re
 
 from grace.core.variable import Variable
-from grace.strategy.plan import Part, Plan, Strategy, Sync, equal_sizes, fingerprint
+from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan, equal_sizes, fingerprint
 
 Natural = Annotated[StrictInt, Field(ge=0)]
 Positive = Annotated[StrictInt, Field(ge=1)]
@@ -79,9 +79,9 @@ class PartEntry(_Strict):
     memory: Spec | None = None
     priority: StrictInt = 0
 
-    def part(self) -> Part:
+    def part(self) -> ShardPlan:
         """The same as an object."""
-        return Part(Sync(**self.sync.model_dump()), self.compressor, self.memory, self.priority)
+        return ShardPlan(Sync(**self.sync.model_dump()), self.compressor, self.memory, self.priority)
 
 
 class Cut(_Strict):
@@ -104,7 +104,7 @@ class VariableEntry(_Strict):
     memory: Spec | None = None
     priority: StrictInt = 0
 
-    def plan(self, name: str) -> Plan:
+    def plan(self, name: str) -> VariablePlan:
         """The same as an object.
 
         Raises:
@@ -118,12 +118,14 @@ class VariableEntry(_Strict):
             if self.parts is None:
                 raise ConfigError(f"variable {name!r}, parts: is missing; there must be one per size of the partition")
             parts = tuple(entry.part() for entry in self.parts)
-            return Plan(variable, parts, self.partition.axis, tuple(self.partition.sizes))
+            return VariablePlan(variable, parts, self.partition.axis, tuple(self.partition.sizes))
         if self.parts is not None:
             raise ConfigError(f"variable {name!r}, parts: there is no partition that they would be parts of")
         if self.sync is None:
             raise ConfigError(f"variable {name!r}, sync: is missing")
-        return Plan(variable, (Part(Sync(**self.sync.model_dump()), self.compressor, self.memory, self.priority),))
+        return VariablePlan(
+            variable, (ShardPlan(Sync(**self.sync.model_dump()), self.compressor, self.memory, self.priority),)
+        )
 
 
 class Match(_Strict):
@@ -165,13 +167,13 @@ class Rule(PartEntry):
     match: Match
     partition: Shards | None = None
 
-    def plan(self, variable: Variable) -> Plan:
+    def plan(self, variable: Variable) -> VariablePlan:
         """The plan of a variable that it matches."""
         if self.partition is None or self.partition.axis >= len(variable.shape):
-            return Plan(variable, (self.part(),))
+            return VariablePlan(variable, (self.part(),))
         n = variable.shape[self.partition.axis]
         sizes = equal_sizes(n, max(1, min(self.partition.shards, n)))
-        return Plan(variable, (self.part(),) * len(sizes), self.partition.axis, sizes)
+        return VariablePlan(variable, (self.part(),) * len(sizes), self.partition.axis, sizes)
 
 
 class BuilderEntry(_Strict):
@@ -270,7 +272,7 @@ def match(rule: dict[str, Any], variable: Variable) -> bool:
         raise ConfigError(f"cannot read the rule {rule!r}: {error}") from None
 
 
-def _ruled(rules: Sequence[Rule], variable: Variable) -> Plan:
+def _ruled(rules: Sequence[Rule], variable: Variable) -> VariablePlan:
     for rule in rules:
         if rule.match.fits(variable):
             return rule.plan(variable)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from grace.core.registry import make
 from grace.core.variable import Variable
 from grace.kernels.index_coding import index_bits
-from grace.strategy.plan import COLLECTIVES, Part, Strategy, bits_of
+from grace.strategy.plan import COLLECTIVES, ShardPlan, Strategy, bits_of
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,10 @@ class PartTraffic:
     exact: bool
 
 
-def payload(part: Part, variable: Variable) -> PartTraffic:
+def payload(part: ShardPlan, variable: Variable) -> PartTraffic:
     """The bytes of one rank's payload of a part.
 
-    >>> payload(Part(compressor="fp16"), Variable("w", (10, 4)))
+    >>> payload(ShardPlan(compressor="fp16"), Variable("w", (10, 4)))
     PartTraffic(nbytes=80, exact=True)
     """
     if part.sync.type == "none":  # the variable itself, as it is
@@ -35,11 +35,11 @@ def payload(part: Part, variable: Variable) -> PartTraffic:
     return PartTraffic(math.ceil((most_bits(part, variable.shape) if bits is None else bits) / 8), exact)
 
 
-def most_bits(part: Part, shape: tuple[int, ...]) -> float:
+def most_bits(part: ShardPlan, shape: tuple[int, ...]) -> float:
     """Wire bits of a tensor of this shape, compressed; where the data decide, the most that a built-in method sends:
     all values, and where they are.
 
-    >>> most_bits(Part(compressor="threshold"), (10,))
+    >>> most_bits(ShardPlan(compressor="threshold"), (10,))
     544.0
     """
     compressor, n = make("compressor", part.compressor), math.prod(shape)
@@ -47,11 +47,11 @@ def most_bits(part: Part, shape: tuple[int, ...]) -> float:
     return 64.0 + (32 + index_bits(n)) * n if bits is None else math.ceil(round(bits * n, 3))
 
 
-def carried_by(part: Part, variable: Variable) -> str:
+def carried_by(part: ShardPlan, variable: Variable) -> str:
     """The type of synchronization that a part really gets: what its compressor would not shrink is summed, dense.
 
     >>> from grace.strategy.plan import Sync
-    >>> carried_by(Part(Sync("allgather"), "topk"), Variable("scalar", ()))
+    >>> carried_by(ShardPlan(Sync("allgather"), "topk"), Variable("scalar", ()))
     'allreduce'
     """
     kind = part.sync.type
@@ -66,7 +66,7 @@ def carried_by(part: Part, variable: Variable) -> str:
     return "allreduce" if not variable.numel or (bits is not None and bits >= variable.bits) else kind
 
 
-def sent_by(part: Part, variable: Variable, nbytes: int, world: int, rank: int) -> float:
+def sent_by(part: ShardPlan, variable: Variable, nbytes: int, world: int, rank: int) -> float:
     """Bytes that leave a rank in a step, headers not counted; as many reach it.
 
     allreduce, scatter_reduce, and dense parts that their compressor would not shrink: 2 (W-1)/W p; allgather,
@@ -74,7 +74,7 @@ def sent_by(part: Part, variable: Variable, nbytes: int, world: int, rank: int) 
     sends (W-1) p; none: an all-reduce now and then. Under scatter_reduce every shard has the scale that the method
     sends of a tensor (a norm, say), which p counts once.
 
-    >>> [sent_by(Part(), Variable("w", (25,)), 100, 4, rank) for rank in (0, 1)]
+    >>> [sent_by(ShardPlan(), Variable("w", (25,)), 100, 4, rank) for rank in (0, 1)]
     [150.0, 150.0]
     """
     kind = carried_by(part, variable)
@@ -90,8 +90,9 @@ def links(strategy: Strategy) -> list[list[float]]:
 
     Sums go round a ring, from each rank to the next; what is gathered goes from everyone to everyone, as shards do.
 
-    >>> from grace.strategy.plan import Plan, Sync
-    >>> links(Strategy((Plan(Variable("w", (25,)), (Part(Sync("reduce_broadcast", destination=1)),)),), world_size=3))
+    >>> from grace.strategy.plan import Sync, VariablePlan
+    >>> through_1 = ShardPlan(Sync("reduce_broadcast", destination=1))
+    >>> links(Strategy((VariablePlan(Variable("w", (25,)), (through_1,)),), world_size=3))
     [[0.0, 100.0, 0.0], [100.0, 0.0, 100.0], [0.0, 100.0, 0.0]]
     """
     world = strategy.world_size
@@ -114,9 +115,9 @@ def kinds(strategy: Strategy) -> list[tuple[list[int], float]]:
     """Ranks that send as much in a step as each other, and how many bytes: each destination of a reduce_broadcast by
     itself, and last all others alike, as an empty list, if there are any. What a rank sends it also receives.
 
-    >>> from grace.strategy.plan import Plan, Sync
-    >>> part = Part(Sync("reduce_broadcast", destination=7))
-    >>> kinds(Strategy((Plan(Variable("w", (25,)), (part,)),), world_size=10**9))
+    >>> from grace.strategy.plan import VariablePlan, Sync
+    >>> part = ShardPlan(Sync("reduce_broadcast", destination=7))
+    >>> kinds(Strategy((VariablePlan(Variable("w", (25,)), (part,)),), world_size=10**9))
     [([7], 99999999900.0), ([], 100.0)]
     """
     world, usual, more = strategy.world_size, 0.0, dict[int, float]()

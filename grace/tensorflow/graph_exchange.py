@@ -11,12 +11,12 @@ import tensorflow as tf
 
 from grace.core.waiting import Wait, waits
 from grace.errors import ExchangeError
-from grace.exchange.bucket import Contribution, Group, Outcome, Traffic
-from grace.exchange.sparse_rows import Slices
+from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
+from grace.exchange.sparse_rows import SparseRows
 from grace.exchange.tracing import recorder
 from grace.kernels import kernels_of
 from grace.session.exchanger import Exchanger
-from grace.session.sharding import Piece
+from grace.session.sharding import Shard
 from grace.tensorflow.sharding import Pair, cut, joined
 
 
@@ -33,42 +33,42 @@ class Run:
         self.session, self.exchanger = session, exchanger
         self.place = {variable.name: i for i, variable in enumerate(exchanger.variables)}
         self.present = list(present)
-        self.pieces = [piece for piece in exchanger.pieces.values() if not piece.period]
-        self.order = {piece.variable.name: i for i, piece in enumerate(self.pieces)}
+        self.shards = [shard for shard in exchanger.shards.values() if not shard.period]
+        self.order = {shard.variable.name: i for i, shard in enumerate(self.shards)}
 
-    def of(self, group: Group, given: Sequence[Any]) -> list[Any]:
-        """A group's pieces of the variables' gradients."""
-        pieces = [self.exchanger.pieces[variable.name] for variable in group.variables]
-        return [cut(piece, given[self.place[piece.whole.name]]) for piece in pieces]
+    def of(self, bucket: Bucket, given: Sequence[Any]) -> list[Any]:
+        """A bucket's shards of the variables' gradients."""
+        shards = [self.exchanger.shards[variable.name] for variable in bucket.variables]
+        return [cut(shard, given[self.place[shard.whole.name]]) for shard in shards]
 
-    def begin(self, group: Group, pieces: Sequence[Any], rate: Any) -> Any:
-        """Start a group, with eager tensors."""
-        wholes = [self.exchanger.pieces[variable.name].whole.name for variable in group.variables]
-        return self.session.start(group, pieces, [self.present[self.place[name]] for name in wholes], rate)
+    def begin(self, bucket: Bucket, shards: Sequence[Any], rate: Any) -> Any:
+        """Start a bucket, with eager tensors."""
+        wholes = [self.exchanger.shards[variable.name].whole.name for variable in bucket.variables]
+        return self.session.start(bucket, shards, [self.present[self.place[name]] for name in wholes], rate)
 
     def wholes(self, pairs: dict[str, Pair], given: Sequence[Any]) -> list[Pair]:
-        """What the exchange brought for each variable, from what it brought for each piece."""
+        """What the exchange brought for each variable, from what it brought for each shard."""
 
-        def own(piece: Piece) -> Pair:
-            place = self.place[piece.whole.name]
-            return cut(piece, given[place]), self.present[place]
+        def own(shard: Shard) -> Pair:
+            place = self.place[shard.whole.name]
+            return cut(shard, given[place]), self.present[place]
 
         pairs = {name: (self._times(name, value), found) for name, (value, found) in pairs.items()}
-        return [joined(self.exchanger.pieces_of[v.name], pairs, own) for v in self.exchanger.variables]
+        return [joined(self.exchanger.shards_of[v.name], pairs, own) for v in self.exchanger.variables]
 
     def _times(self, name: str, value: Any) -> Any:
-        """The aggregate of a piece, as a mean or a sum."""
-        votes = self.exchanger.pieces[name].communicator.compressor.votes
+        """The aggregate of a shard, as a mean or a sum."""
+        votes = self.exchanger.shards[name].communicator.compressor.votes
         factor = self.session.reduction.factor(votes, self.exchanger.backend.size)
         if value is None or factor == 1:
             return value
-        if isinstance(value, Slices):
-            return Slices(self._times(name, value.values), value.rows)
+        if isinstance(value, SparseRows):
+            return SparseRows(self._times(name, value.values), value.rows)
         return value * tf.cast(factor, value.dtype)
 
-    def outs(self, group: Group) -> list[Any]:
-        """Where the aggregates of a group are written."""
-        return self.session.medium.outs(group)
+    def outs(self, bucket: Bucket) -> list[Any]:
+        """Where the aggregates of a bucket are written."""
+        return self.session.medium.outs(bucket)
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -98,17 +98,17 @@ class Run:
     def outside(self, value: Any) -> Any:
         """What an exchange brought, as tensors."""
         outside = self.session.medium.outside
-        return Slices(*map(outside, value)) if isinstance(value, Slices) else outside(value)
+        return SparseRows(*map(outside, value)) if isinstance(value, SparseRows) else outside(value)
 
 
 class HostRun(Run):
-    """For engines that Python drives: groups start one after the other, in one order on all ranks."""
+    """For engines that Python drives: buckets start one after the other, in one order on all ranks."""
 
     def run(self, given: Sequence[Any], rate: Any) -> list[Pair]:
         """At once, eagerly; a value is None where no rank had a gradient."""
         with self.computing():
-            for group in self.exchanger.groups:
-                self.begin(group, self.of(group, given), rate)
+            for bucket in self.exchanger.buckets:
+                self.begin(bucket, self.of(bucket, given), rate)
             outcomes = self.exchanger.finish(self.outs)
         pairs: dict[str, Pair] = {
             o.variable.name: (None, False) if o.value is None else (self.outside(o.value), True) for o in outcomes
@@ -118,13 +118,13 @@ class HostRun(Run):
     def in_graph(self, given: Sequence[Any], rate: tf.Tensor) -> list[Pair]:
         """Operations that do it when the graph runs."""
         token: list[tf.Tensor] = []
-        for group in self.exchanger.groups:
-            mine = self.of(group, given)
+        for bucket in self.exchanger.buckets:
+            mine = self.of(bucket, given)
 
-            def start(*tensors: Any, group: Group = group, mine: list[Any] = mine) -> int:
+            def start(*tensors: Any, bucket: Bucket = bucket, mine: list[Any] = mine) -> int:
                 self.session.start_equal()
                 with self.computing():
-                    self.begin(group, tf.nest.pack_sequence_as(mine, tensors[:-1]), tensors[-1])
+                    self.begin(bucket, tf.nest.pack_sequence_as(mine, tensors[:-1]), tensors[-1])
                 return 0
 
             with tf.control_dependencies(token):
@@ -136,14 +136,14 @@ class HostRun(Run):
                 outcomes.sort(key=lambda outcome: self.order[outcome.variable.name])
                 return [*self.tensors(outcomes), tf.constant(True)]
 
-        variables = [piece.variable for piece in self.pieces]
+        variables = [shard.variable for shard in self.shards]
         with tf.control_dependencies(token):
             flat = tf.py_function(finish, [], [*_dtypes(variables), tf.bool])
         return self.wholes(_packed(variables, flat[:-1]), given)
 
 
 class GraphRun(Run):
-    """For engines whose operations a graph runs, which find each other by name: groups go their ways side by side.
+    """For engines whose operations a graph runs, which find each other by name: buckets go their ways side by side.
 
     Which collectives an exchange takes is learnt while the graph is traced, by an exchange of zeros with nobody.
     """
@@ -160,8 +160,8 @@ class GraphRun(Run):
         """Operations that do it when the graph runs."""
         pairs: dict[str, Pair] = {}
         flags = []
-        for group in self.exchanger.groups:
-            brought = self._group(group, self.of(group, given), rate)
+        for bucket in self.exchanger.buckets:
+            brought = self._group(bucket, self.of(bucket, given), rate)
             pairs.update(brought)
             flags += [found for _, found in brought.values()]
         done = tf.py_function(self._settle, flags, tf.int32)
@@ -170,21 +170,21 @@ class GraphRun(Run):
             values = tf.nest.map_structure(tf.identity, [value for value, _ in wholes])
         return [(value, found) for value, (_, found) in zip(values, wholes, strict=True)]
 
-    def _group(self, group: Group, mine: list[Any], rate: tf.Tensor) -> dict[str, Pair]:
+    def _group(self, bucket: Bucket, mine: list[Any], rate: tf.Tensor) -> dict[str, Pair]:
         backend: Any = self.exchanger.backend
         with tf.init_scope():
-            plan = [] if group.communicator.delayed else self._rehearse(group)
+            plan = [] if bucket.communicator.delayed else self._rehearse(bucket)
 
         def start(*tensors: Any) -> list[tf.Tensor]:
-            return self._start(group, tf.nest.pack_sequence_as(mine, tensors[:-1]), tensors[-1])
+            return self._start(bucket, tf.nest.pack_sequence_as(mine, tensors[:-1]), tensors[-1])
 
         def start_and_go_on(*tensors: Any) -> list[tf.Tensor]:
             start(*tensors)
-            return self._last(group)()
+            return self._last(bucket)()
 
         inputs, function = [*tf.nest.flatten(mine), rate], start
         if not plan:  # its collectives are started beside training
-            return _packed(group.variables, tf.py_function(start_and_go_on, inputs, _dtypes(group.variables)))
+            return _packed(bucket.variables, tf.py_function(start_and_go_on, inputs, _dtypes(bucket.variables)))
         for i, operations in enumerate(plan):
             sent = tf.py_function(
                 function, inputs, [kernels_of(operation.tensor).dtype(operation.tensor) for operation in operations]
@@ -192,54 +192,56 @@ class GraphRun(Run):
             inputs = []
             for j, (operation, tensor) in enumerate(zip(operations, sent, strict=True)):
                 tensor.set_shape([None])
-                inputs.append(backend.run(operation, tensor, f"{group.label}.{i}.{j}"))
-            function = self._next(group)
-        flat = tf.py_function(self._last(group), inputs, _dtypes(group.variables))
-        return _packed(group.variables, flat)
+                inputs.append(backend.run(operation, tensor, f"{bucket.label}.{i}.{j}"))
+            function = self._next(bucket)
+        flat = tf.py_function(self._last(bucket), inputs, _dtypes(bucket.variables))
+        return _packed(bucket.variables, flat)
 
     # -- what the graph calls ----------------------------------------------------------------------------
 
-    def _start(self, group: Group, gradients: list[Any], rate: Any) -> list[tf.Tensor]:
+    def _start(self, bucket: Bucket, gradients: list[Any], rate: Any) -> list[tf.Tensor]:
         with self.lock:
-            if self.exchanger.under_way(group):  # the step before failed on its way
+            if self.exchanger.under_way(bucket):  # the step before failed on its way
                 self.exchanger.abandon()
                 self.outcomes = []
             self.session.start_equal()
             backend: Any = self.exchanger.backend
             with self.computing(), backend.recording() as operations:
-                self.running[group.index] = self.begin(group, gradients, rate)
-            waits.setdefault(id(self), Wait(self.running[group.index].place, backend.timeout, backend.give_up))
-            self.operations[group.index] = operations
+                self.running[bucket.index] = self.begin(bucket, gradients, rate)
+            waits.setdefault(id(self), Wait(self.running[bucket.index].place, backend.timeout, backend.give_up))
+            self.operations[bucket.index] = operations
             return self._sent(operations)
 
-    def _next(self, group: Group) -> Callable[..., list[tf.Tensor]]:
+    def _next(self, bucket: Bucket) -> Callable[..., list[tf.Tensor]]:
         def go_on(*received: tf.Tensor) -> list[tf.Tensor]:
             with self.lock:
                 backend: Any = self.exchanger.backend
-                self._receive(group, received)
+                self._receive(bucket, received)
                 with self.computing(), backend.recording() as operations:
-                    self.running[group.index].advance()
-                self.operations[group.index] = operations
+                    self.running[bucket.index].advance()
+                self.operations[bucket.index] = operations
                 return self._sent(operations)
 
         return go_on
 
-    def _last(self, group: Group) -> Callable[..., list[tf.Tensor]]:
+    def _last(self, bucket: Bucket) -> Callable[..., list[tf.Tensor]]:
         def finish(*received: tf.Tensor) -> list[tf.Tensor]:
             with self.lock, self.computing():
-                self._receive(group, received)
-                exchange = self.running[group.index]
+                self._receive(bucket, received)
+                exchange = self.running[bucket.index]
                 if exchange.advance():
-                    raise ExchangeError(f"the exchange of {group.describe()} takes more collectives than it did before")
-                outcomes = exchange.finish(self.outs(group))
+                    raise ExchangeError(
+                        f"the exchange of {bucket.describe()} takes more collectives than it did before"
+                    )
+                outcomes = exchange.finish(self.outs(bucket))
                 self.exchanger.with_owed(outcomes)
                 self.outcomes += outcomes
                 return self.tensors(outcomes)
 
         return finish
 
-    def _receive(self, group: Group, received: Sequence[tf.Tensor]) -> None:
-        for operation, tensor in zip(self.operations[group.index], received, strict=True):
+    def _receive(self, bucket: Bucket, received: Sequence[tf.Tensor]) -> None:
+        for operation, tensor in zip(self.operations[bucket.index], received, strict=True):
             operation.received = self.session.medium.inside(tensor)
 
     def _sent(self, operations: Sequence[Any]) -> list[tf.Tensor]:
@@ -255,15 +257,15 @@ class GraphRun(Run):
 
     # -- the collectives that an exchange takes ----------------------------------------------------------
 
-    def _rehearse(self, group: Group) -> list[list[Any]]:
+    def _rehearse(self, bucket: Bucket) -> list[list[Any]]:
         backend: Any = self.exchanger.backend
-        sent, communicator = backend.sent_bytes, group.communicator
-        zeros = [self.session.inside(_zeros(variable)) for variable in group.variables]
+        sent, communicator = backend.sent_bytes, bucket.communicator
+        zeros = [self.session.inside(_zeros(variable)) for variable in bucket.variables]
         stateful = self.exchanger.stateful
         plan = []
         with self.computing(), recorder.paused():
             with backend.recording() as operations:
-                exchange = communicator.begin(Contribution(group, zeros, [True] * len(zeros), stateful, Traffic()))
+                exchange = communicator.begin(Contribution(bucket, zeros, [True] * len(zeros), stateful, Traffic()))
             while operations:
                 plan.append(operations)
                 for operation in operations:
@@ -278,7 +280,7 @@ class GraphRun(Run):
 
 def _zeros(variable: Any) -> Any:
     if variable.sparse:
-        return Slices(tf.zeros([0, *variable.shape[1:]], tf.float32), tf.zeros([0], tf.int64))
+        return SparseRows(tf.zeros([0, *variable.shape[1:]], tf.float32), tf.zeros([0], tf.int64))
     return tf.zeros(variable.shape, variable.dtype)
 
 
@@ -300,7 +302,7 @@ def _packed(variables: Sequence[Any], flat: Sequence[tf.Tensor]) -> dict[str, Pa
             value.set_shape([None, *variable.shape[1:]])
             rows = next(rest)
             rows.set_shape([None])
-            value = Slices(value, rows)
+            value = SparseRows(value, rows)
         else:
             value.set_shape(variable.shape)
         found = next(rest)

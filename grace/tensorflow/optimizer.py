@@ -22,7 +22,7 @@ from grace.exchange.bucket import Traffic
 from grace.session.checkpoint import say_whose
 from grace.session.hyperparameters import facts, numbers
 from grace.session.momentum import doubled, owners
-from grace.session.settings import Reduction
+from grace.session.settings import ReduceOp
 from grace.strategy.choices import Choices
 from grace.tensorflow.loss_scale import finite_everywhere
 from grace.tensorflow.optimizer_state import FILE, Remembered
@@ -281,7 +281,7 @@ def DistributedOptimizer(
     session = Session(
         Choices(compressor, memory, communicator, strategy),
         backend,
-        reduction=Reduction(op, gradient_predivide_factor),
+        reduction=ReduceOp(op, gradient_predivide_factor),
         group_bytes=group_bytes,
         seed=seed,
         sparse_as_dense=sparse_as_dense,

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from grace.core.component import Component
 from grace.core.variable import Variable
-from grace.exchange.bucket import Group
+from grace.exchange.bucket import Bucket
 from grace.kernels import arrays_by
 from grace.kernels.fused.availability import missing
 from grace.kernels.tensorflow.host import host_kernels
@@ -38,9 +38,9 @@ class Tensors:
         """The tensor of what the exchange gives."""
         return value
 
-    def outs(self, group: Group) -> list[Any]:
-        """Where a group's aggregates are written; None where the exchange is to make something new."""
-        return [None] * len(group.variables)
+    def outs(self, bucket: Bucket) -> list[Any]:
+        """Where a bucket's aggregates are written; None where the exchange is to make something new."""
+        return [None] * len(bucket.variables)
 
 
 class Arrays(Tensors):
@@ -64,9 +64,9 @@ class Arrays(Tensors):
     def outside(self, value: Any) -> tf.Tensor:
         return as_tensor(value)
 
-    def outs(self, group: Group) -> list[Any]:
-        exact = group.communicator.compressor.traits.exact
-        return [None if v.sparse else self._out(v, v.dtype if exact else "float32") for v in group.variables]
+    def outs(self, bucket: Bucket) -> list[Any]:
+        exact = bucket.communicator.compressor.traits.exact
+        return [None if v.sparse else self._out(v, v.dtype if exact else "float32") for v in bucket.variables]
 
     def _out(self, variable: Variable, dtype: str) -> np.ndarray:
         kept, lent = self.memory.get(variable.name, (None, None))

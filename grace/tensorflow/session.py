@@ -17,15 +17,15 @@ from grace.core.calls import KERAS
 from grace.core.context import Context
 from grace.core.variable import Variable
 from grace.errors import ConfigError, ExchangeError
-from grace.exchange.bucket import Group, Traffic
+from grace.exchange.bucket import Bucket, Traffic
 from grace.exchange.places import CYCLE, digest
-from grace.exchange.sparse_rows import Slices
+from grace.exchange.sparse_rows import SparseRows
 from grace.kernels.tensorflow.graph_numbers import refuse_xla
 from grace.session import checkpoint, saved_form
 from grace.session.agreement import tell
 from grace.session.exchanger import Exchanger
-from grace.session.plan import Plan
-from grace.session.settings import Reduction, check_integer
+from grace.session.plan import ExchangePlan
+from grace.session.settings import ReduceOp, check_integer
 from grace.session.setup import build_exchanger
 from grace.session.versions import public
 from grace.strategy.choices import Choices
@@ -76,7 +76,7 @@ class Session:
         choices: Choices,
         backend: Backend,
         *,
-        reduction: Reduction,
+        reduction: ReduceOp,
         group_bytes: int = GROUP_BYTES,
         seed: int = 0,
         sparse_as_dense: bool = False,
@@ -102,9 +102,9 @@ class Session:
         self.exchanger: Exchanger | None = None
         self.closed = False
         self.saved: tuple[Any, str] | None = None
-        self.plan: Plan | None = None
+        self.plan: ExchangePlan | None = None
         self.due: list[int] = []
-        """The ids of the groups that are averaged after this step."""
+        """The ids of the buckets that are averaged after this step."""
         self.late: set[int] = set()
         """The ids of variables of which a step may bring nothing yet."""
         self.nowhere: list[bool] = []
@@ -176,18 +176,18 @@ class Session:
             checkpoint.load(exchanger, lambda: saved, memory, self.inside)
         if all(everywhere for *_, everywhere in told):
             self.start_equal()
-        for group in exchanger.groups:  # Horovod's errors name operations: let them say a variable
-            group.label = f"{self.label}.{group.index}.{re.sub('[^A-Za-z0-9_.]', '_', group.variables[0].name)}"
+        for bucket in exchanger.buckets:  # Horovod's errors name operations: let them say a variable
+            bucket.label = f"{self.label}.{bucket.index}.{re.sub('[^A-Za-z0-9_.]', '_', bucket.variables[0].name)}"
         return exchanger
 
-    def _choose(self) -> Plan:
+    def _choose(self) -> ExchangePlan:
         self.plan = self.choices.plan(self.group_bytes)
         return self.plan
 
     def _delayed(self, exchanger: Exchanger) -> list[int]:
         """The places of variables of which a step may bring nothing yet."""
-        pieces = exchanger.pieces_of
-        late = [any(p.communicator.delayed for p in pieces[v.name]) for v in exchanger.variables]
+        shards = exchanger.shards_of
+        late = [any(p.communicator.delayed for p in shards[v.name]) for v in exchanger.variables]
         return [i for i, is_late in enumerate(late) if is_late]
 
     def close(self) -> None:
@@ -248,15 +248,15 @@ class Session:
         return [Mean(*self._typed(i, value, found)) for i, (value, found) in enumerate(means)]
 
     def _entering(self, i: int, gradient: Any) -> Any:
-        """A gradient as the exchange takes it: a tensor, or :class:`Slices`."""
+        """A gradient as the exchange takes it: a tensor, or :class:`SparseRows`."""
         assert self.exchanger is not None
         variable = self.exchanger.variables[i]
         if variable.sparse:
             if gradient is None:
-                return Slices(tf.zeros([0, *variable.shape[1:]], variable.dtype), tf.zeros([0], tf.int64))
+                return SparseRows(tf.zeros([0, *variable.shape[1:]], variable.dtype), tf.zeros([0], tf.int64))
             if not isinstance(gradient, tf.IndexedSlices):
-                return Slices(gradient, tf.range(variable.shape[0], dtype=tf.int64))
-            return Slices(gradient.values, tf.cast(gradient.indices, tf.int64))
+                return SparseRows(gradient, tf.range(variable.shape[0], dtype=tf.int64))
+            return SparseRows(gradient.values, tf.cast(gradient.indices, tf.int64))
         if gradient is None:
             return tf.zeros(variable.shape, variable.dtype)
         return tf.cast(tf.convert_to_tensor(gradient), variable.dtype)
@@ -267,7 +267,7 @@ class Session:
     def _typed(self, i: int, value: Any, found: Any) -> tuple[Any, Any]:
         assert self.exchanger is not None
         variable = self.exchanger.variables[i]
-        if isinstance(value, Slices):
+        if isinstance(value, SparseRows):
             values = tf.cast(value.values, variable.dtype)
             return tf.IndexedSlices(values, value.rows, tf.constant(variable.shape, tf.int32)), found
         return tf.cast(value, variable.dtype), found
@@ -276,25 +276,25 @@ class Session:
     def average(self) -> None:
         """After the optimizer's step: average what ranks train on their own, if it is time to."""
         exchanger = self.exchanger
-        for group in [] if exchanger is None else exchanger.averages:
-            pieces = [exchanger.pieces[variable.name] for variable in group.variables]  # type: ignore[union-attr]
-            variables = [value_of(self.variables[self.names.index(piece.whole.name)]) for piece in pieces]
+        for bucket in [] if exchanger is None else exchanger.averages:
+            shards = [exchanger.shards[variable.name] for variable in bucket.variables]  # type: ignore[union-attr]
+            variables = [value_of(self.variables[self.names.index(shard.whole.name)]) for shard in shards]
 
-            def write(pieces=pieces, variables=variables, label=f"{self.label}.average.{group.index}") -> int:
+            def write(shards=shards, variables=variables, label=f"{self.label}.average.{bucket.index}") -> int:
                 values = [tf.convert_to_tensor(variable) for variable in variables]
-                own = [cut(piece, value) for piece, value in zip(pieces, values, strict=True)]
-                for piece, variable, mean in zip(pieces, variables, self._means(own, label), strict=True):
-                    put(piece, variable, mean)
+                own = [cut(shard, value) for shard, value in zip(shards, values, strict=True)]
+                for shard, variable, mean in zip(shards, variables, self._means(own, label), strict=True):
+                    put(shard, variable, mean)
                 return 0
 
-            due = tf.py_function(lambda group=group: self._is_due(group), [], tf.bool)
+            due = tf.py_function(lambda bucket=bucket: self._is_due(bucket), [], tf.bool)
             tf.cond(due, write, lambda: 0)
 
-    def _is_due(self, group: Group) -> bool:
+    def _is_due(self, bucket: Bucket) -> bool:
         assert self.exchanger is not None
-        if group is self.exchanger.averages[0]:
+        if bucket is self.exchanger.averages[0]:
             self.due = [id(other) for other in self.exchanger.due()]
-        return id(group) in self.due
+        return id(bucket) in self.due
 
     def _means(self, values: list[tf.Tensor], label: str) -> list[tf.Tensor]:
         """Of each, the mean over ranks, in its own dtype."""
@@ -335,21 +335,21 @@ class Session:
             self.unequal = False
             broadcast_variables(self.variables, 0, self.backend)
 
-    def start(self, group: Group, gradients: Sequence[Any], present: Sequence[bool], rate: Any) -> Any:
-        """Begin the exchange of one group, with eager tensors."""
+    def start(self, bucket: Bucket, gradients: Sequence[Any], present: Sequence[bool], rate: Any) -> Any:
+        """Begin the exchange of one bucket, with eager tensors."""
         assert self.exchanger is not None
         self.check_open()
-        if self.needs_lr or group.carries:
+        if self.needs_lr or bucket.carries:
             self.lr, updates = map(float, np.asarray(rate))
             self.context.updates, self.context.settings = int(updates), digest(self.lr)
-        return self.exchanger.start(group, [self.inside(gradient) for gradient in gradients], present)
+        return self.exchanger.start(bucket, [self.inside(gradient) for gradient in gradients], present)
 
     def inside(self, value: Any) -> Any:
         """A gradient, or nested dicts and lists of what was saved, as the exchange computes with it."""
         if isinstance(value, dict):
             return {key: self.inside(item) for key, item in value.items()}
-        if isinstance(value, Slices):
-            return Slices(*map(self.inside, value))
+        if isinstance(value, SparseRows):
+            return SparseRows(*map(self.inside, value))
         return [self.inside(item) for item in value] if isinstance(value, list) else self.medium.inside(value)
 
     @property

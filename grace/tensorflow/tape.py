@@ -10,7 +10,7 @@ from grace.backends.horovod import check_not_horovods
 from grace.backends.runtime import current
 from grace.core.backend import Backend
 from grace.errors import ConfigError, ExchangeError
-from grace.session.settings import Reduction
+from grace.session.settings import ReduceOp
 from grace.strategy.choices import Choices
 from grace.tensorflow.optimizer_state import Remembered
 from grace.tensorflow.session import GROUP_BYTES, Mean, Session
@@ -56,7 +56,7 @@ class GradientExchange(Session):
         super().__init__(
             Choices(compressor, memory, communicator, strategy),
             current() if backend is None else backend,
-            reduction=Reduction(op, gradient_predivide_factor),
+            reduction=ReduceOp(op, gradient_predivide_factor),
             group_bytes=group_bytes,
             seed=seed,
             sparse_as_dense=sparse_as_dense,

@@ -13,14 +13,14 @@ from grace.core.variable import unwrapped
 from grace.core.waiting import Wait, waits
 from grace.errors import ConfigError, ExchangeError, PayloadError, StepError
 from grace.exchange.base import Exchange
-from grace.exchange.bucket import Contribution, Group, Outcome, Traffic
+from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
 from grace.exchange.places import digest
 from grace.exchange.tracing import recorder
 from grace.session import checkpoint
 from grace.session.exchanger import Exchanger
 from grace.session.hyperparameters import facts as in_words
 from grace.session.momentum import owners
-from grace.session.plan import Uniform
+from grace.session.plan import UniformPlan
 from grace.session.setup import build_exchanger
 from grace.session.versions import public
 from grace.strategy.choices import STRATEGY
@@ -48,7 +48,7 @@ class DDPState:
         exchanger.follows_scaler = lambda: grad_scaler is not None and grad_scaler.is_enabled()
         self.names = {p: name for name, p in trainable(model).items()}
         self.by_name = {variable.name: variable for variable in exchanger.variables}
-        self.plans: dict[tuple[bool, tuple[str, ...]], list[Group]] = {}
+        self.plans: dict[tuple[bool, tuple[str, ...]], list[Bucket]] = {}
         self.exchanges: list[Exchange] = []
         """Those of this step, which tell where the ranks are."""
         self.changes = -1
@@ -160,29 +160,29 @@ class DDPState:
                 return float(group["lr"])
         raise ConfigError(f"the optimizer does not hold the parameter {name!r}")
 
-    def groups(self, names: tuple[str, ...], first: bool) -> list[Group]:
-        """The groups of a bucket: compressed variables, and dense ones by dtype. One of the first bucket's tells the
+    def buckets(self, names: tuple[str, ...], first: bool) -> list[Bucket]:
+        """The buckets of one of DDP's: compressed variables, and dense ones by dtype. One of the first one's tells the
         ranks' places."""
         if (first, names) not in self.plans:
-            kinds: dict[Any, Group] = {}
+            kinds: dict[Any, Bucket] = {}
             for name in names:
                 variable = self.by_name[name]
-                communicator = self.exchanger.pieces[name].communicator
+                communicator = self.exchanger.shards[name].communicator
                 key = (id(communicator), variable.dtype)
-                new = Group(len(kinds), communicator, [], carries=first and not kinds)
+                new = Bucket(len(kinds), communicator, [], carries=first and not kinds)
                 kinds.setdefault(key, new).variables.append(variable)
             self.plans[first, names] = list(kinds.values())
         return self.plans[first, names]
 
     @torch.no_grad()
-    def exchange(self, bucket: Any) -> torch.futures.Future:
+    def exchange(self, grad_bucket: Any) -> torch.futures.Future:
         """The hook proper."""
         if self.closed:
             raise ExchangeError(
                 "the state of this DistributedDataParallel model's hook was closed, and DDP cannot take a hook off: "
                 "delete the model and make a new DistributedDataParallel(model.module)"
             )
-        if bucket.index() == 0:
+        if grad_bucket.index() == 0:
             self.close_step()
             check_momentum(self.momenta, self.optimizer, later=True)
             self._count_updates()
@@ -190,16 +190,16 @@ class DDPState:
             if self.exchanger.follows_scaler():
                 self.exchanger.rescale(self.grad_scaler.get_scale())
         recorder.gradient()
-        names = tuple(self.names[p] for p in bucket.parameters())
-        views = dict(zip(names, bucket.gradients(), strict=True))
-        guard, traffic, future_buffer = self.exchanger.stateful, self.exchanger.traffic, bucket.buffer()
+        names = tuple(self.names[p] for p in grad_bucket.parameters())
+        views = dict(zip(names, grad_bucket.gradients(), strict=True))
+        guard, traffic, future_buffer = self.exchanger.stateful, self.exchanger.traffic, grad_bucket.buffer()
         exchanges: list[Exchange] = []
-        for group in self.groups(names, bucket.index() == 0):
-            gradients = [views[v.name] for v in group.variables]
+        for bucket in self.buckets(names, grad_bucket.index() == 0):
+            gradients = [views[v.name] for v in bucket.variables]
             exchanges.append(
-                group.communicator.begin(Contribution(group, gradients, [True] * len(gradients), guard, traffic))
+                bucket.communicator.begin(Contribution(bucket, gradients, [True] * len(gradients), guard, traffic))
             )
-        waits[id(self), bucket.index()] = Wait(exchanges[0].place)
+        waits[id(self), grad_bucket.index()] = Wait(exchanges[0].place)
         for exchange in exchanges:
             exchange.lazy = True
             while exchange.advance():
@@ -207,11 +207,11 @@ class DDPState:
         self.exchanges += exchanges
 
         def finish(done: Any) -> torch.Tensor:
-            waits.pop((id(self), bucket.index()), None)
+            waits.pop((id(self), grad_bucket.index()), None)
             try:
                 done.value()  # raises if a collective failed: nothing that arrived may be decoded
             except Exception as error:
-                raise exchanges[0].lost(error) from error
+                raise exchanges[0].failure(error) from error
             try:
                 for exchange in exchanges:
                     self._write(exchange, views)
@@ -235,7 +235,7 @@ class DDPState:
     def _write(self, exchange: Exchange, views: dict[str, torch.Tensor]) -> None:
         traits = exchange.traits
         outs = []
-        for variable in exchange.group.variables:
+        for variable in exchange.bucket.variables:
             view = views[variable.name]
             usable = view.is_contiguous() and (traits.exact or view.dtype == torch.float32)
             outs.append(view if usable else None)
@@ -310,7 +310,7 @@ def register_ddp_hook(
                 f"{STRATEGY} names a strategy ({os.environ[STRATEGY]}), which DDP's hook cannot execute: use "
                 "grace.DistributedOptimizer, or start the program without --strategy"
             )
-        return Uniform(compressor, memory, communicator)
+        return UniformPlan(compressor, memory, communicator)
 
     facts = [
         ("torch", public(torch.__version__)),

@@ -24,7 +24,7 @@ from grace.torch.state_dict import StateMixin
 
 
 class HorovodSession(Session):
-    """A session whose exchanges start when Horovod's optimizer has all gradients of a group."""
+    """A session whose exchanges start when Horovod's optimizer has all gradients of a bucket."""
 
     by_itself = True  # as scripts for Horovod do it: then rank 0's state and settings are broadcast
 
@@ -32,10 +32,10 @@ class HorovodSession(Session):
         super().__init__(*args, **options)
         backend: Any = self.exchanger.backend
         number = backend.count_optimizer()  # now that the ranks agree: one that was refused counts on no rank
-        for group in self.exchanger.groups:
-            group.label = f"grace.{number}.{group.index}"
+        for bucket in self.exchanger.buckets:
+            bucket.label = f"grace.{number}.{bucket.index}"
         self.name_of = {p: name for name, p in self.parameters.items()}
-        gathered = [group.communicator for group in self.exchanger.groups if not group.communicator.sums]
+        gathered = [bucket.communicator for bucket in self.exchanger.buckets if not bucket.communicator.sums]
         self.unsummed = gathered[0].describe() if gathered else ""
         """What is exchanged by other means than Horovod's all-reduce."""
         own, exchanger = self.exchanger.hyperparameters, weakref.proxy(self.exchanger)
@@ -60,17 +60,17 @@ class HorovodSession(Session):
     def alone(self, p: torch.nn.Parameter) -> bool:
         """Whether Horovod may exchange a parameter's sparse gradient: nothing else travels with it."""
         name = self.name_of[p]
-        whole = self.exchanger.pieces.get(name)
+        whole = self.exchanger.shards.get(name)
         if whole is None or whole.variable.sparse:  # Grace exchanges it by rows
             return False
-        return all(len(group.variables) == 1 for group in self.groups_of[name])
+        return all(len(bucket.variables) == 1 for bucket in self.buckets_of[name])
 
     def offer(self, p: torch.nn.Parameter) -> None:
-        """A gradient is complete: start the exchange of its group if it is the last one."""
-        for group in self.groups_of[self.name_of[p]]:
-            self.waiting[group.index] -= 1
-            if self.waiting[group.index] == 0:
-                self.start(group)
+        """A gradient is complete: start the exchange of its bucket if it is the last one."""
+        for bucket in self.buckets_of[self.name_of[p]]:
+            self.waiting[bucket.index] -= 1
+            if self.waiting[bucket.index] == 0:
+                self.start(bucket)
 
     def count_sparse(self, gradient: torch.Tensor) -> None:
         """Count what an exchange of a sparse gradient sends: its indices and values, to every other rank."""
@@ -91,7 +91,7 @@ class HorovodSession(Session):
             if callable(handle):  # sparse
                 p.grad = handle()
         # ranks begin in any order, but must end in one: an end may have a collective of its own to wait for
-        self.exchanger._begun.sort(key=lambda exchange: exchange.group.index)
+        self.exchanger._begun.sort(key=lambda exchange: exchange.bucket.index)
 
     def drop(self) -> None:
         """Let exchanges under way end, and drop what they brought; every rank must call it."""
@@ -113,11 +113,11 @@ class HorovodSession(Session):
     def end(self) -> None:
         """Await what was begun, and write the means back."""
         for exchange in self.exchanger._begun:
-            buffer = exchange.group.buffer
+            buffer = exchange.bucket.buffer
             if exchange.communicator.sums and buffer is not None and buffer.dtype == torch.bfloat16:
                 self.unsummed = f"{exchange.communicator.describe()}, in bfloat16, which Horovod does not sum itself"
         for outcome in self.finish():
-            p = self.parameters[self.exchanger.pieces[outcome.variable.name].whole.name]
+            p = self.parameters[self.exchanger.shards[outcome.variable.name].whole.name]
             # as Horovod: what nobody had a gradient for is zero, unless it was frozen since
             if p.grad is None and not outcome.pending and p.requires_grad:
                 p.grad = torch.zeros_like(p)

@@ -16,7 +16,7 @@ from grace.core.backend import Backend
 from grace.core.given import not_an_optimizer
 from grace.errors import ConfigError, ExchangeError
 from grace.exchange.tracing import recorder
-from grace.session.settings import Reduction
+from grace.session.settings import ReduceOp
 from grace.strategy.choices import Choices
 from grace.torch.closures import synchronized
 from grace.torch.life import Closable, begin
@@ -29,8 +29,8 @@ GROUP_BYTES = 25 << 20
 class HookedSession(Session):
     """A session whose exchanges start from hooks on the parameters.
 
-    A parameter's hook counts backward passes; when every parameter of the next group has had them all, the
-    group's exchange starts. ``synchronize`` starts what is left, awaits everything, and writes the means back.
+    A parameter's hook counts backward passes; when every parameter of the next bucket has had them all, the
+    bucket's exchange starts. ``synchronize`` starts what is left, awaits everything, and writes the means back.
     """
 
     def __init__(self, *args: Any, passes: int, **options: Any):
@@ -46,7 +46,7 @@ class HookedSession(Session):
         self.seen: dict[str, tuple[torch.Tensor, int]] = {}
         self.cleared = False
         self.waiting = self.waiting_for()
-        self.next_group = 0
+        self.next_bucket = 0
         self.versions = {}
         self.checked = False
 
@@ -61,7 +61,7 @@ class HookedSession(Session):
         return hook
 
     def offer(self, name: str, gradient: torch.Tensor | None) -> None:
-        """A parameter's gradient has accumulated: start the groups that waited for it."""
+        """A parameter's gradient has accumulated: start the buckets that waited for it."""
         recorder.gradient()
         self._look(name, gradient)
         self.synchronized = self.idle = False
@@ -73,9 +73,9 @@ class HookedSession(Session):
             raise self._too_many(name)
         self.counts[name] += 1
         if self.counts[name] == self.passes:
-            for group in self.groups_of[name]:
-                self.waiting[group.index] -= 1
-            while self.next_group < len(self.waiting) and self.waiting[self.next_group] == 0:
+            for bucket in self.buckets_of[name]:
+                self.waiting[bucket.index] -= 1
+            while self.next_bucket < len(self.waiting) and self.waiting[self.next_bucket] == 0:
                 self._start_next()
 
     def _look(self, name: str, gradient: torch.Tensor | None) -> None:
@@ -100,8 +100,8 @@ class HookedSession(Session):
         )
 
     def _start_next(self) -> None:
-        self.start(self.exchanger.groups[self.next_group])
-        self.next_group += 1
+        self.start(self.exchanger.buckets[self.next_bucket])
+        self.next_bucket += 1
 
     def synchronize(self) -> None:
         """Exchange what is not exchanged yet and write the means into ``p.grad``."""
@@ -109,7 +109,7 @@ class HookedSession(Session):
             self._check_untouched()
             if not self.checked:
                 self.check()
-            while self.next_group < len(self.exchanger.groups):
+            while self.next_bucket < len(self.exchanger.buckets):
                 self._start_next()
             self.finish()
             self._reset()
@@ -134,9 +134,9 @@ class HookedSession(Session):
 
     def drop(self) -> None:
         """Let exchanges under way end, and drop what they brought; every rank must call it."""
-        # every rank that has run its backward passes comes here, whether it has begun a group or not
+        # every rank that has run its backward passes comes here, whether it has begun a bucket or not
         if self.passes in self.counts.values() and not self.synchronized:
-            while self.next_group < len(self.exchanger.groups):
+            while self.next_bucket < len(self.exchanger.buckets):
                 self._start_next()
             with self.giving_up():
                 self.exchanger.discard()
@@ -276,7 +276,7 @@ def DistributedOptimizer(
         backend = _backend(process_group, process_set)
     options = {
         "passes": backward_passes_per_step,
-        "reduction": Reduction(op, gradient_predivide_factor),
+        "reduction": ReduceOp(op, gradient_predivide_factor),
         "groups": num_groups if groups is None else groups,
         "group_bytes": group_bytes,
         "seed": seed,

@@ -239,7 +239,7 @@ def _with_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
     return type(value)(_with_tensors(part, tensors) for part in value) if isinstance(value, (list, tuple)) else value
 
 
-def parts(
+def horovod_groups(
     parameters: Mapping[str, torch.nn.Parameter], groups: int | Sequence[Sequence[torch.Tensor]] | None, each: bool
 ) -> list[list[str]] | None:
     """Names of the parameters that may share a collective, Horovod's ``groups``.

@@ -13,16 +13,16 @@ from grace.communicators.base import Communicator
 from grace.core.backend import Backend
 from grace.core.context import Context
 from grace.errors import ConfigError, ExchangeError, PayloadError
-from grace.exchange.bucket import Group, Outcome
+from grace.exchange.bucket import Bucket, Outcome
 from grace.exchange.places import digest
-from grace.exchange.sparse_rows import Slices
+from grace.exchange.sparse_rows import SparseRows
 from grace.exchange.tracing import recorder
 from grace.session.hyperparameters import facts as in_words
 from grace.session.momentum import owners
-from grace.session.plan import Plan
-from grace.session.settings import Reduction, check_integer
+from grace.session.plan import ExchangePlan
+from grace.session.settings import ReduceOp, check_integer
 from grace.session.setup import build_exchanger
-from grace.session.sharding import Piece
+from grace.session.sharding import Shard
 from grace.session.versions import public
 from grace.strategy.choices import Choices
 from grace.torch.life import check_free
@@ -30,9 +30,9 @@ from grace.torch.parameters import (
     broadcast_parameters,
     check_momentum,
     check_optimizer,
+    horovod_groups,
     hyperparameters,
     named,
-    parts,
     sparse_of,
     variables,
 )
@@ -70,7 +70,7 @@ class Session:
         backend: Backend,
         *,
         passes: int,
-        reduction: Reduction,
+        reduction: ReduceOp,
         groups: int | Sequence[Sequence[torch.Tensor]] | None,
         group_bytes: int,
         seed: int,
@@ -122,10 +122,10 @@ class Session:
             *in_words(type(optimizer).__name__, () if self.by_itself else hyperparameters(optimizer)),
         ]
 
-        self.plan: Plan | None = None
+        self.plan: ExchangePlan | None = None
 
         def choose():
-            together = lambda: parts(own, groups, each=backend.pairs_by_name)  # noqa: E731
+            together = lambda: horovod_groups(own, groups, each=backend.pairs_by_name)  # noqa: E731
             self.plan = choices.plan(group_bytes, together, sparse_known=isinstance(parameters, torch.nn.Module))
             return self.plan
 
@@ -140,7 +140,7 @@ class Session:
         self.exchanger.follows_scaler = lambda: grad_scaler is not None and grad_scaler.is_enabled()
         recorder.note(updates_follow=True)
         self.reduction = reduction
-        self.groups_of = {name: self._holding(name) for name in self.parameters}
+        self.buckets_of = {name: self._holding(name) for name in self.parameters}
         self.param_group = {
             name: index
             for index, group in enumerate(optimizer.param_groups)
@@ -196,36 +196,36 @@ class Session:
         self.checked = True
 
     def _lr(self, name: str) -> float:
-        whole = self.exchanger.pieces[name].whole.name
+        whole = self.exchanger.shards[name].whole.name
         return float(self.optimizer.param_groups[self.param_group[whole]]["lr"])
 
     def waiting_for(self) -> list[int]:
-        """Of how many parameters each group waits for gradients."""
-        pieces = self.exchanger.pieces
-        return [len({pieces[v.name].whole.name for v in group.variables}) for group in self.exchanger.groups]
+        """Of how many parameters each bucket waits for gradients."""
+        shards = self.exchanger.shards
+        return [len({shards[v.name].whole.name for v in bucket.variables}) for bucket in self.exchanger.buckets]
 
-    def _holding(self, name: str) -> list[Group]:
-        """The groups that a parameter's pieces travel in."""
-        names = {piece.variable.name for piece in self.exchanger.pieces_of[name]}
-        return [group for group in self.exchanger.groups if not names.isdisjoint(v.name for v in group.variables)]
+    def _holding(self, name: str) -> list[Bucket]:
+        """The buckets that a parameter's shards travel in."""
+        names = {shard.variable.name for shard in self.exchanger.shards_of[name]}
+        return [bucket for bucket in self.exchanger.buckets if not names.isdisjoint(v.name for v in bucket.variables)]
 
     # -- gradients in ----------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def start(self, group: Group) -> None:
-        """Begin a group's exchange, with zeros where this rank has no gradient."""
+    def start(self, bucket: Bucket) -> None:
+        """Begin a bucket's exchange, with zeros where this rank has no gradient."""
         if not self.versions and self.exchanger.follows_scaler():
             self.exchanger.rescale(self.grad_scaler.get_scale())
         gradients, present = [], []
-        for variable in group.variables:
-            piece = self.exchanger.pieces[variable.name]
-            name, p = piece.whole.name, self.parameters[piece.whole.name]
+        for variable in bucket.variables:
+            shard = self.exchanger.shards[variable.name]
+            name, p = shard.whole.name, self.parameters[shard.whole.name]
             present.append(p.grad is not None)
-            gradients.append(piece.of(self._rows(name, p) if variable.sparse else self._dense(name, p)))
+            gradients.append(shard.of(self._rows(name, p) if variable.sparse else self._dense(name, p)))
             if p.grad is not None:
                 self.versions[name] = (p.grad, p.grad._version)
         with self.giving_up():
-            self.exchanger.start(group, gradients, present)
+            self.exchanger.start(bucket, gradients, present)
 
     @contextlib.contextmanager
     def giving_up(self) -> Iterator[None]:
@@ -255,15 +255,15 @@ class Session:
             p.grad = p.grad.to_dense()
         return p.grad.detach().contiguous()  # it has a graph after backward(create_graph=True)
 
-    def _rows(self, name: str, p: torch.nn.Parameter) -> Slices:
+    def _rows(self, name: str, p: torch.nn.Parameter) -> SparseRows:
         gradient = None if p.grad is None else p.grad.detach()
         if gradient is None:
-            return Slices(p.new_zeros((0, *p.shape[1:])), torch.zeros(0, dtype=torch.int64, device=p.device))
+            return SparseRows(p.new_zeros((0, *p.shape[1:])), torch.zeros(0, dtype=torch.int64, device=p.device))
         if gradient.layout is torch.strided:
-            return Slices(gradient, torch.arange(p.shape[0], device=p.device))
+            return SparseRows(gradient, torch.arange(p.shape[0], device=p.device))
         if gradient.layout is not torch.sparse_coo or gradient.sparse_dim() != 1:
             raise ConfigError(f"the gradient of {name!r} is sparse in another way than by rows ({gradient.layout})")
-        return Slices(gradient._values(), gradient._indices()[0])
+        return SparseRows(gradient._values(), gradient._indices()[0])
 
     # -- means out -------------------------------------------------------------------------------------
 
@@ -275,15 +275,15 @@ class Session:
             outcomes = self.exchanger.finish(self._outs)
         rows = self._own_rows()
         for outcome in outcomes:
-            piece = self.exchanger.pieces[outcome.variable.name]
-            p = self.parameters[piece.whole.name]
+            shard = self.exchanger.shards[outcome.variable.name]
+            p = self.parameters[shard.whole.name]
             if outcome.value is None:
                 if outcome.pending:
-                    self._wipe(piece, p)
-            elif isinstance(outcome.value, Slices):
-                rows.setdefault(piece.whole.name, []).append(piece.back(_times(outcome.value, self._factor(piece))))
+                    self._wipe(shard, p)
+            elif isinstance(outcome.value, SparseRows):
+                rows.setdefault(shard.whole.name, []).append(shard.back(_times(outcome.value, self._factor(shard))))
             else:
-                self._write(piece, p, outcome.value)
+                self._write(shard, p, outcome.value)
         for name, found in rows.items():
             p = self.parameters[name]
             numbers = torch.cat([slices.rows.to(p.device, torch.int64) for slices in found])
@@ -292,36 +292,36 @@ class Session:
         self.versions, self.written = {}, {}
         return outcomes
 
-    def _own_rows(self) -> dict[str, list[Slices]]:
+    def _own_rows(self) -> dict[str, list[SparseRows]]:
         """This rank's rows of parts that are not synchronized, of sparse variables that are in other parts."""
         rows = {}
-        for name, pieces in self.exchanger.pieces_of.items():
-            own, p = [piece for piece in pieces if piece.period and piece.variable.sparse], self.parameters[name]
-            if own and len(own) < len(pieces) and p.grad is not None:
-                rows[name] = [piece.back(piece.of(self._rows(name, p))) for piece in own]
+        for name, shards in self.exchanger.shards_of.items():
+            own, p = [shard for shard in shards if shard.period and shard.variable.sparse], self.parameters[name]
+            if own and len(own) < len(shards) and p.grad is not None:
+                rows[name] = [shard.back(shard.of(self._rows(name, p))) for shard in own]
         return rows
 
-    def _write(self, piece: Piece, p: torch.nn.Parameter, value: torch.Tensor) -> None:
-        view = self.written.get(piece.variable.name)
+    def _write(self, shard: Shard, p: torch.nn.Parameter, value: torch.Tensor) -> None:
+        view = self.written.get(shard.variable.name)
         if value is not view:
             if p.grad is None:
-                p.grad = torch.empty_like(p) if piece.axis is None else torch.zeros_like(p)
-            view = piece.of(p.grad)
+                p.grad = torch.empty_like(p) if shard.axis is None else torch.zeros_like(p)
+            view = shard.of(p.grad)
             view.copy_(value)  # type: ignore[union-attr]
-        if self._factor(piece) != 1.0:
-            view.mul_(self._factor(piece))
+        if self._factor(shard) != 1.0:
+            view.mul_(self._factor(shard))
 
-    def _factor(self, piece: Piece) -> float:
-        """What the aggregate of a piece is multiplied with."""
-        return self.reduction.factor(piece.communicator.compressor.votes, self.exchanger.backend.size)
+    def _factor(self, shard: Shard) -> float:
+        """What the aggregate of a shard is multiplied with."""
+        return self.reduction.factor(shard.communicator.compressor.votes, self.exchanger.backend.size)
 
-    def _wipe(self, piece: Piece, p: torch.nn.Parameter) -> None:
-        """Nothing has come for a piece yet: this rank's own gradient must not be taken for the mean."""
-        if piece.axis is None or p.grad is None or p.grad.layout is not torch.strided:
+    def _wipe(self, shard: Shard, p: torch.nn.Parameter) -> None:
+        """Nothing has come for a shard yet: this rank's own gradient must not be taken for the mean."""
+        if shard.axis is None or p.grad is None or p.grad.layout is not torch.strided:
             # a GradScaler refuses to step where it finds no gradient at all
             p.grad = torch.zeros_like(p) if self.exchanger.follows_scaler() else None
         else:
-            piece.of(p.grad).zero_()
+            shard.of(p.grad).zero_()
 
     def after_step(self) -> None:
         """The optimizer has stepped: what the next exchange tells of it."""
@@ -342,9 +342,9 @@ class Session:
     @torch.no_grad()
     def average(self) -> None:
         """After the optimizer's step: average what ranks train on their own, if it is time to."""
-        for group in self.exchanger.due():
-            views = self.exchanger.views(group, lambda name: self.parameters[name].data)
-            for view, mean in zip(views, self.exchanger.mean(group, views), strict=True):
+        for bucket in self.exchanger.due():
+            views = self.exchanger.views(bucket, lambda name: self.parameters[name].data)
+            for view, mean in zip(views, self.exchanger.mean(bucket, views), strict=True):
                 view.copy_(mean)
 
     def _check_untouched(self) -> None:
@@ -360,14 +360,14 @@ class Session:
                     "gradients; step() then uses them as they are"
                 )
 
-    def _outs(self, group: Group) -> list[torch.Tensor | None]:
+    def _outs(self, bucket: Bucket) -> list[torch.Tensor | None]:
         """Where aggregates may be written directly: float32 or exact gradients, contiguous, of this rank."""
-        traits = group.communicator.compressor.traits
+        traits = bucket.communicator.compressor.traits
         outs: list[torch.Tensor | None] = []
-        for variable in group.variables:
-            piece = self.exchanger.pieces[variable.name]
-            grad = self.parameters[piece.whole.name].grad
-            view = None if grad is None or grad.layout is not torch.strided else piece.of(grad)
+        for variable in bucket.variables:
+            shard = self.exchanger.shards[variable.name]
+            grad = self.parameters[shard.whole.name].grad
+            view = None if grad is None or grad.layout is not torch.strided else shard.of(grad)
             usable = view is not None and view.is_contiguous() and (traits.exact or view.dtype == torch.float32)
             outs.append(view if usable else None)
             if usable and view is not None:
@@ -378,4 +378,6 @@ class Session:
 def _times(gradient: Any, factor: float) -> Any:
     if factor == 1.0:
         return gradient
-    return Slices(gradient.values * factor, gradient.rows) if isinstance(gradient, Slices) else gradient * factor
+    return (
+        SparseRows(gradient.values * factor, gradient.rows) if isinstance(gradient, SparseRows) else gradient * factor
+    )

@@ -216,7 +216,7 @@ def initializing(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _device_of(key: Any, parameters: dict[str, torch.nn.Parameter], usual: Any) -> Any:
-    """Of a variable, or of one that a piece is of."""
+    """Of a variable, or of one that a shard is of."""
     whole = key if key in parameters else str(key).rpartition("/part_")[0]
     return parameters[whole].device if whole in parameters else usual
 

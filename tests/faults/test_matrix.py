@@ -37,7 +37,7 @@ SAID_IN_GRAPHS = {
     "raise": r"ValueError: a mistake on rank 1",
     "leave": r"rank 1 has left",
 }
-EXCHANGE = r"rank [02] of 3: the exchange of group \d+ \(.*topk.*\) failed at step \d+"
+EXCHANGE = r"rank [02] of 3: the exchange of bucket \d+ \(.*topk.*\) failed at step \d+"
 """Of one survivor at least: launchers mix what several say."""
 
 
@@ -81,4 +81,4 @@ def test_a_rank_that_stands_still_is_named_after_the_timeout(launcher):
 def test_a_fault_in_the_middle_of_a_graph_ends_all_and_is_named(launcher, fault):
     printed = ended_by(launcher, "keras", fault)
     assert re.search(SAID_IN_GRAPHS[fault], printed), printed
-    assert re.search(r"grace\.1\.0\.dense_kernel|group 0 \(dense/kernel .. dense_1/bias", printed), printed
+    assert re.search(r"grace\.1\.0\.dense_kernel|bucket 0 \(dense/kernel .. dense_1/bias", printed), printed

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from grace.cli.main import app
 
-GROUP = {"group": 0, "variables": "w", "communicator": "allgather, topk, residual"}
+GROUP = {"bucket": 0, "variables": "w", "communicator": "allgather, topk, residual"}
 
 
 def lines_of(rank: int) -> list[dict]:
@@ -26,7 +26,7 @@ def lines_of(rank: int) -> list[dict]:
         {"grace_trace": 1, "rank": rank, "size": 2, "host": "a", "engine": "MPI", "offset": 10**18 + rank},
         {"tracks": {"0": "steps", "1": "collectives"}},
         {"variables": described, "waits": "DDP"},
-        {"tracks": {"2": "training", "3": "grace courier"}},
+        {"tracks": {"2": "training", "3": "grace exchanges"}},
     ]
     for start in (0, 100):
         event = lambda name, kind, at, track, **args: {  # noqa: E731

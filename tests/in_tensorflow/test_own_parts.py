@@ -17,7 +17,7 @@ from tensorflow_training import session_of
 
 import grace
 from grace.core.variable import Variable
-from grace.exchange.bucket import Group
+from grace.exchange.bucket import Bucket
 from grace.tensorflow import Allgather, Compressor, Memory, Traits
 from grace.tensorflow.representation import Arrays, Tensors, medium_for
 
@@ -88,10 +88,10 @@ def test_graces_own_parts_compute_with_arrays_and_others_with_tensors():
 
 
 def test_memory_is_used_again_only_when_its_tensors_are_gone():
-    medium, group = Arrays(), Group(0, Allgather("none"), [Variable("w", (3, 4))])
+    medium, bucket = Arrays(), Bucket(0, Allgather("none"), [Variable("w", (3, 4))])
 
     def lend(value):
-        (out,) = medium.outs(group)
+        (out,) = medium.outs(bucket)
         out[...] = value
         return medium.outside(out)
 

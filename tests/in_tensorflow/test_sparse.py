@@ -14,7 +14,7 @@ from pools import launched
 import grace
 from grace.communicators.sparse import RowAllgather
 from grace.exchange.sparse_codec import unfit
-from grace.exchange.sparse_rows import NOTHING, Slices
+from grace.exchange.sparse_rows import NOTHING, SparseRows
 from grace.strategy.choices import Choices
 
 ROWS, WIDTH = 12, 3
@@ -193,10 +193,10 @@ def test_an_embedding_trains_with_compressed_rows(two):
     ],
 )
 def test_what_cannot_serve_rows_is_refused_by_name(compressor, memory, why):
-    from grace.session.settings import Reduction
+    from grace.session.settings import ReduceOp
     from grace.tensorflow.session import Session
 
-    exchange = Session(Choices(compressor, memory, None), grace.init("local"), reduction=Reduction())
+    exchange = Session(Choices(compressor, memory, None), grace.init("local"), reduction=ReduceOp())
     with pytest.raises(grace.ConfigError, match=f"'Variable' is sparse, and .*({why}).* sparse_as_dense=True"):
         exchange([slices(0, 0)], [tf.Variable(tf.zeros([ROWS, WIDTH]))])
 
@@ -214,10 +214,12 @@ def test_every_method_serves_rows_or_says_why_not():
         assert communicator.step is not None
         rows = tf.constant([5, NOTHING + 1, 5], tf.int64)
         from grace.core.variable import Variable
-        from grace.exchange.bucket import Contribution, Group, Traffic
+        from grace.exchange.bucket import Bucket, Contribution, Traffic
 
-        group = Group(0, communicator, [Variable("emb", (ROWS, WIDTH), sparse=True)])
-        exchange = communicator.begin(Contribution(group, [Slices(tf.ones([3, WIDTH]), rows)], [True], True, Traffic()))
+        bucket = Bucket(0, communicator, [Variable("emb", (ROWS, WIDTH), sparse=True)])
+        exchange = communicator.begin(
+            Contribution(bucket, [SparseRows(tf.ones([3, WIDTH]), rows)], [True], True, Traffic())
+        )
         while exchange.advance():
             pass
         (outcome,) = exchange.finish([None])

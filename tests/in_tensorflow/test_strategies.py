@@ -15,7 +15,7 @@ tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 from pools import launched
 
 import grace
-from grace.strategy.plan import Part, Plan, Strategy, Sync
+from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -159,12 +159,12 @@ def alone(period, cut):
     from grace.cli.model_variables import model_variables
 
     model = mixed()
-    part = Part(Sync("none", period=period))
-    plans = [Plan(v, (part,)) for v in model_variables(model)]
+    part = ShardPlan(Sync("none", period=period))
+    plans = [VariablePlan(v, (part,)) for v in model_variables(model)]
     if cut:
-        other = Part(Sync("none", period=100))
+        other = ShardPlan(Sync("none", period=100))
         place = next(i for i, v in enumerate(model_variables(model)) if v.shape == (13, 4))
-        plans[place] = Plan(plans[place].variable, (part, other), 0, (6, 7))
+        plans[place] = VariablePlan(plans[place].variable, (part, other), 0, (6, 7))
     strategy = Strategy(tuple(plans), grace.size(), 1)
     optimizer = distributed(strategy)
     model.compile(optimizer, "mse")
@@ -236,13 +236,13 @@ def test_a_file_loads_in_plain_keras_and_under_another_strategy_with_memories_cu
 
 
 def test_a_tape_knows_no_steps_to_average_after():
-    from grace.session.settings import Reduction
+    from grace.session.settings import ReduceOp
     from grace.strategy.choices import Choices
     from grace.tensorflow.session import Session
 
     variable = tf.Variable([1.0, 2.0], name="w")
     strategy = {"version": 1, "variables": {"w": {"shape": [2], "sync": {"type": "none", "period": 2}}}}
-    session = Session(Choices(strategy=strategy), grace.init("local"), reduction=Reduction())
+    session = Session(Choices(strategy=strategy), grace.init("local"), reduction=ReduceOp())
     with pytest.raises(grace.ConfigError, match=r"none\(period\) averages variables after the optimizer's step"):
         session([tf.ones(2)], [variable])
     grace.shutdown()

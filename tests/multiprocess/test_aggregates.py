@@ -285,10 +285,10 @@ class Expected:
             x = memory.before(g)
             if self.scatters:  # shards differ by at most one element, the larger ones first
                 shards = enumerate(np.array_split(x, self.size))
-                pieces = [self.send(shard, At(f"{self.name}/shard_{j}", rank, step)) for j, shard in shards]
+                shards = [self.send(shard, At(f"{self.name}/shard_{j}", rank, step)) for j, shard in shards]
             else:
-                pieces = [self.send(x, At(self.name, rank, step))]
-            sent.append(np.concatenate(pieces))
+                shards = [self.send(x, At(self.name, rank, step))]
+            sent.append(np.concatenate(shards))
             memory.after(x, sent[-1])
         if self.method.votes:
             return np.where(sum(sent) >= 0, 1, -1).astype(np.float32)

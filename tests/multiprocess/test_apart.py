@@ -22,7 +22,7 @@ LAUNCHERS = {
     "gloo": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(PROGRAM)],
     **{name: command(name, 2, str(PROGRAM)) for name in ("mpirun-mpi", "horovodrun-gloo")},
 }
-EXCHANGE = r"the exchange of group \d+ \(\S+( \.\. \S+)?; allgather, topk\(ratio=0\.1\), residual\)"
+EXCHANGE = r"the exchange of bucket \d+ \(\S+( \.\. \S+)?; allgather, topk\(ratio=0\.1\), residual\)"
 
 
 def run(engine: str, how: str, *options: object) -> tuple[dict[int, str], dict[int, float], str]:

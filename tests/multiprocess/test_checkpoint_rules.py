@@ -10,7 +10,7 @@ from strategies import executed, strategy_of, whole
 from training import Given, copied, digest, state_of, weights
 
 import grace
-from grace.strategy.plan import Part, Sync
+from grace.strategy.plan import ShardPlan, Sync
 
 pytestmark = pytest.mark.ranks
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.ranks
 def mixed():
     """PowerSGD, whose factors all ranks share, and signum, whose momentum is a rank's own."""
     model = Given(SHAPES)
-    part = {"w": Part(Sync("allreduce"), "powersgd"), "v": Part(Sync("allgather"), "signum")}
+    part = {"w": ShardPlan(Sync("allreduce"), "powersgd"), "v": ShardPlan(Sync("allgather"), "signum")}
     return model, executed(model, strategy_of(*[whole(name, shape, part[name]) for name, shape in SHAPES.items()]))
 
 

@@ -42,7 +42,7 @@ def train(compressor: str, communicator: str, steps: int = 4) -> dict[str, tuple
         optimizer.zero_grad()
         model.backward(gradients)
         optimizer.step()
-    sums = {v.name: g.communicator.sums for g in optimizer._grace.exchanger.groups for v in g.variables}
+    sums = {v.name: g.communicator.sums for g in optimizer._grace.exchanger.buckets for v in g.variables}
     return {name: (sums[name], p.detach().numpy().copy()) for name, p in model.named_parameters()}
 
 

@@ -110,7 +110,7 @@ def test_a_killed_rank_ends_the_others_with_the_variables_that_were_under_way(ru
     for names, message, _ in endings:
         assert "ExchangeError" in names
         assert " .. head." in message  # the group's first and last variable
-        assert f"of {SIZE}: the exchange of group" in message
+        assert f"of {SIZE}: the exchange of bucket" in message
         assert f"; rank {VICTIM} was lost (killed, or its machine is gone)" in message  # first; others may follow
         assert "The engine says: " in message
 
@@ -129,7 +129,7 @@ def test_a_killed_rank_ends_the_others_under_the_ddp_hook(run, compressor):
     assert exit_codes[VICTIM] == -signal.SIGKILL
     assert None not in exit_codes
     for _, message, _ in endings:
-        assert re.search(r"the exchange of group \d+ \((scale|conv|hidden|head)", message), (
+        assert re.search(r"the exchange of bucket \d+ \((scale|conv|hidden|head)", message), (
             message
         )  # the first variable
         assert f"; rank {VICTIM} was lost (killed, or its machine is gone)" in message  # first; others may follow

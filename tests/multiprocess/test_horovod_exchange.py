@@ -89,7 +89,7 @@ def grouped(method, groups, skip=()):
         optimizer.zero_grad()
         model.backward({name: g for name, g in given.items() if grace.rank() == 0 or name not in skip})
         optimizer.step()
-    members = {tuple(variable.name for variable in group.variables) for group in optimizer._grace.exchanger.groups}
+    members = {tuple(variable.name for variable in group.variables) for group in optimizer._grace.exchanger.buckets}
     return members, digest(weights(model))
 
 

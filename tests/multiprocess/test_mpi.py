@@ -178,5 +178,5 @@ def test_an_exchange_gives_up_after_its_timeout_and_says_what_it_was(mpi):
     (message, cause), *_ = mpi.run(waited)
     mpi.stop()  # the ranks are not in step any more
     assert cause == "TimeoutError"
-    assert "the exchange of group 0 (weight .. bias; allgather, topk(ratio=0.1), residual) failed" in message
+    assert "the exchange of bucket 0 (weight .. bias; allgather, topk(ratio=0.1), residual) failed" in message
     assert "no answer from the other ranks within 2 s" in message

@@ -23,7 +23,7 @@ from grace.errors import StepError
 pytestmark = pytest.mark.ranks
 PROGRAMS = Path(__file__).parent.parent / "programs"
 
-STALE = "exchange of group 0 (weight .. bias; reduce_broadcast(staleness=2), none, none)"
+STALE = "exchange of bucket 0 (weight .. bias; reduce_broadcast(staleness=2), none, none)"
 STEPS, WRONG_AT, WRONG = 6, 2, 1
 """Steps are made, and this rank is wrong in this one."""
 LEFT_OUT = "rank 1 is at step 2, {others} at step 3: rank 1 left out optimizer.step()"

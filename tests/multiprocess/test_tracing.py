@@ -154,7 +154,7 @@ def check(rank, payload_bytes, everyone, late):
         stop, group = wait["ts"] + wait["dur"], wait["args"]["variables"]
         over = [ends[i] for i, e in begun.items() if e["args"]["variables"] == group and ends[i] <= stop]
         assert over
-        assert max(over) >= wait["ts"] or late  # a courier may still have to decode what has come
+        assert max(over) >= wait["ts"] or late  # a exchange_thread may still have to decode what has come
 
 
 def check_format(trace):

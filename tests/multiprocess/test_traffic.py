@@ -42,10 +42,10 @@ def counted(compressor, communicator, group_bytes):
         optimizer.zero_grad()
         model.backward(made_up(SHAPES, step, grace.rank()))
         optimizer.step()
-    groups = [[v.name for v in group.variables] for group in optimizer._grace.exchanger.groups]
+    groups = [[v.name for v in group.variables] for group in optimizer._grace.exchanger.buckets]
     dense = [
         v.name
-        for group in optimizer._grace.exchanger.groups
+        for group in optimizer._grace.exchanger.buckets
         for v in group.variables
         if group.communicator.describe() != optimizer._grace.exchanger.name
     ]

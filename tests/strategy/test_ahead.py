@@ -179,13 +179,13 @@ def under_less(staleness: int, strategy: bool) -> tuple:
 
 
 def _strategy(model, staleness, cut):
-    from grace.strategy.plan import Part, Plan, Strategy, Sync
+    from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
     from grace.torch.parameters import variables
 
-    part = Part(Sync("reduce_broadcast", staleness=staleness))
+    part = ShardPlan(Sync("reduce_broadcast", staleness=staleness))
     w, b = variables(dict(model.named_parameters()))
-    first = Plan(w, (part, part), 0, (1, 2)) if cut else Plan(w, (part,))
-    return Strategy((first, Plan(b, (part,))), grace.size(), 1)
+    first = VariablePlan(w, (part, part), 0, (1, 2)) if cut else VariablePlan(w, (part,))
+    return Strategy((first, VariablePlan(b, (part,))), grace.size(), 1)
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
@@ -232,12 +232,12 @@ def far_ahead(steps: int, ahead: int) -> tuple[int, torch.Tensor]:
     model = Quadratic()
     model.gradients = lambda step, rank: (TARGETS * (rank + 1), torch.ones(2))
     optimizer, most = made(ReduceBroadcast("none", sync=False, ahead=ahead), model), 0
-    group = optimizer._grace.exchanger.groups[0]
+    group = optimizer._grace.exchanger.buckets[0]
     for step in range(steps):
         if grace.rank() == 0:  # the destination
             time.sleep(0.02)
         one_step(model, optimizer, step)
-        most = max(most, len(group.communicator.flights[group.variables[0].name]))
+        most = max(most, len(group.communicator.pending_exchanges[group.variables[0].name]))
     weights = model.w.detach().clone()
     for step in optimizer._grace.exchanger.pending():
         weights -= LR * step["w"]

@@ -10,7 +10,7 @@ from training import SPECS, Given, digest, loss_of, made_up, net, state_of
 
 import grace
 from grace.core.registry import known, legal_communicators, make
-from grace.strategy.plan import Part, Plan, Sync
+from grace.strategy.plan import ShardPlan, Sync, VariablePlan
 from grace.torch.parameters import variables
 
 pytestmark = pytest.mark.ranks
@@ -22,12 +22,12 @@ SUMMED = [spec for spec in LEGAL if make("compressor", spec).traits.summable]
 def wrap(model, part, optimizer=sgd):
     """The optimizer with the same part for all variables."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    return executed(model, strategy_of(*(Plan(v, (part,)) for v in variables(parameters))), optimizer)
+    return executed(model, strategy_of(*(VariablePlan(v, (part,)) for v in variables(parameters))), optimizer)
 
 
 def trained(compressor, sync="reduce_broadcast", destination=0, memory=None):
     model = net()
-    part = Part(Sync(sync, destination=destination), compressor, memory)
+    part = ShardPlan(Sync(sync, destination=destination), compressor, memory)
     optimizer = wrap(model, part, lambda parameters: sgd(parameters, 0.01))
     train(model, optimizer, range(5), loss_of)
     return weights(model)
@@ -157,7 +157,7 @@ def rows_of(step, rank):
 def rows_by(compressor, kind):
     model, sizes = Tables({}, {"t": TABLE}), (4, 7)
     parts = [
-        Part(Sync(kind, destination=root if kind == "reduce_broadcast" else 0), compressor, "residual")
+        ShardPlan(Sync(kind, destination=root if kind == "reduce_broadcast" else 0), compressor, "residual")
         for root in (grace.size() - 1, 0)
     ]
     optimizer = executed(model, strategy_of(cut("t.weight", TABLE, parts, 0, sizes, sparse=True)))
@@ -258,7 +258,7 @@ def rows_with_a_nan(part):
 
 @pytest.mark.parametrize(
     "part",
-    [reduced(1, "topk(ratio=0.3)"), reduced(0), Part(Sync("allgather"), "topk(ratio=0.3)")],
+    [reduced(1, "topk(ratio=0.3)"), reduced(0), ShardPlan(Sync("allgather"), "topk(ratio=0.3)")],
     ids=lambda p: "part",
 )
 def test_an_overflow_among_rows(ranks, part):
@@ -329,8 +329,8 @@ def in_a_dtype(name):
     """The mean of whole numbers that are multiples of six, in parts."""
     dtype = getattr(torch, name)
     model = Given({"w": (6, 3)}, dtype)
-    parts = (reduced(1), Part(), reduced(0, "topk(ratio=1.0)"))
-    strategy = strategy_of(Plan(variables({"w": model.w})[0], parts, 0, (3, 1, 2)))
+    parts = (reduced(1), ShardPlan(), reduced(0, "topk(ratio=1.0)"))
+    strategy = strategy_of(VariablePlan(variables({"w": model.w})[0], parts, 0, (3, 1, 2)))
     optimizer = executed(model, strategy)
     model.backward({"w": np.arange(18.0).reshape(6, 3) * 6 * grace.rank()})
     optimizer.step()

@@ -11,7 +11,7 @@ import grace
 from grace.core.registry import known, make
 from grace.core.variable import Variable
 from grace.strategy.builder import Builder, OneNode
-from grace.strategy.plan import Plan, equal_sizes
+from grace.strategy.plan import VariablePlan, equal_sizes
 
 LIST = [
     Variable("emb", (12, 4), sparse=True),
@@ -140,7 +140,9 @@ def test_a_users_builder_is_a_component():
         name = "last_for_the_test"
 
         def build(self, variables, resources):
-            return self.strategy([Plan(v, (self.reduced(v, resources.world_size - 1),)) for v in variables], resources)
+            return self.strategy(
+                [VariablePlan(v, (self.reduced(v, resources.world_size - 1),)) for v in variables], resources
+            )
 
     assert {p.parts[0].sync.destination for p in built("last_for_the_test", ranks=3)} == {2}
 
@@ -162,15 +164,15 @@ def test_every_element_is_in_one_part_and_loads_are_balanced(name, shapes, ranks
     assert strategy.variables == variables
     loads = [0] * ranks
     for plan in strategy.plans:
-        pieces = plan.part_variables()
-        assert sum(piece.numel for piece in pieces) == plan.variable.numel
+        shards = plan.part_variables()
+        assert sum(shard.numel for shard in shards) == plan.variable.numel
         if plan.axis is not None:
             assert sum(plan.sizes) == plan.variable.shape[plan.axis]
             assert min(plan.sizes) >= 1
-        for part, piece in zip(plan.parts, pieces, strict=True):
-            loads[part.sync.destination] += piece.nbytes
+        for part, shard in zip(plan.parts, shards, strict=True):
+            loads[part.sync.destination] += shard.nbytes
     if "ps_" in name or name.endswith("_ps"):
-        largest = max((piece.nbytes for plan in strategy.plans for piece in plan.part_variables()), default=0)
+        largest = max((shard.nbytes for plan in strategy.plans for shard in plan.part_variables()), default=0)
         assert max(loads) - min(loads) <= largest
 
 

@@ -24,7 +24,7 @@ from training import copied, digest, made_up, state_of
 
 import grace
 from grace.core.registry import make
-from grace.strategy.plan import Part, Sync
+from grace.strategy.plan import ShardPlan, Sync
 
 pytestmark = pytest.mark.ranks
 
@@ -104,7 +104,7 @@ TOPK = "topk(ratio=0.2)"
 
 
 def collective(compressor=TOPK, memory=None):
-    return Part(Sync("allgather"), compressor, memory)
+    return ShardPlan(Sync("allgather"), compressor, memory)
 
 
 def plans_of(kind, size, compressor=TOPK, memory=None):

@@ -8,7 +8,7 @@ from strategies import Tables, cut, executed, reduced, sgd, strategy_of, weights
 from training import digest
 
 import grace
-from grace.strategy.plan import Part, Sync
+from grace.strategy.plan import ShardPlan, Sync
 
 pytestmark = pytest.mark.ranks
 
@@ -70,7 +70,7 @@ def for_all(part):
 def all_by(sync):
     if sync.destination == LAST:
         sync = Sync("reduce_broadcast", destination=grace.size() - 1)
-    return run(for_all(Part(sync)))
+    return run(for_all(ShardPlan(sync)))
 
 
 def check_means(answers, size, steps=2):
@@ -96,14 +96,14 @@ def test_two_steps_subtract_the_mean_of_all_ranks_gradients(ranks, sync):
 def all_in_parts():
     """Several types within one variable, uneven sizes, along both axes."""
     last = grace.size() - 1
-    several = [Part(Sync("allreduce")), reduced(last), Part(Sync("scatter_reduce", group=1), priority=-1)]
-    others = [Part(Sync("allgather")), reduced(0), Part(Sync("broadcast"))]
+    several = [ShardPlan(Sync("allreduce")), reduced(last), ShardPlan(Sync("scatter_reduce", group=1), priority=-1)]
+    others = [ShardPlan(Sync("allgather")), reduced(0), ShardPlan(Sync("broadcast"))]
     return run(
         strategy_of(
             cut("matrix", (13, 4), several, 0, (5, 1, 7)),
-            cut("vector", (7,), [reduced(1), Part(), reduced(0)], 0, (1, 4, 2)),
+            cut("vector", (7,), [reduced(1), ShardPlan(), reduced(0)], 0, (1, 4, 2)),
             whole("scalar", (), reduced(last)),
-            whole("empty", (0, 3), Part(Sync("scatter_reduce"))),
+            whole("empty", (0, 3), ShardPlan(Sync("scatter_reduce"))),
             cut("words.weight", (9, 3), [*others, reduced(last)], 0, (2, 2, 4, 1), sparse=True),
             cut("items.weight", (5, 2), [reduced(1), reduced(0)], 0, (4, 1), sparse=True),
         )
@@ -111,15 +111,15 @@ def all_in_parts():
 
 
 def all_along_axis_1():
-    four = [Part(), reduced(0), Part(Sync("allgather")), reduced(1)]
+    four = [ShardPlan(), reduced(0), ShardPlan(Sync("allgather")), reduced(1)]
     return run(
         strategy_of(
             cut("matrix", (13, 4), four, 1, (1, 1, 1, 1)),
-            whole("vector", (7,), Part()),
-            whole("scalar", (), Part()),
-            cut("empty", (0, 3), [Part(), reduced(1)], 1, (1, 2)),
-            whole("words.weight", (9, 3), Part(Sync("scatter_reduce")), sparse=True),
-            whole("items.weight", (5, 2), Part(), sparse=True),
+            whole("vector", (7,), ShardPlan()),
+            whole("scalar", (), ShardPlan()),
+            cut("empty", (0, 3), [ShardPlan(), reduced(1)], 1, (1, 2)),
+            whole("words.weight", (9, 3), ShardPlan(Sync("scatter_reduce")), sparse=True),
+            whole("items.weight", (5, 2), ShardPlan(), sparse=True),
         )
     )
 
@@ -133,7 +133,7 @@ def test_parts_of_several_types_within_a_variable(ranks, function):
 
 
 def alone(period):
-    return run(for_all(Part(Sync("none", period=period))), steps=5)
+    return run(for_all(ShardPlan(Sync("none", period=period))), steps=5)
 
 
 @pytest.mark.parametrize("period", [1, 2, 3])
@@ -153,15 +153,15 @@ def test_ranks_that_train_on_their_own_are_averaged_every_so_many_steps(ranks, p
 
 
 def partly_alone():
-    own = Part(Sync("none", period=2))
+    own = ShardPlan(Sync("none", period=2))
     return run(
         strategy_of(
-            cut("matrix", (13, 4), [own, Part(), own], 0, (5, 1, 7)),
+            cut("matrix", (13, 4), [own, ShardPlan(), own], 0, (5, 1, 7)),
             whole("vector", (7,), reduced(1)),
             whole("scalar", (), own),
             whole("empty", (0, 3), own),
             cut("words.weight", (9, 3), [own, reduced(1), own], 0, (2, 3, 4), sparse=True),
-            cut("items.weight", (5, 2), [Part(), own], 0, (1, 4), sparse=True),
+            cut("items.weight", (5, 2), [ShardPlan(), own], 0, (1, 4), sparse=True),
         ),
         steps=3,
     )
@@ -191,7 +191,7 @@ def with_grad_scaler():
     try:
         run_with = executed(
             Tables({"w": (3,)}),
-            strategy_of(whole("w", (3,), Part(Sync("none", period=2)))),
+            strategy_of(whole("w", (3,), ShardPlan(Sync("none", period=2)))),
             grad_scaler=torch.amp.GradScaler("cpu"),
         )
     except grace.ConfigError as error:

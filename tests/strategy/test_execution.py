@@ -1,4 +1,4 @@
-"""Executed strategies: whatever the builder, uncompressed training is plain all-reduce training."""
+"""StrategyPlan strategies: whatever the builder, uncompressed training is plain all-reduce training."""
 
 from __future__ import annotations
 

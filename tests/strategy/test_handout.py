@@ -13,7 +13,7 @@ import grace
 from grace.core.registry import make
 from grace.strategy import schema
 from grace.strategy.builder import OneNode
-from grace.strategy.plan import Part
+from grace.strategy.plan import ShardPlan
 from grace.torch.parameters import sparse_of, variables
 
 pytestmark = pytest.mark.ranks
@@ -151,7 +151,7 @@ def test_what_is_no_strategy(two_ranks, given):
 
 def sparse_in_the_strategy_only():
     """The model's embedding is dense, but the strategy says that it is sparse."""
-    strategy = strategy_of(whole("t.weight", (5, 2), Part(), sparse=True), size=grace.size())
+    strategy = strategy_of(whole("t.weight", (5, 2), ShardPlan(), sparse=True), size=grace.size())
     model = Tables({}, {"t": (5, 2)})
     model.t.sparse = False
     try:

@@ -14,23 +14,23 @@ from typer.testing import CliRunner
 from grace.cli.main import app
 from grace.core.variable import Variable
 from grace.strategy import schema
-from grace.strategy.plan import Part, Plan, Strategy, Sync
+from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
 from grace.strategy.traffic import links, totals
 
 PARTS = [
-    Part(),
-    Part(Sync("allgather"), "topk(ratio=0.1)"),
-    Part(Sync("broadcast"), "signsgd"),
-    Part(Sync("scatter_reduce"), "qsgd"),
-    Part(Sync("none", period=4)),
-    *(Part(Sync("reduce_broadcast", destination=rank), "topk") for rank in (0, 1, 2)),
-    Part(Sync("reduce_broadcast", destination=1)),
+    ShardPlan(),
+    ShardPlan(Sync("allgather"), "topk(ratio=0.1)"),
+    ShardPlan(Sync("broadcast"), "signsgd"),
+    ShardPlan(Sync("scatter_reduce"), "qsgd"),
+    ShardPlan(Sync("none", period=4)),
+    *(ShardPlan(Sync("reduce_broadcast", destination=rank), "topk") for rank in (0, 1, 2)),
+    ShardPlan(Sync("reduce_broadcast", destination=1)),
 ]
 
 
 def strategy_of(parts, world):
     parts = [part for part in parts if part.sync.destination < world]
-    return Strategy(tuple(Plan(Variable(f"w{i}", (30, 7)), (part,)) for i, part in enumerate(parts)), world)
+    return Strategy(tuple(VariablePlan(Variable(f"w{i}", (30, 7)), (part,)) for i, part in enumerate(parts)), world)
 
 
 @examples(40)

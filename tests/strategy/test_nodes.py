@@ -13,7 +13,7 @@ from strategies import assert_close, mixed, mixed_loss, on_the_mean, sgd, train,
 from training import copied, digest
 
 import grace
-from grace.backends.topology import Ranks
+from grace.backends.topology import Topology
 
 pytestmark = pytest.mark.ranks
 
@@ -167,17 +167,17 @@ def test_memories_of_leaders_are_not_taken_for_those_of_all_ranks(three_ranks):
 
 
 def test_who_speaks_for_a_node():
-    assert Ranks(["a", "b", "a", "b"]).members() == [[0, 2], [1, 3]]
-    assert Ranks(["a", "b", "a", "b"]).members(leader=3) == [[0, 2], [3, 1]]
+    assert Topology(["a", "b", "a", "b"]).members() == [[0, 2], [1, 3]]
+    assert Topology(["a", "b", "a", "b"]).members(leader=3) == [[0, 2], [3, 1]]
 
 
 def alone(period: int) -> dict:
-    from grace.strategy.plan import Part, Plan, Strategy, Sync
+    from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
     from grace.torch.parameters import sparse_of, variables
 
     model = mixed()
     found = variables(dict(model.named_parameters()), sparse_of(model))
-    plans = tuple(Plan(v, (Part(Sync("none", period=period)),)) for v in found)
+    plans = tuple(VariablePlan(v, (ShardPlan(Sync("none", period=period)),)) for v in found)
     train(model, made(model, hierarchical=True, strategy=Strategy(plans, 3, 2)), range(period))
     return weights(model)
 

@@ -11,7 +11,7 @@ from training import made_up
 import grace
 from grace.core.registry import make
 from grace.strategy.builder import OneNode
-from grace.strategy.plan import Part, Sync
+from grace.strategy.plan import ShardPlan, Sync
 from grace.strategy.traffic import payload, sent_by, totals
 from grace.torch.parameters import sparse_of, variables
 
@@ -117,7 +117,7 @@ def test_rows_of_sparse_variables_send_at_most_what_the_table_says(ranks, builde
 @pytest.mark.parametrize("compressor", ["threshold(value=0.0)", "adaptive(ratio=1.0)", "inceptionn", "dgc(ratio=1.0)"])
 @pytest.mark.parametrize("kind", ["reduce_broadcast", "allgather", "broadcast"])
 def test_where_the_data_decide_the_table_is_an_upper_bound(ranks, kind, compressor):
-    part = Part(Sync(kind), compressor)
+    part = ShardPlan(Sync(kind), compressor)
     plans = [whole(name, shape, part) for name, shape in DENSE.items()]
     strategy = strategy_of(*plans, size=ranks.size)
     assert not payload(part, plans[0].variable).exact
@@ -125,7 +125,7 @@ def test_where_the_data_decide_the_table_is_an_upper_bound(ranks, kind, compress
 
 
 def averaged(period):
-    own = Part(Sync("none", period=period))
+    own = ShardPlan(Sync("none", period=period))
     model = Tables({"w": (5, 4)}, {"t": (6, 2)})
     strategy = strategy_of(cut("w", (5, 4), [own, reduced(0)], 0, (2, 3)), whole("t.weight", (6, 2), own, True))
     optimizer = executed(model, strategy)
@@ -146,7 +146,7 @@ def test_averages_now_and_then(ranks, period):
 
 
 def test_the_shares_of_each_synchronization():
-    w, rows = variables({"w": torch.nn.Parameter(torch.zeros(25))})[0], whole("t", (5, 5), Part(), True).variable
+    w, rows = variables({"w": torch.nn.Parameter(torch.zeros(25))})[0], whole("t", (5, 5), ShardPlan(), True).variable
     shares = {
         ("allreduce", "none", False): [150, 150],
         ("scatter_reduce", "none", False): [150, 150],
@@ -160,5 +160,5 @@ def test_the_shares_of_each_synchronization():
         ("reduce_broadcast", "none", True): [100, 300],
     }
     for (kind, compressor, sparse), wanted in shares.items():
-        part = Part(Sync(kind, destination=1), compressor)
+        part = ShardPlan(Sync(kind, destination=1), compressor)
         assert [sent_by(part, rows if sparse else w, 100, 4, rank) for rank in (0, 1)] == wanted, (kind, compressor)

@@ -33,7 +33,7 @@ from examples.torch import models
 from grace.core.registry import make
 from grace.strategy import schema
 from grace.strategy.builder import OneNode
-from grace.strategy.plan import Part, Sync
+from grace.strategy.plan import ShardPlan, Sync
 from grace.torch.parameters import sparse_of, variables
 
 pytestmark = pytest.mark.ranks
@@ -185,12 +185,12 @@ def test_gradients_changed_under_way_are_refused_in_parts_too():
 def with_priorities(priorities):
     """The order of groups, and weights: any order gives the same."""
     model = Tables({"a": (4,), "b": (4,), "c": (4,)})
-    parts = [Part(Sync("allreduce", group=i), priority=p) for i, p in enumerate(priorities)]
+    parts = [ShardPlan(Sync("allreduce", group=i), priority=p) for i, p in enumerate(priorities)]
     plans = [whole(name, (4,), part) for name, part in zip("abc", parts, strict=True)]
     optimizer = executed(model, strategy_of(*plans))
     model.backward({name: torch.full((4,), float(grace.rank() + i)) for i, name in enumerate("abc")})
     optimizer.step()
-    order = [v.name for group in optimizer._grace.exchanger.groups for v in group.variables]
+    order = [v.name for group in optimizer._grace.exchanger.buckets for v in group.variables]
     return order, {name: p.tolist() for name, p in model.named_parameters()}
 
 
@@ -255,7 +255,7 @@ def test_rules_are_resolved_on_the_ranks(two_ranks, tmp_path):
     }
     for name, text in {"r.yaml": yaml.safe_dump(rules), "r.json": json.dumps(rules)}.items():
         Path(tmp_path, name).write_text(text)
-        answers = two_ranks.run(pieces, str(tmp_path / name))
+        answers = two_ranks.run(shards, str(tmp_path / name))
         assert answers[0] == answers[1]
         assert answers[0] == {
             "words.weight": "reduce_broadcast(destination=1)",
@@ -265,11 +265,11 @@ def test_rules_are_resolved_on_the_ranks(two_ranks, tmp_path):
         }
 
 
-def pieces(strategy):
+def shards(strategy):
     optimizer = executed(mixed(), strategy)
     return {
-        name: f"{piece.communicator.spec}".replace("RowReduceBroadcast", "reduce_broadcast")
-        for name, piece in sorted(optimizer._grace.exchanger.pieces.items(), key=lambda item: item[0] != "words.weight")
+        name: f"{shard.communicator.spec}".replace("RowReduceBroadcast", "reduce_broadcast")
+        for name, shard in sorted(optimizer._grace.exchanger.shards.items(), key=lambda item: item[0] != "words.weight")
     }
 
 

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from grace.bench.common import options
-from grace.bench.lifecycle import Running
+from grace.bench.lifecycle import BenchmarkRun
 from grace.errors import ConfigError, missing_extra
 
 NAME = "grace bench kernels"
@@ -81,11 +81,11 @@ def command(
     run(settings(size, methods, tensors, memory, device, threads, repeats, quick), out).finish(Console(highlight=False))
 
 
-def run(settings: dict[str, Any], out: Path) -> Running:
+def run(settings: dict[str, Any], out: Path) -> BenchmarkRun:
     """Measure, show and save; how it ended is in what it returns."""
     from grace.bench.kernels.table import explanation, tables
 
-    running = Running(NAME, "kernels", settings, out, interrupted="interrupted")
+    running = BenchmarkRun(NAME, "kernels", settings, out, interrupted="interrupted")
     console = Console(highlight=False)
     shape = " x ".join(map(str, settings["shape"]))
     threads = f", {settings['threads']} thread{'s' if settings['threads'] > 1 else ''}"
@@ -160,7 +160,7 @@ def settings(
     }
 
 
-def _measure(running: Running, console: Console) -> None:
+def _measure(running: BenchmarkRun, console: Console) -> None:
     """Fill in the rows, tensor by tensor, and save after each."""
     import torch
 

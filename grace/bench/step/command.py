@@ -16,7 +16,7 @@ from grace.bench.common import options
 from grace.bench.common.progress import Bar
 from grace.bench.common.results import Results
 from grace.bench.common.text import of_bytes
-from grace.bench.lifecycle import Running
+from grace.bench.lifecycle import BenchmarkRun
 from grace.bench.step import scenarios
 from grace.bench.step.in_place import run_here
 from grace.bench.step.rows import scenario
@@ -105,7 +105,7 @@ def command(
     run(settings, out, here).finish(Console(highlight=False))
 
 
-def run(settings: Settings, out: Path, here: bool = False) -> Running:
+def run(settings: Settings, out: Path, here: bool = False) -> BenchmarkRun:
     """Measure, show and save; what is finished is kept, whatever happens.
 
     Args:
@@ -117,7 +117,7 @@ def run(settings: Settings, out: Path, here: bool = False) -> Running:
         How it ended, and the results.
     """
     console = Console(highlight=False, quiet=here and grace.init().rank != 0)
-    running = Running(NAME, "step", about(settings), None if console.quiet else out)
+    running = BenchmarkRun(NAME, "step", about(settings), None if console.quiet else out)
 
     def measure() -> None:
         with Bar(console) as bar:

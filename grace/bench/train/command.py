@@ -11,7 +11,7 @@ from rich.console import Console
 from grace.bench.common import options
 from grace.bench.common.progress import Display
 from grace.bench.common.text import of_ranks, show_rate
-from grace.bench.lifecycle import Running
+from grace.bench.lifecycle import BenchmarkRun
 from grace.bench.train import scenarios
 from grace.bench.train.settings import METHODS, Event, Settings
 from grace.errors import ConfigError
@@ -94,10 +94,10 @@ def command(
     run(settings, out or Path(f"out/train-{task.replace(':', '-')}")).finish(Console(highlight=False))
 
 
-def run(settings: Settings, out: Path) -> Running:
+def run(settings: Settings, out: Path) -> BenchmarkRun:
     """Train, show and save; how it ended is in what it returns."""
     console = Console(highlight=False)
-    running = Running(NAME, "train", settings.about(), out)
+    running = BenchmarkRun(NAME, "train", settings.about(), out)
     console.print(f"Starting {of_ranks(settings.ranks)} ...\n")
 
     def measure() -> None:
@@ -115,7 +115,7 @@ def run(settings: Settings, out: Path) -> Running:
     return running
 
 
-def show(console: Console, running: Running) -> None:
+def show(console: Console, running: BenchmarkRun) -> None:
     """A table per network, and how to read it."""
     from grace.bench.train.table import advice, results_table
 

@@ -193,22 +193,22 @@ class Collective:
 
 
 def _plain(args: dict[str, Any]) -> dict[str, Any]:
-    """With a group's number, variables and communicator instead of the group."""
-    group = args.pop("group", None)
-    if group is None:
+    """With a bucket's number, variables and communicator instead of the bucket."""
+    bucket = args.pop("bucket", None)
+    if bucket is None:
         return args
-    return {"group": group.index, "variables": group.ends, "communicator": group.communicator.describe(), **args}
+    return {"bucket": bucket.index, "variables": bucket.ends, "communicator": bucket.communicator.describe(), **args}
 
 
 # -- what the exchange says --------------------------------------------------------------------------------------------
 
 
-def begin(backend: Any, pieces: Iterable[Any]) -> None:
+def begin(backend: Any, shards: Iterable[Any]) -> None:
     """An exchanger is made: start to record if GRACE_TRACE says so, and note what it exchanges.
 
     Args:
         backend: whose rank this is.
-        pieces: see :class:`grace.session.sharding.Piece`.
+        shards: see :class:`grace.session.sharding.Shard`.
 
     Raises:
         ConfigError: the folder cannot be written, or a number is none.
@@ -222,12 +222,12 @@ def begin(backend: Any, pieces: Iterable[Any]) -> None:
         _recorder = Recorder(folder, backend.rank, backend.size, steps, skip, backend.describe())
         _recorder._set_active()
         atexit.register(_recorder.write)
-    _recorder.note(variables={piece.variable.name: _described(piece) for piece in pieces})
+    _recorder.note(variables={shard.variable.name: _described(shard) for shard in shards})
     _recorder.write()
 
 
-def _described(piece: Any) -> dict[str, Any]:
-    variable, communicator = piece.variable, piece.communicator
+def _described(shard: Any) -> dict[str, Any]:
+    variable, communicator = shard.variable, shard.communicator
     return {
         "shape": list(variable.shape),
         "dtype": variable.dtype,
@@ -250,7 +250,7 @@ def phase(name: str, kind: str = "codec", **args: Any) -> Any:
     Args:
         name: "compress", "wait" ...
         kind: "codec" (work of the method), "wait" (for other ranks), or "part" (one that holds others).
-        args: what it was for: ``variable="w"`` or ``group=a Group``.
+        args: what it was for: ``variable="w"`` or ``bucket=a Bucket``.
 
     >>> with phase("compress", variable="w"):  # nothing is traced here
     ...     pass
@@ -282,9 +282,9 @@ def payload(nbytes: dict[str, int]) -> None:
         active.events.append({**event, "args": nbytes})
 
 
-def collective(group: Any, label: str, nbytes: int) -> Collective | None:
+def collective(bucket: Any, label: str, nbytes: int) -> Collective | None:
     """A collective starts; call ``end()`` of what this gives when it is known to be done."""
-    return None if active is None else Collective(active, {"group": group, "label": label, "bytes": nbytes})
+    return None if active is None else Collective(active, {"bucket": bucket, "label": label, "bytes": nbytes})
 
 
 @contextlib.contextmanager

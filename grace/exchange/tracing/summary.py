@@ -1,4 +1,4 @@
-"""What a trace says: where a step's time goes, what each variable costs, and what each group waits for."""
+"""What a trace says: where a step's time goes, what each variable costs, and what each bucket waits for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from grace.exchange.tracing.timeline import Event, RankTrace
 PHASES = ("compensate", "compress", "update", "decode")
 WITHIN = {"sum rows": "compensate"}
 """Phases that are counted with another."""
-BESIDE = "grace courier"
+BESIDE = "grace exchanges"
 """The thread whose work training does not wait for."""
 
 Interval = tuple[float, float]
@@ -47,7 +47,7 @@ class VariableCost:
 
 @dataclasses.dataclass
 class GroupCost:
-    """What a group's collectives cost, likewise.
+    """What a bucket's collectives cost, likewise.
 
     Attributes:
         variables: the first and the last.
@@ -79,7 +79,7 @@ class Summary:
         parts: what it is made of, by the keys of ``WORDS``; they add up to ``step``.
         under_way: how long any collective was under way.
         variables: by their total time, the largest first.
-        groups: by the time waited, then under way.
+        buckets: by the time waited, then under way.
         waits: who waits for collectives, if Grace does not: then "rest" holds the time waited.
     """
 
@@ -89,7 +89,7 @@ class Summary:
     parts: dict[str, float]
     under_way: float
     variables: list[VariableCost]
-    groups: list[GroupCost]
+    buckets: list[GroupCost]
     waits: str = ""
 
     @property
@@ -137,13 +137,13 @@ def summarize(ranks: Sequence[RankTrace]) -> Summary:
             "GRACE_TRACE_SKIP), or exchanged no gradients"
         )
     variables: dict[str, VariableCost] = {}
-    groups: dict[tuple[str, str], GroupCost] = {}
+    buckets: dict[tuple[str, str], GroupCost] = {}
     parts: dict[str, float] = defaultdict(float)
     for rank in ranks:
         for name, facts in rank.facts["variables"].items():
             variables.setdefault(name, VariableCost(name, tuple(facts["shape"]), facts["method"]))
         if rank.steps:
-            _add_costs(rank, count, variables, groups)
+            _add_costs(rank, count, variables, buckets)
             for part, ns in _parts(rank).items():
                 parts[part] += ns / 1e6 / count
     return Summary(
@@ -153,15 +153,15 @@ def summarize(ranks: Sequence[RankTrace]) -> Summary:
         under_way=parts.pop("under way"),
         parts=dict(parts),
         variables=sorted(variables.values(), key=lambda cost: -cost.total),
-        groups=sorted(groups.values(), key=lambda group: (-group.waited, -group.under_way)),
+        buckets=sorted(buckets.values(), key=lambda bucket: (-bucket.waited, -bucket.under_way)),
         waits=next((rank.facts["waits"] for rank in ranks if "waits" in rank.facts), ""),
     )
 
 
 def _add_costs(
-    rank: RankTrace, count: int, variables: dict[str, VariableCost], groups: dict[tuple[str, str], GroupCost]
+    rank: RankTrace, count: int, variables: dict[str, VariableCost], buckets: dict[tuple[str, str], GroupCost]
 ) -> None:
-    """Add a rank's events to the costs of variables and groups, divided by the number of all steps."""
+    """Add a rank's events to the costs of variables and buckets, divided by the number of all steps."""
     beside = _beside(rank)
     begun: dict[int, tuple[GroupCost, int]] = {}
     for event in _counted(rank):
@@ -174,20 +174,20 @@ def _add_costs(
             variables[args["variable"]].ms[phase] += ms
             variables[args["variable"]].calls += (name == "compress") / count
         elif event["ph"] == "e":
-            group, start = begun.pop(event["id"], (None, 0))
-            if group is not None:
-                group.under_way += (event["ts"] - start) / 1e6 / count
+            bucket, start = begun.pop(event["id"], (None, 0))
+            if bucket is not None:
+                bucket.under_way += (event["ts"] - start) / 1e6 / count
         elif "communicator" in args:
             key = args["variables"], args["communicator"]
-            group = groups.setdefault(key, GroupCost(*key))
+            bucket = buckets.setdefault(key, GroupCost(*key))
             if event["ph"] == "b":
-                begun[event["id"]] = group, event["ts"]
-                group.collectives += 1 / count
-                group.nbytes += args["bytes"] / count
+                begun[event["id"]] = bucket, event["ts"]
+                bucket.collectives += 1 / count
+                bucket.nbytes += args["bytes"] / count
             elif event["cat"] == "codec":
-                group.packing += ms
+                bucket.packing += ms
             elif event["tid"] not in beside:
-                group.waited += ms
+                bucket.waited += ms
 
 
 def _parts(rank: RankTrace) -> dict[str, float]:

@@ -15,7 +15,7 @@ from grace.exchange.tracing.summary import PHASES, Summary
 
 
 def tables(summary: Summary, top: int) -> Group:
-    """What to print: where a step's time goes, and the ``top`` most expensive variables and groups."""
+    """What to print: where a step's time goes, and the ``top`` most expensive variables and buckets."""
     steps = f"{summary.steps} step{'s' if summary.steps > 1 else ''}"
     ranks = f"{summary.ranks} rank{'s' if summary.ranks > 1 else ''}"
     found: list[Any] = [f"Milliseconds per step, on average over {steps} of {ranks}.", ""]
@@ -23,10 +23,12 @@ def tables(summary: Summary, top: int) -> Group:
     if len(summary.variables) > top:
         left = summary.variables[top:]
         found.append(f"{len(left)} more variables: {_ms(sum(cost.total for cost in left))} ms\n")
-    found.append(_groups(summary, top))
-    if len(summary.groups) > top:
-        left_groups = summary.groups[top:]
-        found.append(f"{len(left_groups)} more groups: waited {_ms(sum(group.waited for group in left_groups))} ms\n")
+    found.append(_buckets(summary, top))
+    if len(summary.buckets) > top:
+        left_buckets = summary.buckets[top:]
+        found.append(
+            f"{len(left_buckets)} more buckets: waited {_ms(sum(bucket.waited for bucket in left_buckets))} ms\n"
+        )
     found += [_whole(summary), escape(summary.sentence())]
     return Group(*found)
 
@@ -56,9 +58,9 @@ def _variables(summary: Summary, top: int) -> Table:
     return table
 
 
-def _groups(summary: Summary, top: int) -> Table:
+def _buckets(summary: Summary, top: int) -> Table:
     table = _table(
-        ("group", False),
+        ("bucket", False),
         ("carried by", False),
         ("collec-\ntives", True),
         ("bytes", True),
@@ -66,10 +68,10 @@ def _groups(summary: Summary, top: int) -> Table:
         ("under\nway", True),
         ("waited\nfor", True),
     )
-    for group in summary.groups[:top]:
-        waited = "?" if summary.waits else _ms(group.waited)
-        numbers = [f"{group.collectives:.3g}", _si(group.nbytes), _ms(group.packing), _ms(group.under_way), waited]
-        table.add_row(escape(group.variables), escape(group.communicator), *numbers)
+    for bucket in summary.buckets[:top]:
+        waited = "?" if summary.waits else _ms(bucket.waited)
+        numbers = [f"{bucket.collectives:.3g}", _si(bucket.nbytes), _ms(bucket.packing), _ms(bucket.under_way), waited]
+        table.add_row(escape(bucket.variables), escape(bucket.communicator), *numbers)
     return table
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.strategy.builder import Builder
-from grace.strategy.plan import Plan
+from grace.strategy.plan import VariablePlan
 
 
 @dataclass
@@ -30,5 +30,5 @@ class AllReduce(Builder):
         self.check_integer("chunk_size", 1)
 
     def build(self, variables, resources):
-        plans = [Plan(v, (self.collective(v, i // self.chunk_size),)) for i, v in enumerate(variables)]
+        plans = [VariablePlan(v, (self.collective(v, i // self.chunk_size),)) for i, v in enumerate(variables)]
         return self.strategy(plans, resources)

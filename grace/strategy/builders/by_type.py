@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grace.strategy.builder import Builder
-from grace.strategy.plan import Plan
+from grace.strategy.plan import VariablePlan
 
 
 @dataclass
@@ -40,5 +40,5 @@ class ByType(Builder):
         for v in variables:
             group = 2 if v.sparse else 0 if len(v.shape) < 2 else 1
             chosen = (self.vectors, self.matrices, self.sparse)[group]
-            plans.append(Plan(v, (Builder(chosen).collective(v, group),)))
+            plans.append(VariablePlan(v, (Builder(chosen).collective(v, group),)))
         return self.strategy(plans, resources)

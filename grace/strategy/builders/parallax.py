@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from grace.strategy.builder import Builder, Loads
-from grace.strategy.plan import Plan
+from grace.strategy.plan import VariablePlan
 
 
 @dataclass
@@ -37,4 +37,4 @@ class Parallax(Builder):
             self.reduced(v, loads.place(v.nbytes)) if v.sparse else self.collective(v, next(dense) // self.chunk_size)
             for v in variables
         ]
-        return self.strategy([Plan(v, (part,)) for v, part in zip(variables, parts, strict=True)], resources)
+        return self.strategy([VariablePlan(v, (part,)) for v, part in zip(variables, parts, strict=True)], resources)

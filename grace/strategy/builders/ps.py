@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.strategy.builder import Builder
-from grace.strategy.plan import Plan
+from grace.strategy.plan import VariablePlan
 
 
 @dataclass
@@ -30,4 +30,4 @@ class PS(Builder):
         self.check_integer("destination", 0)
 
     def build(self, variables, resources):
-        return self.strategy([Plan(v, (self.reduced(v, self.destination),)) for v in variables], resources)
+        return self.strategy([VariablePlan(v, (self.reduced(v, self.destination),)) for v in variables], resources)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from grace.strategy.builder import Builder, Loads
-from grace.strategy.plan import Plan
+from grace.strategy.plan import VariablePlan
 
 
 @dataclass
@@ -35,4 +35,4 @@ class PSLoadBalancing(Builder):
         loads = Loads(resources.world_size)
         order = sorted(variables, key=lambda v: -v.nbytes) if self.sorted else variables
         destination = {v.name: loads.place(v.nbytes) for v in order}
-        return self.strategy([Plan(v, (self.reduced(v, destination[v.name]),)) for v in variables], resources)
+        return self.strategy([VariablePlan(v, (self.reduced(v, destination[v.name]),)) for v in variables], resources)

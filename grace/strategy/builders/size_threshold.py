@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grace.strategy.builder import Builder
-from grace.strategy.plan import Plan
+from grace.strategy.plan import VariablePlan
 
 
 @dataclass
@@ -42,5 +42,5 @@ class SizeThreshold(Builder):
         for v in variables:
             is_small = v.nbytes <= self.bytes or len(v.shape) < 2
             chosen = Builder(self.small) if is_small else Builder(self.large, self.memory)
-            plans.append(Plan(v, (chosen.collective(v, 0 if is_small else 1),)))
+            plans.append(VariablePlan(v, (chosen.collective(v, 0 if is_small else 1),)))
         return self.strategy(plans, resources)

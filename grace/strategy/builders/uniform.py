@@ -1,4 +1,4 @@
-"""Uniform: one choice for all variables."""
+"""UniformPlan: one choice for all variables."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from grace.strategy.builder import Builder
-from grace.strategy.plan import Plan
+from grace.strategy.plan import VariablePlan
 
 
 @dataclass
-class Uniform(Builder):
+class UniformPlan(Builder):
     """One compressor, memory and communicator for all, in one group: what ``DistributedOptimizer(opt,
     compressor=...)`` means.
 
@@ -19,7 +19,7 @@ class Uniform(Builder):
 
     >>> from grace.strategy.builder import OneNode
     >>> from grace.core.variable import Variable
-    >>> (plan,) = Uniform("qsgd", communicator="scatter_reduce").build([Variable("w", (9, 2))], OneNode(2)).plans
+    >>> (plan,) = UniformPlan("qsgd", communicator="scatter_reduce").build([Variable("w", (9, 2))], OneNode(2)).plans
     >>> plan.parts[0].sync.type, plan.parts[0].compressor
     ('scatter_reduce', 'qsgd')
     """
@@ -32,4 +32,4 @@ class Uniform(Builder):
         parts = [self.collective(v, 0) for v in variables]
         if self.communicator is not None:
             parts = [replace(part, sync=replace(part.sync, type=self.communicator)) for part in parts]
-        return self.strategy([Plan(v, (part,)) for v, part in zip(variables, parts, strict=True)], resources)
+        return self.strategy([VariablePlan(v, (part,)) for v, part in zip(variables, parts, strict=True)], resources)

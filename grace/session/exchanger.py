@@ -87,7 +87,7 @@ class Exchanger:
         self._begun: list[Exchange] = []
         self._averaged_at = 0
         self.owed: dict[str, Any] = {}
-        self._exchange_thread: ExchangeThread | None = None
+        self._thread: ExchangeThread | None = None
         self.computing: Callable[[], Any] = contextlib.nullcontext
         """The context that exchanges beside training compute in."""
         self.told = False
@@ -156,13 +156,11 @@ class Exchanger:
 
     def exchange_thread(self) -> ExchangeThread:
         """The thread that runs exchanges beside training; every rank asks for it first at the same moment."""
-        if self._exchange_thread is None:
+        if self._thread is None:
             backend = self._leases.take(another=True)
-            self._exchange_thread = ExchangeThread(
-                backend, lambda: self.computing(), lambda *run: self.check_places(*run)
-            )
-            self.backend.at_shutdown(self._exchange_thread.arrive)
-        return self._exchange_thread
+            self._thread = ExchangeThread(backend, lambda: self.computing(), self.check_places)
+            self.backend.at_shutdown(self._thread.arrive)
+        return self._thread
 
     def facts(self) -> list[tuple[str, str]]:
         """What all ranks must agree on."""
@@ -222,10 +220,7 @@ class Exchanger:
         if self.context.step == self._averaged_at:
             return []
         self._averaged_at = self.context.step
-        return [bucket for bucket in self.averages if self.context.step % self._period(bucket) == 0]
-
-    def _period(self, bucket: Bucket) -> int:
-        return self.shards[bucket.variables[0].name].period
+        return [b for b in self.averages if self.context.step % self.shards[b.variables[0].name].period == 0]
 
     def mean(self, bucket: Bucket, values: Sequence[Tensor]) -> list[Tensor]:
         """The mean over ranks of what a bucket's shards hold, in their own dtype; blocks."""
@@ -245,32 +240,31 @@ class Exchanger:
     def pending(self) -> list[dict[str, Any]]:
         """Means that are still to be applied, by shard, of the oldest step first; waits until they are there."""
         steps: list[dict[str, Any]] = []
-        for bucket in self._delayed():
-            pending_exchanges: Any = bucket.communicator.pending_exchanges[bucket.variables[0].name]  # type: ignore[attr-defined]
-            steps = [*({} for _ in range(len(pending_exchanges) - len(steps))), *steps]
-            for step, pending in zip(steps[len(steps) - len(pending_exchanges) :], pending_exchanges, strict=True):
+        for _, exchanges in self._delayed():
+            steps = [*({} for _ in range(len(exchanges) - len(steps))), *steps]
+            for step, pending in zip(steps[len(steps) - len(exchanges) :], exchanges, strict=True):
                 step.update(pending.values(self.context.loss_scale))
         return [self.owed, *steps] if self.owed else steps
 
     def restore_pending(self, steps: Sequence[dict[str, Any]]) -> None:
         """Go on from what :meth:`pending` gave."""
         delayed: set[str] = set()
-        for bucket in self._delayed():
-            names = {variable.name for variable in bucket.variables}
-            delayed |= names
-            pending_exchanges: Any = bucket.communicator.pending_exchanges[bucket.variables[0].name]  # type: ignore[attr-defined]
-            pending_exchanges.clear()
+        for bucket, exchanges in self._delayed():
+            delayed |= {variable.name for variable in bucket.variables}
+            exchanges.clear()
             for step in steps:
                 outcomes = [Outcome(v, step.get(v.name), False) for v in bucket.variables]
-                pending_exchanges.append(PendingExchange.over(outcomes, self.context.loss_scale))
+                exchanges.append(PendingExchange.over(outcomes, self.context.loss_scale))
         self.owed = {}
         for step in steps:
             for name, value in step.items():
                 if name not in delayed:
                     self.owed[name] = add(self.owed[name], value) if name in self.owed else value
 
-    def _delayed(self) -> list[Bucket]:
-        return [bucket for bucket in self.buckets if bucket.communicator.delayed]
+    def _delayed(self) -> list[tuple[Bucket, Any]]:
+        """Buckets whose exchanges are delayed, and those that are under way."""
+        delayed: list[Any] = [bucket for bucket in self.buckets if bucket.communicator.delayed]
+        return [(b, b.communicator.pending_exchanges[b.variables[0].name]) for b in delayed]
 
     @property
     def begun(self) -> bool:
@@ -364,9 +358,7 @@ class Exchanger:
         """The optimizer has ended: its components may serve another one."""
         for communicator in self.communicators:
             communicator.release(self)
-        if self._exchange_thread is None or self._exchange_thread.drain(
-            0
-        ):  # else its thread holds this exchanger until it is done
+        if self._thread is None or self._thread.drain(0):  # else that holds this exchanger until it is done
             self._leases.end()
 
     def _stepping(self) -> list[Component]:

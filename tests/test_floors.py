@@ -1,0 +1,139 @@
+"""Imports run one way: down the floors of the house, in no circle, and only its rooms stand at the root."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted(ROOT.glob("grace/**/*.py"))
+FLOORS = [
+    ["errors"],
+    ["kernels"],
+    ["core"],
+    ["compressors", "memories", "backends", "launch"],
+    ["exchange"],
+    ["communicators"],
+    ["session"],
+    ["strategy"],
+    ["torch", "tensorflow"],
+    [""],  # grace itself
+    ["bench"],
+    ["cli"],
+]
+FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
+IN_BENCH = [
+    ["common"],
+    ["link", "workloads", "report", "compare"],
+    ["ranks", "lifecycle"],
+    ["step", "train", "kernels"],
+    ["all"],
+    ["cli"],
+]
+BENCH_FLOOR = {room: i for i, rooms in enumerate(IN_BENCH) for room in rooms}
+FRAMEWORKS = {"torch", "tensorflow", "keras", "horovod"}
+THEIR_ROOMS = ("torch/", "tensorflow/", "kernels/torch/", "kernels/tensorflow/", "bench/")
+THEIR_FILES = {"backends/torch_distributed.py", "backends/horovod_torch.py", "backends/horovod_tensorflow.py"}
+
+
+def module(file: Path) -> str:
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module(file): file for file in FILES}
+
+
+def name(file: Path) -> str:
+    return str(file.relative_to(ROOT / "grace"))
+
+
+def imported(tree: ast.AST, top_only: bool = False) -> list[tuple[int, str]]:
+    """Lines, and the modules that they import, inside functions too."""
+    found: list[tuple[int, str]] = []
+    for node in tree.body if top_only else ast.walk(tree):  # type: ignore[attr-defined]
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found += [(node.lineno, n if n in MODULES else node.module) for n in names]
+        elif isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+    return found
+
+
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+ALL = [
+    (here, line, other)
+    for here, file in MODULES.items()
+    for line, other in imported(parsed(file))
+    if other.split(".")[0] == "grace"
+]
+"""Who imports what, and where."""
+
+
+def room(module: str, depth: int) -> str:
+    """Its part of that number, or nothing."""
+    return [*module.split("."), "", ""][depth]
+
+
+def test_imports_run_down():
+    for here, line, other in ALL:
+        a, b = room(here, 1), room(other, 1)
+        assert a == b or FLOOR[b] < FLOOR[a], f"{MODULES[here]}:{line}: {other}"
+
+
+def test_imports_run_down_between_benchmarks():
+    for here, line, other in ALL:
+        if room(here, 1) == room(other, 1) == "bench":
+            a, b = room(here, 2), room(other, 2)
+            assert a == b or BENCH_FLOOR[b] < BENCH_FLOOR[a], f"{MODULES[here]}:{line}: {other}"
+
+
+def test_there_is_no_circle():
+    graph = {name: {other for here, _, other in ALL if here == name} & MODULES.keys() - {name} for name in MODULES}
+    while free := [name for name, others in graph.items() if not others]:
+        graph = {name: others - set(free) for name, others in graph.items() if name not in free}
+    assert not graph, f"in circles, or importing what is in one: {graph}"
+
+
+def test_rooms_stand_at_the_root_and_nothing_else():
+    found = {path.name for path in (ROOT / "grace").iterdir() if path.name not in ("__pycache__", "py.typed")}
+    assert found == {"__init__.py", "errors.py", *(room for room in FLOOR if room not in ("", "errors"))}
+
+
+def test_frameworks_are_imported_at_the_top_in_their_rooms_only():
+    for file in FILES:
+        if not name(file).startswith(THEIR_ROOMS) and name(file) not in THEIR_FILES:
+            for line, other in imported(parsed(file), top_only=True):
+                assert other.split(".")[0] not in FRAMEWORKS, f"{file}:{line}: {other} at the top"
+
+
+def test_commands_and_benchmarks_alone_know_typer_and_rich():
+    for file in FILES:
+        if not name(file).startswith(("cli/", "bench/")):
+            refused = {"typer"} if name(file) == "exchange/tracing/tables.py" else {"typer", "rich"}
+            for line, other in imported(parsed(file)):
+                assert other.split(".")[0] not in refused, f"{file}:{line}: {other}"
+
+
+def test_packages_hold_exports_only():
+    for file in FILES:
+        if file.name == "__init__.py" and file.parent != ROOT / "grace":
+            for node in parsed(file).body:
+                exports = isinstance(node, (ast.ImportFrom, ast.Import, ast.Assign, ast.Try))
+                lazily = isinstance(node, ast.FunctionDef) and node.name == "__getattr__"
+                words = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+                assert exports or lazily or words, f"{file}:{node.lineno}"
+
+
+def test_no_file_is_longer_than_400_lines():
+    files = [file for folder in ("grace", "tests", "examples", "tools") for file in ROOT.glob(f"{folder}/**/*.py")]
+    lengths = {str(file.relative_to(ROOT)): len(file.read_text().splitlines()) for file in files}
+    assert not {file: length for file, length in lengths.items() if length > 400}
+
+
+def test_the_floors_notice_what_runs_up_or_in_a_circle():
+    tree = ast.parse("def f():\n    from grace.session import setup\n    import grace.errors")
+    assert imported(tree) == [(2, "grace.session.setup"), (3, "grace.errors")]
+    assert FLOOR["session"] > FLOOR["exchange"] > FLOOR["kernels"] > FLOOR["errors"]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from typing import Any
+from typing import Any, ClassVar
 
+from grace.core.backend import Backend
+from grace.core.waiting import timeout_for
 from grace.errors import ConfigError
 
 MADE = {"_allreduce_grad_async", "_HAS_AGGREGATE_GRAD"}
@@ -41,6 +43,68 @@ def check_not_horovods(optimizer: Any, compression: Any, compressor: Any) -> Non
         )
     if compression is not None or getattr(compressor, "__module__", "").startswith("horovod."):
         raise ConfigError("compression= is Horovod's. Grace's is compressor=: a method's spec, as 'fp16' or 'topk'")
+
+
+class OverHorovod(Backend):
+    """What Horovod's backends for torch and for TensorFlow have in common.
+
+    Args:
+        process_set: the process set; all ranks if left out.
+        owns: shut Horovod down with the backend.
+    """
+
+    hvd: ClassVar[Any]
+    """The framework's Horovod."""
+    name = "horovod"
+    pairs_by_name = True
+    concatenates = True
+    _calls_are = "grace.call"
+
+    def __init__(self, process_set: Any = None, owns: bool = False):
+        hvd = self.hvd
+        if not hvd.is_initialized():
+            raise ConfigError(
+                f"Horovod is not initialized for {self.framework}; call grace.init('horovod', "
+                f"framework={self.framework!r}) or {hvd.__name__}.init() first"
+            )
+        self.process_set = hvd.global_process_set if process_set is None else process_set
+        self.owns = owns
+        self.rejoin()
+
+    def rejoin(self) -> None:
+        """Horovod was initialized (again): which rank is this, of how many?"""
+        self.included = self.process_set.included()
+        self.rank, self.size = (self.process_set.rank(), self.process_set.size()) if self.included else (-1, 1)
+        self.timeout = timeout_for()
+        everyone = self.size == self.hvd.size()
+        self.watched = everyone and self.size > 1 and not self.elastic
+        self.members = None if everyone or not self.included else self.process_set.ranks
+
+    @classmethod
+    def join(cls) -> Any:
+        """All ranks; Horovod is initialized if nobody has done it yet."""
+        owns = not cls.hvd.is_initialized()
+        if owns:
+            heed_timeout(timeout_for())
+            cls.hvd.init()
+        return cls(owns=owns)
+
+    def describe(self) -> str:
+        engine = "MPI" if self.hvd.mpi_enabled() else "Gloo"
+        return f"Horovod ({engine}), rank {self.rank} of {self.size}"
+
+    def shutdown(self) -> None:
+        if self.owns and self.hvd.is_initialized():
+            self.hvd.shutdown()
+
+    def _global(self, rank: int) -> int:
+        """A rank of the process set among all ranks."""
+        return self.process_set.ranks[rank] if self.process_set.ranks else rank
+
+
+def received(output: Any) -> Any:
+    """What an all-to-all brought; beside it come the sizes of the parts."""
+    return output[0] if isinstance(output, (tuple, list)) else output
 
 
 def heed_timeout(seconds: float) -> None:

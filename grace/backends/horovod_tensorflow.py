@@ -13,9 +13,8 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from grace.backends.horovod import heed_timeout
-from grace.core.backend import Backend, Handle
-from grace.core.waiting import timeout_for
+from grace.backends.horovod import OverHorovod, received
+from grace.core.backend import Handle
 from grace.errors import ConfigError
 from grace.kernels import kernels_of
 from grace.kernels.tensorflow.interop import as_array, as_tensor
@@ -49,58 +48,32 @@ class Operation:
         return [self.received[i * length : (i + 1) * length] for i in range(self.rows)]
 
 
-class HorovodBackend(Backend):
+class HorovodBackend(OverHorovod):
     """Collectives of one Horovod process set.
 
     Eagerly an operation is run at once, and its handle is complete. In a step that a graph runs, the parts of an
     exchange are Python functions and its collectives are the graph's own operations: there a collective that is
     started is only written down (:meth:`recording`), and :meth:`run` makes the operation.
-
-    Args:
-        process_set: the process set; all ranks if left out.
-        owns: shut Horovod down with the backend.
     """
 
-    name = "horovod"
+    hvd = hvd
     framework = "tensorflow"
-    pairs_by_name = True
-    concatenates = True
-    _calls_are = "grace.call"
     _functions: dict[Any, Any] | None = None
     """Operations that are run by one of several threads, by their name."""
 
     def __init__(self, process_set: Any = None, owns: bool = False):
         _refuse_elastic()
-        if not hvd.is_initialized():
-            raise ConfigError(
-                "Horovod is not initialized for TensorFlow; call grace.init('horovod', framework='tensorflow') or "
-                "horovod.tensorflow.init() first"
-            )
-        self.process_set = hvd.global_process_set if process_set is None else process_set
-        if not self.process_set.included():
+        super().__init__(process_set, owns)
+        if not self.included:
             raise ConfigError("this rank is not in the process set; make no distributed optimizer on it")
-        self.owns = owns
-        self.rank, self.size = self.process_set.rank(), self.process_set.size()
         self._calls = itertools.count()
         self._recorded: list[Operation] | None = None
-        self.timeout = timeout_for()
-        everyone = self.size == hvd.size()
-        self.watched = everyone and self.size > 1
-        self.members = None if everyone else self.process_set.ranks
 
     @classmethod
     def join(cls) -> HorovodBackend:
         """All ranks; Horovod is initialized if nobody has done it yet."""
         _refuse_elastic()
-        owns = not hvd.is_initialized()
-        if owns:
-            heed_timeout(timeout_for())
-            hvd.init()
-        return cls(owns=owns)
-
-    def describe(self) -> str:
-        engine = "MPI" if hvd.mpi_enabled() else "Gloo"
-        return f"Horovod ({engine}), rank {self.rank} of {self.size}"
+        return super().join()
 
     # -- collectives -----------------------------------------------------------------------------------
 
@@ -172,13 +145,12 @@ class HorovodBackend(Backend):
         if operation.kind == "allgather":
             return hvd.allgather(tensor, **options)
         if operation.kind == "alltoall":
-            return _received(hvd.alltoall(tensor, **options))
+            return received(hvd.alltoall(tensor, **options))
         if operation.kind == "gather":
             splits = tf.size(tensor) * tf.one_hot(operation.root, self.size, dtype=tf.int32)
-            return _received(hvd.alltoall(tensor, splits=splits, **options))
+            return received(hvd.alltoall(tensor, splits=splits, **options))
         if operation.kind == "broadcast":
-            ranks = self.process_set.ranks
-            return hvd.broadcast(tensor, ranks[operation.root] if ranks else operation.root, **options)
+            return hvd.broadcast(tensor, self._global(operation.root), **options)
         if tensor.dtype == tf.bfloat16:
             return self._sum_bfloats(tensor, options)
         return hvd.allreduce(tensor, op=hvd.Sum, **options)
@@ -192,8 +164,8 @@ class HorovodBackend(Backend):
         n = tf.size(tensor)
         length = -(-n // self.size)
         padded = tf.pad(tf.reshape(tensor, [-1]), [[0, self.size * length - n]])
-        received = _received(hvd.alltoall(tf.bitcast(padded, tf.int16), **options))
-        parts = tf.reshape(tf.bitcast(received, tf.bfloat16), [self.size, length])
+        mine = received(hvd.alltoall(tf.bitcast(padded, tf.int16), **options))
+        parts = tf.reshape(tf.bitcast(mine, tf.bfloat16), [self.size, length])
         total = tf.cast(tf.reduce_sum(tf.cast(parts, tf.float32), 0), tf.bfloat16)
         gathered = hvd.allgather(tf.bitcast(total, tf.int16), **{**options, "name": f"{options['name']}.totals"})
         return tf.reshape(tf.bitcast(gathered, tf.bfloat16)[:n], tf.shape(tensor))
@@ -214,10 +186,6 @@ class HorovodBackend(Backend):
         """Let all operations under way fail, on all ranks: a graph's cannot be ended one by one."""
         hvd.shutdown()
 
-    def shutdown(self) -> None:
-        if self.owns and hvd.is_initialized():
-            hvd.shutdown()
-
 
 def _refuse_elastic() -> None:
     """A rank that is lost would end the run in the middle, as if all had been done."""
@@ -226,8 +194,3 @@ def _refuse_elastic() -> None:
             "Grace has no elastic mode for TensorFlow (horovodrun was given --min-np or --host-discovery-script): use "
             "horovodrun -np, and keras.callbacks.BackupAndRestore to go on after a failure"
         )
-
-
-def _received(output: Any) -> tf.Tensor:
-    """What an all-to-all brought; beside it come the sizes of the parts."""
-    return output[0] if isinstance(output, (tuple, list)) else output

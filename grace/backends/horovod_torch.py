@@ -13,9 +13,8 @@ import horovod.torch as hvd
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
-from grace.backends.horovod import heed_timeout
-from grace.core.backend import Backend, Handle
-from grace.core.waiting import timeout_for
+from grace.backends.horovod import OverHorovod, received
+from grace.core.backend import Handle
 from grace.core.watch import Patience
 from grace.errors import ConfigError, ExchangeError
 
@@ -27,46 +26,17 @@ class HorovodExchangeError(ExchangeError, HorovodInternalError):
     """A collective failed; Horovod's elastic mode recovers from it."""
 
 
-class HorovodBackend(Backend):
-    """Collectives of one Horovod process set.
+class HorovodBackend(OverHorovod):
+    """Collectives of one Horovod process set."""
 
-    Args:
-        process_set: the process set; all ranks if left out.
-        owns: shut Horovod down with the backend.
-    """
-
-    name = "horovod"
+    hvd = hvd
     framework = "torch"
-    pairs_by_name = True
-    concatenates = True
     failure = HorovodExchangeError
 
-    def __init__(self, process_set: Any = None, owns: bool = False):
-        if not hvd.is_initialized():
-            raise ConfigError("Horovod is not initialized; call grace.init('horovod') or hvd.init() first")
-        self.process_set = hvd.global_process_set if process_set is None else process_set
-        self.owns = owns
-        self.elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
-        self.rejoin()
-
     def rejoin(self) -> None:
-        """Horovod was initialized (again): which rank is this, of how many?"""
-        self.included = self.process_set.included()
-        self.rank, self.size = (self.process_set.rank(), self.process_set.size()) if self.included else (-1, 1)
+        self.elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
+        super().rejoin()
         self._calls = 0
-        self.timeout = timeout_for()
-        everyone = self.size == hvd.size()
-        self.watched = everyone and self.size > 1 and not self.elastic
-        self.members = None if everyone or not self.included else self.process_set.ranks
-
-    @classmethod
-    def join(cls) -> HorovodBackend:
-        """All ranks; Horovod is initialized if nobody has done it yet."""
-        owns = not hvd.is_initialized()
-        if owns:
-            heed_timeout(timeout_for())
-            hvd.init()
-        return cls(owns=owns)
 
     @classmethod
     def named(cls, calls_are: str) -> HorovodBackend:
@@ -74,10 +44,6 @@ class HorovodBackend(Backend):
         backend = cls()
         backend._calls_are = calls_are
         return backend
-
-    def describe(self) -> str:
-        engine = "MPI" if hvd.mpi_enabled() else "Gloo"
-        return f"Horovod ({engine}), rank {self.rank} of {self.size}"
 
     @property
     def label(self) -> str:  # type: ignore[override]
@@ -90,7 +56,6 @@ class HorovodBackend(Backend):
         self._label, self._in_label = label, 0
 
     _label, _in_label = "", 0
-    _calls_are = "grace.call"
     _optimizers: ClassVar[weakref.WeakKeyDictionary[Any, int]] = weakref.WeakKeyDictionary()
 
     def count_optimizer(self) -> int:
@@ -121,7 +86,7 @@ class HorovodBackend(Backend):
         work = hvd.alltoall_async(padded.view(torch.uint8), name=name, process_set=self.process_set)
 
         def gather(output: Any) -> None:
-            parts = _received(output).view(torch.bfloat16).view(self.size, length)
+            parts = received(output).view(torch.bfloat16).view(self.size, length)
             total = parts.sum(0, dtype=torch.float32).to(torch.bfloat16).view(torch.uint8)
             whole = hvd.allgather(total, name=f"{name}.totals", process_set=self.process_set)
             tensor.view(-1).copy_(whole.view(torch.bfloat16)[: tensor.numel()])
@@ -145,11 +110,9 @@ class HorovodBackend(Backend):
     def alltoall(self, tensor: torch.Tensor) -> Handle:
         self.count((self.size - 1) / self.size * tensor.nbytes)
         work = hvd.alltoall_async(tensor, name=self._name(), process_set=self.process_set)
-        received: list[torch.Tensor] = []
-
+        parts: list[torch.Tensor] = []
         return Handle(
-            Operation(self, work, lambda output: received.extend(_received(output).view(self.size, -1).unbind())),
-            received,
+            Operation(self, work, lambda output: parts.extend(received(output).view(self.size, -1).unbind())), parts
         )
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
@@ -166,11 +129,11 @@ class HorovodBackend(Backend):
         work = hvd.alltoall_async(tensor, splits, name=self._name(), process_set=self.process_set)
         gathered: list[torch.Tensor] = []
 
-        def received(output: Any) -> None:
+        def take(output: Any) -> None:
             if root == self.rank:
-                gathered.extend(_received(output).view(self.size, -1).unbind())
+                gathered.extend(received(output).view(self.size, -1).unbind())
 
-        return Handle(Operation(self, work, received), gathered)
+        return Handle(Operation(self, work, take), gathered)
 
     def duplicate(self) -> HorovodBackend:
         other = HorovodBackend(self.process_set)
@@ -186,19 +149,12 @@ class HorovodBackend(Backend):
         other._calls_are = f"grace.split{other.count_optimizer()}.call"  # there may be others over the same set
         return other
 
-    def _global(self, rank: int) -> int:
-        return self.process_set.ranks[rank] if self.process_set.ranks else rank
-
     def allgather_object(self, value: Any) -> list[Any]:
         with self.asking("allgather_object"):
             return self.all_objects(value)
 
     def tensor_of(self, array: Any) -> torch.Tensor:
         return torch.tensor(array)
-
-    def shutdown(self) -> None:
-        if self.owns and hvd.is_initialized():
-            hvd.shutdown()
 
 
 @functools.cache
@@ -212,11 +168,6 @@ def _process_set(ranks: tuple[int, ...]) -> Any:
         raise ConfigError(
             f"Horovod makes no set of the ranks {list(ranks)}: {error} Start it with HOROVOD_DYNAMIC_PROCESS_SETS=1"
         ) from error
-
-
-def _received(output: Any) -> torch.Tensor:
-    """What an all-to-all brought; beside it come the sizes of the parts."""
-    return output[0] if isinstance(output, tuple) else output
 
 
 class Operation:

@@ -53,7 +53,7 @@ class Topology:
 
 @dataclass
 class NodeGroups:
-    """The two node_groups of a cluster, as one rank sees them.
+    """The two levels of a cluster, as one rank sees them.
 
     Attributes:
         node: a backend over the ranks of its node.

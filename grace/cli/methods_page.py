@@ -7,6 +7,7 @@ import inspect
 import re
 from typing import Any
 
+from grace.core.composition import Composed
 from grace.core.registry import known, legal_communicators
 
 HEAD = """# Methods
@@ -69,7 +70,6 @@ def _section(kind: str, name: str, cls: Any) -> str:
 
 
 def _composition() -> str:
-    from grace.core.composition import Composed
 
     return markdown(Composed)
 

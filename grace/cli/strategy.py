@@ -12,6 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from grace.bench.common.text import of_bytes
+from grace.cli.model_variables import from_spec
+from grace.core.registry import make
+from grace.strategy.builder import OneNode
 from grace.strategy.plan import ShardPlan, Strategy
 from grace.strategy.traffic import kinds, links, payload
 
@@ -39,10 +42,7 @@ def build(
     ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="Ranks on this machine, without a cluster.")] = 1,
 ) -> None:
     """Build a strategy for a model on a cluster, and write it to a file."""
-    from grace.cli.model_variables import from_spec
-    from grace.core.registry import make
     from grace.strategy import schema
-    from grace.strategy.builder import OneNode
 
     cluster: Any = OneNode(ranks)
     if resources is not None:
@@ -114,7 +114,6 @@ def diff(first: File, second: File) -> None:
 
 
 def _load(path: Path, model: str | None) -> Strategy:
-    from grace.cli.model_variables import from_spec
     from grace.strategy import schema
 
     return schema.load(path, None if model is None else from_spec(model))

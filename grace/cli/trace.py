@@ -14,6 +14,11 @@ from typer.core import TyperCommand
 
 from grace.errors import ConfigError
 from grace.exchange.tracing import recorder
+from grace.exchange.tracing import timeline as traces
+from grace.exchange.tracing.summary import summarize
+from grace.exchange.tracing.tables import tables
+from grace.launch import supervisor
+from grace.launch.command_lines import command, default_engine
 
 PROGRAM = "grace.trace.program"
 MOST_TOLD = 10
@@ -125,9 +130,7 @@ def _run(
     skip: int | None,
 ) -> tuple[int, str]:
     """Run a program whose ranks leave their traces in the folder; its exit code, and what to say about it."""
-    from grace.launch import supervisor
     from grace.launch.cluster import Resources
-    from grace.launch.command_lines import command, default_engine
 
     wanted = {recorder.FOLDER: folder, recorder.STEPS: steps, recorder.SKIP: skip}
     variables = {name: str(value) for name, value in wanted.items() if value is not None}
@@ -142,9 +145,6 @@ def _run(
 
 def _show(folder: Path, out: Path, top: int) -> None:
     """Merge what ranks have left, and print the summary."""
-    from grace.exchange.tracing import timeline as traces
-    from grace.exchange.tracing.summary import summarize
-    from grace.exchange.tracing.tables import tables
 
     console = Console(highlight=False)
     damage: list[str] = []

@@ -8,8 +8,8 @@ from grace.communicators.base import Communicator
 class Allgather(Communicator):
     """Gathers all payloads on all ranks, which decode and accumulate them in float32.
 
-    >>> Allgather("qsgd(node_groups=7)").describe()
-    'allgather, qsgd(node_groups=7), none'
+    >>> Allgather("qsgd(levels=7)").describe()
+    'allgather, qsgd(levels=7), none'
     """
 
     name = "allgather"

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from grace.communicators.base import Communicator
+from grace.communicators.base import Communicator, build_communicator
 from grace.core.registry import known, make
 from grace.errors import ConfigError
 
@@ -72,10 +72,7 @@ def from_params(params: Mapping[str, Any]) -> Communicator:
         warnings.warn(f"from_params: {compressor.spec} has no use for {', '.join(unused)}", stacklevel=2)
     name = params.get("communicator") or compressor.traits.communicator
     name = NAMES["communicator"].get(name, name)
-    if name not in known("communicator"):
-        make("communicator", name)  # raises, naming what is known
-    cls: Any = known("communicator")[name]
-    return cls(compressor, memory)
+    return build_communicator(compressor, memory, name)
 
 
 def _part(kind: str, params: Mapping[str, Any], used: set[str]) -> Any:

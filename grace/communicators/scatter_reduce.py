@@ -22,8 +22,8 @@ class ScatterReduce(Communicator):
     The second compression has a memory of its own, of the same kind as the first's. For value quantizers
     and casts; with ``cast`` it is a 16-bit wire with float32 sums.
 
-    >>> ScatterReduce("qsgd(node_groups=7)").describe()
-    'scatter_reduce, qsgd(node_groups=7), none'
+    >>> ScatterReduce("qsgd(levels=7)").describe()
+    'scatter_reduce, qsgd(levels=7), none'
     """
 
     name = "scatter_reduce"

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 
 @dataclass(frozen=True)
@@ -55,3 +56,22 @@ def unwrapped(names: Sequence[str]) -> list[str]:
     """
     plain = [WRAPPERS.sub("", name).removeprefix("module.") for name in names]
     return plain if len(set(plain)) == len(plain) else list(names)
+
+
+def equal_sizes(n: int, count: int) -> tuple[int, ...]:
+    """n cut into ``count`` lengths that differ by one at most, longer ones first.
+
+    >>> equal_sizes(7, 3)
+    (3, 2, 2)
+    """
+    small, larger = divmod(n, count)
+    return tuple(small + (i < larger) for i in range(count))
+
+
+def equal_bounds(n: int, count: int) -> list[tuple[int, int]]:
+    """Where each of these begins and ends.
+
+    >>> equal_bounds(5, 3)
+    [(0, 2), (2, 4), (4, 5)]
+    """
+    return list(pairwise(accumulate((0, *equal_sizes(n, count)))))

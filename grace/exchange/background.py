@@ -15,7 +15,7 @@ from typing import Any
 from grace.core.waiting import waiting
 from grace.errors import ExchangeError, PayloadError, StepError
 from grace.exchange.bucket import Outcome, Traffic
-from grace.exchange.sparse_rows import scaled
+from grace.exchange.sparse_rows import in_units
 from grace.exchange.tracing import recorder
 
 PATIENCE, PATIENCE_AT_EXIT = 60.0, 5.0
@@ -165,4 +165,4 @@ class PendingExchange:
         outcomes = self.collect()
         found = {o.variable.name: o.value for o in outcomes if o.value is not None and not self.dropped}
         scale = loss_scale / self.loss_scale
-        return found if scale == 1 else {name: scaled(value, scale) for name, value in found.items()}
+        return found if scale == 1 else {name: in_units(value, scale) for name, value in found.items()}

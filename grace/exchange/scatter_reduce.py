@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 from grace.core.compressor import Compressor, Payload, Tensor, Traits
+from grace.core.variable import equal_bounds
 from grace.errors import PayloadError, payload_of
 from grace.exchange.base import Exchange
 from grace.exchange.bucket import Outcome
 from grace.exchange.tracing import recorder
 from grace.exchange.wire import OVERFLOW, REFUSED, Wire, in_range, mark
 from grace.kernels import kernels_of
-
-
-def bounds(n: int, shards: int) -> list[tuple[int, int]]:
-    """Where each shard of n elements begins and ends: sizes differ by at most one, larger ones first.
-
-    >>> bounds(5, 3)
-    [(0, 2), (2, 4), (4, 5)]
-    """
-    small, larger = divmod(n, shards)
-    starts = [i * small + min(i, larger) for i in range(shards + 1)]
-    return list(pairwise(starts))
 
 
 class Sharded(Compressor):
@@ -40,7 +29,7 @@ class Sharded(Compressor):
 
     def compress(self, tensor: Tensor, name: str) -> tuple[list[Payload], Any]:
         flat = kernels_of(tensor).flat(tensor)
-        cuts = bounds(flat.shape[0], self.shards)
+        cuts = equal_bounds(flat.shape[0], self.shards)
         coded = [self.inner.compress(flat[a:b], f"{name}/shard_{j}") for j, (a, b) in enumerate(cuts)]
         return [payload for payload, _ in coded], (cuts, [ctx for _, ctx in coded])
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from grace.core.compressor import Tensor
 from grace.kernels import kernels_of
 
@@ -54,9 +56,19 @@ def add(a: Any, b: Any) -> Any:
 
 
 def scaled(value: Any, factor: float) -> Any:
-    """A mean, of a tensor or of rows, in other units."""
+    """A tensor, or rows, times a factor, in its own dtype."""
+    if factor == 1:
+        return value
     if isinstance(value, SparseRows):
         return SparseRows(scaled(value.values, factor), value.rows)
+    product = value * factor  # which NumPy makes a scalar where the array is 0-d, and float32 of bfloat16
+    return np.asarray(product, value.dtype) if isinstance(value, np.ndarray) else product
+
+
+def in_units(value: Any, factor: float) -> Any:
+    """A mean, of a tensor or of rows, in the units of another loss scale: in float32."""
+    if isinstance(value, SparseRows):
+        return SparseRows(in_units(value.values, factor), value.rows)
     return kernels_of(value).combine(factor, value, 0.0, value)
 
 

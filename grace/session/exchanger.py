@@ -21,7 +21,7 @@ from grace.errors import PayloadError, StepError
 from grace.exchange.background import ExchangeThread, PendingExchange
 from grace.exchange.base import Exchange
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
-from grace.exchange.sparse_rows import add, scaled
+from grace.exchange.sparse_rows import add, in_units
 from grace.exchange.tracing import recorder
 from grace.session.agreement import DRIFTED, agree, first_difference
 from grace.session.hierarchy import Hierarchy
@@ -75,7 +75,7 @@ class Exchanger:
         self.run = ""
         """The same on all ranks, and another after each start and each load: what is saved at a step is known by it."""
         self._nodes: list[str] = []
-        self._levels: dict[tuple[int, int], NodeGroups] = {}
+        self._node_groups: dict[tuple[int, int], NodeGroups] = {}
         self._bind(backend)
         self.stateful = any(communicator.stateful for communicator in self.communicators)
         self.traffic = Traffic()
@@ -150,9 +150,9 @@ class Exchanger:
     def node_groups(self, backend: Backend, leader: int) -> NodeGroups:
         """The nodes' ranks and their leaders over a backend; every rank must ask at the same moment."""
         key = (id(backend), leader)
-        if key not in self._levels:
-            self._levels[key] = node_groups(backend, self.node_names(), leader)
-        return self._levels[key]
+        if key not in self._node_groups:
+            self._node_groups[key] = node_groups(backend, self.node_names(), leader)
+        return self._node_groups[key]
 
     def exchange_thread(self) -> ExchangeThread:
         """The thread that runs exchanges beside training; every rank asks for it first at the same moment."""
@@ -386,7 +386,7 @@ class Exchanger:
             for kind, component in self.components:
                 if isinstance(component, Memory) and not kind.startswith("answer_memory"):  # it follows as it answers
                     component.rescale(factor)
-            self.owed = {name: scaled(value, factor) for name, value in self.owed.items()}
+            self.owed = {name: in_units(value, factor) for name, value in self.owed.items()}
             self.context.loss_scale = loss_scale
 
     def resumed(self) -> None:

@@ -22,15 +22,16 @@ from grace.core.context import Context
 from grace.errors import PayloadError
 from grace.exchange.base import Exchange
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
-from grace.exchange.sparse_rows import SparseRows
+from grace.exchange.sparse_rows import SparseRows, scaled
 from grace.exchange.tracing import recorder
+from grace.exchange.wire import MISSING, OVERFLOW, PRESENT, REFUSED
 from grace.kernels import kernels_of
 
-GONE, HERE, SPOILT, REFUSED, ASTRAY = 0.0, 1.0, 2.0, 3.0, 4.0
+ASTRAY = 1 + REFUSED
 
 
 class Hierarchy:
-    """The two node_groups around an exchange.
+    """The two levels around an exchange.
 
     Args:
         backend: over all ranks.
@@ -43,9 +44,7 @@ class Hierarchy:
         self.weight = node.size * self.node_groups.nodes / backend.size
         self.traffic = Traffic()
         self.inside = Allreduce("none")
-        members = [
-            rank for rank, leader_of in enumerate(self.node_groups.leader_of) if leader_of == self.node_groups.own
-        ]
+        members = [rank for rank, leader in enumerate(self.node_groups.leader_of) if leader == self.node_groups.own]
         self.inside.bind(Context(rank=node.rank, size=node.size, names=members), node)
 
     @property
@@ -96,7 +95,7 @@ class Hierarchy:
             outside.astray = exchange.astray
             return list(gradients), [False] * len(gradients)
         reduced = [
-            _times(given if outcome.value is None else outcome.value, self.weight)
+            scaled(given if outcome.value is None else outcome.value, self.weight)
             for given, outcome in zip(gradients, outcomes, strict=True)
         ]
         return reduced, [outcome.value is not None for outcome in outcomes]
@@ -122,7 +121,7 @@ class Hierarchy:
         outcomes, before = brought if self.leads else None, node.sent_bytes
         k = kernels_of(like)
         marks = [ASTRAY if exchange.astray else _mark(outcome) for outcome in outcomes or ()]
-        marks = k.full(marks or [GONE] * len(bucket.variables), "float32", like)
+        marks = k.full(marks or [MISSING] * len(bucket.variables), "float32", like)
         told = k.to_list(node.broadcast(marks, first).wait())
         if ASTRAY in told:
             exchange.astray = exchange.astray or "the ranks are out of step, on other nodes; their own errors say how"
@@ -134,11 +133,11 @@ class Hierarchy:
         shared = []
         for i, variable in enumerate(bucket.variables):
             value = outcomes[i].value if outcomes is not None else None
-            if told[i] != GONE:
+            if told[i] != MISSING:
                 value = (
                     self._rows(k, variable, value, like) if variable.sparse else self._dense(k, bucket, i, value, like)
                 )
-            shared.append(Outcome(variable, None if told[i] == GONE else value, told[i] == SPOILT))
+            shared.append(Outcome(variable, None if told[i] == MISSING else value, told[i] == OVERFLOW))
         self.traffic.sent_bytes += node.sent_bytes - before
         return shared
 
@@ -170,15 +169,7 @@ def _wide(gradient: Any) -> Any:
 
 
 def _mark(outcome: Outcome) -> float:
-    return GONE if outcome.value is None else SPOILT if outcome.overflow else HERE
-
-
-def _times(value: Any, factor: float) -> Any:
-    if factor == 1:
-        return value
-    if isinstance(value, SparseRows):
-        return SparseRows(_times(value.values, factor), value.rows)
-    return kernels_of(value).divide(value, value, 1 / factor)
+    return MISSING if outcome.value is None else OVERFLOW if outcome.overflow else PRESENT
 
 
 class Followed(Exchange):

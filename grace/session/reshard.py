@@ -14,8 +14,8 @@ from collections.abc import Callable
 from itertools import accumulate, pairwise
 from typing import Any
 
+from grace.core.variable import equal_bounds
 from grace.errors import ConfigError
-from grace.exchange.scatter_reduce import bounds
 from grace.exchange.sparse_codec import floats
 from grace.exchange.sparse_rows import NOTHING
 from grace.kernels import kernels_of
@@ -213,7 +213,7 @@ class Resharding:
             raise Misfit(f"the checkpoint holds the {kind} of {part!r}, and {shard.communicator.describe()} has none")
         shape = shard.variable.shape
         if kind.startswith("shard_memory"):
-            a, b = bounds(shard.variable.numel, self.size)[self.rank]
+            a, b = equal_bounds(shard.variable.numel, self.size)[self.rank]
             shape = (b - a,)
         why = _unlike(value, component.keeps(shape))
         if not why:

@@ -158,5 +158,5 @@ def _communicator(part: ShardPlan) -> Communicator:
         return build_communicator("none", "none", "allreduce")
     if sync.type == "reduce_broadcast":
         options = {key: getattr(sync, key) for key in ReduceBroadcast.parameters()}
-        return ReduceBroadcast(part.compressor, part.memory, **options)
+        return build_communicator(part.compressor, part.memory, {"name": sync.type, **options})
     return build_communicator(part.compressor, part.memory, sync.type)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from grace.core.variable import Variable
+from grace.core.variable import Variable, equal_sizes
 from grace.strategy.builder import Builder
-from grace.strategy.plan import ShardPlan, VariablePlan, equal_sizes
+from grace.strategy.plan import ShardPlan, VariablePlan
 
 
 def smallest_divisor(n: int) -> int:

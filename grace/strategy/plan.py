@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
+from grace.communicators.base import build_communicator
 from grace.communicators.reduce_broadcast import AHEAD
 from grace.core.registry import make
 from grace.core.variable import Variable
 from grace.errors import ConfigError
+from grace.exchange.sparse_codec import unfit
 
 VERSION = 1
 """Of a strategy's document."""
@@ -249,9 +251,6 @@ def faults(plan: VariablePlan, world_size: int) -> Iterator[tuple[str, str]]:
 
 def part_faults(part: ShardPlan, variable: Variable, world_size: int) -> Iterator[tuple[str, str]]:
     """What is wrong with a part."""
-    from grace.communicators.base import build_communicator
-    from grace.exchange.sparse_codec import unfit
-
     sync = part.sync
     if sync.type not in FIELDS:
         yield "sync.type", f"{sync.type!r} is not known; known: {', '.join(FIELDS)}"
@@ -278,16 +277,6 @@ def part_faults(part: ShardPlan, variable: Variable, world_size: int) -> Iterato
         return
     if variable.sparse and unfit(communicator.compressor, communicator.memory):
         yield "compressor", f"the variable is sparse, and {unfit(communicator.compressor, communicator.memory)}"
-
-
-def equal_sizes(n: int, count: int) -> tuple[int, ...]:
-    """n cut into ``count`` lengths that differ by one at most, longer ones first.
-
-    >>> equal_sizes(7, 3)
-    (3, 2, 2)
-    """
-    small, larger = divmod(n, count)
-    return tuple(small + (i < larger) for i in range(count))
 
 
 def bits_of(part: ShardPlan, variable: Variable) -> float | None:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from grace.communicators.reduce_broadcast import AHEAD
 from grace.core import documents
 from grace.core.atomic_files import replacing
+from grace.core.variable import equal_sizes
 from grace.errors import ConfigError, missing_extra
 
 try:
@@ -32,7 +33,7 @@ except ImportError as error:
 import re
 
 from grace.core.variable import Variable
-from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan, equal_sizes, fingerprint
+from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan, fingerprint
 
 Natural = Annotated[StrictInt, Field(ge=0)]
 Positive = Annotated[StrictInt, Field(ge=1)]

@@ -12,7 +12,7 @@ import tensorflow as tf
 from grace.core.waiting import Wait, waits
 from grace.errors import ExchangeError
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
-from grace.exchange.sparse_rows import SparseRows
+from grace.exchange.sparse_rows import SparseRows, scaled
 from grace.exchange.tracing import recorder
 from grace.kernels import kernels_of
 from grace.session.exchanger import Exchanger
@@ -53,18 +53,14 @@ class Run:
             place = self.place[shard.whole.name]
             return cut(shard, given[place]), self.present[place]
 
-        pairs = {name: (self._times(name, value), found) for name, (value, found) in pairs.items()}
+        pairs = {name: (self._scaled(name, value), found) for name, (value, found) in pairs.items()}
         return [joined(self.exchanger.shards_of[v.name], pairs, own) for v in self.exchanger.variables]
 
-    def _times(self, name: str, value: Any) -> Any:
+    def _scaled(self, name: str, value: Any) -> Any:
         """The aggregate of a shard, as a mean or a sum."""
         votes = self.exchanger.shards[name].communicator.compressor.votes
         factor = self.session.reduction.factor(votes, self.exchanger.backend.size)
-        if value is None or factor == 1:
-            return value
-        if isinstance(value, SparseRows):
-            return SparseRows(self._times(name, value.values), value.rows)
-        return value * tf.cast(factor, value.dtype)
+        return None if value is None else scaled(value, factor)
 
     def outs(self, bucket: Bucket) -> list[Any]:
         """Where the aggregates of a bucket are written."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ import torch
 from grace.backends.runtime import current
 from grace.communicators.base import Communicator
 from grace.core.backend import Backend
-from grace.core.variable import Variable, unwrapped
+from grace.core.variable import Variable, equal_bounds, unwrapped
 from grace.errors import ConfigError
 from grace.kernels.torch.primitives import NAMES
 from grace.session.hyperparameters import Numbers, numbers
@@ -250,7 +249,7 @@ def horovod_groups(
         each: if ``groups`` is None, every parameter is on its own (and the engine joins small messages).
 
     >>> weights = {name: torch.nn.Parameter(torch.zeros(2)) for name in "abc"}
-    >>> parts(weights, 2, each=True), parts(weights, [[weights["c"], weights["a"]]], each=True)
+    >>> horovod_groups(weights, 2, each=True), horovod_groups(weights, [[weights["c"], weights["a"]]], each=True)
     ([['a', 'b'], ['c']], [['c', 'a'], ['b']])
     """
     if groups is None or groups == 0:
@@ -258,9 +257,7 @@ def horovod_groups(
     if isinstance(groups, int):
         check_integer("groups", groups)
         names, count = list(parameters), min(groups, len(parameters))
-        small, larger = divmod(len(names), max(1, count))
-        starts = [i * small + min(i, larger) for i in range(count + 1)]
-        return [names[a:b] for a, b in pairwise(starts)]
+        return [names[a:b] for a, b in equal_bounds(len(names), count)] if count else []
     name_of = {p: name for name, p in parameters.items()}
     given = [[name_of[p] for p in group if p in name_of] for group in _tensors(groups)]
     taken = Counter(name for group in given for name in group)

@@ -15,7 +15,7 @@ from grace.core.context import Context
 from grace.errors import ConfigError, ExchangeError, PayloadError
 from grace.exchange.bucket import Bucket, Outcome
 from grace.exchange.places import digest
-from grace.exchange.sparse_rows import SparseRows
+from grace.exchange.sparse_rows import SparseRows, scaled
 from grace.exchange.tracing import recorder
 from grace.session.hyperparameters import facts as in_words
 from grace.session.momentum import owners
@@ -281,7 +281,7 @@ class Session:
                 if outcome.pending:
                     self._wipe(shard, p)
             elif isinstance(outcome.value, SparseRows):
-                rows.setdefault(shard.whole.name, []).append(shard.back(_times(outcome.value, self._factor(shard))))
+                rows.setdefault(shard.whole.name, []).append(shard.back(scaled(outcome.value, self._factor(shard))))
             else:
                 self._write(shard, p, outcome.value)
         for name, found in rows.items():
@@ -373,11 +373,3 @@ class Session:
             if usable and view is not None:
                 self.written[variable.name] = view
         return outs
-
-
-def _times(gradient: Any, factor: float) -> Any:
-    if factor == 1.0:
-        return gradient
-    return (
-        SparseRows(gradient.values * factor, gradient.rows) if isinstance(gradient, SparseRows) else gradient * factor
-    )

@@ -9,7 +9,7 @@ from pools import ranks_of
 
 import grace
 import grace.torch
-from grace.exchange.scatter_reduce import bounds
+from grace.core.variable import equal_bounds
 
 pytestmark = pytest.mark.ranks
 METHODS = ["none", "fp16", "bf16", "qsgd(levels=7)", "qsgd(norm=max)", "efsignsgd"]
@@ -41,7 +41,7 @@ def from_formula(spec: str, shape: tuple[int, ...], size: int) -> np.ndarray:
         compressor.bind(grace.Context(rank=rank, size=size))
         return compressor.decompress(*compressor.compress(np.ascontiguousarray(x), name))
 
-    for j, (a, b) in enumerate(bounds(out.size, size)):
+    for j, (a, b) in enumerate(equal_bounds(out.size, size)):
         decoded = [coded(inputs[rank][a:b], rank, f"w/shard_{j}") for rank in range(size)]
         mean = np.mean(decoded, axis=0, dtype=np.float64).astype(np.float32)
         out[a:b] = coded(mean, j, f"w/mean_{j}")

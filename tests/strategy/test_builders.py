@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 import grace
 from grace.core.registry import known, make
-from grace.core.variable import Variable
+from grace.core.variable import Variable, equal_sizes
 from grace.strategy.builder import Builder, OneNode
-from grace.strategy.plan import VariablePlan, equal_sizes
+from grace.strategy.plan import VariablePlan
 
 LIST = [
     Variable("emb", (12, 4), sparse=True),

@@ -8,6 +8,7 @@ from typing import Any
 from grace.bench.common.user_functions import load_function
 from grace.bench.link.emulation import Link
 from grace.bench.ranks.launchers import ENGINES, check_engine, has_horovod
+from grace.communicators.base import build_communicator
 from grace.errors import ConfigError
 
 METHODS = (
@@ -73,7 +74,6 @@ class Settings:
     ddp_hook: bool = False
 
     def __post_init__(self) -> None:
-        from grace.communicators.base import build_communicator
 
         check_engine(self.engine)
         for key in ("methods", "strategies", "baselines", "ranks", "bandwidths"):

@@ -7,6 +7,7 @@ from typing import Any
 
 from grace.bench.link.emulation import Link
 from grace.bench.workloads.task import FRAMEWORKS, check_framework, facts
+from grace.communicators.base import build_communicator
 from grace.errors import ConfigError
 
 METHODS = ("none", "fp16", "qsgd", "topk(ratio=0.01)", "powersgd(rank=2)")
@@ -53,7 +54,6 @@ class Settings:
     target: float | None = None
 
     def __post_init__(self) -> None:
-        from grace.communicators.base import build_communicator
 
         for key in ("methods", "seeds", "bandwidths"):
             value = list(dict.fromkeys(getattr(self, key)))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from grace.communicators.base import Communicator
+from grace.core.backend import Handle
+from grace.core.compressor import Tensor
 
 
 class Allgather(Communicator):
@@ -16,5 +18,5 @@ class Allgather(Communicator):
     gathers = True
     cost = "(W-1)p"
 
-    def communicate(self, wire):
+    def communicate(self, wire: Tensor) -> Handle:
         return self.backend.allgather(wire)

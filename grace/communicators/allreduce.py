@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from grace.communicators.base import Communicator
+from grace.core.backend import Handle
+from grace.core.compressor import Tensor
 
 
 class Allreduce(Communicator):
@@ -16,5 +18,5 @@ class Allreduce(Communicator):
     sums = True
     cost = "~2p"
 
-    def communicate(self, wire):
+    def communicate(self, wire: Tensor) -> Handle:
         return self.backend.allreduce(wire).map(lambda total: [total])

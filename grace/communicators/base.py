@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from grace.core import specs
 from grace.core.backend import Backend, Handle, LocalBackend
@@ -15,9 +15,29 @@ from grace.core.memory import Memory
 from grace.core.registry import known, legal_communicators, legal_memories, make
 from grace.core.variable import Variable
 from grace.errors import ConfigError, PayloadError, StepError
+from grace.exchange.background import ExchangeThread
 from grace.exchange.base import Exchange
 from grace.exchange.bucket import Bucket, Contribution, Traffic
 from grace.kernels import kernels_of
+
+
+class Nodes(Protocol):
+    """The ranks of this one's node, and the leaders of all nodes; see :class:`grace.backends.topology.NodeGroups`."""
+
+    node: Backend
+    first: int
+    leaders: Backend | None
+    leader_of: list[int]
+
+
+class Run(Protocol):
+    """What a communicator may ask of the exchanger that it serves."""
+
+    backend: Backend
+
+    def exchange_thread(self) -> ExchangeThread: ...
+
+    def node_groups(self, backend: Backend, leader: int) -> Nodes: ...
 
 
 class Communicator(Component):
@@ -49,7 +69,7 @@ class Communicator(Component):
     cost: ClassVar[str] = ""
     """What one exchange costs a rank, for a payload of p bytes and W ranks; for people."""
 
-    def __init__(self, compressor: Compressor | str | dict = "none", memory: Memory | str | dict | None = None):
+    def __init__(self, compressor: Any = "none", memory: Any = None):
         self.compressor: Compressor = make("compressor", compressor)
         traits = self.compressor.traits
         self.memory: Memory = make("memory", traits.memory if memory is None else memory)
@@ -113,7 +133,7 @@ class Communicator(Component):
     def use_leaders(self, leader_of: Sequence[int]) -> None:
         """One rank of each node takes part from now on: the number of the one that speaks for each of all ranks."""
 
-    def open(self, exchanger: Any) -> None:
+    def open(self, exchanger: Run) -> None:
         """All ranks have agreed and are about to start; every rank comes here at the same moment."""
 
     def resumed(self, loss_scale: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from grace.communicators.base import Communicator
 from grace.core.backend import Handle
+from grace.core.compressor import Tensor
 from grace.kernels import kernels_of
 
 
@@ -17,7 +18,7 @@ class Broadcast(Communicator):
     name = "broadcast"
     cost = "(W-1)p"
 
-    def communicate(self, wire):
+    def communicate(self, wire: Tensor) -> Handle:
         k = kernels_of(wire)
         handles = []
         for root in range(self.backend.size):

@@ -5,16 +5,17 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from grace.communicators.base import Communicator
-from grace.core.backend import Handle
+from grace.communicators.base import Communicator, Nodes, Run
+from grace.core.backend import Backend, Handle
 from grace.core.component import Component
-from grace.core.compressor import Compressor
+from grace.core.compressor import Compressor, Tensor
 from grace.core.context import Context
 from grace.core.memory import Memory
 from grace.errors import ConfigError
+from grace.exchange.background import PendingExchange
 from grace.exchange.base import Exchange
 from grace.exchange.bucket import Contribution
 from grace.exchange.delayed import DelayedExchange
@@ -103,10 +104,10 @@ class ReduceBroadcast(Communicator):
         self.answer_context = Context()
         """Of the last answer: the loss scale whose units the memory of the answers is in."""
         self._dense: ReduceBroadcast | None = None
-        self.pending_exchanges: dict[str, deque] = defaultdict(deque)
+        self.pending_exchanges: dict[str, deque[PendingExchange]] = defaultdict(deque)
         self.exchange_thread: Any = None
         self.led = False
-        self.node_groups: Any = None
+        self.node_groups: Nodes | None = None
         self.bind(self.context)
 
     @classmethod
@@ -120,7 +121,7 @@ class ReduceBroadcast(Communicator):
         return not self.sync or self.staleness > 0
 
     @classmethod
-    def accepts(cls, compressor):
+    def accepts(cls, compressor: Compressor) -> str | None:
         traits, sparsifier = compressor.traits, getattr(compressor, "sparsifier", None)
         if sparsifier is not None and sparsifier.traits.summable and not traits.summable:
             return "its positions are drawn, and a mean of such values cannot be compressed again"
@@ -133,7 +134,7 @@ class ReduceBroadcast(Communicator):
             return super().components
         return {**super().components, "answer_memory": self.answer_memory}
 
-    def bind(self, context: Context, backend=None) -> None:
+    def bind(self, context: Context, backend: Backend | None = None) -> None:
         """Join a run, the way back too."""
         super().bind(context, backend)
         if backend is not None and not self.led and self.root >= backend.size:
@@ -141,11 +142,11 @@ class ReduceBroadcast(Communicator):
                 f"reduce_broadcast: rank {self.root} cannot be the destination, there are {backend.size} ranks"
             )
 
-    def use_leaders(self, leader_of):
+    def use_leaders(self, leader_of: Sequence[int]) -> None:
         """The destination is the one that speaks for it."""
         self.root, self.led = leader_of[self.destination], True
 
-    def open(self, exchanger):
+    def open(self, exchanger: Run) -> None:
         """Exchanges that are applied later run beside training; replication needs to know the nodes."""
         if self.delayed:
             self.exchange_thread = exchanger.exchange_thread()
@@ -173,7 +174,7 @@ class ReduceBroadcast(Communicator):
         self.answer_context.loss_scale = loss_scale
         self.rescale_answers(self.context.loss_scale)
 
-    def broadcast(self, wire):
+    def broadcast(self, wire: Tensor) -> Handle:
         """The way back."""
         return moved(wire, self._broadcast)
 
@@ -221,7 +222,7 @@ class ReduceBroadcast(Communicator):
         kind = self.round_trip
         return DelayedExchange(kind, contribution) if self.delayed else kind(contribution)
 
-    def communicate(self, wire):
+    def communicate(self, wire: Tensor) -> Handle:
         """The way to the destination."""
         return moved(wire, lambda raw: self.backend.gather(raw, self.root))
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any, cast
 
 from grace.communicators.base import Communicator
+from grace.core.backend import Handle
 from grace.core.component import Component
+from grace.core.compressor import Compressor, Tensor
 from grace.core.memory import Memory
 from grace.core.registry import make
 from grace.exchange.bucket import Contribution
@@ -36,7 +38,7 @@ class ScatterReduce(Communicator):
         self.bind(self.context)
 
     @classmethod
-    def accepts(cls, compressor):
+    def accepts(cls, compressor: Compressor) -> str | None:
         if not compressor.traits.shardable:
             return "it is no value quantizer or cast, and its shards cannot be compressed again"
         if compressor.stateful:
@@ -51,6 +53,6 @@ class ScatterReduce(Communicator):
     def begin(self, contribution: Contribution) -> ScatterReduceExchange:
         return ScatterReduceExchange(contribution)
 
-    def communicate(self, wire):
+    def communicate(self, wire: Tensor) -> Handle:
         """The second half: hand the compressed means round."""
         return self.backend.allgather(wire)

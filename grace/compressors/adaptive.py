@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from grace.compressors.topk import kept
-from grace.core.compressor import Compressor, Traits
+from grace.core.compressor import Compressor, Payload, Tensor, Traits
 from grace.kernels import kernels_of
 from grace.kernels.index_coding import check_positions, decode, encode
 
@@ -38,10 +39,10 @@ class Adaptive(Compressor):
     by_position = True
     traits = Traits(category="sparsification", contraction=True, fixed_size=False, memory="residual")
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.check_number("ratio", 0, 1, low_open=True)
 
-    def compress(self, tensor, name):
+    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
         k = kernels_of(tensor)
         n = check_positions(math.prod(tensor.shape))
         flat = k.flat(tensor)
@@ -53,18 +54,18 @@ class Adaptive(Compressor):
             means.append(k.mean_abs(k.gather(side, indices)))
         return [k.join(means), *sides], tuple(tensor.shape)
 
-    def decompress(self, payload, ctx):
+    def decompress(self, payload: Payload, ctx: Any) -> Tensor:
         k = kernels_of(payload[0])
         return self.accumulate(payload, ctx, k.zeros(ctx, "float32", payload[0]))
 
-    def accumulate(self, payload, ctx, out, weight=1.0):
+    def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
         k = kernels_of(out)
         means, n = payload[0], math.prod(ctx)
         flat = k.add_at(k.flat(out), decode(k, payload[1], n), means[:1], weight)
         flat = k.add_at(flat, decode(k, payload[2], n), means[1:], -weight)
         return k.reshape(flat, ctx)
 
-    def sent_indices(self, payload, ctx):
+    def sent_indices(self, payload: Payload, ctx: Any) -> Tensor | None:
         """Flat indices of the entries that a payload carries, one side after the other."""
         k, n = kernels_of(payload[0]), math.prod(ctx)
         return k.join([decode(k, coded, n) for coded in payload[1:]])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from grace.core.compressor import Compressor, Traits
+from grace.core.compressor import Compressor, Payload, Tensor, Traits
 from grace.kernels import kernels_of
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "float16": "float16", "bfloat16": "bfloat16"}
@@ -38,24 +40,24 @@ class Cast(Compressor):
         communicator="allreduce",
     )
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.check_choice("dtype", tuple(DTYPES))
 
-    def compress(self, tensor, name):
+    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
         return [kernels_of(tensor).cast(tensor, DTYPES[self.dtype])], None
 
-    def decompress(self, payload, ctx):
+    def decompress(self, payload: Payload, ctx: Any) -> Tensor:
         return kernels_of(payload[0]).cast(payload[0], "float32")
 
-    def accumulate(self, payload, ctx, out, weight=1.0):
+    def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
         return kernels_of(out).add(out, payload[0], weight)
 
-    def aggregate(self, payloads, ctx, out, count):
+    def aggregate(self, payloads: Sequence[Payload], ctx: Any, out: Tensor, count: float) -> Tensor:
         if len(payloads) == 1:
             return kernels_of(out).divide(out, payloads[0][0], count)
         return super().aggregate(payloads, ctx, out, count)
 
-    def wire_bits(self, shape):
+    def wire_bits(self, shape: tuple[int, ...]) -> float | None:
         return 16.0
 
 

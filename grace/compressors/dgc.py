@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 from grace.compressors.topk import kept
-from grace.core.compressor import Sparsifier, Traits
-from grace.kernels import kernels_of
+from grace.core.compressor import Payload, Sparsifier, Tensor, Traits
+from grace.kernels import Kernels, kernels_of
 from grace.kernels.index_coding import check_positions, encode
 
 WARMUP_RATIO = 0.25
@@ -54,7 +55,7 @@ class DGC(Sparsifier):
         needs_memory=True,
     )
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.check_number("ratio", 0, 1, low_open=True)
         self.check_integer("warmup_steps", 0)
         self.check_number("sample", 0, 1, low_open=True)
@@ -67,14 +68,14 @@ class DGC(Sparsifier):
             return self.ratio
         return WARMUP_RATIO * (self.ratio / WARMUP_RATIO) ** (step / self.warmup_steps)
 
-    def compress(self, tensor, name):
+    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
         k = kernels_of(tensor)
         n = check_positions(math.prod(tensor.shape))
         flat = k.flat(tensor)
         indices = self._select(k, flat, n, name)
         return [k.gather(flat, indices), encode(k, indices, n, fixed=False)], tuple(tensor.shape)
 
-    def _select(self, k, flat, n, name):
+    def _select(self, k: Kernels, flat: Tensor, n: int, name: str) -> Tensor:
         ratio = self.current_ratio
         most = max(1, math.floor((1 + TOLERANCE) * ratio * n))
         least = min(most, math.ceil((1 - TOLERANCE) * ratio * n))

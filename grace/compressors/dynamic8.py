@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from grace.core.compressor import Compressor, Traits
+from grace.core.compressor import Compressor, Payload, Tensor, Traits
 from grace.kernels import kernels_of
 
 
@@ -70,24 +71,24 @@ class Dynamic8(Compressor):
     name = "dynamic8"
     traits = Traits(category="quantization", contraction=True, shardable=True)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.check_choice("table", tuple(TABLES))
 
-    def compress(self, tensor, name):
+    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
         k = kernels_of(tensor)
         flat = k.flat(tensor)
         scale = k.max_abs(flat)
         return [k.bucketize(flat, scale, EDGES[self.table]), scale], tuple(tensor.shape)
 
-    def decompress(self, payload, ctx):
+    def decompress(self, payload: Payload, ctx: Any) -> Tensor:
         k = kernels_of(payload[0])
         return self.accumulate(payload, ctx, k.zeros(ctx, "float32", payload[0]))
 
-    def accumulate(self, payload, ctx, out, weight=1.0):
+    def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
         k = kernels_of(out)
         codes, scale = payload
         return k.reshape(k.add_table(k.flat(out), codes, 8, TABLES[self.table], scale, weight), ctx)
 
-    def wire_bits(self, shape):
+    def wire_bits(self, shape: tuple[int, ...]) -> float | None:
         n = math.prod(shape)
         return (8 * n + 32) / max(1, n)

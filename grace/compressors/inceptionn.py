@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
-from grace.core.compressor import Compressor, Traits
+from grace.core.compressor import Compressor, Payload, Tensor, Traits
 from grace.kernels import kernels_of
 from grace.kernels.index_coding import check_positions
 
@@ -43,7 +44,7 @@ class Inceptionn(Compressor):
     by_position = True
     traits = Traits(category="quantization", fixed_size=False, carries_nonfinite=True)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.check_number("error_bound", 1e-30, 1)
 
     @property
@@ -53,7 +54,7 @@ class Inceptionn(Compressor):
         step = 2.0 ** math.frexp(self.error_bound)[1]
         return one, one * step, one * min(step, 2.0**-15)
 
-    def compress(self, tensor, name):
+    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
         k = kernels_of(tensor)
         check_positions(math.prod(tensor.shape))
         flat = k.flat(tensor)
@@ -63,11 +64,11 @@ class Inceptionn(Compressor):
         codes = [k.to_fixed(small, step8, "int8"), k.to_fixed(medium, step16, "int16")]
         return [k.pack(tags, 2), *codes, exact], tuple(tensor.shape)
 
-    def decompress(self, payload, ctx):
+    def decompress(self, payload: Payload, ctx: Any) -> Tensor:
         k = kernels_of(payload[0])
         return self.accumulate(payload, ctx, k.zeros(ctx, "float32", payload[0]))
 
-    def accumulate(self, payload, ctx, out, weight=1.0):
+    def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
         k = kernels_of(out)
         flat, tags = k.flat(out), k.unpack(payload[0], 2, math.prod(ctx))
         for tag, values, step in zip((1, 2, 3), payload[1:], (*self.units[1:], 1.0), strict=True):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
-from grace.core.compressor import Compressor, Traits
+from grace.core.compressor import Compressor, Payload, Tensor, Traits
 from grace.kernels import kernels_of
 
 
@@ -30,20 +31,20 @@ class Natural(Compressor):
     name = "natural"
     traits = Traits(category="quantization", unbiased=True, shardable=True)
 
-    def compress(self, tensor, name):
+    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
         k = kernels_of(tensor)
         return [k.round_powers(k.flat(tensor), self.context.stream(name))], tuple(tensor.shape)
 
-    def decompress(self, payload, ctx):
+    def decompress(self, payload: Payload, ctx: Any) -> Tensor:
         k = kernels_of(payload[0])
         return self.accumulate(payload, ctx, k.zeros(ctx, "float32", payload[0]))
 
-    def accumulate(self, payload, ctx, out, weight=1.0):
+    def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
         k = kernels_of(out)
         return k.reshape(k.add_powers(k.flat(out), payload[0], weight), ctx)
 
-    def variance(self, n):
+    def variance(self, n: int) -> float | None:
         return 1 / 8
 
-    def wire_bits(self, shape):
+    def wire_bits(self, shape: tuple[int, ...]) -> float | None:
         return 8.0 if math.prod(shape) else 0.0

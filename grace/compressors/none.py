@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from grace.core.compressor import Compressor, Traits
+from grace.core.compressor import Compressor, Payload, Tensor, Traits
 from grace.kernels import kernels_of
 
 
@@ -32,13 +34,13 @@ class NoCompression(Compressor):
         communicator="allreduce",
     )
 
-    def compress(self, tensor, name):
+    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
         return [tensor], None
 
-    def decompress(self, payload, ctx):
+    def decompress(self, payload: Payload, ctx: Any) -> Tensor:
         return payload[0]
 
-    def aggregate(self, payloads, ctx, out, count):
+    def aggregate(self, payloads: Sequence[Payload], ctx: Any, out: Tensor, count: float) -> Tensor:
         k = kernels_of(out)
         if len(payloads) == 1:
             return k.divide(out, payloads[0][0], count)
@@ -46,5 +48,5 @@ class NoCompression(Compressor):
         total = super().aggregate(payloads, ctx, k.zeros(tuple(out.shape), wide, out), 1)
         return k.divide(out, total, count)
 
-    def wire_bits(self, shape):
+    def wire_bits(self, shape: tuple[int, ...]) -> float | None:
         return 32.0

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
-from grace.core.compressor import Compressor, Traits
+from grace.core.compressor import Compressor, Payload, Tensor, Traits
 from grace.kernels import kernels_of
 
 
@@ -28,20 +29,20 @@ class OneBit(Compressor):
     name = "onebit"
     traits = Traits(category="quantization", contraction=True, shardable=True, memory="residual", needs_memory=True)
 
-    def compress(self, tensor, name):
+    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
         k = kernels_of(tensor)
         flat = k.flat(tensor)
         return [k.pack_signs(flat), k.side_means(flat)], tuple(tensor.shape)
 
-    def decompress(self, payload, ctx):
+    def decompress(self, payload: Payload, ctx: Any) -> Tensor:
         k = kernels_of(payload[0])
         return self.accumulate(payload, ctx, k.zeros(ctx, "float32", payload[0]))
 
-    def accumulate(self, payload, ctx, out, weight=1.0):
+    def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
         k = kernels_of(out)
         bits, means = payload
         return k.reshape(k.add_table(k.flat(out), bits, 1, means, None, weight), ctx)
 
-    def wire_bits(self, shape):
+    def wire_bits(self, shape: tuple[int, ...]) -> float | None:
         n = math.prod(shape)
         return (8 * math.ceil(n / 8) + 64) / max(1, n)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Generator
 from dataclasses import dataclass
+from typing import Any
 
-from grace.core.compressor import Compressor, Traits
-from grace.kernels import kernels_of
+from grace.core.compressor import Compressor, Payload, Tensor, Traits
+from grace.kernels import Kernels, kernels_of
 
 
 @dataclass
@@ -51,15 +53,15 @@ class PowerSGD(Compressor):
         needs_memory=True,
     )
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.check_integer("rank", 1)
         self.check_choice("warm_start", (False, True))
 
-    def keeps(self, shape):
+    def keeps(self, shape: tuple[int, ...]) -> Any:
         _, columns, rank = self._sizes(shape)
         return columns, rank
 
-    def exchange(self, tensor, name):
+    def exchange(self, tensor: Tensor, name: str) -> Generator[Payload, Payload, tuple[Payload, Any]]:
         k = kernels_of(tensor)
         rows, columns, rank = self._sizes(tuple(tensor.shape))
         matrix = k.reshape(tensor, (rows, columns))
@@ -71,19 +73,19 @@ class PowerSGD(Compressor):
             self.state[name] = q
         return [p, q], tuple(tensor.shape)
 
-    def decompress(self, payload, ctx):
+    def decompress(self, payload: Payload, ctx: Any) -> Tensor:
         k = kernels_of(payload[0])
         return self.accumulate(payload, ctx, k.zeros(ctx, "float32", payload[0]))
 
-    def accumulate(self, payload, ctx, out, weight=1.0):
+    def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
         p, q = payload
         return kernels_of(out).matmul_add(out, p, q, weight)
 
-    def _sizes(self, shape) -> tuple[int, int, int]:
+    def _sizes(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
         rows, columns = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
         return rows, columns, min(self.rank, rows, columns)
 
-    def _start(self, name, columns, rank, like, k):
+    def _start(self, name: str, columns: int, rank: int, like: Tensor, k: Kernels) -> Tensor:
         stream = self.context.stream(name, shared=True)
         fresh = k.combine(2.0, k.uniform(stream, columns * rank, like), -1.0, k.full([1.0], "float32", like))
         fresh = k.reshape(fresh, (columns, rank))
@@ -91,6 +93,6 @@ class PowerSGD(Compressor):
             return fresh
         return k.fill_zero_columns(self.state[name], fresh)
 
-    def wire_bits(self, shape):
+    def wire_bits(self, shape: tuple[int, ...]) -> float | None:
         rows, columns, rank = self._sizes(shape)
         return 32 * rank * (rows + columns) / max(1, rows * columns)

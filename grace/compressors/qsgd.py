@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
-from grace.core.compressor import Compressor, Traits
+from grace.core.compressor import Compressor, Payload, Tensor, Traits
 from grace.kernels import kernels_of
 
 
@@ -40,7 +41,7 @@ class QSGD(Compressor):
     name = "qsgd"
     traits = Traits(category="quantization", unbiased=True, shardable=True)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.check_integer("levels", 1, 127)
         self.check_integer("bucket_size", 1)
         self.check_choice("norm", ("l2", "max"))
@@ -50,29 +51,29 @@ class QSGD(Compressor):
         """Bits per code."""
         return (2 * self.levels).bit_length()
 
-    def compress(self, tensor, name):
+    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
         k = kernels_of(tensor)
         flat = k.flat(tensor)
         codes, scales = k.quantize(flat, self.levels, self.bucket_size, self.norm, self.context.stream(name))
         return [k.pack(codes, self.bits), scales], tuple(tensor.shape)
 
-    def decompress(self, payload, ctx):
+    def decompress(self, payload: Payload, ctx: Any) -> Tensor:
         k = kernels_of(payload[0])
         return self.accumulate(payload, ctx, k.zeros(ctx, "float32", payload[0]))
 
-    def accumulate(self, payload, ctx, out, weight=1.0):
+    def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
         k = kernels_of(out)
         packed, scales = payload
         codes = k.unpack(packed, self.bits, math.prod(ctx))
         out_flat = k.dequantize(k.flat(out), codes, scales, self.levels, self.bucket_size, weight)
         return k.reshape(out_flat, ctx)
 
-    def variance(self, n):
+    def variance(self, n: int) -> float | None:
         bucket = min(n, self.bucket_size)
         if self.norm == "max":
             return bucket / (4 * self.levels**2)
         return min(bucket / self.levels**2, math.sqrt(bucket) / self.levels)
 
-    def wire_bits(self, shape):
+    def wire_bits(self, shape: tuple[int, ...]) -> float | None:
         n = max(1, math.prod(shape))
         return (8 * math.ceil(n * self.bits / 8) + 32 * math.ceil(n / self.bucket_size)) / n

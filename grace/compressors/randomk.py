@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 from grace.compressors.topk import kept
-from grace.core.compressor import Compressor, Traits
+from grace.core.compressor import Compressor, Payload, Tensor, Traits
 from grace.kernels import kernels_of
 from grace.kernels.index_coding import check_positions
 
@@ -44,7 +45,7 @@ class RandomK(Compressor):
         memory="residual",
     )
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.check_number("ratio", 0, 1, low_open=True)
         self.check_choice("unbiased", (False, True))
 
@@ -55,7 +56,7 @@ class RandomK(Compressor):
             return replace(self.biased_traits, unbiased=True, contraction=False, memory="none")
         return self.biased_traits
 
-    def compress(self, tensor, name):
+    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
         k = kernels_of(tensor)
         n = check_positions(math.prod(tensor.shape))
         flat = k.flat(tensor)
@@ -63,11 +64,11 @@ class RandomK(Compressor):
         indices = k.random_indices(self.context.stream(name, shared=True), n, count, flat)
         return [k.gather(flat, indices)], (tuple(tensor.shape), indices, self._scale(n, count))
 
-    def decompress(self, payload, ctx):
+    def decompress(self, payload: Payload, ctx: Any) -> Tensor:
         k = kernels_of(payload[0])
         return self.accumulate(payload, ctx, k.zeros(ctx[0], "float32", payload[0]))
 
-    def accumulate(self, payload, ctx, out, weight=1.0):
+    def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
         k = kernels_of(out)
         shape, indices, scale = ctx
         return k.reshape(k.scatter_add(k.flat(out), indices, payload[0], weight * scale), shape)
@@ -75,12 +76,12 @@ class RandomK(Compressor):
     def _scale(self, n: int, count: int) -> float:
         return n / count if self.unbiased and count else 1.0
 
-    def sent_indices(self, payload, ctx):
+    def sent_indices(self, payload: Payload, ctx: Any) -> Tensor | None:
         return ctx[1]
 
-    def count(self, shape):
+    def count(self, shape: tuple[int, ...]) -> int | None:
         return kept(self.ratio, math.prod(shape))
 
-    def wire_bits(self, shape):
+    def wire_bits(self, shape: tuple[int, ...]) -> float | None:
         n = max(1, math.prod(shape))
         return 32 * kept(self.ratio, n) / n

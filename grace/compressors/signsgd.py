@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from grace.core.compressor import Compressor, Traits
+from grace.core.compressor import Compressor, Payload, Tensor, Traits
 from grace.kernels import kernels_of
 
 
@@ -28,24 +30,24 @@ class SignSGD(Compressor):
     votes = True
     traits = Traits(category="quantization")
 
-    def compress(self, tensor, name):
+    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
         k = kernels_of(tensor)
         return [k.pack_signs(k.flat(tensor))], tuple(tensor.shape)
 
-    def decompress(self, payload, ctx):
+    def decompress(self, payload: Payload, ctx: Any) -> Tensor:
         k = kernels_of(payload[0])
         return self.accumulate(payload, ctx, k.zeros(ctx, "float32", payload[0]))
 
-    def accumulate(self, payload, ctx, out, weight=1.0):
+    def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
         k = kernels_of(out)
         return k.reshape(k.add_signs(k.flat(out), payload[0], None, weight), ctx)
 
-    def aggregate(self, payloads, ctx, out, count):
+    def aggregate(self, payloads: Sequence[Payload], ctx: Any, out: Tensor, count: float) -> Tensor:
         # votes are counted in whole numbers; the loss scale is undone later, and a direction has none
         k = kernels_of(out)
         votes = super().aggregate(payloads, ctx, out, 1)
         return k.divide(out, k.signs(votes), 1 / self.context.loss_scale)
 
-    def wire_bits(self, shape):
+    def wire_bits(self, shape: tuple[int, ...]) -> float | None:
         n = max(1, math.prod(shape))
         return 8 * math.ceil(n / 8) / n

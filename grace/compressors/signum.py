@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from grace.compressors.signsgd import SignSGD
+from grace.core.compressor import Compressor, Payload, Tensor
 from grace.kernels import kernels_of
 
 
@@ -35,17 +37,17 @@ class Signum(SignSGD):
     stateful = True
     owns_momentum = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.check_number("momentum", 0, 1)
 
-    def keeps(self, shape):
+    def keeps(self, shape: tuple[int, ...]) -> Any:
         return shape
 
-    def answering(self):
+    def answering(self) -> Compressor:
         """Votes have no momentum of their own."""
         return SignSGD()
 
-    def compress(self, tensor, name):
+    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
         k = kernels_of(tensor)
         # without the loss scale, which may change between steps
         share = (1 - self.momentum) / self.context.loss_scale

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
-from grace.core.compressor import Compressor, Traits
+from grace.core.compressor import Compressor, Payload, Tensor, Traits
 from grace.kernels import kernels_of
 
 
@@ -33,7 +34,7 @@ class Sketch(Compressor):
     name = "sketch"
     traits = Traits(category="quantization", contraction=True, memory="residual")
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.check_integer("quantiles", 2, 256)
 
     def _buckets(self, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -41,21 +42,21 @@ class Sketch(Compressor):
         buckets = max(1, min(self.quantiles, math.prod(shape)))
         return buckets, max(1, (buckets - 1).bit_length())
 
-    def compress(self, tensor, name):
+    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
         k, shape = kernels_of(tensor), tuple(tensor.shape)
         buckets, bits = self._buckets(shape)
         numbers, means = k.quantile_buckets(k.flat(tensor), buckets)
         return [k.pack(numbers, bits), means], shape
 
-    def decompress(self, payload, ctx):
+    def decompress(self, payload: Payload, ctx: Any) -> Tensor:
         k = kernels_of(payload[0])
         return self.accumulate(payload, ctx, k.zeros(ctx, "float32", payload[0]))
 
-    def accumulate(self, payload, ctx, out, weight=1.0):
+    def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
         k = kernels_of(out)
         packed, means = payload
         return k.reshape(k.add_table(k.flat(out), packed, self._buckets(ctx)[1], means, None, weight), ctx)
 
-    def wire_bits(self, shape):
+    def wire_bits(self, shape: tuple[int, ...]) -> float | None:
         n, (buckets, bits) = math.prod(shape), self._buckets(shape)
         return (8 * math.ceil(n * bits / 8) + 32 * buckets) / max(1, n)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
-from grace.core.compressor import Compressor, Traits
+from grace.core.compressor import Compressor, Payload, Tensor, Traits
 from grace.kernels import kernels_of
 
 
@@ -35,25 +36,25 @@ class TernGrad(Compressor):
     name = "terngrad"
     traits = Traits(category="quantization", unbiased=True, shardable=True)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.check_number("clip", 0, low_open=True)
 
-    def compress(self, tensor, name):
+    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
         k, n = kernels_of(tensor), math.prod(tensor.shape)
         clipped = k.clip_deviation(k.flat(tensor), self.clip)
         codes, scale = k.quantize(clipped, 1, max(1, n), "max", self.context.stream(name))
         return [k.pack(codes, 2), scale], tuple(tensor.shape)
 
-    def decompress(self, payload, ctx):
+    def decompress(self, payload: Payload, ctx: Any) -> Tensor:
         k = kernels_of(payload[0])
         return self.accumulate(payload, ctx, k.zeros(ctx, "float32", payload[0]))
 
-    def accumulate(self, payload, ctx, out, weight=1.0):
+    def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
         k, n = kernels_of(out), math.prod(ctx)
         packed, scale = payload
         codes = k.unpack(packed, 2, n)
         return k.reshape(k.dequantize(k.flat(out), codes, scale, 1, max(1, n), weight), ctx)
 
-    def wire_bits(self, shape):
+    def wire_bits(self, shape: tuple[int, ...]) -> float | None:
         n = math.prod(shape)
         return (8 * math.ceil(n * 2 / 8) + 32) / n if n else 0.0

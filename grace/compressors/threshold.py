@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
-from grace.core.compressor import Sparsifier, Traits
+from grace.core.compressor import Payload, Sparsifier, Tensor, Traits
 from grace.kernels import kernels_of
 from grace.kernels.index_coding import check_positions, encode
 
@@ -35,10 +36,10 @@ class Threshold(Sparsifier):
     name = "threshold"
     traits = Traits(category="sparsification", fixed_size=False, memory="residual")
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.check_number("value", 0, FLOAT32_MAX)
 
-    def compress(self, tensor, name):
+    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
         k = kernels_of(tensor)
         n = check_positions(math.prod(tensor.shape))
         flat = k.flat(tensor)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
-from grace.core.compressor import Sparsifier, Traits
+from grace.core.compressor import Payload, Sparsifier, Tensor, Traits
 from grace.kernels import kernels_of
 from grace.kernels.index_coding import check_positions, encode, index_bits
 
@@ -42,10 +43,10 @@ class TopK(Sparsifier):
     name = "topk"
     traits = Traits(category="sparsification", contraction=True, memory="residual")
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.check_number("ratio", 0, 1, low_open=True)
 
-    def compress(self, tensor, name):
+    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
         k = kernels_of(tensor)
         n = check_positions(math.prod(tensor.shape))
         flat = k.flat(tensor)
@@ -53,10 +54,10 @@ class TopK(Sparsifier):
         coded = encode(k, indices, n, fixed=True)
         return [k.gather(flat, indices), coded], tuple(tensor.shape)
 
-    def count(self, shape):
+    def count(self, shape: tuple[int, ...]) -> int | None:
         return kept(self.ratio, math.prod(shape))
 
-    def wire_bits(self, shape):
+    def wire_bits(self, shape: tuple[int, ...]) -> float | None:
         n = max(1, math.prod(shape))
         count = kept(self.ratio, n)
         return (32 * count + index_bits(n, count)) / n

@@ -78,7 +78,7 @@ class Leases:
     def __init__(self, backend: Any):
         self.backend = backend
         self.offers: list[Offer] = []
-        self.ends: list[weakref.finalize] = []
+        self.ends: list[weakref.finalize[..., Any]] = []
 
     def offer(self) -> Offer | None:
         """What this rank could use."""

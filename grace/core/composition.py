@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from grace.core.compressor import Compressor, Traits
+from grace.core.compressor import Compressor, Payload, Tensor, Traits
 from grace.kernels import kernels_of
 
 
@@ -98,22 +98,22 @@ class Composed(Compressor):
         """Whether the values' noise is neither bounded nor damped."""
         return self.values.traits.unbiased and not self.values.traits.exact and not self._damps
 
-    def compress(self, tensor, name):
+    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
         (values, *where), ctx = self.sparsifier.compress(tensor, name)
         coded, values_ctx = self.values.compress(values, name)
         return [*coded, *where], (ctx, values_ctx, len(coded))
 
-    def decompress(self, payload, ctx):
+    def decompress(self, payload: Payload, ctx: Any) -> Tensor:
         return self.sparsifier.decompress(*self._decode(payload, ctx))
 
-    def accumulate(self, payload, ctx, out, weight=1.0):
+    def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
         decoded, first_ctx = self._decode(payload, ctx)
         return self.sparsifier.accumulate(decoded, first_ctx, out, weight)
 
-    def sent_indices(self, payload, ctx):
+    def sent_indices(self, payload: Payload, ctx: Any) -> Tensor | None:
         return self.sparsifier.sent_indices(*self._decode(payload, ctx))
 
-    def _decode(self, payload, ctx):
+    def _decode(self, payload: Payload, ctx: Any) -> tuple[Payload, Any]:
         first_ctx, values_ctx, count = ctx
         coded, where = payload[:count], payload[count:]
         if not self.sparsifier.traits.fixed_size:  # another rank sent another number of values
@@ -125,7 +125,7 @@ class Composed(Compressor):
             values = k.divide(values, values, 1 + variance)
         return [k.flat(values), *where], first_ctx
 
-    def wire_bits(self, shape):
+    def wire_bits(self, shape: tuple[int, ...]) -> float | None:
         n, count = max(1, math.prod(shape)), self.sparsifier.count(shape)
         whole = self.sparsifier.wire_bits(shape)
         values = None if count is None else self.values.wire_bits((count,))

@@ -163,13 +163,13 @@ class Sparsifier(Compressor):
     sends_values = True
     by_position = True
 
-    def decompress(self, payload, ctx):
+    def decompress(self, payload: Payload, ctx: Any) -> Tensor:
         k = kernels_of(payload[0])
         return self.accumulate(payload, ctx, k.zeros(ctx, "float32", payload[0]))
 
-    def accumulate(self, payload, ctx, out, weight=1.0):
+    def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
         k = kernels_of(out)
         return k.reshape(k.scatter_add(k.flat(out), self.sent_indices(payload, ctx), payload[0], weight), ctx)
 
-    def sent_indices(self, payload, ctx):
+    def sent_indices(self, payload: Payload, ctx: Any) -> Tensor | None:
         return decode(kernels_of(payload[1]), payload[1], math.prod(ctx))

@@ -104,8 +104,11 @@ class Exchange(Refusing, Judging):
         by, k = self.communicator.context.predivide, self.kernels
         if by == 1 or not self.communicator.sums:
             return payloads
-        room = lambda tensor: k.zeros(tuple(tensor.shape), k.dtype(tensor), tensor)  # noqa: E731
-        return [[k.divide(room(tensor), tensor, by) for tensor in payload] for payload in payloads]
+
+        def divided(tensor: Tensor) -> Tensor:
+            return k.divide(k.zeros(tuple(tensor.shape), k.dtype(tensor), tensor), tensor, by)
+
+        return [[divided(tensor) for tensor in payload] for payload in payloads]
 
     @property
     def _count_of_sum(self) -> float:

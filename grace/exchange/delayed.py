@@ -7,15 +7,35 @@ import dataclasses
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol, cast
 
 from grace.core.backend import Handle
 from grace.core.compressor import Tensor
-from grace.exchange.background import PendingExchange
+from grace.exchange.background import ExchangeThread, PendingExchange
 from grace.exchange.base import Exchange
-from grace.exchange.bucket import Contribution, Outcome, Traffic
+from grace.exchange.bucket import Carrier, Contribution, Outcome, Traffic
 from grace.exchange.sparse_rows import add, values_of
 from grace.kernels import kernels_of
+
+
+class Delaying(Carrier, Protocol):
+    """What a delayed round trip asks of its communicator besides.
+
+    Attributes:
+        staleness: how many steps later a mean is applied.
+        sync: False to apply means as they come.
+        ahead: how many may be under way then.
+        pending_exchanges: by the first variable of a bucket.
+        exchange_thread: runs them.
+    """
+
+    staleness: int
+    sync: bool
+    ahead: int
+    pending_exchanges: dict[str, deque[PendingExchange]]
+    exchange_thread: ExchangeThread
+
+    def aside(self) -> Carrier: ...
 
 
 @functools.cache
@@ -47,9 +67,11 @@ class DelayedExchange(Exchange):
     applied whatever becomes of this step.
     """
 
+    communicator: Delaying
+
     def __init__(self, kind: type[Exchange], contribution: Contribution):
         bucket, gradients, present, guard, traffic = contribution
-        communicator: Any = bucket.communicator
+        communicator = cast(Delaying, bucket.communicator)
         self.bucket, self.communicator, self.kernels = bucket, communicator, kernels_of(values_of(gradients[0]))
         self.names = [variable.name for variable in bucket.variables]
         self.pending_exchanges: deque[PendingExchange] = communicator.pending_exchanges[bucket.variables[0].name]
@@ -91,8 +113,7 @@ class DelayedExchange(Exchange):
 
     def hand_over(self) -> None:
         """To the thread, which must get the same exchanges in the same order on all ranks."""
-        communicator: Any = self.communicator
-        communicator.exchange_thread.send(self.pending)
+        self.communicator.exchange_thread.send(self.pending)
 
     def forget(self) -> None:
         """It will never run."""
@@ -105,7 +126,7 @@ class DelayedExchange(Exchange):
     def finish(self, outs: Sequence[Tensor | None], wait: bool = True) -> list[Outcome]:
         """The mean of ``staleness`` steps ago; without ``sync`` the sum of the means that have come, and of the oldest
         if there are too many."""
-        communicator: Any = self.communicator
+        communicator = self.communicator
         most, due = communicator.staleness if communicator.sync else communicator.ahead, []
         while len(self.pending_exchanges) > most or (
             not communicator.sync and self.pending_exchanges and self.pending_exchanges[0].done.is_set()

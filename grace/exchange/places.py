@@ -59,7 +59,10 @@ def compare(places: Sequence[Sequence[float]], context: Context) -> tuple[str, b
     if all(theirs == mine for theirs in found.values()):
         return "", False
     names = context.names or range(context.size)
-    call = lambda ranks: called([names[rank] for rank in ranks], len(places) == context.size)  # noqa: E731
+
+    def call(ranks: Sequence[int]) -> str:
+        return called([names[rank] for rank in ranks], len(places) == context.size)
+
     if astray:
         return f"ranks that exchange through {call(astray)} went different ways; their own errors say how", False
     ahead = {rank: [_signed(a - b) for a, b in zip(theirs, mine, strict=True)] for rank, theirs in found.items()}

@@ -5,14 +5,28 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from grace.core.compressor import Payload, Tensor
+from grace.core.backend import Handle
+from grace.core.compressor import Compressor, Payload, Tensor
+from grace.core.memory import Memory
 from grace.errors import PayloadError
 from grace.exchange.base import Exchange
-from grace.exchange.bucket import Outcome
+from grace.exchange.bucket import Carrier, Outcome
 from grace.exchange.tracing import recorder
 from grace.exchange.wire import MISSING, OVERFLOW, REFUSED, Wire, in_range, mark
+
+
+class ThroughOne(Carrier, Protocol):
+    """What this round trip asks of its communicator besides."""
+
+    root: int
+    answers: Compressor
+    answer_memory: Memory
+
+    def broadcast(self, wire: Tensor) -> Handle: ...
+
+    def rescale_answers(self, loss_scale: float) -> None: ...
 
 
 class ReduceBroadcastExchange(Exchange):
@@ -21,11 +35,12 @@ class ReduceBroadcastExchange(Exchange):
     Where the numbers of elements depend on the data, the sizes of the payloads go ahead of both.
     """
 
+    communicator: ThroughOne
+
     def _start(self, gradients: Sequence[Tensor]) -> None:
         self.answered = self.announced = False
-        communicator: Any = self.communicator
-        self.root, self.back = communicator.root, communicator.answers
-        self.loss_scale = communicator.context.loss_scale
+        self.root, self.back = self.communicator.root, self.communicator.answers
+        self.loss_scale = self.communicator.context.loss_scale
         super()._start(gradients)
 
     @property
@@ -56,8 +71,7 @@ class ReduceBroadcastExchange(Exchange):
         return True
 
     def _broadcast(self, tensor: Tensor) -> None:
-        communicator: Any = self.communicator
-        self._launch(lambda t: communicator.broadcast(t).map(lambda received: [received]), tensor)
+        self._launch(lambda t: self.communicator.broadcast(t).map(lambda received: [received]), tensor)
 
     # -- at the destination ----------------------------------------------------------------------------
 
@@ -103,9 +117,8 @@ class ReduceBroadcastExchange(Exchange):
     def _mean_compressed(self) -> Tensor:
         """The compressed means, as a wire; elsewhere, room for it."""
         k, communicator = self.kernels, self.communicator
-        answer: Any = communicator
         self.announced = not self.traits.fixed_size
-        answer.rescale_answers(self.loss_scale)  # everywhere: who decodes votes multiplies with it
+        communicator.rescale_answers(self.loss_scale)  # everywhere: who decodes votes multiplies with it
         if not self.here:
             return k.zeros((self.wire.length,), "uint8", self.bucket.buffer)
         with recorder.phase("unpack", bucket=self.bucket):
@@ -121,16 +134,16 @@ class ReduceBroadcastExchange(Exchange):
         for i, name in enumerate(self.names):
             ranks = [rank[i] for rank in statuses]
             try:
-                mean, payload, ctx = self._compressed_mean(i, [payloads_of[i] for payloads_of in received], answer)
+                mean, payload, ctx = self._compressed_mean(i, [payloads_of[i] for payloads_of in received])
             except PayloadError as error:
                 self.refuse(error, name)
                 return self._refusal([REFUSED if other == name else MISSING for other in self.names])
             with recorder.phase("update", variable=name):
-                ok = in_range(k, mean, payload, answer.answer_memory.stateful) and max(ranks) < OVERFLOW
+                ok = in_range(k, mean, payload, self.communicator.answer_memory.stateful) and max(ranks) < OVERFLOW
                 if all(status == MISSING for status in ranks) or not ok:
-                    answer.answer_memory.state.rollback(name)
+                    self.communicator.answer_memory.state.rollback(name)
                 else:
-                    answer.answer_memory.update(mean, name, self.back, payload, ctx)
+                    self.communicator.answer_memory.update(mean, name, self.back, payload, ctx)
             payloads.append(payload)
             marks.append(MISSING if max(ranks) == MISSING else mark(True, bool(ok), False))
         with recorder.phase("pack", bucket=self.bucket):
@@ -145,17 +158,17 @@ class ReduceBroadcastExchange(Exchange):
         ends = [*marks, *self.told, *[0] * self.wire.padding]
         return k.join([k.zeros((self.wire.body,), "uint8", like), k.full(ends, "uint8", like)])
 
-    def _compressed_mean(self, i: int, payloads: list[Payload], answer: Any) -> tuple[Tensor, Payload, Any]:
+    def _compressed_mean(self, i: int, payloads: list[Payload]) -> tuple[Tensor, Payload, Any]:
         """One variable's mean with what the memory of the answers adds to it, and its payload."""
         name, size = self.names[i], self.communicator.context.size
         with recorder.phase("decode", variable=name):
             mean = self.kernels.zeros(self.bucket.variables[i].shape, "float32", self.bucket.buffer)
             mean = self.compressor.aggregate(payloads, self.encoded[i][1], mean, size)
-        return self._compressed(mean, name, answer)
+        return self._compressed(mean, name)
 
-    def _compressed(self, mean: Tensor, name: str, answer: Any) -> tuple[Tensor, Payload, Any]:
+    def _compressed(self, mean: Tensor, name: str) -> tuple[Tensor, Payload, Any]:
         with recorder.phase("compensate", variable=name):
-            mean = answer.answer_memory.compensate(mean, name)
+            mean = self.communicator.answer_memory.compensate(mean, name)
         with recorder.phase("compress", variable=name):
             payload, ctx = self.back.compress(mean, f"{name}/answer")
         return mean, payload, ctx

@@ -33,12 +33,12 @@ class Sharded(Compressor):
         coded = [self.inner.compress(flat[a:b], f"{name}/shard_{j}") for j, (a, b) in enumerate(cuts)]
         return [payload for payload, _ in coded], (cuts, [ctx for _, ctx in coded])
 
-    def decompress(self, payload, ctx):
+    def decompress(self, payload: Payload, ctx: Any) -> Tensor:
         cuts = ctx[0]
         k = kernels_of(payload[0][0])
         return self.accumulate(payload, ctx, k.zeros((cuts[-1][1],), "float32", payload[0][0]))
 
-    def accumulate(self, payload, ctx, out, weight=1.0):
+    def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
         k = kernels_of(out)
         flat, shards = k.flat(out), []
         for place, ((a, b), shard, inner_ctx) in enumerate(zip(ctx[0], payload, ctx[1], strict=True)):

@@ -17,6 +17,7 @@ from typing import Any
 
 from grace.core.compressor import Compressor, Payload, Tensor, Traits
 from grace.core.memory import Memory
+from grace.core.state import State
 from grace.errors import ConfigError, payload_of
 from grace.exchange.sparse_rows import NOTHING
 from grace.exchange.wire import ITEM_SIZE
@@ -49,14 +50,14 @@ class RowCompressor(Compressor):
         """The inner compressor's."""
         return self.inner.spec
 
-    def compress(self, tensor, name):
+    def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
         k = kernels_of(tensor)
         payload, ctx = self.inner.compress(tensor, name)
         layout = self._layout(payload)
         coded = [part if floats(dtype) else k.to_bytes(part) for part, (dtype, _) in zip(payload, layout, strict=True)]
         return [*coded, self.rows[name]], (ctx, tuple(tensor.shape), name, layout)
 
-    def accumulate(self, payload, ctx, out, weight=1.0):
+    def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
         return self.inner.accumulate(_decoded(payload[:-1], ctx[3]), ctx[0], out, weight)
 
     def context_of(self, count: int, shape: Sequence[int], name: str, like: Tensor) -> Any:
@@ -70,7 +71,7 @@ class RowCompressor(Compressor):
         k, fixed = kernels_of(payload[0]), self.inner.traits.fixed_size
         return [(k.dtype(p), tuple(p.shape) if fixed else (-1, *p.shape[1:])[: len(p.shape)]) for p in payload]
 
-    def aggregate(self, payloads, ctx, out, count):
+    def aggregate(self, payloads: Sequence[Payload], ctx: Any, out: Tensor, count: float) -> Tensor:
         """The mean of all ranks' rows, as the values of the distinct ones; their numbers go to ``received``."""
         (own_rows, *shape), name = ctx[1:3]
         k, like = kernels_of(payloads[0][-1]), payloads[0][-1]
@@ -138,20 +139,20 @@ class RowMemory(Memory):
         return self.inner.spec
 
     @property
-    def state(self):
+    def state(self) -> State:
         """The inner memory's: it is saved with it."""
         return self.inner.state
 
-    def keeps(self, shape):
+    def keeps(self, shape: tuple[int, ...]) -> Any:
         return shape
 
-    def compensate(self, tensor, name):
+    def compensate(self, tensor: Tensor, name: str) -> Tensor:
         k, beta, gamma = kernels_of(tensor), self.inner.beta, self.inner.gamma
         if name not in self.state or k.to_list(self.compressor.rows[name][:1]) == [NOTHING]:
             return k.combine(gamma, tensor, 0.0, tensor)
         return k.combine(beta, k.take_rows(self.state[name], self.compressor.rows[name]), gamma, tensor)
 
-    def update(self, tensor, name, compressor, payload, ctx):
+    def update(self, tensor: Tensor, name: str, compressor: Compressor, payload: Payload, ctx: Any) -> None:
         k = kernels_of(tensor)
         if k.to_list(payload[-1][:1]) == [NOTHING]:
             return

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from grace.core.compressor import Payload, Tensor
 from grace.exchange.base import Exchange
 from grace.exchange.bucket import Contribution, Outcome
 from grace.exchange.reduce_broadcast import ReduceBroadcastExchange
@@ -29,7 +31,7 @@ class RowExchange(Exchange):
     def __init__(self, contribution: Contribution):
         super().__init__(with_values(contribution))
 
-    def finish(self, outs, wait=True):
+    def finish(self, outs: Sequence[Tensor | None], wait: bool = True) -> list[Outcome]:
         """The mean's distinct rows, per variable."""
         outcomes = super().finish(outs, wait)
         compressor: Any = self.compressor
@@ -38,7 +40,7 @@ class RowExchange(Exchange):
                 outcome.value = SparseRows(outcome.value, compressor.received[outcome.variable.name])
         return outcomes
 
-    def _aggregate(self, i, payloads, out, name):
+    def _aggregate(self, i: int, payloads: list[Any], out: Tensor | None, name: str) -> Outcome:
         variable = self.bucket.variables[i]
         return Outcome(variable, self.compressor.aggregate(payloads, self.encoded[i][1], out, self.count), False)
 
@@ -49,7 +51,7 @@ class RowReduceBroadcastExchange(ReduceBroadcastExchange):
     def __init__(self, contribution: Contribution):
         super().__init__(with_values(contribution))
 
-    def _compressed_mean(self, i, payloads, answer):
+    def _compressed_mean(self, i: int, payloads: list[Payload]) -> tuple[Tensor, Payload, Any]:
         name, k = self.names[i], self.kernels
         with recorder.phase("decode", variable=name):
             values = self.compressor.aggregate(payloads, self.encoded[i][1], None, self.communicator.context.size)
@@ -60,9 +62,9 @@ class RowReduceBroadcastExchange(ReduceBroadcastExchange):
             values = k.zeros((1, *values.shape[1:]), "float32", values)
         answers: Any = self.back
         answers.rows[name] = answers.rows[f"{name}/answer"] = rows
-        return self._compressed(values, name, answer)
+        return self._compressed(values, name)
 
-    def _decoded(self, i, payload, out):
+    def _decoded(self, i: int, payload: Payload, out: Tensor | None) -> SparseRows:
         rows = payload[-1]
         k, shape = kernels_of(rows), self.bucket.variables[i].shape[1:]
         if is_nothing(rows):
@@ -73,5 +75,5 @@ class RowReduceBroadcastExchange(ReduceBroadcastExchange):
         ctx = answers.context_of(rows.shape[0], shape, f"{self.names[i]}/answer", rows)
         return SparseRows(answers.accumulate(payload, ctx, zeros), rows)
 
-    def _poisoned(self, value):
+    def _poisoned(self, value: Any) -> SparseRows:
         return SparseRows(super()._poisoned(value.values), value.rows)

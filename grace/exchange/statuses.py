@@ -121,13 +121,13 @@ class Judging:
             missing = [status == 0 for status in statuses]
             self.spoilt = [was or not status < math.inf for was, status in zip(self.spoilt, statuses, strict=True)]
         for i, payload in enumerate(self.wire.unpack(total)):
-            finite = all(bool(self.kernels.all_finite(tensor)) for tensor in payload)
+            finite = self._finite(payload)
             self.spoilt[i] = self.spoilt[i] or not finite
         return missing, self.spoilt
 
     def _statuses_of(self, wires: list[Tensor]) -> tuple[list[bool], list[bool]]:
         """Per variable: whether no rank had a gradient, and whether one overflowed."""
-        count, finite = len(self.names), lambda tensors: all(bool(self.kernels.all_finite(t)) for t in tensors)
+        count = len(self.names)
         missing = overflow = [False] * count
         told = not all(self.present) or not self.traits.carries_nonfinite
         self.look(self.layouts, wires, wait=told or self.guard)
@@ -137,11 +137,11 @@ class Judging:
             limit = math.inf if self.communicator.sums else OVERFLOW
             overflow = [any(not rank[i] < limit for rank in ranks) for i in range(count)]
         sums = self.communicator.sums  # of finite numbers may be infinite
-        if (
-            self.guard
-            and (sums or self.traits.carries_nonfinite)
-            and not (sums and finite([wires[0][: self.wire.body]]))
-        ):
+        visible = self.guard and (sums or self.traits.carries_nonfinite)
+        if visible and not (sums and self._finite([wires[0][: self.wire.body]])):
             received = [layout.unpack(buffer) for layout, buffer in zip(self.layouts, wires, strict=True)]
-            overflow = [was or not all(finite(rank[i]) for rank in received) for i, was in enumerate(overflow)]
+            overflow = [was or not all(self._finite(rank[i]) for rank in received) for i, was in enumerate(overflow)]
         return missing, overflow
+
+    def _finite(self, tensors: Sequence[Tensor]) -> bool:
+        return all(bool(self.kernels.all_finite(tensor)) for tensor in tensors)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
+from grace.core.compressor import Compressor, Payload, Tensor
 from grace.core.memory import Memory
 from grace.kernels import kernels_of
 from grace.kernels.index_coding import check_positions
@@ -46,27 +48,27 @@ class DGCMemory(Memory):
     name = "dgc"
     owns_momentum = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.check_number("momentum", 0, 1)
         if self.clip is not None:
             self.check_number("clip", 0, low_open=True)
         self.check_choice("nesterov", (False, True))
 
     @classmethod
-    def accepts(cls, compressor):
+    def accepts(cls, compressor: Compressor) -> str | None:
         """Why this memory cannot serve the compressor; None if it can."""
         if compressor.traits.category not in ("sparsification", "hybrid"):
             return "it clears the momentum of the entries that were sent, so it is for sparsifiers"
         return None
 
-    def answering(self):
+    def answering(self) -> Memory:
         """The momentum is in what ranks send, and clipping too: a destination keeps what its answers leave out."""
         return Residual()
 
-    def keeps(self, shape):
+    def keeps(self, shape: tuple[int, ...]) -> Any:
         return {"velocity": shape, "accumulated": shape}
 
-    def compensate(self, tensor, name):
+    def compensate(self, tensor: Tensor, name: str) -> Tensor:
         k = kernels_of(tensor)
         shape = tuple(tensor.shape)
         if self.clip is not None:
@@ -83,7 +85,7 @@ class DGCMemory(Memory):
         self.state[name] = {"velocity": u, "accumulated": v}
         return v
 
-    def update(self, tensor, name, compressor, payload, ctx):
+    def update(self, tensor: Tensor, name: str, compressor: Compressor, payload: Payload, ctx: Any) -> None:
         # both tensors are this step's own, so they may be changed while what is committed stays
         k = kernels_of(tensor)
         shape, u = tuple(tensor.shape), self.state[name]["velocity"]
@@ -92,7 +94,7 @@ class DGCMemory(Memory):
         self.state[name] = {"velocity": u, "accumulated": v}
 
 
-def _sent(compressor, payload, ctx, shape):
+def _sent(compressor: Compressor, payload: Payload, ctx: Any, shape: tuple[int, ...]) -> Tensor:
     """Flat indices of what was sent; a compressor that does not say sent what decodes to non-zero."""
     indices = compressor.sent_indices(payload, ctx)
     if indices is not None:

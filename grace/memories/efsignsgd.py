@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from grace.core.compressor import Compressor, Payload, Tensor
 from grace.core.memory import Memory
 from grace.kernels import kernels_of
 
@@ -31,10 +33,10 @@ class EFSignSGDMemory(Memory):
     name = "efsignsgd"
     needs_lr = True
 
-    def keeps(self, shape):
+    def keeps(self, shape: tuple[int, ...]) -> Any:
         return {"residual": shape, "lr": float}
 
-    def compensate(self, tensor, name):
+    def compensate(self, tensor: Tensor, name: str) -> Tensor:
         k = kernels_of(tensor)
         lr = self.context.lr(name)
         if name not in self.state or lr == 0:
@@ -42,10 +44,10 @@ class EFSignSGDMemory(Memory):
         kept = self.state[name]
         return k.combine(kept["lr"] / lr, kept["residual"], 1.0, tensor)
 
-    def update(self, tensor, name, compressor, payload, ctx):
+    def update(self, tensor: Tensor, name: str, compressor: Compressor, payload: Payload, ctx: Any) -> None:
         lr = self.context.lr(name)
         if lr != 0:
             self.state[name] = {"residual": compressor.accumulate(payload, ctx, tensor, -1.0), "lr": float(lr)}
 
-    def rescale(self, factor):
+    def rescale(self, factor: float) -> None:
         self.state.map(lambda value: value if isinstance(value, float) else value * factor)

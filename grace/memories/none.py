@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from grace.core.compressor import Compressor, Payload, Tensor
 from grace.core.memory import Memory
 
 
@@ -18,8 +20,8 @@ class NoMemory(Memory):
     name = "none"
     stateful = False
 
-    def compensate(self, tensor, name):
+    def compensate(self, tensor: Tensor, name: str) -> Tensor:
         return tensor
 
-    def update(self, tensor, name, compressor, payload, ctx):
+    def update(self, tensor: Tensor, name: str, compressor: Compressor, payload: Payload, ctx: Any) -> None:
         pass

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from grace.core.compressor import Compressor, Payload, Tensor
 from grace.core.memory import Memory
 from grace.kernels import kernels_of
 
@@ -33,18 +35,18 @@ class Residual(Memory):
 
     name = "residual"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.check_number("beta", 0, 1)
         self.check_number("gamma", 0, 1, low_open=True)
 
-    def keeps(self, shape):
+    def keeps(self, shape: tuple[int, ...]) -> Any:
         return shape
 
-    def compensate(self, tensor, name):
+    def compensate(self, tensor: Tensor, name: str) -> Tensor:
         k = kernels_of(tensor)
         if name not in self.state:
             return k.combine(self.gamma, tensor, 0.0, tensor)
         return k.combine(self.beta, self.state[name], self.gamma, tensor)
 
-    def update(self, tensor, name, compressor, payload, ctx):
+    def update(self, tensor: Tensor, name: str, compressor: Compressor, payload: Payload, ctx: Any) -> None:
         self.state[name] = compressor.accumulate(payload, ctx, tensor, -1.0)

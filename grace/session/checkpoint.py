@@ -322,7 +322,7 @@ def _renamed(saved: dict[str, Any], now: list[str]) -> dict[str, Any]:
     if all(old == name for old, name in new.items()) or len(set(new.values())) != len(new):
         return saved
     names = {f"{old}/part_{i}": f"{new[old]}/part_{i}" for old in shards for i in range(len(shards[old]["sizes"]))}
-    called: Callable[[dict], dict] = lambda values: {  # noqa: E731
+    called: Callable[[dict[str, Any]], dict[str, Any]] = lambda values: {  # noqa: E731
         {**new, **names}.get(name, name): value for name, value in values.items()
     }
     renamed = {**saved, "pieces": called(shards), "pending": [called(step) for step in saved.get("pending", ())]}

@@ -18,6 +18,7 @@ from grace.backends.topology import node_groups
 from grace.communicators import Allreduce
 from grace.communicators.sparse import row_communicator
 from grace.core.backend import Backend, LocalBackend
+from grace.core.compressor import Tensor
 from grace.core.context import Context
 from grace.errors import PayloadError
 from grace.exchange.base import Exchange
@@ -184,5 +185,5 @@ class Followed(Exchange):
     def wait(self) -> None:
         return None
 
-    def finish(self, outs, wait=True):
+    def finish(self, outs: Sequence[Tensor | None], wait: bool = True) -> list[Outcome]:
         return [Outcome(variable, None, False) for variable in self.bucket.variables]

@@ -24,8 +24,8 @@ class GradientExchange(Session):
     restores what this rank remembers.
 
     Args:
-        compressor, memory, communicator, strategy, op, gradient_predivide_factor, backend, sparse_as_dense,
-            broadcast, seed, hierarchical, group_bytes: as for :func:`~grace.tensorflow.DistributedOptimizer`.
+        compressor, memory, communicator, strategy, backend: as for :func:`~grace.tensorflow.DistributedOptimizer`.
+        op, gradient_predivide_factor, sparse_as_dense, broadcast, hierarchical, seed, group_bytes: likewise.
 
     >>> import grace
     >>> engine = grace.init("local")

@@ -1,4 +1,4 @@
-"""The README's code runs as it stands."""
+"""The README's code runs as it stands; and that of the pages on checkpoints, when runs end and others go on."""
 
 import os
 import re
@@ -14,8 +14,8 @@ import grace
 ROOT = Path(__file__).parent.parent
 
 
-def blocks():
-    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+def blocks(page="README.md"):
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
 
 
 def test_the_readmes_own_compressor_trains():
@@ -49,7 +49,7 @@ def test_the_readmes_keras_model_trains():
 
 
 def saved_and_resumed(folder, code):
-    """The README's two halves, on real ranks: a run that goes on, and one that is resumed."""
+    """The page's two halves, on real ranks: a run that goes on, and one that is resumed."""
     from training import digest, distributed, net, train, weights
 
     ends, before = [], os.getcwd()
@@ -75,14 +75,14 @@ def saved_and_resumed(folder, code):
 
 
 @pytest.mark.ranks
-def test_the_readmes_checkpoints_of_rank_0_resume(two_ranks, tmp_path):
-    code = [block for block in blocks() if "checkpoint.pt" in block]
+def test_the_pages_checkpoints_of_rank_0_resume(two_ranks, tmp_path):
+    code = [block for block in blocks("docs/checkpoints.md") if "checkpoint.pt" in block]
     assert two_ranks.run(saved_and_resumed, str(tmp_path), code) == [True, True]
 
 
-def test_the_readmes_keras_checkpoint_resumes(tmp_path, monkeypatch):
+def test_the_pages_keras_checkpoint_resumes(tmp_path, monkeypatch):
     keras = pytest.importorskip("keras", reason="TensorFlow is not installed")
-    (code,) = [block for block in blocks() if "save_model" in block]
+    (code,) = [block for block in blocks("docs/keras.md") if "save_model" in block]
     monkeypatch.chdir(tmp_path)
     grace.init("local")
     model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(3)])
@@ -96,9 +96,3 @@ def test_the_readmes_keras_checkpoint_resumes(tmp_path, monkeypatch):
     for one, other in zip(model.variables, names["model"].variables, strict=True):
         assert np.array_equal(one, other)
     grace.shutdown()
-
-
-def test_every_method_is_in_the_readmes_table():
-    table = (ROOT / "README.md").read_text()
-    for name, cls in grace.known("compressor").items():
-        assert name == "cast" or f"`{name}" in table or not cls.__module__.startswith("grace.compressors"), name

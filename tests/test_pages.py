@@ -1,0 +1,226 @@
+"""The pages of docs/ are true: their code runs, their commands have these options, their links lead somewhere."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shlex
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from command import grace_command
+from pools import launched
+
+import grace
+from grace import cli
+
+ROOT = Path(__file__).parent.parent
+WRITTEN = sorted(set((ROOT / "docs").glob("*.md")) - {ROOT / "docs" / "methods.md"})
+PAGES = [page for page in WRITTEN if "```python" in page.read_text()]
+KERAS = [page for page in PAGES if "import keras" in page.read_text()]
+HOROVOD = [page for page in PAGES if "import horovod" in page.read_text()]
+TORCH = [page for page in PAGES if page not in KERAS + HOROVOD]
+LONGEST = 250
+NAMED = {"ids": lambda page: page.stem}
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.S | re.M)
+
+
+def write_files(page: Path, folder: Path) -> None:
+    """What the page tells to save: blocks that begin with a file's name."""
+    for language in ("python", "yaml"):
+        for block in blocks(page, language):
+            if name := re.match(r"# (\w+\.(?:py|yaml))\n", block):
+                (folder / name[1]).write_text(block)
+
+
+def run_page(page: Path, folder: Path) -> None:
+    """All code of a page, in order, as one program; on every rank, as torchrun starts it."""
+    write_files(page, folder) if grace.rank() == 0 else None
+    before, environment = Path.cwd(), dict(os.environ)
+    os.environ.update(RANK=str(grace.rank()), WORLD_SIZE=str(grace.size()))
+    os.chdir(folder)
+    module = sys.modules["a_page"] = types.ModuleType("a_page")  # where dataclasses look for names
+    try:
+        for block in blocks(page, "python"):
+            exec(compile(block, str(page), "exec"), vars(module))
+    finally:
+        os.chdir(before)
+        os.environ.clear()
+        os.environ.update(environment)
+        del sys.modules["a_page"]
+        grace.shutdown()
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """One process, whatever other tests have left; what a page registers or opens is taken back."""
+    monkeypatch.setenv("GRACE_BACKEND", "local")
+    registered = {kind: dict(classes) for kind, classes in registry()._registered.items()}
+    yield
+    for kind, classes in registered.items():
+        registry()._registered[kind] = classes
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def registry():
+    return sys.modules[grace.register.__module__]
+
+
+@pytest.mark.parametrize("page", TORCH + KERAS, **NAMED)
+def test_a_pages_code_runs(page, alone, tmp_path, monkeypatch):
+    if page in KERAS:
+        pytest.importorskip("tensorflow", exc_type=ImportError)
+    monkeypatch.syspath_prepend(tmp_path)
+    run_page(page, tmp_path)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("page", TORCH, **NAMED)
+def test_a_pages_code_runs_on_two_ranks(page, two_ranks, tmp_path):
+    two_ranks.run(run_page, page, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("page", HOROVOD, **NAMED)
+def test_a_pages_code_runs_over_horovod(page, tmp_path):
+    launched("horovodrun-gloo", 2).run(run_page, page, tmp_path)
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The page's shell lines that run grace, without what is set before it and remarks behind it."""
+    lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
+    lines += re.findall(r"^    (\w.*)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.S | re.M), re.M)
+    found = [shlex.split(line, comments=True) for line in lines]
+    return [words[words.index("grace") + 1 :] for words in found if "grace" in words]
+
+
+WITH_COMMANDS = [page for page in [*WRITTEN, ROOT / "README.md"] if commands(page)]
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS, **NAMED)
+def test_a_pages_commands_have_the_options_that_they_use(page):
+    for words in commands(page):
+        command, rest = typer.main.get_command(cli.app), list(words)
+        while hasattr(command, "commands"):
+            assert rest, f"grace {words} lacks a command"
+            if rest[0] in ("--version", "--help"):
+                break
+            assert rest[0] in command.commands, f"there is no grace {' '.join(words)}"
+            command = command.commands[rest.pop(0)]
+        own = rest[: rest.index("--")] if "--" in rest else rest
+        known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
+        for word in own:
+            assert not word.startswith("-") or word in known, f"{word} of grace {' '.join(words)}"
+
+
+QUICK = ("list", "describe", "--version", "strategy")
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS, **NAMED)
+def test_a_pages_quick_commands_run(page, tmp_path, monkeypatch):
+    pytest.importorskip("pydantic")
+    write_files(page, tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for words in commands(page):
+        if words[0] in QUICK or "--dry-run" in words:
+            code, out, err = grace_command(*words, folder=tmp_path)
+            assert (code, err) == (0, ""), f"grace {' '.join(words)}: {out}{err}"
+
+
+def test_make_targets_in_pages_are_there():
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M)
+    for page in [*WRITTEN, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
+        for target in re.findall(r"^(?:    |`)?make (\w+)", page.read_text(), re.M):
+            assert target in targets, f"{page.name}: make {target}"
+
+
+# -- links and lengths --------------------------------------------------------------------------------------------
+
+
+def anchor(title: str) -> str:
+    """What a heading is called in links, on code hosts and in the site."""
+    return re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-")
+
+
+def anchors(page: Path) -> set[str]:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
+    return {anchor(title) for title in re.findall(r"^#+ (.*)$", text, re.M)}
+
+
+DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")]
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_within_the_repository_lead_somewhere(page):
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text()):
+        path, _, place = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), f"{page.name} links to {target}"
+        if place and there.suffix == ".md":
+            assert place in anchors(there), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", WRITTEN, **NAMED)
+def test_pages_are_short(page):
+    assert len(page.read_text().splitlines()) <= LONGEST
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+# -- what must not go stale ---------------------------------------------------------------------------------------
+
+
+def source() -> str:
+    """All text in grace's source, joined as Python joins it."""
+    text = "\n".join(file.read_text() for file in sorted((ROOT / "grace").glob("**/*.py")))
+    return re.sub(r'"\s*\n\s*f?"', "", text)
+
+
+def test_messages_that_troubleshooting_quotes_are_raised_somewhere():
+    quoted = re.findall(r"^#+ `(.*)`$", (ROOT / "docs" / "troubleshooting.md").read_text(), re.M)
+    assert len(quoted) > 20
+    text = source()
+    parts = [part.strip() for message in quoted for part in message.split("...")]
+    assert [part for part in parts if part not in text] == []
+
+
+def test_every_method_is_in_the_table():
+    table = (ROOT / "docs" / "choosing.md").read_text()
+    for name, cls in grace.known("compressor").items():
+        assert name == "cast" or f"`{name}" in table or not cls.__module__.startswith("grace.compressors"), name
+
+
+IN_REFERENCE = {
+    "compressor": "compressors",
+    "memory": "memories",
+    "communicator": "communicators",
+    "builder": "strategies",
+}
+
+
+@pytest.mark.parametrize("kind", IN_REFERENCE)
+def test_every_part_is_in_the_reference(kind):
+    text = (ROOT / "docs" / "api" / f"{IN_REFERENCE[kind]}.md").read_text()
+    for cls in grace.known(kind).values():
+        assert f".{cls.__name__}\n" in text or not cls.__module__.startswith("grace."), cls
+
+
+@pytest.mark.parametrize("module", ["grace", "grace.torch", "grace.tensorflow"])
+def test_every_public_name_is_in_the_reference(module):
+    if module == "grace.tensorflow":
+        pytest.importorskip("tensorflow", exc_type=ImportError)
+    text = "".join(file.read_text() for file in (ROOT / "docs" / "api").glob("*.md"))
+    names = set(importlib.import_module(module).__all__) - {"__version__"}
+    assert [name for name in sorted(names) if not re.search(rf"\b{name}\b", text)] == []

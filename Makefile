@@ -6,12 +6,13 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c const
 SETUP := setup.cfg pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check soak fuzz horovod clean
+.PHONY: help demo test check docs soak fuzz horovod clean
 
 help:
 	@echo "make demo    in about a minute: does compression pay over a slow network? tables, and a report in out/demo"
 	@echo "make test    all tests"
 	@echo "make check   style, types and the fast tests"
+	@echo "make docs    the pages and the API reference as a site in out/docs, its links checked; no network once installed"
 	@echo "make soak    training scripts drawn from seeds, for MINUTES=10; RANKS=2, ENGINE=gloo (mpirun-mpi, ...)"
 	@echo "make fuzz    property tests with new examples, for MINUTES=10; seeds and counts are printed"
 	@echo "make horovod builds Horovod for torch and TensorFlow, and tries it; MPI=system takes your MPI, JOBS=n compilers"
@@ -33,6 +34,13 @@ check: $(VENV)/test.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -m "not slow and not ranks"
+
+# A warning (a link or a reference that leads nowhere) fails it. TensorFlow and Horovod are read where they are installed.
+docs: $(VENV)/docs.stamp
+	@rm -rf out/docs
+	TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/python -m sphinx -b html -q -W --keep-going -E -d out/docs/.cache docs out/docs
+	@rm -rf out/docs/.cache
+	@echo "out/docs/index.html is there."
 
 # Every failing seed is printed: make it a case in tests/multiprocess, and run it again by tests/soak.py --seed.
 soak: $(VENV)/test.stamp
@@ -65,6 +73,11 @@ $(VENV)/demo.stamp: $(VENV)/python.stamp $(SETUP)
 $(VENV)/test.stamp: $(VENV)/python.stamp $(SETUP)
 	@echo "Installing what the tests need into $(VENV); the first time takes minutes."
 	$(PIP) -e ".[torch,bench,strategy,dev]"
+	@touch $@ $(VENV)/demo.stamp
+
+$(VENV)/docs.stamp: $(VENV)/python.stamp $(SETUP)
+	@echo "Installing what the documentation needs into $(VENV); the first time takes minutes."
+	$(PIP) -e ".[torch,bench,strategy,docs]"
 	@touch $@ $(VENV)/demo.stamp
 
 # Both frameworks first: one wheel holds Horovod for all that it finds.

@@ -23,14 +23,14 @@ SHAPE = (1000, 1000)
 def methods_page() -> str:
     """The whole page, in Markdown.
 
-    >>> "## topk" in methods_page()
+    >>> "### topk" in methods_page()
     True
     """
     parts = [HEAD, _table()]
     for kind, title in (("compressor", "Compressors"), ("memory", "Memories"), ("communicator", "Communicators")):
-        parts.append(f"# {title}\n")
+        parts.append(f"## {title}\n")
         parts += [_section(kind, name, cls) for name, cls in _own(kind).items()]
-    parts += ["# Composition\n", _composition()]
+    parts += ["## Composition\n", _composition()]
     return "\n".join(parts)
 
 
@@ -63,7 +63,7 @@ def _section(kind: str, name: str, cls: Any) -> str:
         key if default is dataclasses.MISSING else f"{key}={default!r}" for key, default in cls.parameters().items()
     )
     spec = f"{name}({parameters})" if parameters else name
-    lines = [f"## {name}\n", f"    {spec}\n"]
+    lines = [f"### {name}\n", f"    {spec}\n"]
     if kind == "communicator":
         lines.append(f"Cost per rank and exchange, for a payload of p bytes and W ranks: {cls.cost}\n")
     return "\n".join(lines) + "\n" + markdown(cls) + "\n"

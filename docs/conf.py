@@ -59,6 +59,7 @@ def as_rst(app, what, name, obj, options, lines):
             formula = True
             text += [".. code-block:: none", ""]
         example = formula or line.lstrip().startswith((">>>", "..."))
+        line = line.replace("``", "") if formula else line
         text.append(line if example else re.sub(r"(``.*?``)|\|", lambda bar: bar[1] or r"\|", line))
     lines[:] = text
 

@@ -76,6 +76,9 @@ $(VENV)/test.stamp: $(VENV)/python.stamp $(SETUP)
 	@touch $@ $(VENV)/demo.stamp
 
 $(VENV)/docs.stamp: $(VENV)/python.stamp $(SETUP)
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "make docs needs Python 3.11 or newer; $(VENV) has $$($(BIN)/python --version)." \
+		"Choose another: make clean, then make docs PYTHON=python3.12"; exit 1; }
 	@echo "Installing what the documentation needs into $(VENV); the first time takes minutes."
 	$(PIP) -e ".[torch,bench,strategy,docs]"
 	@touch $@ $(VENV)/demo.stamp

@@ -41,8 +41,14 @@ def write_files(page: Path, folder: Path) -> None:
                 (folder / name[1]).write_text(block)
 
 
-def run_page(page: Path, folder: Path) -> None:
-    """All code of a page, in order, as one program; on every rank, as torchrun starts it."""
+def run_page(page: Path, folder: Path, last: bool = True) -> None:
+    """All code of a page, in order, as one program; on every rank, as torchrun starts it.
+
+    Args:
+        page: its file.
+        folder: where it runs.
+        last: whether the run ends with it.
+    """
     write_files(page, folder) if grace.rank() == 0 else None
     before, environment = Path.cwd(), dict(os.environ)
     os.environ.update(RANK=str(grace.rank()), WORLD_SIZE=str(grace.size()))
@@ -56,7 +62,8 @@ def run_page(page: Path, folder: Path) -> None:
         os.environ.clear()
         os.environ.update(environment)
         del sys.modules["a_page"]
-        grace.shutdown()
+        if last:
+            grace.shutdown()
 
 
 @pytest.fixture
@@ -93,7 +100,7 @@ def test_a_pages_code_runs_on_two_ranks(page, two_ranks, tmp_path):
 @pytest.mark.ranks
 @pytest.mark.parametrize("page", HOROVOD, **NAMED)
 def test_a_pages_code_runs_over_horovod(page, tmp_path):
-    launched("horovodrun-gloo", 2).run(run_page, page, tmp_path)
+    launched("horovodrun-gloo", 2).run(run_page, page, tmp_path, False)
 
 
 def commands(page: Path) -> list[list[str]]:

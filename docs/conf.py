@@ -81,8 +81,8 @@ def plain_name(app, env, node, content):
 def exists(path):
     """Whether a dotted path is that of a module, or of something in one."""
     names = path.split(".")
-    if find_spec(names[0]) is None and names[0] not in autodoc_mock_imports:
-        return False
+    if names[0] in autodoc_mock_imports:  # nobody can tell here
+        return True
     for cut in range(len(names), 0, -1):
         try:
             value = importlib.import_module(".".join(names[:cut]))

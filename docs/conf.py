@@ -26,8 +26,8 @@ copybutton_prompt_text, copybutton_prompt_is_regexp = r">>> |\.\.\. ", True
 
 autodoc_typehints, autodoc_member_order, python_use_unqualified_type_names = "signature", "bysource", True
 autodoc_mock_imports = [name for name in ("torch", "tensorflow", "keras", "horovod") if find_spec(name) is None]
-python_maximum_signature_line_length = 80
-napoleon_use_rtype = False
+python_maximum_signature_line_length = 100
+napoleon_use_ivar, napoleon_use_rtype = True, False
 
 
 def with_links(app, path, parent, source):
@@ -51,7 +51,7 @@ def with_links(app, path, parent, source):
 
 def as_rst(app, what, name, obj, options, lines):
     """Docstrings indent formulas and write |x|, as people read it: say in reStructuredText what that is."""
-    text, formula = [], False
+    text, formula = [""] if what in ("attribute", "property") else [], False  # else napoleon looks for "type: text"
     for before, line in zip(["", *lines], lines, strict=False):
         if line and not line.startswith(" "):
             formula = False

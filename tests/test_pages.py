@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import pkgutil
 import re
 import shlex
 import sys
@@ -223,6 +224,19 @@ def test_every_part_is_in_the_reference(kind):
     text = (ROOT / "docs" / "api" / f"{IN_REFERENCE[kind]}.md").read_text()
     for cls in grace.known(kind).values():
         assert f".{cls.__name__}\n" in text or not cls.__module__.startswith("grace."), cls
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "api").glob("*.md")), **NAMED)
+def test_what_the_reference_names_is_there(page):
+    if page.stem == "tensorflow":
+        pytest.importorskip("tensorflow", exc_type=ImportError)
+    module = ""
+    for kind, path in re.findall(r"^\.\. (currentmodule|auto\w+):: ([\w.]+)", page.read_text(), re.M):
+        if kind == "currentmodule":
+            module = f"{path}."
+        else:
+            path = path if path.startswith("grace.") else module + path
+            assert pkgutil.resolve_name(path) is not None
 
 
 @pytest.mark.parametrize("module", ["grace", "grace.torch", "grace.tensorflow"])

@@ -18,7 +18,7 @@ from command import grace_command
 from pools import launched
 
 import grace
-from grace import cli
+from grace.cli import main as cli
 
 ROOT = Path(__file__).parent.parent
 WRITTEN = sorted(set((ROOT / "docs").glob("*.md")) - {ROOT / "docs" / "methods.md"})

@@ -1,4 +1,4 @@
-"""UniformPlan: one choice for all variables."""
+"""Uniform: one choice for all variables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from grace.strategy.plan import VariablePlan
 
 
 @dataclass
-class UniformPlan(Builder):
+class Uniform(Builder):
     """One compressor, memory and communicator for all, in one group: what ``DistributedOptimizer(opt,
     compressor=...)`` means.
 
@@ -19,7 +19,7 @@ class UniformPlan(Builder):
 
     >>> from grace.strategy.builder import OneNode
     >>> from grace.core.variable import Variable
-    >>> (plan,) = UniformPlan("qsgd", communicator="scatter_reduce").build([Variable("w", (9, 2))], OneNode(2)).plans
+    >>> (plan,) = Uniform("qsgd", communicator="scatter_reduce").build([Variable("w", (9, 2))], OneNode(2)).plans
     >>> plan.parts[0].sync.type, plan.parts[0].compressor
     ('scatter_reduce', 'qsgd')
     """

@@ -6,13 +6,14 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c const
 SETUP := setup.cfg pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs soak fuzz horovod clean
+.PHONY: help demo test check coverage docs soak fuzz horovod clean
 
 help:
 	@echo "make demo    in about a minute: does compression pay over a slow network? tables, and a report in out/demo"
 	@echo "make test    all tests"
 	@echo "make check   style, types and the fast tests"
 	@echo "make docs    the pages and the API reference as a site in out/docs, its links checked; no network once installed"
+	@echo "make coverage  all tests, and the lines and branches of grace/ that they run: out/coverage/report.txt"
 	@echo "make soak    training scripts drawn from seeds, for MINUTES=10; RANKS=2, ENGINE=gloo (mpirun-mpi, ...)"
 	@echo "make fuzz    property tests with new examples, for MINUTES=10; seeds and counts are printed"
 	@echo "make horovod builds Horovod for torch and TensorFlow, and tries it; MPI=system takes your MPI, JOBS=n compilers"
@@ -41,6 +42,14 @@ docs: $(VENV)/docs.stamp
 	TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/python -m sphinx -b html -q -W --keep-going -E -d out/docs/.cache docs out/docs
 	@rm -rf out/docs/.cache
 	@echo "out/docs/index.html is there."
+# Processes that tests start are measured too: each reads this variable when it starts (see pyproject.toml).
+coverage: $(VENV)/test.stamp $(VENV)/horovod.stamp
+	@rm -rf out/coverage && mkdir -p out/coverage
+	@export COVERAGE_FILE=$(CURDIR)/out/coverage/data; status=0; \
+	COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml $(MAKE) --no-print-directory test || status=$$?; \
+	$(BIN)/coverage combine --quiet && $(BIN)/coverage json --quiet -o out/coverage/report.json && \
+	$(BIN)/coverage report --show-missing > out/coverage/report.txt && tail -1 out/coverage/report.txt; \
+	exit $$status
 
 # Every failing seed is printed: make it a case in tests/multiprocess, and run it again by tests/soak.py --seed.
 soak: $(VENV)/test.stamp

@@ -118,6 +118,7 @@ class Launched(Ranks):
         if not self.processes:
             return
         self._signal(signal.SIGCONT)
+        self._save_coverage()
         for pipe in self.pipes:
             pipe.close()
         for launcher in self.processes:

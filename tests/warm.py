@@ -41,7 +41,8 @@ from typing import Any
 
 REAL = sys.executable
 BEFOREHAND = [
-    *("numpy", "numba", "typer", "rich.console", "rich.table", "rich.progress", "rich.markdown", "yaml", "pydantic"),
+    *("coverage", "numpy", "numba", "typer", "rich.console", "rich.table", "rich.progress", "rich.markdown", "yaml"),
+    "pydantic",
     *("torch", "torch.distributed", "torch.distributed.run", "torch.nn.parallel", "torch.distributed.checkpoint"),
     *("torch._dynamo", "tensorflow", "keras", "horovod", "horovod.common.util", "horovod.runner.launch", "mpi4py"),
     "sklearn.datasets",  # horovod.torch and horovod.tensorflow do not work beside each other

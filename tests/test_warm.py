@@ -91,6 +91,21 @@ def test_signals_reach_the_program_and_nobody_outlives_its_caller(python, number
     assert not Path("/proc", str(pid)).exists()
 
 
+def test_a_program_and_its_caller_may_be_killed_at_the_same_time():
+    code = "import os, time; print(os.getpid(), os.getppid(), flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as caller:
+        pid, server = map(int, caller.stdout.readline().split())
+        os.kill(server, signal.SIGSTOP)  # so that it hears of both ends at once
+        os.kill(pid, signal.SIGKILL)
+        until = time.monotonic() + 10
+        while Path("/proc", str(pid), "stat").read_text().rpartition(") ")[2][0] != "Z" and time.monotonic() < until:
+            time.sleep(0.01)
+        caller.kill()
+        caller.wait()
+        os.kill(server, signal.SIGCONT)
+    assert run(sys.executable, "-c", "print('well')").stdout == "well\n"
+
+
 KILLED = """
 import os, time, warm
 warm.install()

@@ -184,7 +184,8 @@ def _serve(listener: socket.socket) -> tuple[dict[str, Any], list[int]]:
                     return request, files
                 for file in files:
                     os.close(file)
-                client.sendall(f"{pid}\n".encode())
+                with contextlib.suppress(OSError):  # a caller that was killed since; its socket will say so
+                    client.sendall(f"{pid}\n".encode())
                 pidfd = os.pidfd_open(pid)
                 ours[pidfd] = pid, client
                 selector.register(pidfd, selectors.EVENT_READ)
@@ -202,7 +203,7 @@ def _serve(listener: socket.socket) -> tuple[dict[str, Any], list[int]]:
                 with contextlib.suppress(OSError):
                     client.sendall(f"{os.waitpid(pid, 0)[1]}\n".encode())
                 client.close()
-            else:  # the caller was killed
+            elif key.fileobj.fileno() >= 0:  # the caller was killed, and its fork has not ended at the same time
                 selector.unregister(key.fileobj)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(key.data, signal.SIGKILL)

@@ -13,6 +13,7 @@ from helpers import EPSILON, HUGE, TINY, data, same, z_limit
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes
+from pairwise import pairwise
 
 import grace
 from grace.communicators import Allgather, Allreduce, Broadcast
@@ -119,9 +120,9 @@ def test_traffic_counts_the_bytes_of_wire_bits_and_a_small_header(spec):
 # -- both frameworks, other ranks --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", ["gaussian", "heavy", "tied", "zeros", "mixed"])
+@pytest.mark.parametrize(
+    ("spec", "shape", "kind"), pairwise(SPECS, SHAPES, ["gaussian", "heavy", "tied", "zeros", "mixed"]), ids=str
+)
 def test_torch_and_numpy_send_the_same_payload(spec, shape, kind):
     x = np.asarray(data(kind, shape, 5))
     if kind == "mixed" and spec.startswith("powersgd"):
@@ -405,9 +406,11 @@ def local():
 
 
 @pytest.mark.usefixtures("local")
-@pytest.mark.parametrize("spec", [*SPECS, "bf16"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("spec", "dtype", "layout"),
+    pairwise([*SPECS, "bf16"], [torch.float16, torch.bfloat16, torch.float32, torch.float64], LAYOUTS),
+    ids=str,
+)
 def test_any_tensor_goes_through_step(spec, dtype, layout):
     x = LAYOUTS[layout]().to(dtype)
     kept = x.clone()
@@ -423,10 +426,11 @@ def test_any_tensor_goes_through_step(spec, dtype, layout):
 
 
 @pytest.mark.usefixtures("local")
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (9, 7)])
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-@pytest.mark.parametrize("memory", [None, "residual"])
+@pytest.mark.parametrize(
+    ("spec", "shape", "dtype", "memory"),
+    pairwise(SPECS, [(), (0,), (3, 0), (1,), (9, 7)], ["float16", "float32", "float64"], [None, "residual"]),
+    ids=str,
+)
 def test_any_numpy_array_goes_through_step(spec, shape, dtype, memory):
     x = np.asarray(data("gaussian", shape)).astype(dtype)
     communicator = communicator_of(spec, memory)

@@ -9,6 +9,7 @@ import pytest
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
+from pairwise import pairwise
 from pools import launched
 
 import grace
@@ -167,9 +168,11 @@ def odd_shapes(dtype, compressor, graph):
     return [(str(a.dtype), a.shape, np.unique(a.astype(np.float32)).tolist()) for a in after]
 
 
-@both_ways
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("compressor", ["none", "fp16", "topk(ratio=1.0)", "qsgd(levels=1, norm=max)"])
+DTYPES = ["float16", "bfloat16", "float32", "float64"]
+METHODS = ["none", "fp16", "topk(ratio=1.0)", "qsgd(levels=1, norm=max)"]
+
+
+@pytest.mark.parametrize(("dtype", "compressor", "graph"), pairwise(DTYPES, METHODS, [False, True]))
 def test_scalars_empty_and_narrow_variables(two, dtype, compressor, graph):
     for found in two.run(odd_shapes, dtype, compressor, graph):
         assert [shape for _, shape, _ in found] == [(), (0, 4), (1,), (65, 3)]

@@ -14,6 +14,7 @@ import torch
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 from helpers import EPSILON, REFERENCE
+from pairwise import pairwise
 
 import grace
 from grace.communicators import ScatterReduce
@@ -134,12 +135,16 @@ def check_codes(packed, wanted, call, bits):
     assert (np.abs(scaled - np.round(scaled)) <= 4 * EPSILON * (levels + 1)).all()
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("spec", [spec for spec in SPECS if spec != "bf16"])
-@pytest.mark.parametrize("name", [name for name in FRAMEWORKS if name != "numpy"])
+SENT = pairwise(
+    [name for name in FRAMEWORKS if name != "numpy"],
+    [spec for spec in SPECS if spec != "bf16"],
+    SHAPES,
+    allowed=usable,
+)
+
+
+@pytest.mark.parametrize(("name", "spec", "shape"), SENT, ids=str)
 def test_every_framework_sends_what_numpy_does(name, spec, shape, monkeypatch):
-    if not usable(name, spec, shape):
-        pytest.skip(f"{spec} reads numbers back")
     x, calls = data(shape, 1), []
     quantize = NumpyKernels.quantize
     with monkeypatch.context() as patch:
@@ -166,13 +171,16 @@ def test_every_framework_sends_what_numpy_does(name, spec, shape, monkeypatch):
         np.testing.assert_allclose(mine, reference, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (1025,), (33, 7)], ids=str)
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize(("here", "there"), [("tensorflow", "torch-fused"), ("torch", "tensorflow-fused"),
-                                             ("numpy", "tensorflow"), ("tensorflow-fused", "numpy")])  # fmt: skip
-def test_a_payload_of_one_framework_decodes_in_another(here, there, spec, shape):
-    if not (usable(here, spec, shape) and usable(there, spec, shape)):
-        pytest.skip("NumPy has no bfloat16")
+PAIRS = [("tensorflow", "torch-fused"), ("torch", "tensorflow-fused"), ("numpy", "tensorflow"),
+         ("tensorflow-fused", "numpy")]  # fmt: skip
+DECODED = pairwise(
+    PAIRS, SPECS, [(), (0,), (1025,), (33, 7)], allowed=lambda pair, *case: all(usable(name, *case) for name in pair)
+)
+
+
+@pytest.mark.parametrize(("pair", "spec", "shape"), DECODED, ids=str)
+def test_a_payload_of_one_framework_decodes_in_another(pair, spec, shape):
+    here, there = pair
     x = data(shape, 2)
     theirs, payload, their_ctx = FRAMEWORKS[there].compress(spec, x)
     dtypes = [kernels_of(tensor).dtype(tensor) for tensor in payload]
@@ -220,9 +228,14 @@ def communicator_of(spec, memory=None):
         return known("communicator")[compressor.traits.communicator](compressor, memory)
 
 
-@pytest.mark.parametrize("spec", [spec for spec in SPECS if not spec.startswith("powersgd")])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (33, 7)], ids=str)
+STEPS = pairwise(
+    [spec for spec in SPECS if not spec.startswith("powersgd")],
+    ["float16", "bfloat16", "float32", "float64"],
+    [(), (0,), (1,), (33, 7)],
+)
+
+
+@pytest.mark.parametrize(("spec", "dtype", "shape"), STEPS, ids=str)
 def test_steps_in_tensorflow_give_what_steps_in_torch_give(spec, dtype, shape):
     ours, theirs = communicator_of(spec), communicator_of(spec)
     for step in range(3):

@@ -7,10 +7,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers import EPSILON, HUGE, NUMBERS, REFERENCE, TINY, VECTORS, data, same
+from helpers import EPSILON, HUGE, NUMBERS, REFERENCE, TINY, VECTORS, data, examples, same
 from hypothesis import given
 from hypothesis import strategies as st
 from implementations import ALL, OTHERS, memory, tf
+from pairwise import pairwise
 
 from grace.kernels import Kernels, Stream, kernels_of
 from grace.kernels.torch.primitives import FusedTorchKernels, TorchKernels
@@ -164,11 +165,13 @@ def test_all_finite_reads_bfloat16(kernels):
     assert not kernels.all_finite(x)
 
 
+FACTORS = [(1.0, 1.0), (1.0, 0.0), (0.9, 1.0), (-2.0, 1 / 3)]
+
+
 @others
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(("a", "b"), [(1.0, 1.0), (1.0, 0.0), (0.9, 1.0), (-2.0, 1 / 3)])
-def test_combine_is_a_new_float32_tensor(it, shape, dtype, a, b):
+@pytest.mark.parametrize(("shape", "dtype", "factors"), pairwise(SHAPES, FLOATS, FACTORS), ids=str)
+def test_combine_is_a_new_float32_tensor(it, shape, dtype, factors):
+    a, b = factors
     x, y = data("heavy", shape, 1).astype(dtype), data("gaussian", shape, 2)
     k, tensor = it.kernels, it.to(x)
     got = k.combine(a, tensor, b, it.to(y))
@@ -300,6 +303,7 @@ def test_random_numbers_are_the_same_integers(it, stream, n):
 
 
 @others
+@examples(20)  # of which one is a graph
 @given(stream=STREAMS, n=st.integers(1, 5000), part=st.floats(0, 1))
 def test_random_indices_are_the_same_integers(it, stream, n, part):
     k = round(part * n)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from pairwise import pairwise
 from training import Given, made_up
 
 import grace
@@ -267,7 +268,11 @@ METHODS = {
     "threshold(value=0.5) | natural": Method(entries(above_half, natural, lambda count: 1 / 8), unknown, Residual),
     "dgc(ratio=0.1) | dynamic8": Method(entries(dgc, dynamic8), unknown, DGCMemory),
 }
-PAIRS = [(spec, name) for spec, m in METHODS.items() for name in ("allgather", "broadcast", *m.others)]
+CASES = pairwise(
+    *([2, 3], METHODS, ["allgather", "broadcast", "scatter_reduce", "allreduce"]),
+    [torch.float32, torch.float16, torch.bfloat16],
+    allowed=lambda size, method, name, dtype: name in ("allgather", "broadcast", *METHODS[method].others),
+)
 
 
 class Expected:
@@ -332,8 +337,7 @@ def exchanged(compressor: str, communicator: str, dtype: torch.dtype) -> list[di
     return aggregates
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("compressor", "communicator"), PAIRS, ids=[f"{m}-{c}" for m, c in PAIRS])
+@pytest.mark.parametrize(("ranks", "compressor", "communicator", "dtype"), CASES, indirect=["ranks"], ids=str)
 def test_every_rank_is_given_what_the_formula_says(ranks, compressor, communicator, dtype):
     method, epsilon = METHODS[compressor], torch.finfo(dtype).eps
     expected = {name: Expected(method, communicator, name, ranks.size) for name in SHAPES}

@@ -6,10 +6,11 @@ import re
 
 import pytest
 import torch
+from pairwise import pairwise
 from training import Given, digest, made_up, sgd, state_of
 
 import grace
-from grace.core.registry import legal_communicators, make
+from grace.core.registry import known, legal_communicators, make
 
 pytestmark = pytest.mark.ranks
 
@@ -18,7 +19,10 @@ METHODS = (
     *("threshold(value=0.5)", "dgc(ratio=0.1)", "adaptive(ratio=0.1)", "inceptionn"),
     *("topk(ratio=0.2) | qsgd(levels=7)", "randomk(ratio=0.2) | fp16", "dgc(ratio=0.1) | efsignsgd"),
 )
-PAIRS = [(method, name) for method in METHODS for name in legal_communicators(make("compressor", method))]
+CASES = pairwise(
+    *([2, 3], METHODS, known("communicator"), [torch.float32, torch.float16, torch.bfloat16]),
+    allowed=lambda size, method, communicator, dtype: communicator in legal_communicators(make("compressor", method)),
+)
 SHAPES = {"odd": (13, 7), "kernel": (3, 2, 3, 3), "one": (1,), "scalar": (), "empty": (0, 3), "zeros": (31,)}
 
 
@@ -53,8 +57,7 @@ def five_steps(compressor: str, communicator: str, dtype: torch.dtype) -> tuple[
     return digest({name: p.detach() for name, p in model.named_parameters()}), finite, list(dtypes)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("compressor", "communicator"), PAIRS, ids=[f"{m}-{c}" for m, c in PAIRS])
+@pytest.mark.parametrize(("ranks", "compressor", "communicator", "dtype"), CASES, indirect=["ranks"], ids=str)
 def test_every_rank_ends_with_the_same_finite_bits(ranks, compressor, communicator, dtype):
     answers = ranks.run(five_steps, compressor, communicator, dtype)
     assert len({bits for bits, _, _ in answers}) == 1

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from pairwise import pairwise
 from training import METHODS, Given, ddp, digest, distributed, loss_of, made_up, net, sgd, state_of, train, weights
 
 import grace
@@ -46,8 +47,7 @@ def poisoned(compressor, bad, where, group_bytes):
     }
 
 
-@pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("compressor", METHODS)
+@pytest.mark.parametrize(("ranks", "compressor", "bad"), pairwise([2, 3], METHODS, BAD), indirect=["ranks"])
 def test_a_bad_number_is_seen_by_all_ranks_and_poisons_no_memory(ranks, compressor, bad):
     answers = ranks.run(poisoned, compressor, BAD[bad], "matrix", 25 << 20)
     assert len({answer.pop("weights") for answer in answers}) == 1
@@ -122,8 +122,9 @@ def with_scaler(compressor, give_scaler, blow_up):
     return skipped, scales, digest(weights(model))
 
 
-@pytest.mark.parametrize("give_scaler", [True, False], ids=["known", "unknown"])
-@pytest.mark.parametrize("compressor", METHODS)
+@pytest.mark.parametrize(
+    ("ranks", "compressor", "give_scaler"), pairwise([2, 3], METHODS, [True, False]), indirect=["ranks"]
+)
 def test_a_grad_scaler_skips_overflows_on_every_rank_and_recovers(ranks, compressor, give_scaler):
     answers = ranks.run(with_scaler, compressor, give_scaler, True)
     assert answers[1:] == answers[:-1]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from pairwise import pairwise
 from training import (
     METHODS,
     Given,
@@ -339,8 +340,9 @@ def unused(compressor, group_bytes):
     return digest(weights(model)), digest(gradients(model))
 
 
-@pytest.mark.parametrize("group_bytes", [25 << 20, 1], ids=["one group", "many groups"])
-@pytest.mark.parametrize("compressor", METHODS)
+@pytest.mark.parametrize(
+    ("ranks", "compressor", "group_bytes"), pairwise([2, 3], METHODS, [25 << 20, 1]), indirect=["ranks"]
+)
 def test_unused_parameters(ranks, compressor, group_bytes):
     assert len(set(ranks.run(unused, compressor, group_bytes))) == 1
 

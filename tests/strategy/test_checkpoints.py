@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from pairwise import pairwise
 from pools import ranks_of
 from strategies import (
     BUILDERS,
@@ -89,8 +90,11 @@ def test_a_checkpoint_loads_in_a_plain_program(two_ranks, builder):
         optimizer.step()
 
 
-@pytest.mark.parametrize("compressor", ["topk(ratio=0.3)", "powersgd(rank=1)", "qsgd", "efsignsgd"])
-@pytest.mark.parametrize("builder", BUILDERS)
+@pytest.mark.parametrize(
+    ("ranks", "builder", "compressor"),
+    pairwise([2, 3], BUILDERS, ["topk(ratio=0.3)", "powersgd(rank=1)", "qsgd", "efsignsgd"]),
+    indirect=["ranks"],
+)
 def test_a_resumed_run_equals_one_that_never_stopped(ranks, tmp_path, builder, compressor):
     uninterrupted = [end for _, end in ranks.run(begin, builder, compressor, str(tmp_path))]
     assert len(set(uninterrupted)) == 1

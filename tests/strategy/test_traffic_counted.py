@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from pairwise import pairwise
 from strategies import BUILDERS, Tables, cut, executed, mixed, reduced, spec_for, strategy_of, train, whole
 from training import made_up
 
@@ -98,15 +99,19 @@ def check(strategy, answers, exact):
             assert sent <= bounds[rank] + (size - 1) * headers + 1
 
 
-@pytest.mark.parametrize("compressor", ["none", "fp16", "qsgd", "topk(ratio=0.1)"])
-@pytest.mark.parametrize("builder", BUILDERS)
+def cases(*dimensions):
+    """With 2 ranks, or with 3."""
+    names = ("ranks", "builder", "compressor")
+    return pytest.mark.parametrize(names, pairwise([2, 3], *dimensions), indirect=["ranks"], ids=str)
+
+
+@cases(BUILDERS, ["none", "fp16", "qsgd", "topk(ratio=0.1)"])
 def test_dense_variables_send_what_the_table_says(ranks, builder, compressor):
     strategy = built(builder, compressor, ranks.size, variables(dict(Tables(DENSE).named_parameters())))
     check(strategy, ranks.run(counted, strategy, True), exact=True)
 
 
-@pytest.mark.parametrize("compressor", ["none", "fp16", "qsgd", "topk(ratio=0.1)", "topk(ratio=1.0)"])
-@pytest.mark.parametrize("builder", BUILDERS)
+@cases(BUILDERS, ["none", "fp16", "qsgd", "topk(ratio=0.1)", "topk(ratio=1.0)"])
 def test_rows_of_sparse_variables_send_at_most_what_the_table_says(ranks, builder, compressor):
     model = mixed()
     found = variables(dict(model.named_parameters()), sparse_of(model))

@@ -26,15 +26,15 @@ demo: $(VENV)/demo.stamp
 test: $(VENV)/test.stamp $(VENV)/horovod.stamp
 	@tools/programs.sh
 	@status=0; \
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not alone" --durations=10 || status=$$?; \
-	$(BIN)/python -m pytest -m alone || status=$$?; \
+	$(BIN)/python -m pytest -n 2 -m "not alone" --durations=10 || status=$$?; \
+	$(BIN)/python -m pytest -m alone $$(grep -lr --include="test_*.py" "mark.alone" tests) || status=$$?; \
 	exit $$status
 
 check: $(VENV)/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m "not slow and not ranks"
+	$(BIN)/python -m pytest -n 2 -m "not slow and not ranks"
 
 # A warning (a link or a reference that leads nowhere) fails it. TensorFlow and Horovod are read where they are installed.
 docs: $(VENV)/docs.stamp

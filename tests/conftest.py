@@ -23,9 +23,9 @@ from engines import ENGINES  # noqa: E402
 from pool import Ranks  # noqa: E402
 from pools import ranks_of, stop_all, stop_engines  # noqa: E402
 
-settings.register_profile("all", deadline=None, derandomize=True, max_examples=40)
+settings.register_profile("all", deadline=None, derandomize=True, max_examples=20)
 settings.register_profile("fuzz", deadline=None, max_examples=400, print_blob=True)
-settings.register_profile("quick", settings.get_profile("all"), max_examples=10)
+settings.register_profile("quick", settings.get_profile("all"), max_examples=8)
 
 USERS = ("multiprocess", "in_tensorflow", "strategy")
 """Folders whose tests share ranks of engines."""
@@ -35,6 +35,33 @@ def pytest_configure(config):
     """Fewer examples for ``@given`` in `make check`, which leaves out the slow tests."""
     usual = "quick" if "not slow" in config.option.markexpr else "all"
     settings.load_profile("fuzz" if os.environ.get("GRACE_FUZZ") else usual)  # see fuzz.py
+
+
+def _room(file: str) -> str:
+    """Files that share pools of engines' ranks are run by one worker, one framework after the other."""
+    path = Path(__file__).parent.parent / file
+    if path.parent.name not in USERS or "launched(" not in path.read_text():
+        return file
+    return "ranks of TensorFlow" if path.parent.name == "in_tensorflow" else "ranks of engines"
+
+
+def pytest_collection_modifyitems(items):
+    """Those first, because they take longest; the small ones last, which fill up the worker that is done first."""
+    rooms = {file: _room(file) for file in {item.nodeid.partition("::")[0] for item in items}}
+    items.sort(key=lambda item: not rooms[item.nodeid.partition("::")[0]].startswith("ranks of"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """As ``--dist loadfile``, but by room."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class LoadRoomScheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            return _room(nodeid.partition("::")[0])
+
+    config.option.loadscopereorder = False  # which would begin with the rooms of the most tests
+    return LoadRoomScheduling(config, log)
 
 
 @pytest.hookimpl(optionalhook=True)

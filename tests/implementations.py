@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import REFERENCE, SMALLEST, TINY
+from pairwise import pairwise
 
 from grace.kernels.fused.primitives import FusedKernels
 from grace.kernels.torch.primitives import FusedTorchKernels, TorchKernels
@@ -142,5 +143,15 @@ else:
         pytest.param(InTensorFlow(Traced(PLAIN), BITS), id="graph", marks=pytest.mark.slow),
         pytest.param(InTensorFlow(Traced(fused_kernels)), id="graph-fused", marks=pytest.mark.slow),
     ]
+
+
+def crossed(implementations, names, *dimensions):
+    """Parametrizes with ``it`` and more: so that all pairs of values meet."""
+    chosen = pairwise(range(len(implementations)), *dimensions)
+    cases = [(implementations[place], case) for place, *case in chosen]
+    ids = ["-".join([it.id, *map(str, case)]) for it, case in cases]
+    params = [pytest.param(*it.values, *case, marks=it.marks, id=i) for (it, case), i in zip(cases, ids, strict=True)]
+    return pytest.mark.parametrize(("it", *names), params)
+
 
 ALL = [pytest.param(Implementation(REFERENCE), id="numpy"), *OTHERS]

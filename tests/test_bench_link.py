@@ -23,7 +23,7 @@ from grace.bench.link.emulation import Link, measure, possible
 from grace.errors import ConfigError
 from grace.launch.processes import end
 
-pytestmark = [pytest.mark.ranks, pytest.mark.alone]
+pytestmark = pytest.mark.ranks
 
 REASON = possible()
 linked = pytest.mark.skipif(bool(REASON), reason=f"no link can be emulated here: {REASON}")
@@ -139,6 +139,7 @@ def test_links_that_cannot_be():
 
 
 @linked
+@pytest.mark.alone
 @pytest.mark.parametrize("rate", ["50mbit", "200mbit", "1gbit"])
 def test_a_stream_is_as_fast_as_asked(rate):
     for attempt in (1, 2):  # once more if the machine was busy with something else
@@ -151,6 +152,7 @@ def test_a_stream_is_as_fast_as_asked(rate):
 
 
 @linked
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("streams", "whole"),
     [([(0, 1), (1, 0)], 2), ([(0, 1), (2, 1)], 1), ([(0, 1), (0, 2)], 1)],
@@ -169,6 +171,7 @@ def test_each_direction_of_each_rank_is_limited(streams, whole):
 
 
 @linked
+@pytest.mark.alone
 def test_all_reduces_take_their_bytes_over_the_bandwidth():
     pytest.importorskip("torch")
     expected = 8_000_000 * 8 / 200e6  # a ring of 2: each rank sends and receives all once, both ways at a time
@@ -198,6 +201,7 @@ def test_all_reduces_take_their_bytes_over_the_bandwidth():
 
 
 @linked
+@pytest.mark.alone
 def test_each_rank_is_a_machine_of_its_own():
     interfaces = os.listdir("/sys/class/net")
     with Link(ranks=3, rate=1e8) as link, Link(ranks=2) as other:

@@ -19,7 +19,7 @@ from grace.bench.step import verdicts
 from grace.bench.step.rows import judged
 from grace.bench.step.settings import BOUND
 
-pytestmark = [pytest.mark.ranks, pytest.mark.alone]
+pytestmark = pytest.mark.ranks
 
 GRACE = str(Path(sys.executable).with_name("grace"))
 REASON = possible()
@@ -75,6 +75,7 @@ def exchanged(row):
     return min(row["times_ms"]) - row["compute_ms"]
 
 
+@pytest.mark.alone
 def test_a_step_is_as_long_as_its_bytes_over_the_bandwidth(rows):
     for name, ratio in (("DDP", 1), ("DDP fp16 hook", 2), ("none", 1)):
         row = rows[name]
@@ -84,6 +85,7 @@ def test_a_step_is_as_long_as_its_bytes_over_the_bandwidth(rows):
         assert exchanged(row) == pytest.approx(row["wire_ms"], rel=0.15), name
 
 
+@pytest.mark.alone
 def test_the_upper_bound_does_not_know_of_the_network(folder, rows):
     bound = rows[BOUND]
     assert bound["kind"] == "bound"
@@ -93,6 +95,7 @@ def test_the_upper_bound_does_not_know_of_the_network(folder, rows):
     assert bound["speedup"] == max(row["speedup"] for row in rows.values())
 
 
+@pytest.mark.alone
 def test_a_step_is_compute_and_codec_and_exposed_communication(rows):
     for row in rows.values():
         parts = row["compute_ms"] + (row["codec_ms"] or 0) + row["exposed_ms"]
@@ -104,6 +107,7 @@ def test_a_step_is_compute_and_codec_and_exposed_communication(rows):
         assert (row["codec_ms"] is None) == (row["kind"] != "grace")
 
 
+@pytest.mark.alone
 def test_fewer_bytes_pay_on_a_slow_link_and_the_verdict_says_so(slow, rows):
     out, err, results = slow
     assert err == ""
@@ -118,6 +122,7 @@ def test_fewer_bytes_pay_on_a_slow_link_and_the_verdict_says_so(slow, rows):
     assert max(map(len, out.splitlines())) <= 80
 
 
+@pytest.mark.alone
 def test_what_the_engine_refuses_is_left_out_and_named(slow):
     out, _, results = slow
     ran = {row["name"] for row in results.rows}
@@ -128,6 +133,7 @@ def test_what_the_engine_refuses_is_left_out_and_named(slow):
         assert f"Left out: {name}: " in out
 
 
+@pytest.mark.alone
 def test_horovods_baselines_are_measured_in_the_same_run(slow, rows):
     if not launchers.has_horovod("torch"):
         pytest.skip("Horovod is not installed (make horovod)")
@@ -138,6 +144,7 @@ def test_horovods_baselines_are_measured_in_the_same_run(slow, rows):
     assert own["Horovod fp16"]["sent_bytes"] == pytest.approx(BYTES / 2, rel=0.02)
 
 
+@pytest.mark.alone
 def test_files_have_the_rows_and_how_they_were_made(slow, folder):
     *_, results = slow
     assert results.command.startswith("grace bench step --model mine:wide --methods none,qsgd,topk")
@@ -149,6 +156,7 @@ def test_files_have_the_rows_and_how_they_were_made(slow, folder):
 
 
 @linked
+@pytest.mark.alone
 @pytest.mark.parametrize("engine", ["horovod", "mpi"])
 def test_grace_over_other_engines(folder, engine):
     if engine == "horovod" and not launchers.has_horovod("torch"):
@@ -233,6 +241,7 @@ def test_where_no_link_can_be_emulated_it_says_why_and_measures_nothing(tmp_path
 
 
 @linked
+@pytest.mark.alone  # other tests have networks up, too
 def test_an_interrupted_run_keeps_what_is_finished_and_removes_the_network(folder, tmp_path):
     before = set(_namespaces())
     args = [
@@ -301,6 +310,7 @@ def test_the_verdict(others, words):
     assert "Without any communication it would be 4.0x" in said
 
 
+@pytest.mark.alone
 def test_a_sweep_has_a_verdict_for_every_bandwidth(slow):
     out, _, results = slow
     assert list(results.settings["verdict"]) == ["2 ranks at 100mbit", "2 ranks at 5gbit"]

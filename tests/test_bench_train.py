@@ -24,7 +24,7 @@ from grace.bench.workloads.task import FRAMEWORKS, TASKS, task_class, trainer_cl
 from grace.bench.workloads.torch_tasks import CharacterModel
 from grace.core.registry import known
 
-pytestmark = [pytest.mark.ranks, pytest.mark.alone]
+pytestmark = pytest.mark.ranks
 
 GRACE = str(Path(sys.executable).with_name("grace"))
 
@@ -201,6 +201,7 @@ def test_a_task_that_is_none_is_refused(tmp_path, task, message):
     assert message in err
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(bool(possible()), reason=f"no link can be emulated here: {possible()}")
 def test_over_a_slow_link_fewer_bytes_are_there_sooner(tmp_path):
     args = ["--methods", "none,topk", "--epochs", "1", "--seeds", "1", "--bandwidth", "50mbit,none"]

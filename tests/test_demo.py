@@ -12,7 +12,7 @@ from grace.bench import all as all_command
 from grace.bench.common import results as record
 from grace.bench.link.emulation import possible
 
-pytestmark = [pytest.mark.ranks, pytest.mark.alone]
+pytestmark = pytest.mark.ranks
 
 GRACE = str(Path(sys.executable).with_name("grace"))
 

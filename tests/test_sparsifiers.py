@@ -23,7 +23,7 @@ from grace.session.sharding import uniform
 
 SPECS = ["threshold(value=0.5)", "dgc(ratio=0.05)", "adaptive(ratio=0.05)", "inceptionn"]
 SPARSE = SPECS[:3]
-quick = examples(60)
+quick = examples(20)
 
 
 def make(spec):

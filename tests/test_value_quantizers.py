@@ -29,7 +29,7 @@ SPECS = [
 SHAPES = [(), (0,), (1,), (2,), (7,), (8,), (63,), (65,), (3, 5), (2, 3, 50), (0, 3), (1001,)]
 
 methods = pytest.mark.parametrize("spec", SPECS)
-settled = examples(60)
+settled = examples(20)
 
 
 def gaussian(shape, seed=0) -> np.ndarray:

@@ -107,30 +107,28 @@ def test_a_program_and_its_caller_may_be_killed_at_the_same_time():
 
 
 KILLED = """
-import os, time, warm
+import os, sys, time, warm
 warm.install()
 from engines import Launched
 from pool import Ranks
-pools = [Ranks(2), Launched({engine!r}, 2)]
+pools = [Ranks(2), *(Launched(engine, 2) for engine in sys.argv[1:])]
 print(*(pid for pool in pools for pid in pool.run(os.getpid)), flush=True)
 time.sleep(60)
 """
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("engine", ENGINES)
-def test_no_rank_outlives_tests_that_are_killed(engine):
-    if not available(engine):
-        pytest.skip(f"{engine}: its packages are not installed (make horovod)")
+def test_no_rank_outlives_tests_that_are_killed():
     env = {name: value for name, value in os.environ.items() if name != "GRACE_WARM"}
-    here = str(Path(__file__).parent)
-    program = [warm.REAL, "-c", KILLED.format(engine=engine)]
-    with subprocess.Popen(program, stdout=subprocess.PIPE, env={**env, "PYTHONPATH": here}, text=True) as tests:
-        pids = tests.stdout.readline().split()
-        assert len(pids) == 4
+    engines = [engine for engine in ENGINES if available(engine)]
+    program = [warm.REAL, "-c", KILLED, *engines]
+    env["PYTHONPATH"] = str(Path(__file__).parent)
+    with subprocess.Popen(program, stdout=subprocess.PIPE, env=env, text=True) as tests:
+        pools = [name for name in ("gloo", *engines) for _ in range(2)]
+        ranks = list(zip(pools, tests.stdout.readline().split(), strict=True))
         tests.kill()
     until = time.monotonic() + 10
-    while (left := [pid for pid in pids if Path("/proc", pid).exists()]) and time.monotonic() < until:
+    while (left := [rank for rank in ranks if Path("/proc", rank[1]).exists()]) and time.monotonic() < until:
         time.sleep(0.05)
     assert not left
 

@@ -50,7 +50,7 @@ def lines(draw: Any, path: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", READ)
-@examples(15)
+@examples(8)
 @given(st.data())
 def test_a_command_reads_or_refuses(path, data):
     words, before = data.draw(lines(path)), Path.cwd()
@@ -68,7 +68,7 @@ def test_a_command_reads_or_refuses(path, data):
 
 
 @pytest.mark.parametrize("path", sorted({*everything(typer.main.get_command(app))} - {*READ}))
-@examples(15)
+@examples(8)
 @given(st.data())
 def test_the_words_of_a_command_that_trains_are_taken_or_refused(path, data):
     words, refused = data.draw(lines(path)), None

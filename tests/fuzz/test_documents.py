@@ -61,7 +61,7 @@ def said_by(function, *args):
 
 
 @pytest.mark.parametrize("kind", ["compressor", "memory", "communicator", "builder"])
-@examples(40)
+@examples(20)
 @given(st.one_of(st.lists(WORDS, max_size=9).map("".join), JSON, st.data()))
 def test_a_spec_is_refused_or_survives_a_round_trip(kind, spec):
     if hasattr(spec, "draw"):
@@ -76,7 +76,7 @@ def test_a_spec_is_refused_or_survives_a_round_trip(kind, spec):
 
 
 @pytest.mark.parametrize("ending", ["json", "yaml"])
-@examples(40)
+@examples(20)
 @given(mutated(STRATEGY))
 def test_a_strategy_is_refused_by_file_or_survives_a_round_trip(ending, document):
     with tempfile.TemporaryDirectory() as made:
@@ -94,7 +94,7 @@ def test_a_strategy_is_refused_by_file_or_survives_a_round_trip(ending, document
         assert schema.load(again).id == read.id
 
 
-@examples(40)
+@examples(20)
 @given(st.sampled_from(["json", "yaml"]), st.text(max_size=60) | st.binary(max_size=60) | mutated(RESOURCES))
 def test_resources_are_refused_by_file_or_read(ending, document):
     with tempfile.TemporaryDirectory() as made:

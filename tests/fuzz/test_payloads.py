@@ -61,7 +61,7 @@ def damaged(draw, array):
 
 
 @pytest.mark.parametrize("kernels", ["numpy", "fused", "torch", "torch-fused", "tensorflow"])
-@examples(40)
+@examples(20)
 @given(st.data())
 def test_a_damaged_payload_is_refused_or_decodes_to_the_shape(kernels, data):
     compressor, n = (

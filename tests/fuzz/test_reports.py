@@ -42,7 +42,7 @@ def runs(document, command):
 
 
 @pytest.mark.parametrize("kind", DOCUMENTS)
-@examples(8)
+@examples(4)
 @given(st.data())
 def test_wrong_values_are_refused_or_shown(kind, data):
     document = data.draw(mutated(DOCUMENTS[kind]))

@@ -72,7 +72,7 @@ def damaged(draw):
     return ["\n".join(lines).encode("utf-8", "replace") + b"\n" for lines in files]
 
 
-@examples(40)
+@examples(20)
 @given(damaged())
 def test_a_damaged_folder_is_read_as_far_as_it_goes(files):
     with tempfile.TemporaryDirectory() as made:

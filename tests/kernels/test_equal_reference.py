@@ -10,8 +10,7 @@ import torch
 from helpers import EPSILON, HUGE, NUMBERS, REFERENCE, TINY, VECTORS, data, examples, same
 from hypothesis import given
 from hypothesis import strategies as st
-from implementations import ALL, OTHERS, memory, tf
-from pairwise import pairwise
+from implementations import ALL, OTHERS, crossed, memory, tf
 
 from grace.kernels import Kernels, Stream, kernels_of
 from grace.kernels.torch.primitives import FusedTorchKernels, TorchKernels
@@ -40,9 +39,7 @@ def close(got, wanted, scale, floor=4 * TINY) -> None:
 # -- plumbing ----------------------------------------------------------------------------------------------
 
 
-@others
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", [*FLOATS, "uint8", "int32"])
+@crossed(OTHERS, ("shape", "dtype"), SHAPES, [*FLOATS, "uint8", "int32"])
 def test_plumbing_equals_the_reference(it, shape, dtype):
     x = np.asarray(data("gaussian", shape) * 50).astype(dtype)
     k, tensor = it.kernels, it.to(x)
@@ -127,9 +124,7 @@ def test_numpy_refuses_bfloat16_by_name():
 # -- arithmetic --------------------------------------------------------------------------------------------
 
 
-@every
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("shape", SHAPES)
+@crossed(ALL, ("dtype", "shape"), FLOATS, SHAPES)
 def test_all_finite_sees_a_single_bad_number_anywhere(it, dtype, shape):
     x = data("gaussian", shape).astype(dtype)
     assert it.kernels.all_finite(it.to(x)) == 1
@@ -168,8 +163,7 @@ def test_all_finite_reads_bfloat16(kernels):
 FACTORS = [(1.0, 1.0), (1.0, 0.0), (0.9, 1.0), (-2.0, 1 / 3)]
 
 
-@others
-@pytest.mark.parametrize(("shape", "dtype", "factors"), pairwise(SHAPES, FLOATS, FACTORS), ids=str)
+@crossed(OTHERS, ("shape", "dtype", "factors"), SHAPES, FLOATS, FACTORS)
 def test_combine_is_a_new_float32_tensor(it, shape, dtype, factors):
     a, b = factors
     x, y = data("heavy", shape, 1).astype(dtype), data("gaussian", shape, 2)
@@ -262,9 +256,10 @@ def test_matmul_add_takes_strided_out(kernels):
     torch.testing.assert_close(out, a @ b.t())
 
 
-@every
-@pytest.mark.parametrize("kind", ["gaussian", "heavy", "zeros", "denormal", "rank-one", "one-zero-column", "large"])
-@pytest.mark.parametrize("shape", [(1, 1), (9, 1), (9, 4), (5, 5), (200, 3)])
+@crossed(
+    *(ALL, ("kind", "shape"), ["gaussian", "heavy", "zeros", "denormal", "rank-one", "one-zero-column", "large"]),
+    [(1, 1), (9, 1), (9, 4), (5, 5), (200, 3)],
+)
 def test_orthonormalize_spans_the_columns_and_stays_finite(it, kind, shape):
     x = data(kind if kind in ("gaussian", "heavy", "zeros", "denormal") else "gaussian", shape)
     if kind == "rank-one":
@@ -303,7 +298,7 @@ def test_random_numbers_are_the_same_integers(it, stream, n):
 
 
 @others
-@examples(20)  # of which one is a graph
+@examples(10)
 @given(stream=STREAMS, n=st.integers(1, 5000), part=st.floats(0, 1))
 def test_random_indices_are_the_same_integers(it, stream, n, part):
     k = round(part * n)

@@ -124,7 +124,7 @@ def test_all_indices_of_every_small_n_are_a_permutation_and_k_of_them_its_start(
     ("n", "k"), [(2, 1), (3, 1), (5, 1), (6, 2), (8, 1), (17, 5), (100, 10), (257, 64), (1000, 30)]
 )
 def test_every_index_is_drawn_equally_often(n, k):
-    steps, counts = 20_000, np.zeros(n)
+    steps, counts = 8000, np.zeros(n)
     for step in range(steps):
         counts[FUSED.random_indices(Stream(11, step), n, k)] += 1
     # drawing without replacement has covariance p (1-p) n/(n-1) (I - 11^T/n) a step
@@ -135,7 +135,7 @@ def test_every_index_is_drawn_equally_often(n, k):
 
 @pytest.mark.parametrize("n", [3, 4, 5, 6, 8, 9, 16, 17, 32])
 def test_every_ordered_pair_of_first_indices_is_drawn_equally_often(n):
-    steps, counts = 20_000, np.zeros((n, n))
+    steps, counts = 8000, np.zeros((n, n))
     for step in range(steps):
         a, b = FUSED.random_indices(Stream(12, step), n, 2)
         counts[a, b] += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from helpers import EPSILON, REFERENCE, same
-from implementations import OTHERS
+from implementations import OTHERS, crossed
 
 from grace.kernels.fused.primitives import FusedKernels
 
@@ -42,9 +42,7 @@ NAMES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("it", OTHERS)
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("name", NAMES)
+@crossed(OTHERS, ("name", "n"), NAMES, SIZES)
 def test_topk_is_exact_on(it, name, n):
     x = adversarial(name, n)
     order = np.argsort(~(x.view(np.uint32) & np.uint32(0x7FFFFFFF)), kind="stable")

@@ -19,7 +19,7 @@ from grace.kernels.fused.primitives import FusedKernels
 from grace.kernels.torch.primitives import TorchKernels
 
 others = pytest.mark.parametrize("it", OTHERS)
-settled = examples(60)
+settled = examples(20)
 
 
 def data(kind: str, n: int, seed: int) -> np.ndarray:

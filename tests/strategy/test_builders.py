@@ -151,7 +151,7 @@ SHAPES = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), max_size=
 
 
 @pytest.mark.parametrize("name", sorted(n for n, c in known("builder").items() if c.__module__.startswith("grace.")))
-@examples(25)
+@examples(12)
 @given(shapes=SHAPES, ranks=st.integers(1, 5), sparse=st.booleans())
 def test_every_element_is_in_one_part_and_loads_are_balanced(name, shapes, ranks, sparse):
     variables = [Variable(f"v{i}", shape, sparse=sparse and len(shape) == 2) for i, shape in enumerate(shapes)]

@@ -33,7 +33,7 @@ def strategy_of(parts, world):
     return Strategy(tuple(VariablePlan(Variable(f"w{i}", (30, 7)), (part,)) for i, part in enumerate(parts)), world)
 
 
-@examples(40)
+@examples(20)
 @given(st.lists(st.sampled_from(PARTS), max_size=6), st.integers(1, 7))
 def test_what_kinds_of_ranks_send_is_what_the_links_carry(parts, world):
     strategy = strategy_of(parts, world)

@@ -296,13 +296,13 @@ def refused_or_consistent(make):
     assert Resources.of(resources.model_dump()) == resources
 
 
-@examples(300)
+@examples(100)
 @given(ANYTHING | DOCUMENT)
 def test_any_document_is_resources_or_a_config_error(document):
     refused_or_consistent(lambda: Resources.of(document))
 
 
-@examples(200)
+@examples(60)
 @given(
     text=st.text() | st.text("nodes:[]{}-&*!|>%@'\" \n,~.01") | ANYTHING.map(repr),
     suffix=st.sampled_from(["yaml", "json"]),

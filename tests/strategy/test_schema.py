@@ -221,7 +221,7 @@ VALUES = st.recursive(
 )
 
 
-@examples(300)
+@examples(100)
 @given(data=st.data())
 def test_fuzzed_documents_give_a_strategy_or_a_config_error(data):
     document = copy.deepcopy(strategy().to_dict())
@@ -252,7 +252,7 @@ def parsed(document):
     return None
 
 
-@examples(150)
+@examples(50)
 @given(VALUES)
 def test_any_document_gives_a_strategy_or_a_config_error(document):
     parsed(document)

@@ -57,11 +57,7 @@ def command(engine: str, size: int, *program: str) -> list[str]:
 
 
 class Launched(Ranks):
-    """Ranks of an engine, started by its launcher; see :class:`pool.Ranks`.
-
-    Between calls they are stopped by a signal: Horovod's would ask each other all the time whether there is work, and
-    MPI waits for answers without sleep.
-    """
+    """Ranks of an engine, started by its launcher; see :class:`pool.Ranks`."""
 
     def __init__(self, engine: str, size: int, framework: str = "torch"):
         super().__init__(size)
@@ -70,18 +66,10 @@ class Launched(Ranks):
 
     def run(self, function: Callable, *args: Any, timeout: float = 120) -> list[Any]:
         """Call ``function(*args)`` on every rank."""
-        self._signal(signal.SIGCONT)
         try:
             return super().run(function, *args, timeout=timeout)
         except RankFailure as failure:
             raise RankFailure(f"{self.engine}: {failure}\n{self.said}") from None
-        finally:
-            self._signal(signal.SIGSTOP)
-
-    def _signal(self, number: int) -> None:
-        for pid in self.pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
 
     def _start(self) -> None:
         self.folder = tempfile.mkdtemp(prefix="grace-engine-")

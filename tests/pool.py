@@ -24,6 +24,9 @@ class Ranks:
     """``size`` processes joined by gloo. ``run(function, *args)`` calls a module-level function on every rank
     and returns the list of results; ``rank`` and ``size`` come from ``grace``. A rank that raises, dies or
     outlasts ``timeout`` fails the test, which says where ranks that hang stand, and the processes are replaced.
+
+    Between calls ranks are stopped by a signal: Gloo's threads look all the time whether something has come, Horovod's
+    ask each other whether there is work, and MPI waits for answers without sleep.
     """
 
     def __init__(self, size: int):
@@ -35,6 +38,18 @@ class Ranks:
         """Call ``function(*args)`` on every rank."""
         if not self.processes:
             self._start()
+        self._signal(signal.SIGCONT)
+        try:
+            return self._answers(function, args, timeout)
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: int) -> None:
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def _answers(self, function: Callable, args: tuple[Any, ...], timeout: float) -> list[Any]:
         for pipe in self.pipes:
             pipe.send(pickle.dumps((function, args)))
         answers = []
@@ -68,9 +83,7 @@ class Ranks:
 
     def _stacks(self) -> str:
         """Where all ranks are."""
-        for pid in self.pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGUSR1)
+        self._signal(signal.SIGUSR1)
         time.sleep(1)  # they write one after the other
         return Path(self.stacks).read_text()
 
@@ -83,11 +96,12 @@ class Ranks:
             process = context.Process(target=_serve, args=(there, rank, self.size, store, self.stacks), daemon=True)
             process.start()
             self.processes.append(process)
-            self.pids.append(process.pid)
             self.pipes.append(here)
+        self.pids = [pipe.recv() for pipe in self.pipes]  # a process may be the caller of a fork: see warm.py
 
     def stop(self) -> None:
         """End the processes; the next ``run`` starts new ones."""
+        self._signal(signal.SIGCONT)
         self._save_coverage()
         for process in self.processes:
             process.kill()
@@ -114,6 +128,7 @@ def tell_stacks(file: str) -> None:
 
 
 def _serve(pipe: Any, rank: int, size: int, store: str, stacks: str) -> None:
+    pipe.send(os.getpid())
     tell_stacks(stacks)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch

@@ -31,8 +31,8 @@ def raise_on_sigterm(backend: Backend) -> None:
     def speak(pipe: int) -> None:
         while os.read(pipe, 1) != bytes([signal.SIGTERM]):
             pass
-        group = backend.began
-        last = "" if group is None else f"; the last exchange that it began is that of {group.describe()}"
+        bucket = backend.began
+        last = "" if bucket is None else f"; the last exchange that it began is that of {bucket.describe()}"
         print(f"{message}{last}", file=sys.stderr, flush=True)  # at once: mpirun kills a second later
         if not raised.wait(WAKE_SECONDS):
             os._exit(128 + signal.SIGTERM)

@@ -94,7 +94,7 @@ class Backend(abc.ABC):
     framework: ClassVar[str] = ""
     """The only framework whose tensors it moves; empty if it moves any."""
     began: ClassVar[Any] = None
-    """The group whose exchange started a collective last, over any backend of this process."""
+    """The bucket whose exchange started a collective last, over any backend of this process."""
     started: int = 0
     done: int = 0
     """How many collectives exchanges have started over it, and how many of these are known to be done."""

@@ -60,5 +60,5 @@ class Sharding(Builder):
         if not 2 <= shards <= min(n, self.max_shards) or variable.nbytes < shards * self.min_shard_bytes:
             return VariablePlan(variable, (part_for(variable),))
         sizes = equal_sizes(n, shards)
-        pieces = VariablePlan(variable, (ShardPlan(),) * shards, axis, sizes).part_variables()
-        return VariablePlan(variable, tuple(part_for(piece) for piece in pieces), axis, sizes)
+        parts = VariablePlan(variable, (ShardPlan(),) * shards, axis, sizes).part_variables()
+        return VariablePlan(variable, tuple(part_for(part) for part in parts), axis, sizes)

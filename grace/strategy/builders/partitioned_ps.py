@@ -24,5 +24,5 @@ class PartitionedPS(Sharding):
 
     def build(self, variables, resources):
         loads = Loads(resources.world_size)
-        plans = [self.cut(v, lambda piece: self.reduced(piece, loads.place(piece.nbytes))) for v in variables]
+        plans = [self.cut(v, lambda shard: self.reduced(shard, loads.place(shard.nbytes))) for v in variables]
         return self.strategy(plans, resources)

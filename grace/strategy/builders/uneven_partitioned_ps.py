@@ -25,7 +25,7 @@ class UnevenPartitionedPS(Sharding):
     def build(self, variables, resources):
         loads = Loads(resources.world_size)
         plans = [
-            self.cut(v, lambda piece: self.reduced(piece, loads.place(piece.nbytes)), count=smallest_other)
+            self.cut(v, lambda shard: self.reduced(shard, loads.place(shard.nbytes)), count=smallest_other)
             for v in variables
         ]
         return self.strategy(plans, resources)

@@ -51,12 +51,12 @@ coverage: $(VENV)/test.stamp $(VENV)/horovod.stamp
 	$(BIN)/coverage report --show-missing > out/coverage/report.txt && tail -1 out/coverage/report.txt; \
 	exit $$status
 
-# Every failing seed is printed: make it a case in tests/multiprocess, and run it again by tests/soak.py --seed.
+# Every failing seed is printed: make it a test, and run it again by python -m tests.soak --seed.
 soak: $(VENV)/test.stamp
-	$(BIN)/python tests/soak.py --minutes $(or $(MINUTES),10) --ranks $(or $(RANKS),2) --engine $(or $(ENGINE),gloo)
+	$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),10) --ranks $(or $(RANKS),2) --engine $(or $(ENGINE),gloo)
 
 fuzz: $(VENV)/test.stamp
-	$(BIN)/python tests/fuzz.py --minutes $(or $(MINUTES),10)
+	$(BIN)/python -m tests.fuzzing --minutes $(or $(MINUTES),10)
 
 # Its wheel is kept in the user's cache (the top of the script says where), so that the second time takes seconds.
 horovod:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -13,34 +14,32 @@ from hypothesis import settings
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; what tests start must hear of it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would compile Grace again
-sys.path.insert(0, str(Path(__file__).parent))  # so that rank processes can import test modules by name
+sys.path.insert(0, str(Path(__file__).parents[1]))  # so that ranks find tests.* by their names
 
-import warm
+from tests.support import warm
 
 warm.install()  # before others read sys.executable
 
-from engines import ENGINES  # noqa: E402
-from pool import Ranks  # noqa: E402
-from pools import ranks_of, stop_all, stop_engines  # noqa: E402
+from tests.support.engine_pools import ENGINES  # noqa: E402
+from tests.support.pool import Ranks  # noqa: E402
+from tests.support.pools import ranks_of, stop_all, stop_engines  # noqa: E402
 
 settings.register_profile("all", deadline=None, derandomize=True, max_examples=20)
 settings.register_profile("fuzz", deadline=None, max_examples=400, print_blob=True)
 settings.register_profile("quick", settings.get_profile("all"), max_examples=8)
 
-USERS = ("multiprocess", "in_tensorflow", "strategy")
-"""Folders whose tests share ranks of engines."""
-
 
 def pytest_configure(config):
     """Fewer examples for ``@given`` in `make check`, which leaves out the slow tests."""
     usual = "quick" if "not slow" in config.option.markexpr else "all"
-    settings.load_profile("fuzz" if os.environ.get("GRACE_FUZZ") else usual)  # see fuzz.py
+    settings.load_profile("fuzz" if os.environ.get("GRACE_FUZZ") else usual)  # see fuzzing.py
 
 
+@functools.cache
 def _room(file: str) -> str:
     """Files that share pools of engines' ranks are run by one worker, one framework after the other."""
-    path = Path(__file__).parent.parent / file
-    if path.parent.name not in USERS or "launched(" not in path.read_text():
+    path = Path(__file__).parents[1] / file
+    if "launched(" not in path.read_text() or path.parent.name == "tests":
         return file
     return "ranks of TensorFlow" if path.parent.name == "in_tensorflow" else "ranks of engines"
 
@@ -72,8 +71,8 @@ def pytest_xdist_setupnodes(config, specs):
 
 
 def pytest_runtest_teardown(item, nextitem):
-    """Engines' ranks are stopped before other folders' tests, which want the memory."""
-    if nextitem is not None and nextitem.path.parent.name not in USERS:
+    """Engines' ranks are stopped before tests that do not share them, which want the memory."""
+    if nextitem is not None and not _room(nextitem.nodeid.partition("::")[0]).startswith("ranks of"):
         stop_engines()
 
 

@@ -1,6 +1,6 @@
 """Draw training scripts from seeds and check each, for as long as one likes: `make soak MINUTES=30`.
 
-Prints every seed that fails, and what is wrong; `python tests/soak.py --seed N` runs it again. Ends with 1 if any did.
+Prints every seed that fails, and what is wrong; `python -m tests.soak --seed N` runs it again. Ends with 1 if any did.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ import argparse
 import sys
 import time
 
-from pool import RankFailure
-from pools import launched, stop_all
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from scenarios import compared, drawn
+
+from tests.support.pool import RankFailure
+from tests.support.pools import launched, stop_all
+from tests.support.scenarios import compared, drawn
 
 ENGINES = ("gloo", "mpirun-mpi", "horovodrun-gloo", "horovodrun-mpi", "mpirun-horovod")
 

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from engines import ENGINES, command, environment
+from tests.support.engine_pools import ENGINES, command, environment
 
 PROGRAM = Path(__file__).parent / "programs" / "trains.py"
 LAUNCHERS = ("torchrun", *ENGINES)

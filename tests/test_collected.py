@@ -5,9 +5,8 @@ from __future__ import annotations
 import gc
 import weakref
 
-from training import distributed, net
-
 import grace
+from tests.support.training import distributed, net
 
 
 def test_an_optimizer_that_is_dropped_is_collected():

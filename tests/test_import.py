@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import warm
 
 import grace
+from tests.support import warm
 
 BUDGET_SECONDS = 0.3
 ENVIRONMENT = {

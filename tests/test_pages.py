@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from command import grace_command
-from pools import launched
 
 import grace
 from grace.cli import main as cli
+from tests.support.command import grace_command
+from tests.support.pools import launched
 
 ROOT = Path(__file__).parent.parent
 WRITTEN = sorted(set((ROOT / "docs").glob("*.md")) - {ROOT / "docs" / "methods.md"})

@@ -7,7 +7,8 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pairwise import pairwise
+
+from tests.support.pairwise import pairwise
 
 
 def pairs_of(cases):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 
 import pytest
-from engines import ENGINES
-from pool import RankFailure
-from pools import launched
 
 import grace
+from tests.support.engine_pools import ENGINES
+from tests.support.pool import RankFailure
+from tests.support.pools import launched
 
 pytestmark = [pytest.mark.ranks, pytest.mark.parametrize("engine", ["gloo", *ENGINES])]
 

@@ -50,7 +50,7 @@ def test_the_readmes_keras_model_trains():
 
 def saved_and_resumed(folder, code):
     """The page's two halves, on real ranks: a run that goes on, and one that is resumed."""
-    from training import digest, distributed, net, train, weights
+    from tests.support.training import digest, distributed, net, train, weights
 
     ends, before = [], os.getcwd()
     os.chdir(folder)

@@ -12,8 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
-import warm
-from engines import ENGINES, available
+
+from tests.support import warm
+from tests.support.engine_pools import ENGINES, available
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="on Linux only")
 BOTH = pytest.mark.parametrize("python", [warm.REAL, sys.executable], ids=["real", "warm"])
@@ -107,10 +108,11 @@ def test_a_program_and_its_caller_may_be_killed_at_the_same_time():
 
 
 KILLED = """
-import os, sys, time, warm
+import os, sys, time
+from tests.support import warm
 warm.install()
-from engines import Launched
-from pool import Ranks
+from tests.support.engine_pools import Launched
+from tests.support.pool import Ranks
 pools = [Ranks(2), *(Launched(engine, 2) for engine in sys.argv[1:])]
 print(*(pid for pool in pools for pid in pool.run(os.getpid)), flush=True)
 time.sleep(60)
@@ -122,7 +124,7 @@ def test_no_rank_outlives_tests_that_are_killed():
     env = {name: value for name, value in os.environ.items() if name != "GRACE_WARM"}
     engines = [engine for engine in ENGINES if available(engine)]
     program = [warm.REAL, "-c", KILLED, *engines]
-    env["PYTHONPATH"] = str(Path(__file__).parent)
+    env["PYTHONPATH"] = str(Path(__file__).parents[1])
     with subprocess.Popen(program, stdout=subprocess.PIPE, env=env, text=True) as tests:
         pools = [name for name in ("gloo", *engines) for _ in range(2)]
         ranks = list(zip(pools, tests.stdout.readline().split(), strict=True))

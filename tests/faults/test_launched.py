@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
-import warm
-from engines import environment
 
 import grace
+from tests.support import warm
+from tests.support.engine_pools import environment
 
 PYTHON = warm.REAL  # who is whose child matters here
 GRACE = [PYTHON, "-m", "grace.cli.main", "launch"]

@@ -9,8 +9,9 @@ import re
 from importlib.util import find_spec
 
 import pytest
-from engines import ENGINES, available
-from striking import LAUNCHERS, run
+
+from tests.striking import LAUNCHERS, run
+from tests.support.engine_pools import ENGINES, available
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import typer
-from helpers import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from mutations import WORDS
 from typer.testing import CliRunner
 
 from grace.cli.main import app
 from grace.errors import GraceError
+from tests.support.data import examples
+from tests.support.mutations import WORDS
 
 READ = ["list", "describe", "strategy build", "strategy show", "strategy check", "strategy diff", "bench compare"]
 ODD = ["--help", "-", "--", "s.yaml", ".", "..", "/", "nan", "-1", "9" * 400, "a" * 5000, "json:loads", "mine:net"]

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from mutations import JSON, mutated
 
 from grace.core.registry import known, make
 from grace.errors import GraceError
 from grace.launch.cluster import Resources
 from grace.strategy import schema
+from tests.support.data import examples
+from tests.support.mutations import JSON, mutated
 
 STRATEGY = {
     "version": 1,

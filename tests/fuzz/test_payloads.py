@@ -7,7 +7,6 @@ import contextlib
 import numpy as np
 import pytest
 import torch
-from helpers import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from grace.errors import PayloadError
 from grace.kernels import arrays_by
 from grace.kernels.fused.primitives import FusedKernels
 from grace.kernels.torch import primitives as torch_kernels
+from tests.support.data import examples
 
 METHODS = (
     *("threshold(value=0.1)", "dgc(ratio=0.1)", "adaptive(ratio=0.1)", "inceptionn"),

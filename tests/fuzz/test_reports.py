@@ -8,15 +8,15 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import results as samples
-from helpers import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from mutations import mutated
 from typer.testing import CliRunner
 
 from grace.cli.main import app
 from grace.errors import GraceError
+from tests.support import bench_results as samples
+from tests.support.data import examples
+from tests.support.mutations import mutated
 
 DOCUMENTS = {
     kind: json.loads(json.dumps({"grace_bench": 1, **dataclasses.asdict(samples.results(kind))}))

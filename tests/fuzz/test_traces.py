@@ -7,13 +7,13 @@ import re
 import tempfile
 from pathlib import Path
 
-from helpers import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from mutations import JSON, mutated
 from typer.testing import CliRunner
 
 from grace.cli.main import app
+from tests.support.data import examples
+from tests.support.mutations import JSON, mutated
 
 GROUP = {"bucket": 0, "variables": "w", "communicator": "allgather, topk, residual"}
 

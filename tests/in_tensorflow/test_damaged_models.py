@@ -16,12 +16,12 @@ import pytest
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
-from damaged_states import each, loads_or_changes_nothing, mutated, resealed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pools import launched
 
 import grace
+from tests.support.damaged_states import each, loads_or_changes_nothing, mutated, resealed
+from tests.support.pools import launched
 
 pytestmark = [pytest.mark.slow]
 
@@ -29,7 +29,7 @@ KILLED = """
 import os, signal, sys, zipfile
 sys.path[:0] = sys.argv[2:]
 import grace
-from test_damaged_models import fit, model_of
+from tests.in_tensorflow.test_damaged_models import fit, model_of
 
 grace.init("local")
 model = model_of()
@@ -60,8 +60,8 @@ def fit(model, rank=0):
 
 def test_kill_9_while_a_model_is_saved_leaves_the_last_good_file(tmp_path):
     file = tmp_path / "model.keras"
-    here = Path(__file__).parent
-    program = [sys.executable, "-c", KILLED, file, here, here.parent]
+    root = Path(__file__).parents[2]
+    program = [sys.executable, "-c", KILLED, file, root]
     ended = subprocess.run(list(map(str, program)), timeout=200, check=False)
     assert ended.returncode == -signal.SIGKILL
     grace.init("local")

@@ -11,12 +11,11 @@ import pytest
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
-from pairwise import pairwise
-from pools import launched
-from training import METHODS, Given, made_up
-
 import grace
 from grace.core.registry import known, legal_communicators, make
+from tests.support.pairwise import pairwise
+from tests.support.pools import launched
+from tests.support.training import METHODS, Given, made_up
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -57,9 +56,8 @@ def with_torch(pair: tuple[str, str]) -> list[dict[str, np.ndarray]]:
 
 def with_tensorflow(pair: tuple[str, str], way: str) -> list[dict[str, np.ndarray]]:
     """The same, eagerly or in a graph; "tensors" is a graph that computes as it does for a user's own compressor."""
-    from tensorflow_training import session_of, variables_of
-
     from grace.tensorflow import representation, session
+    from tests.support.tensorflow_training import session_of, variables_of
 
     exchange, variables = session_of(*pair), variables_of(SHAPES)
 

@@ -9,10 +9,9 @@ import pytest
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
-from pairwise import pairwise
-from pools import launched
-
 import grace
+from tests.support.pairwise import pairwise
+from tests.support.pools import launched
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -182,7 +181,7 @@ def test_scalars_empty_and_narrow_variables(two, dtype, compressor, graph):
 
 def overflow(compressor, graph):
     """Rank 1's gradient overflows in the second of three steps."""
-    from tensorflow_training import state_of
+    from tests.support.tensorflow_training import state_of
 
     optimizer = sgd(compressor)
     variables, means, states = [tf.Variable(tf.zeros([40]))], [], []
@@ -268,7 +267,8 @@ def test_a_loss_scale_inside_or_outside_skips_a_step_on_all_ranks(two, side, gra
 
 def mixed_precision():
     import keras
-    from tensorflow_training import digest, samples
+
+    from tests.support.tensorflow_training import digest, samples
 
     keras.utils.set_random_seed(0)
     keras.mixed_precision.set_global_policy("mixed_float16")
@@ -297,7 +297,8 @@ def test_mixed_precision_trains(two):
 
 def callbacks():
     import keras
-    from tensorflow_training import LOSS, network, samples
+
+    from tests.support.tensorflow_training import LOSS, network, samples
 
     model = network(seed=grace.rank())
     model.add(keras.layers.BatchNormalization())
@@ -332,7 +333,8 @@ def test_the_callbacks_broadcast_all_weights_and_average_all_metrics(two):
 
 def xla():
     import keras
-    from tensorflow_training import LOSS, network, samples
+
+    from tests.support.tensorflow_training import LOSS, network, samples
 
     for callbacks in ([], [grace.tensorflow.BroadcastCallback()]):
         for wrapped in (lambda made: made, keras.optimizers.LossScaleOptimizer):
@@ -379,7 +381,7 @@ def test_tapes_go_on_from_one_another(two, graph):
 
 
 def steps_in_one_call():
-    from tensorflow_training import LOSS, digest, network, samples
+    from tests.support.tensorflow_training import LOSS, digest, network, samples
 
     found = []
     for at_once in (1, 4):

@@ -11,10 +11,9 @@ import pytest
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
-from pools import launched
-from training import SPECS, momentum_for
-
 import grace
+from tests.support.pools import launched
+from tests.support.training import SPECS, momentum_for
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -35,7 +34,8 @@ EVERY = [(engine, *case) for engine, cases in CASES.items() for case in cases]
 def train(spec: str, way: str) -> tuple[str, list[float], int]:
     """A hash of the weights, the losses, and how often a step was traced after the second one."""
     import keras
-    from tensorflow_training import LOSS, digest, network, samples
+
+    from tests.support.tensorflow_training import LOSS, digest, network, samples
 
     traces = []
 

@@ -11,10 +11,9 @@ import pytest
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
-from pools import launched
-from training import SPECS, momentum_for
-
 import grace
+from tests.support.pools import launched
+from tests.support.training import SPECS, momentum_for
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -30,7 +29,7 @@ def start() -> dict[str, np.ndarray]:
 
 
 def batches() -> list[tuple[np.ndarray, np.ndarray]]:
-    from tensorflow_training import samples
+    from tests.support.tensorflow_training import samples
 
     x, y = samples(16 * STEPS, grace.rank())
     return [(x[16 * i : 16 * i + 16], y[16 * i : 16 * i + 16]) for i in range(STEPS)]

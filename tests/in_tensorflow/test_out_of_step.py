@@ -9,9 +9,8 @@ import pytest
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
-from pools import launched
-
 import grace
+from tests.support.pools import launched
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

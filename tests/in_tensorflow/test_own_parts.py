@@ -12,14 +12,13 @@ import pytest
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
-from pools import launched
-from tensorflow_training import session_of
-
 import grace
 from grace.core.variable import Variable
 from grace.exchange.bucket import Bucket
 from grace.tensorflow import Allgather, Compressor, Memory, Traits
 from grace.tensorflow.representation import Arrays, Tensors, medium_for
+from tests.support.pools import launched
+from tests.support.tensorflow_training import session_of
 
 
 class Int8(Compressor):

@@ -13,9 +13,6 @@ import torch
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
-from helpers import EPSILON, REFERENCE
-from pairwise import pairwise
-
 import grace
 from grace.communicators import ScatterReduce
 from grace.core.context import Context
@@ -24,6 +21,8 @@ from grace.exchange.scatter_reduce import Sharded
 from grace.kernels import NumpyKernels, kernels_of
 from grace.kernels.tensorflow import fused
 from grace.kernels.torch import primitives as torch_kernels
+from tests.support.data import EPSILON, REFERENCE
+from tests.support.pairwise import pairwise
 
 pytestmark = pytest.mark.slow
 

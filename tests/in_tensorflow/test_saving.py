@@ -9,11 +9,10 @@ import pytest
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
-from pools import launched
-from training import momentum_for
-
 import grace
 from grace.session import saved_form
+from tests.support.pools import launched
+from tests.support.training import momentum_for
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -35,7 +34,7 @@ def optimizer_for(spec, way):
 
 
 def fit(model, epochs, callbacks=()):
-    from tensorflow_training import samples
+    from tests.support.tensorflow_training import samples
 
     x, y = samples(64, grace.rank())
     span = {"epochs": epochs[-1] + 1, "initial_epoch": epochs[0]}
@@ -43,7 +42,7 @@ def fit(model, epochs, callbacks=()):
 
 
 def new(spec, way):
-    from tensorflow_training import LOSS, network
+    from tests.support.tensorflow_training import LOSS, network
 
     model = network()
     model.compile(optimizer_for(spec, way), LOSS)
@@ -57,7 +56,7 @@ def path_of(folder, spec, way):
 
 def first_half(folder):
     """Two epochs, saved; then two more in the same process, as if nobody had stopped."""
-    from tensorflow_training import digest
+    from tests.support.tensorflow_training import digest
 
     uninterrupted = {}
     for spec, way in CASES:
@@ -77,7 +76,8 @@ def first_half(folder):
 def second_half(folder):
     """What was saved, loaded in a new process and trained for two epochs."""
     import keras
-    from tensorflow_training import digest
+
+    from tests.support.tensorflow_training import digest
 
     keras.Sequential([keras.layers.Dense(1)])  # so that Keras numbers models otherwise
     resumed = {}
@@ -115,7 +115,7 @@ def test_memories_matter_in_this_test(halves, monkeypatch):
 
 
 def forgetful(folder):
-    from tensorflow_training import digest
+    from tests.support.tensorflow_training import digest
 
     path = path_of(folder, "topk(ratio=0.1)", "one file a rank")
     model = grace.tensorflow.load_model(f"{path}.keras", memory_state="reset")
@@ -166,7 +166,7 @@ def test_what_does_not_fit_is_refused(halves):
 
 
 def three(folder):
-    from tensorflow_training import state_of
+    from tests.support.tensorflow_training import state_of
 
     saved = f"{folder}/topk(ratio=0.1)-one_file_for_all-0.keras"
     model = grace.tensorflow.load_model(saved)
@@ -196,7 +196,8 @@ def rules():
     import warnings
 
     import keras
-    from tensorflow_training import state_of
+
+    from tests.support.tensorflow_training import state_of
 
     rank = grace.rank()
 
@@ -294,7 +295,8 @@ def backed_up(folder):
     import warnings
 
     import keras
-    from tensorflow_training import digest
+
+    from tests.support.tensorflow_training import digest
 
     class Stop(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):

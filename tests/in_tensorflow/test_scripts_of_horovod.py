@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 import pytest
-from pools import launched
 
 import grace
+from tests.support.pools import launched
 
 pytestmark = pytest.mark.ranks
 

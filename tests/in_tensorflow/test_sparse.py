@@ -9,13 +9,12 @@ import pytest
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
-from pools import launched
-
 import grace
 from grace.communicators.sparse import RowAllgather
 from grace.exchange.sparse_codec import unfit
 from grace.exchange.sparse_rows import NOTHING, SparseRows
 from grace.strategy.choices import Choices
+from tests.support.pools import launched
 
 ROWS, WIDTH = 12, 3
 
@@ -45,7 +44,7 @@ def dense(gradient):
 
 def run(compressor, graph, steps=4, **options):
     """The means of a few steps, the rows that they name, and what the memory kept."""
-    from tensorflow_training import session_of, state_of
+    from tests.support.tensorflow_training import session_of, state_of
 
     exchange = session_of(compressor, **options)
     variables = [tf.Variable(tf.zeros([ROWS, WIDTH])), tf.Variable(tf.zeros([5]))]
@@ -145,7 +144,8 @@ def alone(dense):
 def embed(compressor, way):
     """An embedding and a dense layer, trained with Adam."""
     import keras
-    from tensorflow_training import LOSS, digest
+
+    from tests.support.tensorflow_training import LOSS, digest
 
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Embedding(50, 6), keras.layers.Flatten()])

@@ -12,10 +12,9 @@ import pytest
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
-from pools import launched
-
 import grace
 from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
+from tests.support.pools import launched
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

@@ -7,9 +7,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from engines import ENGINES, available, command, environment
 
 import grace
+from tests.support.engine_pools import ENGINES, available, command, environment
 
 pytestmark = [
     pytest.mark.ranks,

@@ -9,9 +9,8 @@ import pytest
 
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
-from pools import launched
-
 import grace
+from tests.support.pools import launched
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -61,7 +60,8 @@ def test_a_tape_gives_the_mean_where_only_another_rank_has_a_gradient(two):
 def restored(folder):
     """Rank 0 goes on from a file, the others make new models, and number their layers otherwise; then none is built."""
     import keras
-    from tensorflow_training import digest
+
+    from tests.support.tensorflow_training import digest
 
     rank, said = grace.rank(), []
     generator = np.random.default_rng(rank)
@@ -106,7 +106,8 @@ def test_one_rank_restores_a_model_and_the_others_take_it(two, tmp_path):
 def built_late(callback):
     """A model that its first batch builds, in a graph, from start values that differ."""
     import keras
-    from tensorflow_training import digest
+
+    from tests.support.tensorflow_training import digest
 
     generator = np.random.default_rng(grace.rank())
     x, y = generator.standard_normal((16, 4)).astype("f"), generator.standard_normal((16, 1)).astype("f")

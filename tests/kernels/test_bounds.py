@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import warm
+
+from tests.support import warm
 
 CHECKED = os.environ.get("NUMBA_BOUNDSCHECK") == "1"
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers import EPSILON, REFERENCE, data, same
-from implementations import ALL, OTHERS
 
 from grace.compressors.qsgd import QSGD
 from grace.kernels import Stream
+from tests.support.data import EPSILON, REFERENCE, data, same
+from tests.support.implementations import ALL, OTHERS
 
 BUCKETS = (1, 5, 32, 512, 1024, 5000)  # 32 and 1024 are what the compiled loops take at a time
 BYTE = 8  # elements that pack() takes at a time

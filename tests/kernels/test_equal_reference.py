@@ -7,16 +7,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers import EPSILON, HUGE, NUMBERS, REFERENCE, TINY, VECTORS, data, examples, same
 from hypothesis import given
 from hypothesis import strategies as st
-from implementations import ALL, OTHERS, crossed, memory, tf
 
 from grace.kernels import Kernels, Stream, kernels_of
 from grace.kernels.torch.primitives import FusedTorchKernels, TorchKernels
-
-if tf is not None:
-    pass
+from tests.support.data import EPSILON, HUGE, NUMBERS, REFERENCE, TINY, VECTORS, data, examples, same
+from tests.support.implementations import ALL, OTHERS, crossed, memory, tf
 
 STREAMS = st.builds(Stream, st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**31 - 1))
 WEIGHTS = st.sampled_from([1.0, -1.0, 0.5, 1 / 3, -0.125])

@@ -6,11 +6,11 @@ import functools
 
 import numpy as np
 import pytest
-from helpers import FALSE_ALARM, REFERENCE, same
-from implementations import OTHERS
 from scipy.stats import chi2
 
 from grace.kernels import Stream
+from tests.support.data import FALSE_ALARM, REFERENCE, same
+from tests.support.implementations import OTHERS
 
 N = 2**24 + 3
 STREAM = Stream(77, 5)

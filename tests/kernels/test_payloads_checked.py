@@ -6,10 +6,10 @@ import re
 
 import numpy as np
 import pytest
-from helpers import REFERENCE, data
-from implementations import ALL, Traced, tf
 
 from grace.errors import PayloadError
+from tests.support.data import REFERENCE, data
+from tests.support.implementations import ALL, Traced, tf
 
 N, GUARD = 100, 50
 FAR = [N, N + 7, -1, -N, 2**31 - 1, -(2**31)]

@@ -7,10 +7,8 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from helpers import FALSE_ALARM
 from hypothesis import given
 from hypothesis import strategies as st
-from implementations import ALL, InTensorFlow
 from scipy.stats import chi2
 
 from grace.core.context import Context
@@ -19,6 +17,8 @@ from grace.kernels.fused.loops import _random_blocks, u32
 from grace.kernels.fused.primitives import FusedKernels
 from grace.kernels.random import philox, stream_key
 from grace.kernels.torch.primitives import _philox
+from tests.support.data import FALSE_ALARM
+from tests.support.implementations import ALL, InTensorFlow
 
 every = pytest.mark.parametrize("it", ALL)
 LIKE = np.zeros(1, np.float32)

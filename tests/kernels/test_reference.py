@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers import HUGE, REFERENCE, TINY, VECTORS, same
 from hypothesis import given
 from hypothesis import strategies as st
-from implementations import ALL
 
 from grace.kernels import Stream
+from tests.support.data import HUGE, REFERENCE, TINY, VECTORS, same
+from tests.support.implementations import ALL
 
 
 @pytest.mark.parametrize("bits", range(1, 9))

@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
-from helpers import REFERENCE, agree
-from implementations import ALL, OTHERS
+
+from tests.support.data import REFERENCE, agree
+from tests.support.implementations import ALL, OTHERS
 
 others = pytest.mark.parametrize("it", OTHERS)
 SHAPES = [(5,), (5, 3), (5, 2, 2)]

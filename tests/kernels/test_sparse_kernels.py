@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from helpers import REFERENCE, agree, examples
 from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from implementations import OTHERS
 
 from grace.kernels import Stream
+from tests.support.data import REFERENCE, agree, examples
+from tests.support.implementations import OTHERS
 
 NUMPY = REFERENCE
 quick = examples(20)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers import EPSILON, REFERENCE, same
-from implementations import OTHERS, crossed
 
 from grace.kernels.fused.primitives import FusedKernels
+from tests.support.data import EPSILON, REFERENCE, same
+from tests.support.implementations import OTHERS, crossed
 
 SIZES = [(1 << 14) - 1, 1 << 14, 20_011]
 

@@ -7,16 +7,16 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers import EPSILON, HUGE, REFERENCE, examples
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from implementations import OTHERS
 
 from grace.kernels import Stream
 from grace.kernels.contract.quantization import HIGHEST_POWER, LOWEST_POWER
 from grace.kernels.fused.primitives import FusedKernels
 from grace.kernels.torch.primitives import TorchKernels
+from tests.support.data import EPSILON, HUGE, REFERENCE, examples
+from tests.support.implementations import OTHERS
 
 others = pytest.mark.parametrize("it", OTHERS)
 settled = examples(20)

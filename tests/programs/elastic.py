@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 import torch
-from training import digest
 
 import grace
+from tests.support.training import digest
 
 SLOTS = {30: 2, 60: 1, 80: 2}
 """How many there are after a step."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from helpers import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,6 +11,7 @@ from grace.core.registry import known, make
 from grace.core.variable import Variable, equal_sizes
 from grace.strategy.builder import Builder, OneNode
 from grace.strategy.plan import VariablePlan
+from tests.support.data import examples
 
 LIST = [
     Variable("emb", (12, 4), sparse=True),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from strategies import Tables, cut, executed, reduced, sgd, strategy_of, weights, whole
-from training import digest
 
 import grace
 from grace.strategy.plan import ShardPlan, Sync
+from tests.support.strategies import Tables, cut, executed, reduced, sgd, strategy_of, weights, whole
+from tests.support.training import digest
 
 pytestmark = pytest.mark.ranks
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 
 import pytest
-import strategies
-from pools import ranks_of
-from strategies import BUILDERS, assert_close, executed, mixed, on_the_mean, spec_for
-from training import digest
 
 import grace
 from grace.strategy.builders.all_reduce import AllReduce
+from tests.support import strategies
+from tests.support.pools import ranks_of
+from tests.support.strategies import BUILDERS, assert_close, executed, mixed, on_the_mean, spec_for
+from tests.support.training import digest
 
 pytestmark = pytest.mark.ranks
 

@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from strategies import Tables, executed, mixed, mixed_loss, sgd, strategy_of, train, weights, whole
-from training import digest
 
 import grace
 from grace.core.registry import make
@@ -15,6 +13,8 @@ from grace.strategy import schema
 from grace.strategy.builder import OneNode
 from grace.strategy.plan import ShardPlan
 from grace.torch.parameters import sparse_of, variables
+from tests.support.strategies import Tables, executed, mixed, mixed_loss, sgd, strategy_of, train, weights, whole
+from tests.support.training import digest
 
 pytestmark = pytest.mark.ranks
 

@@ -6,7 +6,6 @@ import re
 import time
 
 import pytest
-from helpers import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -16,6 +15,7 @@ from grace.core.variable import Variable
 from grace.strategy import schema
 from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
 from grace.strategy.traffic import links, totals
+from tests.support.data import examples
 
 PARTS = [
     ShardPlan(),

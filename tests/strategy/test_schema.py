@@ -8,9 +8,10 @@ import copy
 import re
 
 import pytest
-from helpers import examples
 from hypothesis import given
 from hypothesis import strategies as st
+
+from tests.support.data import examples
 
 pytest.importorskip("pydantic", reason="pydantic is not installed")
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")

@@ -5,9 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from pairwise import pairwise
-from strategies import BUILDERS, Tables, cut, executed, mixed, reduced, spec_for, strategy_of, train, whole
-from training import made_up
 
 import grace
 from grace.core.registry import make
@@ -15,6 +12,20 @@ from grace.strategy.builder import OneNode
 from grace.strategy.plan import ShardPlan, Sync
 from grace.strategy.traffic import payload, sent_by, totals
 from grace.torch.parameters import sparse_of, variables
+from tests.support.pairwise import pairwise
+from tests.support.strategies import (
+    BUILDERS,
+    Tables,
+    cut,
+    executed,
+    mixed,
+    reduced,
+    spec_for,
+    strategy_of,
+    train,
+    whole,
+)
+from tests.support.training import made_up
 
 pytestmark = pytest.mark.ranks
 

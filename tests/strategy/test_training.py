@@ -9,8 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from pools import ranks_of
-from strategies import (
+
+import grace
+from examples.torch import models
+from grace.core.registry import make
+from grace.strategy import schema
+from grace.strategy.builder import OneNode
+from grace.strategy.plan import ShardPlan, Sync
+from grace.torch.parameters import sparse_of, variables
+from tests.support.pools import ranks_of
+from tests.support.strategies import (
     BUILDERS,
     Mixed,
     Tables,
@@ -26,15 +34,7 @@ from strategies import (
     weights,
     whole,
 )
-from training import digest
-
-import grace
-from examples.torch import models
-from grace.core.registry import make
-from grace.strategy import schema
-from grace.strategy.builder import OneNode
-from grace.strategy.plan import ShardPlan, Sync
-from grace.torch.parameters import sparse_of, variables
+from tests.support.training import digest
 
 pytestmark = pytest.mark.ranks
 

@@ -1,0 +1,1 @@
+"""The tests; ranks import them by their names."""

@@ -1,0 +1,105 @@
+"""Ranks that part: one leaves, fails, or does something else than the others. All say so, and where they were."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import grace
+from tests.support.engine_pools import available, command, environment
+from tests.support.pools import launched
+
+pytestmark = pytest.mark.ranks
+
+PROGRAM = Path(__file__).parent.parent / "programs" / "apart.py"
+TIMEOUT, WARNED = 6, 2
+LAUNCHERS = {
+    "gloo": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(PROGRAM)],
+    **{name: command(name, 2, str(PROGRAM)) for name in ("mpirun-mpi", "horovodrun-gloo")},
+}
+EXCHANGE = r"the exchange of bucket \d+ \(\S+( \.\. \S+)?; allgather, topk\(ratio=0\.1\), residual\)"
+
+
+def run(engine: str, how: str, *options: object) -> tuple[dict[int, str], dict[int, float], str]:
+    """By rank, what its error says, and the seconds it took; and all that was printed."""
+    if engine != "gloo" and not available(engine):
+        pytest.skip(f"{engine}: its packages are not installed (make horovod)")
+    backend = {"gloo": "torch", "mpirun-mpi": "mpi"}.get(engine, "horovod")
+    done = subprocess.run(
+        [*LAUNCHERS[engine], how, *map(str, options)],
+        env={**environment(), "GRACE_BACKEND": backend, "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+    printed = done.stdout
+    assert done.returncode != 0, printed
+    began = dict(re.findall(r"rank (\d) parts at ([\d.]+)", printed))
+    ended = re.findall(r"rank (\d) ended at ([\d.]+): (.*)", printed)
+    seconds = {int(rank): float(when) - float(began[rank]) for rank, when, _ in ended}
+    return {int(rank): said for rank, _, said in ended}, seconds, printed
+
+
+@pytest.mark.parametrize("engine", ["gloo", "mpirun-mpi"])
+def test_a_rank_that_ends_normally_is_noticed_within_seconds_and_named(engine):
+    said, seconds, printed = run(engine, "leave")
+    assert re.search(rf"ExchangeError: rank 0 of 2: {EXCHANGE} failed at step [56]; rank 1 has left ", said[0]), printed
+    assert seconds[0] < 10, printed
+
+
+@pytest.mark.parametrize("engine", ["horovodrun-gloo", "mpirun-mpi"])
+def test_a_rank_that_fails_says_why_to_the_others_and_is_named_as_the_first(engine):
+    said, seconds, printed = run(engine, "raise")
+    assert re.search(rf"{EXCHANGE} failed at step \d; rank 1 failed: ValueError: a mistake on rank 1\. ", said[0])
+    assert seconds[0] < 10, printed
+    first = set(re.findall(r"grace: rank \d failed first.*", printed))
+    assert first == {"grace: rank 1 failed first: ValueError: a mistake on rank 1"}
+
+
+@pytest.mark.parametrize(
+    ("engine", "how", "called"),
+    [
+        ("gloo", "broadcast", r"in broadcast_parameters\(\)"),
+        ("mpirun-mpi", "state", r"in full_state_dict\(\)"),
+        ("horovodrun-gloo", "object", r"in from_root\(\)"),
+        ("mpirun-mpi", "sleep", r"at apart\.py:\d+, in no exchange"),
+    ],
+)
+def test_ranks_in_different_places_are_warned_of_and_named_after_the_timeout(engine, how, called):
+    said, seconds, printed = run(engine, how, TIMEOUT, WARNED)
+    assert re.search(rf"grace: rank 0 has waited \d s in {EXCHANGE} at step [56]; rank 1 is {called}", printed), printed
+    assert re.search(rf"ExchangeError: rank 0 of 2: {EXCHANGE} failed at step [56]; rank 1 is {called}", said[0]), (
+        printed
+    )
+    assert TIMEOUT - 1 < seconds[0] < TIMEOUT + 6
+    if how != "sleep":
+        name = called.removeprefix("in ")
+        assert re.search(rf"ExchangeError: rank 1 of 2: {name} failed; rank 0 .*{EXCHANGE}", said[1]), printed
+
+
+def mixed():
+    """What each rank is told that does not call what the other does; afterwards they are in step again."""
+    model = torch.nn.Linear(3, 2 + grace.rank())
+    ways = [lambda: grace.broadcast_parameters(model), lambda: grace.from_root(lambda: "a word")]
+    said = []
+    for mine in (grace.rank(), 0):  # the second time both broadcast, but not as much
+        with pytest.raises(grace.RankError) as refused:
+            ways[mine]()
+        said.append(str(refused.value))
+    return said, grace.from_root(lambda: "in step")
+
+
+@pytest.mark.parametrize("engine", LAUNCHERS)
+def test_ranks_that_call_different_things_are_refused_at_once(engine):
+    for (different, unequal), word in launched(engine, 2).run(mixed):
+        assert different.startswith("the ranks do different things: ")
+        assert "rank 0 is in broadcast_parameters()" in different
+        assert "rank 1 is in from_root()" in different
+        assert unequal.startswith("the ranks do different things: rank ")
+        assert word == "in step"

@@ -1,0 +1,86 @@
+"""The whole catalogue over every engine, started by its launcher: the same results as over torch.distributed."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+
+import grace
+from grace.core.registry import known, legal_communicators, make
+from tests.support.engine_pools import ENGINES
+from tests.support.pairwise import pairwise
+from tests.support.pools import launched
+from tests.support.training import METHODS, Given, made_up
+
+pytestmark = pytest.mark.ranks
+
+SHAPES = {"odd": (13, 7), "kernel": (3, 2, 3, 3), "one": (1,), "scalar": (), "empty": (0, 3), "zeros": (31,)}
+NEW = (
+    *("natural", "terngrad", "onebit", "signum", "dynamic8", "sketch(quantiles=16)"),
+    *("threshold(value=0.5)", "dgc(ratio=0.1)", "adaptive(ratio=0.1)", "inceptionn"),
+    *("topk(ratio=0.2) | qsgd(levels=7)", "randomk(ratio=0.2) | fp16", "dgc(ratio=0.1) | efsignsgd"),
+)
+KINDS = [
+    *(("none", "allreduce"), ("bf16", "allreduce"), ("qsgd", "scatter_reduce"), ("topk(ratio=0.1)", "allgather")),
+    *(("signsgd", "broadcast"), ("powersgd(rank=2)", "allreduce"), ("threshold(value=0.5)", "allgather")),
+]
+"""One pair of each kind of exchange."""
+
+
+def train(compressor: str, communicator: str, steps: int = 4) -> dict[str, tuple[bool, np.ndarray]]:
+    """Per variable: whether the engine summed it, and its weights after a few steps."""
+    model = Given(SHAPES)
+    optimizer = grace.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.05), model.named_parameters(), compressor, communicator=communicator
+    )
+    for step in range(steps):
+        gradients = made_up(SHAPES, step, grace.rank())
+        gradients["zeros"][:] = 0
+        optimizer.zero_grad()
+        model.backward(gradients)
+        optimizer.step()
+    sums = {v.name: g.communicator.sums for g in optimizer._grace.exchanger.buckets for v in g.variables}
+    return {name: (sums[name], p.detach().numpy().copy()) for name, p in model.named_parameters()}
+
+
+def everything(pairs) -> dict[tuple[str, str], dict[str, tuple[bool, np.ndarray]]]:
+    return {pair: train(*pair) for pair in pairs}
+
+
+RUNS = [*((engine, 2) for engine in ENGINES), ("mpirun-mpi", 3)]
+CHOSEN = pairwise(
+    *(RUNS, METHODS + NEW, known("communicator")),
+    allowed=lambda run, method, name: name in legal_communicators(make("compressor", method)),
+)
+CASES = [(*run, (method, name)) for run, method, name in CHOSEN]
+CASES += [("horovodrun-gloo", 3, pair) for pair in KINDS]  # whose three ranks wait long for each other on two cores
+
+
+@functools.cache
+def expected(size: int) -> dict[tuple[str, str], dict[str, tuple[bool, np.ndarray]]]:
+    """What torch.distributed gives."""
+    return launched("gloo", size).run(everything, sorted({pair for _, ranks, pair in CASES if ranks == size}))[0]
+
+
+@functools.cache
+def results_of(engine: str, size: int):
+    """What an engine gives on each rank."""
+    return launched(engine, size).run(everything, [pair for *run, pair in CASES if run == [engine, size]])
+
+
+@pytest.mark.parametrize(("engine", "size", "pair"), CASES, ids=[f"{e}-{n}ranks-{'-'.join(p)}" for e, n, p in CASES])
+def test_every_method_gives_what_it_gives_over_torch_distributed(engine, size, pair):
+    ranks, wanted = results_of(engine, size), expected(size)
+    for other in ranks[1:]:
+        for name, (_, weights) in other[pair].items():
+            assert weights.tobytes() == ranks[0][pair][name][1].tobytes(), name
+    for name, (sums, weights) in wanted[pair].items():
+        got = ranks[0][pair][name][1]
+        if not sums or len(ranks) == 2:  # one addition, whatever the order
+            assert got.tobytes() == weights.tobytes(), name
+        else:
+            tolerance = {"fp16": 1e-3, "bf16": 1e-2}.get(pair[0].split("| ")[-1], 1e-6)
+            np.testing.assert_allclose(got, weights, rtol=tolerance, atol=tolerance, err_msg=name)

@@ -1,0 +1,182 @@
+"""The MPI backend's own: 16-bit sums that MPI does not know, collectives on the tensors' own memory, its timeout."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import grace
+from tests.support.pools import launched
+from tests.support.training import distributed
+
+pytestmark = pytest.mark.ranks
+
+SIZE = 3
+
+
+@pytest.fixture
+def mpi():
+    """3 ranks under mpirun."""
+    return launched("mpirun-mpi", SIZE)
+
+
+@pytest.fixture(params=[2, 3], ids=["2ranks", "3ranks"])
+def sizes(request):
+    """Of two ranks each adds; three leave it to MPI."""
+    return launched("mpirun-mpi", request.param)
+
+
+# -- sums -------------------------------------------------------------------------------------------------------------
+
+
+def terms(dtype):
+    """What ranks 0 and 1 add: every pair of special values, and every 16-bit number with some other."""
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int16)
+    other = bits[torch.randperm(len(bits), generator=torch.Generator().manual_seed(0))]
+    most, least = torch.finfo(dtype).max, torch.finfo(dtype).tiny
+    inf, ulp = float("inf"), torch.finfo(dtype).eps
+    special = torch.tensor([0.0, -0.0, inf, -inf, float("nan"), most, -most, least, 1.0, 1 + ulp, ulp / 2, -ulp / 4])
+    pairs = torch.cartesian_prod(special, special).to(dtype)
+    return torch.cat([pairs[:, 0], bits.view(dtype)]), torch.cat([pairs[:, 1], other.view(dtype)])
+
+
+def summed(dtype):
+    """The sum of both terms, as bits; rank 2 adds nothing, which -0 does exactly."""
+    first, second = terms(dtype)
+    tensor = [first, second, torch.full_like(first, -0.0)][grace.rank()]
+    result = grace.init().allreduce(tensor).wait()
+    return result.view(torch.int16).numpy(), result.isnan().numpy()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_sixteen_bit_sums_are_rounded_to_nearest_even(sizes, dtype):
+    first, second = terms(dtype)
+    expected = first + second  # torch adds in float32 and rounds once
+    if dtype == torch.float16:
+        with np.errstate(over="ignore", invalid="ignore"):
+            np.testing.assert_array_equal(first.numpy() + second.numpy(), expected.numpy())
+    assert expected.isinf().any()
+    for bits, nan in sizes.run(summed, dtype):
+        np.testing.assert_array_equal(nan, expected.isnan().numpy())
+        np.testing.assert_array_equal(bits[~nan], expected.view(torch.int16).numpy()[~nan])
+
+
+def known(dtype, rank, length):
+    """Small numbers that any rank can make up for any other."""
+    return (torch.arange(length) % 5 + 10 * rank + 1).to(dtype)
+
+
+def all_sums():
+    backend, found = grace.init(), {}
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64):
+        for length in (0, 1, 7, 1001):
+            tensor = known(dtype, backend.rank, length)
+            address = tensor.data_ptr()
+            result = backend.allreduce(tensor).wait()
+            assert result is tensor
+            assert result.data_ptr() == address  # MPI wrote where the gradient was
+            assert torch.equal(result, sum(known(dtype, rank, length) for rank in range(backend.size)))
+            found[dtype, length] = True
+    array = np.arange(5, dtype=np.float16) * (backend.rank + 1)
+    assert backend.allreduce(array).wait() is array
+    np.testing.assert_array_equal(array, np.arange(5) * sum(range(1, backend.size + 1)))
+    return len(found)
+
+
+def test_sums_are_in_place_for_every_dtype_and_length(sizes):
+    assert sizes.run(all_sums) == [24] * sizes.size
+
+
+def refused():
+    backend, said = grace.init(), []
+    before = backend.sent_bytes
+    for dtype in (torch.uint8, torch.int16, torch.bool):
+        with pytest.raises(TypeError) as caught:
+            backend.allreduce(torch.ones(4, dtype=dtype))
+        said.append(str(caught.value))
+    assert backend.sent_bytes == before
+    return said
+
+
+def test_what_mpi_does_not_sum_is_refused_by_name(mpi):
+    for said in mpi.run(refused):
+        for dtype, message in zip(("uint8", "int16", "bool"), said, strict=True):
+            assert f"MPI does not sum {dtype}; it sums float32, float64, int64, int32, float16, bfloat16" in message
+
+
+# -- what arrives -----------------------------------------------------------------------------------------------------
+
+
+def moved():
+    """All-gather, all-to-all and broadcast of every dtype and some lengths, and what was counted."""
+    backend = grace.init()
+    rank, size = backend.rank, backend.size
+    for dtype in (torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32):
+        for length in (0, 1, 7, 1001):
+            before, mine = backend.sent_bytes, known(dtype, rank, length)
+            rows = backend.allgather(mine).wait()
+            assert len(rows) == size
+            assert all(torch.equal(row, known(dtype, i, length)) for i, row in enumerate(rows))
+            assert torch.equal(mine, known(dtype, rank, length))
+            assert backend.sent_bytes - before == (size - 1) * mine.nbytes
+
+            before, parts = backend.sent_bytes, torch.cat([known(dtype, rank + i, length) for i in range(size)])
+            rows = backend.alltoall(parts).wait()
+            assert all(torch.equal(row, known(dtype, i + rank, length)) for i, row in enumerate(rows))
+            assert backend.sent_bytes - before == (size - 1) * mine.nbytes
+
+            for root in range(size):
+                before, tensor = backend.sent_bytes, known(dtype, rank, length)
+                assert backend.broadcast(tensor, root).wait() is tensor
+                assert torch.equal(tensor, known(dtype, root, length))
+                assert backend.sent_bytes - before == ((size - 1) * tensor.nbytes if rank == root else 0)
+    assert backend.allgather_object({"rank": rank}) == [{"rank": i} for i in range(size)]
+
+
+def test_what_arrives_is_what_was_sent_and_counted(mpi):
+    mpi.run(moved)
+
+
+def many_at_once():
+    """Collectives under way together, awaited in any order and twice."""
+    backend = grace.init()
+    tensors = [known(torch.float32, backend.rank, 10_000 + i) for i in range(20)]
+    handles = [backend.allreduce(tensor) for tensor in tensors]
+    for i in np.random.default_rng(backend.rank).permutation(20):
+        assert handles[i].wait() is handles[i].wait()
+        expected = sum(known(torch.float32, rank, 10_000 + int(i)) for rank in range(backend.size))
+        assert torch.equal(tensors[i], expected)
+
+
+def test_collectives_may_be_under_way_together(sizes):
+    sizes.run(many_at_once)
+
+
+# -- a rank that does not come ----------------------------------------------------------------------------------------
+
+
+def waited():
+    """What rank 0 is told that waits for the others, who do not come."""
+    from grace.backends.mpi import MPIBackend
+
+    backend, model = MPIBackend(timeout=2), torch.nn.Linear(20, 30)
+    optimizer = distributed(model, "topk(ratio=0.1)", backend=backend)
+    if backend.rank > 0:
+        return None
+    model(torch.ones(1, 20)).sum().backward()
+    began = time.monotonic()
+    with pytest.raises(grace.ExchangeError) as lost:
+        optimizer.step()
+    assert 2 <= time.monotonic() - began < 30
+    return str(lost.value), type(lost.value.__cause__).__name__
+
+
+def test_an_exchange_gives_up_after_its_timeout_and_says_what_it_was(mpi):
+    (message, cause), *_ = mpi.run(waited)
+    mpi.stop()  # the ranks are not in step any more
+    assert cause == "TimeoutError"
+    assert "the exchange of bucket 0 (weight .. bias; allgather, topk(ratio=0.1), residual) failed" in message
+    assert "no answer from the other ranks within 2 s" in message

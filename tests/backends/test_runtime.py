@@ -1,0 +1,207 @@
+"""grace.init, rank, size and shutdown: which run this process joins."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+import grace
+from grace.backends.runtime import MPI_SIZES
+from tests.support import warm
+from tests.support.engine_pools import available
+
+LAUNCHER_KEYS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "HOROVOD_RANK", "GRACE_BACKEND", *MPI_SIZES)
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    """No run before or after, and the environment of a plain `python`."""
+    for key in LAUNCHER_KEYS:
+        monkeypatch.delenv(key, raising=False)
+    grace.shutdown()
+    yield
+    grace.shutdown()
+
+
+def python(script: str, timeout: float = 90, **environment: str) -> str:
+    """What a fresh interpreter prints."""
+    plain = {key: value for key, value in os.environ.items() if key not in LAUNCHER_KEYS}
+    done = subprocess.run(
+        [warm.REAL, "-c", script],
+        env={**plain, "GLOO_SOCKET_IFNAME": "lo", **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_without_a_launcher_the_run_is_local():
+    backend = grace.init()
+    assert backend.describe() == "local, rank 0 of 1"
+    assert (grace.rank(), grace.size()) == (0, 1)
+
+
+def test_rank_and_size_join_by_themselves():
+    assert (grace.rank(), grace.size()) == (0, 1)
+
+
+def test_init_twice_gives_the_same_run():
+    assert grace.init() is grace.init() is grace.init("local")
+
+
+def test_after_shutdown_a_new_run_can_begin():
+    first = grace.init()
+    grace.shutdown()
+    grace.shutdown()
+    assert grace.init() is not first
+
+
+def test_an_unknown_backend_is_refused_with_those_that_are_known():
+    with pytest.raises(grace.ConfigError, match="unknown backend 'nccl'; known: auto, torch, horovod, mpi, local"):
+        grace.init("nccl")
+
+
+def test_a_backend_of_ones_own_is_used_as_it_is():
+    backend = type(grace.init("local"))()
+    assert grace.init(backend) is backend
+    assert grace.backends.runtime.current() is backend
+
+
+def free_port() -> str:
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
+
+
+def test_torchruns_environment_joins_torch_distributed_and_shutdown_leaves_it():
+    script = """
+import grace
+print(type(grace.init()).__name__, grace.rank(), grace.size(), grace.init() is grace.init("torch"))
+import torch.distributed as dist
+print(dist.is_initialized())
+grace.shutdown()
+print(dist.is_initialized())
+"""
+    launcher = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    assert python(script, **launcher).splitlines() == ["TorchBackend 0 1 True", "True", "False"]
+
+
+def test_an_initialized_process_group_is_used_and_left_standing(tmp_path):
+    script = f"""
+import torch.distributed as dist
+dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=0, world_size=1)
+import grace
+print(type(grace.init()).__name__, grace.rank(), grace.size())
+grace.shutdown()
+print(dist.is_initialized())
+dist.destroy_process_group()
+import time
+time.sleep(0.3)
+"""
+    # the user's own process group counts, whatever started the process
+    answer = python(script, OMPI_COMM_WORLD_SIZE="2")
+    assert answer.splitlines() == ["TorchBackend 0 1", "True"]
+
+
+@pytest.mark.ranks
+def test_torchrun_starts_ranks_that_train_together(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        """
+import torch, grace
+grace.init()
+torch.manual_seed(grace.rank())
+model = torch.nn.Linear(20, 10)
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+opt = grace.DistributedOptimizer(opt, model.named_parameters(), "topk(ratio=0.1)")
+for _ in range(3):
+    opt.zero_grad()
+    model(torch.randn(4, 20)).square().mean().backward()
+    opt.step()
+open(f"{__file__}.{grace.rank()}of{grace.size()}", "w").write(repr(model.weight.tolist()))
+"""
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER_KEYS}
+    done = subprocess.run(
+        command, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = (tmp_path / f"train.py.{rank}of2" for rank in range(2))
+    assert first.read_text() == second.read_text()
+
+
+def without(monkeypatch, *packages):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in packages else find(name))
+
+
+@pytest.mark.parametrize("key", MPI_SIZES)
+def test_mpirun_without_horovod_and_mpi4py_names_the_line_that_installs_mpi(monkeypatch, key):
+    without(monkeypatch, "horovod", "mpi4py")
+    monkeypatch.setenv(key, "4")
+    with pytest.raises(
+        grace.MissingExtraError, match=r"mpi4py is not installed; install it with: pip install .*\[mpi\]"
+    ):
+        grace.init()
+
+
+def test_horovodrun_without_horovod_names_what_builds_it(monkeypatch):
+    without(monkeypatch, "horovod")
+    monkeypatch.setenv("HOROVOD_RANK", "0")
+    with pytest.raises(grace.MissingExtraError, match=r"`make horovod` .* builds and installs it"):
+        grace.init()
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_under_mpirun_horovod_comes_before_mpi(monkeypatch, installed):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: installed or None)
+    assert grace.backends.runtime._detect() == ("horovod" if installed else "mpi")
+
+
+@pytest.mark.parametrize("key", MPI_SIZES)
+def test_one_process_of_mpirun_is_local(monkeypatch, key):
+    monkeypatch.setenv(key, "1")
+    assert grace.init().name == "local"
+
+
+def test_the_environment_may_name_the_backend(monkeypatch):
+    monkeypatch.setenv("HOROVOD_RANK", "0")
+    monkeypatch.setenv("GRACE_BACKEND", "local")
+    assert grace.init().name == "local"
+    monkeypatch.setenv("GRACE_BACKEND", "nccl")
+    with pytest.raises(grace.ConfigError, match="GRACE_BACKEND=nccl: unknown backend"):
+        grace.init()
+
+
+def test_torchruns_environment_counts_more_than_another_launchers():
+    script = "import grace; print(grace.init().name); grace.shutdown()"
+    launcher = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    assert python(script, SLURM_NTASKS="2", **launcher) == "torch"
+
+
+def test_importing_grace_imports_no_framework_and_init_local_neither():
+    script = """
+import sys, grace
+grace.init()
+print(sorted({"torch", "tensorflow", "numba", "scipy", "matplotlib"} & set(sys.modules)))
+import torch
+print(grace.torch.DistributedOptimizer.__name__)
+"""
+    assert python(script).splitlines() == ["[]", "DistributedOptimizer"]
+
+
+@pytest.mark.skipif(not available("mpirun-mpi"), reason="mpi4py is not installed (make horovod)")
+def test_one_process_joins_mpi_without_a_launcher():
+    described = python("import grace; print(grace.init('mpi').describe())")
+    assert re.fullmatch(r"MPI \(.*\), rank 0 of 1", described)

@@ -1,0 +1,277 @@
+"""The ranks of a benchmark: how they are started, how they end, and what is said of those that fail."""
+
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import grace
+from grace.bench.common import results
+from grace.bench.common.errors import WorkerError
+from grace.bench.common.results import Results
+from grace.bench.ranks import launchers
+from grace.bench.ranks import run as launch
+from grace.bench.train import scenarios
+from grace.bench.train.settings import Settings
+from tests.support import warm
+from tests.support.engine_pools import environment
+
+pytestmark = pytest.mark.ranks
+
+GRACE = str(Path(sys.executable).with_name("grace"))
+REAL = str(Path(warm.REAL).with_name("grace"))  # its processes are its children
+LAUNCHERS = ("rendezvous", "mpirun", "/sh\0", "/bash\0")
+SHORT = ("--epochs", "2", "--seeds", "1")
+FILES = {"results.json", "results.csv", "report.html"}
+linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and interface names of Linux")
+
+
+@pytest.fixture(params=["horovod", "mpi4py"])
+def launcher(request, monkeypatch, tmp_path_factory):
+    """What starts TensorFlow's ranks; for mpirun Horovod is hidden from the command."""
+    pytest.importorskip("tensorflow", exc_type=ImportError)
+    if importlib.util.find_spec(request.param) is None:
+        pytest.skip(f"{request.param} is not installed (make horovod)")
+    for key, value in environment().items():
+        monkeypatch.setenv(key, value)
+    if request.param == "mpi4py":
+        (empty := tmp_path_factory.mktemp("hidden") / "horovod").mkdir()
+        (empty / "__init__.py").write_text("raise ImportError('hidden')")
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(empty.parent), os.environ.get("PYTHONPATH", "")]))
+
+
+def run(*args, code=0, timeout=120, cwd=None, program=GRACE, **environment):
+    """Run `grace bench train` at 80 columns; returns (stdout, stderr)."""
+    env = {**os.environ, "COLUMNS": "80", **environment}
+    done = subprocess.run(
+        [program, "bench", "train", *args], capture_output=True, text=True, env=env, timeout=timeout, cwd=cwd
+    )
+    assert done.returncode == code, done.stderr
+    return done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_one_rank_trains_and_sends_nothing(tmp_path):
+    out, _ = run(*SHORT, "-n", "1", "--methods", "qsgd", "--out", str(tmp_path))
+    assert "One rank has nobody to send to" in out
+    assert re.search(r"qsgd +0 B ", out)
+    assert {path.name for path in tmp_path.iterdir()} == FILES
+
+
+@pytest.mark.slow
+def test_tensorflow_is_measured_as_torch_is(tmp_path, launcher, request):
+    engine = request.node.callspec.params["launcher"]
+    out, err = run(*SHORT, "--framework", "tensorflow", "--methods", "none,qsgd", "--out", str(tmp_path))
+    assert err == ""
+    number = r"\d+\.\d\d"
+    rows = re.findall(rf"^ (\S+) +(\S+ \w?B) +({number}) +{number} +\d+\.\d +", out, re.MULTILINE)
+    assert rows == [("none", "1.20 MB", "32.00"), ("qsgd", "303 kB", "8.06")]
+    assert max(len(line) for line in out.splitlines() if str(tmp_path) not in line) <= 80
+    saved = json.loads((tmp_path / "results.json").read_text())
+    assert saved["settings"]["framework"] == "tensorflow"
+    assert {"tensorflow", "keras", "torch", *({"horovod"} & {engine})} <= set(saved["versions"])
+    for result in saved["rows"]:
+        assert 0 < result["codec_ms"] < result["step_ms"]
+        assert 0.8 < result["quality"] < 1
+        (made,) = result["runs"]
+        assert (made["steps"], made["lr"]) == (2 * (1437 // 64), 0.1)
+        assert made["curve"][-1][:2] == [2, made["sent_bytes_per_step"] * made["steps"]]
+        assert made["curve"][-1][3] == made["quality"]
+
+
+def test_one_rank_of_tensorflow_needs_no_launcher_and_no_torch(tmp_path):
+    pytest.importorskip("tensorflow", exc_type=ImportError)
+    (decoy := tmp_path / "decoy" / "torch").mkdir(parents=True)
+    (decoy / "__init__.py").write_text("raise SystemExit('torch was imported')")
+    path = os.pathsep.join([str(decoy.parent), os.environ.get("PYTHONPATH", "")])
+    args = [
+        "--epochs",
+        "2",
+        "--seeds",
+        "1",
+        "-n",
+        "1",
+        "--framework",
+        "tensorflow",
+        "--methods",
+        "topk",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    out, err = run(*args, PYTHONPATH=path)
+    assert err == ""
+    assert re.search(r"^topk, seed 0: accuracy \d+", out, re.MULTILINE)
+    assert "One rank has nobody to send to" in out
+
+
+def test_a_rank_of_tensorflow_that_fails_is_quoted_without_its_start_up_noise(tmp_path):
+    pytest.importorskip("tensorflow", exc_type=ImportError)
+    (decoy := tmp_path / "keras").mkdir()
+    (decoy / "__init__.py").write_text("import tensorflow\nraise SystemExit('keras is broken')")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    args = [*SHORT, "-n", "1", "--framework", "tensorflow", "--out", str(tmp_path / "out")]
+    _, err = run(*args, code=1, program=REAL, PYTHONPATH=path)  # has not imported the other keras beforehand
+    assert err == "grace bench train: the ranks failed (exit code 1)\nrank 0:\nkeras is broken\n"
+
+
+def test_without_horovod_and_mpi_tensorflow_says_what_to_install(monkeypatch):
+    find = importlib.util.find_spec
+    hidden = ("horovod", "mpi4py")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else find(name))
+    with pytest.raises(grace.MissingExtraError, match=r"make horovod.*mpirun and mpi4py.*grace-compress\[mpi\]"):
+        launchers.engine_of("tensorflow", 2)
+    assert launchers.engine_of("tensorflow", 1) == "local"
+    for engine in hidden:
+        with pytest.raises(grace.MissingExtraError, match=f"--engine {engine[:3]}"):
+            launchers.check_engine(engine.removesuffix("4py"))
+
+
+@pytest.mark.parametrize(
+    ("single", "failed", "said"),
+    [
+        (False, {1: -9}, ""),
+        (True, {0: 137}, "mpirun noticed that process rank 1 with PID 0 on node here exited on signal 9 (Killed)."),
+    ],
+)
+def test_a_killed_rank_is_named(tmp_path, single, failed, said):
+    processes = [launchers.Process([])] * (1 if single else 2)
+    launcher = launchers.Launcher(processes, 2, "mpi", {}, launchers.KILLED_BY_MPIRUN if single else r"(?!)")
+    (tmp_path / "launcher.log").write_text(f"[1]<stdout>:x\n{said}\n")
+    assert launch._complaints(launcher, failed, tmp_path) == "rank 1 was ended by SIGKILL"
+
+
+def test_a_rank_that_fails_ends_the_others(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("import os, sys, time\nsys.exit(3) if os.environ['RANK'] == '1' else time.sleep(60)")
+    began = time.monotonic()
+    with launchers.launcher("torch", 2) as start, pytest.raises(WorkerError, match=r"failed \(exit code 3\)"):
+        launch.run_ranks(start, [str(program)], tmp_path, lambda: None)
+    assert time.monotonic() - began < 20
+
+
+@linux
+@pytest.mark.slow
+def test_a_rank_that_fails_is_quoted_and_the_exit_code_is_1(tmp_path):
+    _, err = run(*SHORT, "--out", str(tmp_path), code=1, GLOO_SOCKET_IFNAME="nosuch0")
+    assert "rank 0:" in err
+    assert "Unable to find address for: nosuch0" in err
+    saved = results.load(tmp_path)
+    assert (saved.rows, saved.complete) == ([], False)
+
+
+def _ranks(pid):
+    """The benchmark's rank processes below a process."""
+    children = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            children.setdefault(int(stat.read_text().rsplit(")", 1)[1].split()[1]), []).append(int(stat.parent.name))
+    found, todo = [], [pid]
+    while todo:
+        found += (below := children.get(todo.pop(), []))
+        todo += below
+    with contextlib.suppress(OSError):
+        commands = {p: Path(f"/proc/{p}/cmdline").read_text() for p in found}
+        ranks = [p for p, text in commands.items() if "\0-m\0grace.bench.worker" in text]
+        return [p for p in ranks if not any(name in commands[p] for name in LAUNCHERS)]
+    return []
+
+
+def _gone(ranks, seconds=5):
+    """Whether the processes end soon: mpirun does not wait for those that it has sent a signal."""
+    deadline = time.monotonic() + seconds
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+
+
+@contextlib.contextmanager
+def _running(tmp_path, seconds, framework="torch"):
+    """A long benchmark whose ranks have been up for a while: (process, pids of its ranks)."""
+    command = [REAL, "bench", "train", "--methods", "none", "--epochs", "5000", "--out", str(tmp_path)]
+    command += ["--framework", framework]
+    # os.environ: an MPI started in this very process leaves variables in C's environment that no mpirun survives
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "env": dict(os.environ)}
+    process = subprocess.Popen(command, **quiet)
+    try:
+        deadline = time.monotonic() + 60
+        while len(ranks := _ranks(process.pid)) < 2:
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < deadline, "the ranks did not start"
+            time.sleep(0.05)
+        time.sleep(seconds)
+        yield process, ranks
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+
+
+@linux
+@pytest.mark.parametrize(
+    ("number", "seconds"),
+    [pytest.param(signal.SIGTERM, 0, marks=pytest.mark.slow), (signal.SIGINT, 5)],
+    ids=["SIGTERM-starting", "SIGINT-training"],
+)
+def test_an_interrupted_benchmark_leaves_no_rank_behind(tmp_path, number, seconds):
+    with _running(tmp_path, seconds) as (process, ranks):
+        process.send_signal(number)
+        _, err = process.communicate(timeout=30)
+        assert process.returncode == 130
+        assert err == "grace bench train: interrupted; the ranks are ended\n"
+        assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+
+
+@linux
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "seconds"), [("horovod", 0), ("mpi4py", 0), ("horovod", 12)], indirect=["launcher"]
+)
+def test_an_interrupted_tensorflow_benchmark_leaves_no_rank_behind(tmp_path, launcher, seconds):
+    with _running(tmp_path, seconds, "tensorflow") as (process, ranks):
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+        assert process.returncode == 130
+        assert err == "grace bench train: interrupted; the ranks are ended\n"
+        assert _gone(ranks)
+
+
+@linux
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_tensorflow_benchmark_with_its_signal_named(tmp_path, launcher):
+    with _running(tmp_path, 12, "tensorflow") as (process, ranks):
+        os.kill(ranks[1], signal.SIGKILL)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert "was ended by SIGKILL" in err
+        assert "absl" not in err
+        assert _gone(ranks)
+
+
+@linux
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_benchmark_with_its_signal_named(tmp_path):
+    with _running(tmp_path, 5) as (process, ranks):
+        os.kill(ranks[1], signal.SIGKILL)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert "was ended by SIGKILL" in err
+        assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.mark.parametrize(
+    ("package", "extra"),
+    [("torch", "torch"), ("tensorflow", "tensorflow"), ("sklearn", "bench")],
+)
+def test_a_missing_package_is_named_with_the_line_that_installs_it(monkeypatch, package, extra):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
+    settings = Settings(framework=extra if extra != "bench" else "torch")
+    with pytest.raises(grace.MissingExtraError, match=rf"pip install .*\[{extra}\]"):
+        scenarios.run(settings, Results("train", {}), lambda *event: None)

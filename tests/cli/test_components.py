@@ -1,0 +1,257 @@
+"""The grace command: list, describe, help and errors, run as a user does; many calls alike run in this process."""
+
+import functools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import grace
+from grace.core.registry import KINDS, known, legal_communicators, make
+from tests.support import warm
+from tests.support.command import grace_command
+
+GRACE = str(Path(sys.executable).with_name("grace"))
+COMPONENTS = [
+    (kind, name) for kind in KINDS for name, cls in known(kind).items() if cls.__module__.startswith("grace.")
+]
+COMPRESSORS = [name for kind, name in COMPONENTS if kind == "compressor"]
+
+
+def said(*args):
+    """What the command prints at 80 columns, in this process."""
+    code, out, err = grace_command(*args)
+    assert (code, err) == (0, "")
+    return out
+
+
+def run(*args, code=0, **environment):
+    """Run the program at 80 columns; returns (stdout, stderr)."""
+    env = {**os.environ, "COLUMNS": "80", **environment}
+    done = subprocess.run([GRACE, *args], capture_output=True, text=True, env=env, timeout=60)
+    assert done.returncode == code, done.stderr
+    return done.stdout, done.stderr
+
+
+@functools.cache
+def described(name):
+    """What `grace describe` prints."""
+    return said("describe", name)
+
+
+@pytest.fixture(scope="module")
+def listing():
+    return run("list", "--long")[0]
+
+
+def test_version_is_the_packages():
+    assert run("--version")[0] == f"grace {grace.__version__}\n"
+
+
+def test_the_command_starts_without_the_heavy_packages():
+    code = (
+        "import sys, grace.cli.main; print({'torch', 'numba', 'matplotlib', 'sklearn', 'tensorflow'} & {*sys.modules})"
+    )
+    assert subprocess.run([warm.REAL, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_list_shows_a_compressors_traits(listing, name):
+    (row,) = re.findall(rf"^{name} .*$", listing.split("\nmemory")[0], re.MULTILINE)
+    compressor = make("compressor", name)
+    traits = compressor.traits
+    bits = compressor.wire_bits((1000, 1000))
+    bits = "varies" if bits is None else f"{bits:.4g}"
+    unbiased = "yes" if traits.unbiased else "no"
+    assert row.split() == [name, traits.category, unbiased, bits, traits.communicator, traits.memory]
+
+
+def test_list_names_all_legal_communicators(listing):
+    text = " ".join(listing.split())
+    (topk,) = re.findall(r"topk sparsification .*?Also with ([a-z_, ]+)\.", text)
+    assert topk == "broadcast, reduce_broadcast"
+    assert legal_communicators(make("compressor", "topk")) == ["allgather", "broadcast", "reduce_broadcast"]
+
+
+def test_list_shows_memories_communicators_and_short_names(listing):
+    assert "residual(beta=1.0, gamma=1.0)" in listing
+    assert re.search(r"^allreduce +~2p$", listing, re.MULTILINE)
+    assert "fp16 = cast(dtype=fp16)" in listing
+
+
+def test_the_short_list_has_a_line_for_each_and_fits_a_screen():
+    lines = said("list").splitlines()
+    assert lines[0].split() == ["name", "kind", "what", "it", "is", "communicator"]
+    rows = [line.split() for line in lines[1 : lines.index("")]]
+    assert [(kind, name) for name, kind, *_ in rows] == [(kind, name) for kind in KINDS for name in known(kind)]
+    assert len(lines) < 50
+    topk = next(row for row in rows if row[:2] == ["topk", "compressor"])
+    assert topk[-1] == "allgather"
+    assert "grace list --long" in lines[-1]
+
+
+def test_describe_says_what_is_taken():
+    assert "Taken unless you choose others\n  communicator allgather, memory residual\n" in described("topk")
+    text = said("describe", "parallax(compressor=topk(ratio=0.05))")
+    assert "Taken unless you choose others\n  compressor topk(ratio=0.05), memory residual\n" in text
+
+
+@pytest.mark.parametrize("args", [["list"], ["list", "--long"], ["describe", "topk"], ["--help"], ["demo", "--help"]])
+def test_output_fits_80_columns(args):
+    assert max(map(len, said(*args).splitlines())) <= 80
+
+
+@pytest.mark.parametrize(("kind", "name"), COMPONENTS)
+def test_describe_explains_a_component(kind, name):
+    text = described(name)
+    assert f"{name}, a {kind}\n" in text
+    component = make(kind, name)
+    first = type(component).__doc__.split("\n")[0].replace("``", "")
+    assert first in " ".join(text.split())
+    for parameter, default in component.parameters().items():
+        assert f"  {parameter} = {default!r}\n" in text
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_describe_names_legal_communicators_with_their_cost_and_no_other(name):
+    text = described(name).split("a memory\n")[0]
+    compressor = make("compressor", name)
+    section = text.split("Communicators,")[1].split("\n\n")[0]
+    lines = dict(re.findall(r"^  (\w+)(?: \(default\))?: (.*)$", section, re.MULTILINE))
+    assert set(lines) == set(legal_communicators(compressor))
+    for legal, line in lines.items():
+        assert line.startswith(known("communicator")[legal].cost)
+    assert f"{compressor.traits.communicator} (default)" in section
+    assert f"  communicator {compressor.traits.communicator}, memory {compressor.traits.memory}\n" in text
+
+
+def test_describe_says_whose_traffic_grows_with_the_number_of_ranks():
+    assert re.search(r"allgather.*: \(W-1\)p, which grows with the number of ranks", described("qsgd"))
+    assert re.search(r"scatter_reduce: ~2p, whatever the number of ranks", described("qsgd"))
+
+
+def test_describe_explains_a_composition():
+    text = said("describe", "topk(ratio=0.02) | qsgd(levels=7)")
+    assert text.startswith("topk(ratio=0.02) | qsgd(levels=7), a compressor\n")
+    assert "category: hybrid" in text
+    bits = make("compressor", "topk(ratio=0.02) | qsgd(levels=7)").wire_bits((1000, 1000))
+    assert f"1000 x 1000    {bits:.4g}, " in text
+    assert "'sparsifier': {'name': 'topk', 'ratio': 0.02}" in text
+
+
+def test_describe_uses_the_specs_parameters():
+    text = said("describe", "topk(ratio=0.05)")
+    assert "ratio = 0.05 (default 0.01)" in text
+    assert re.search(r"1000 x 1000 +2\.6, 12.3x smaller than float32 \(325,000 bytes\)", text)
+    assert "{'name': 'topk', 'ratio': 0.05}" in text
+
+
+def test_describe_says_which_shapes_travel_uncompressed():
+    assert re.search(r"^  512 +32, uncompressed", said("describe", "powersgd(rank=2)"), re.MULTILINE)
+
+
+def test_describe_shows_every_kind_that_has_the_name():
+    text = described("none")
+    assert "none, a compressor" in text
+    assert "none, a memory" in text
+
+
+def test_describe_says_what_a_short_name_stands_for():
+    assert "(bf16 is short for cast(dtype=bf16))" in said("describe", "bf16")
+
+
+def test_components_of_other_packages_are_listed_and_described(tmp_path):
+    (tmp_path / "theirs.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from grace import Compressor, Traits\n"
+        "@dataclass\n"
+        "class Theirs(Compressor):\n"
+        '    """Keeps [some] of it."""\n'
+        "    part: float\n"
+        "    name = 'theirs'\n"
+        "    traits = Traits(category='hybrid')\n"
+    )
+    info = tmp_path / "theirs-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[grace.compressors]\ntheirs = theirs:Theirs\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    assert "Keeps [some] of it. To be used as theirs(part)." in run("list", "--long", PYTHONPATH=path)[0]
+    assert "Keeps [some] of it." in run("list", PYTHONPATH=path)[0]
+    text = run("describe", "theirs(part=0.5)", PYTHONPATH=path)[0]
+    assert "part = 0.5 (no default)" in text
+    assert "depends on the data" in text
+    assert "carries adaptive, cast, " in run("describe", "allgather", PYTHONPATH=path)[0]
+    assert "theirs needs part" in run("describe", "theirs", PYTHONPATH=path, code=2)[1]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["describe", "topq"], "did you mean 'topk'?"),
+        (["describe", "alreduce"], "did you mean 'allreduce'?"),
+        (["describe", "topk(0.1)"], "write parameters by name, as in topk(ratio=0.01)"),
+        (["describe", "topk(ration=1)"], "no parameter 'ration'; it has: ratio=0.01"),
+        (["describe", "topk(ratio=7)"], "ratio must be a number in (0, 1], not 7"),
+        (["describe", "topk | signsgd"], "signsgd cannot compress values"),
+        (["describe", "topk |"], "a composition has two parts"),
+        (["bench", "train", "--task", "mnist"], "unknown task 'mnist'; known: charlm, digits, or module:function"),
+        (["bench", "train", "--framework", "jax"], "unknown framework 'jax'; known: torch, tensorflow"),
+        (["bench", "train", "--lr", "qsgd"], "METHOD=RATE, as in signsgd=0.001, not 'qsgd'"),
+        (["bench", "train", "--lr", "signum=0.1"], "for 'signum', which is not among the methods"),
+        (["bench", "train", "--lr", "qsgd=-1"], "the learning rate of qsgd must be positive, not -1"),
+        (["describe", "topk("], "cannot read the spec 'topk('"),
+        (["bench", "train", "--ranks", "0"], "ranks must be at least 1, not 0"),
+        (["bench", "train", "--epochs", "0"], "epochs must be at least 1, not 0"),
+        (["bench", "train", "--methods", "none,topq(ratio=1)"], "unknown compressor 'topq' (did you mean 'topk'?)"),
+        (["bench", "train", "--methods", ","], "no method is named in ','"),
+        (["bench", "train", "--seeds", "9" * 400], "--seeds must be at most 10000, not 999"),
+        (["strategy", "check", "s.yaml", "--model", "json:loads"], "'json:loads' makes no model: TypeError"),
+        (["strategy", "check", "x" * 5000 + ".yaml"], "cannot be read: File name too long"),
+        (["report", "x" * 5000], "File name too long"),
+        (["describe", "topk(ratio=" + "(" * 900 + ")" * 900 + ")"], "cannot read the spec 'topk("),
+        (["describe", "topk(ratio=" + "1" * 5000 + ")"], "cannot read the spec 'topk("),
+        (["describe", "dgc(ratio=" + "1" * 4000 + ")"], "ratio must be a number in (0, 1], not 111"),
+        (["describe", "qsgd(bucket_size=" + "1" * 4000 + ")"], "bucket_size must be a whole number in"),
+        (["describe", "x" * 100_000], "a spec of 100,000 characters is too long"),
+        (["bench", "train", "--seeds", "0,x"], "seeds are whole numbers separated by commas, as in 0,1,2, not '0,x'"),
+        (["bench", "train", "--seeds", "0,-1"], "seeds must be in [0, 2**32)"),
+        (["bench", "train", "--seeds", "0"], "--seeds must be at least 1, or seeds separated by commas, not 0"),
+        (["demo", "--ranks", "0"], "--ranks must be between 1 and 1000, not 0"),
+        (["demo", "--out", "/dev/null/here"], "cannot write to /dev/null/here"),
+        (["bench", "all", "--task", "mnist"], "unknown task 'mnist'"),
+        (["bench", "train", "--out", "/dev/null/here"], "cannot write to /dev/null/here"),
+    ],
+)
+def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(args, message):
+    code, out, err = grace_command(*args)
+    assert code == 2
+    assert message in err
+    assert err.startswith("grace: ")
+    assert err.count("\n") == 1
+    assert out == ""
+
+
+def test_the_program_exits_with_2_after_a_mistake():
+    out, err = run("describe", "topq", code=2)
+    assert "did you mean 'topk'?" in err
+    assert err.count("\n") == 1
+    assert out == ""
+
+
+def test_help_lists_commands_and_options():
+    text = said("--help")
+    for command in ("list", "describe", "demo", "bench"):
+        assert re.search(rf"│ {command} ", text)
+    text = said("demo", "--help")
+    for option in ("--ranks", "--out"):
+        assert option in text
+    text = said("bench", "train", "--help")
+    for option in ("--task", "--methods", "--ranks", "--epochs", "--seeds", "--lr", "--out", "--quick", "--bandwidth"):
+        assert option in text
+    text = said("bench", "--help")
+    for command in ("all", "kernels", "step", "train", "compare", "link"):
+        assert re.search(rf"│ {command} ", text)

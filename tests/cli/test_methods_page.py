@@ -1,0 +1,31 @@
+"""The written pages are true: the page of methods is current, and the contributor's example works."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import grace
+from grace.cli.methods_page import methods_page
+from grace.communicators import Allgather
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_of_methods_is_current():
+    page = (ROOT / "docs" / "methods.md").read_text()
+    assert page == methods_page(), "run: python -m grace.cli.methods_page > docs/methods.md"
+
+
+def test_the_contributors_compressor_works_as_it_stands():
+    grace.init("local")
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)
+    names: dict = {"__name__": "contributed"}
+    exec(code, names)
+    compressor = names["Clip8"](clip=2.0)
+    value = Allgather(compressor, "none").step(torch.tensor([0.5, -3.0]), "w")
+    assert torch.allclose(value, torch.tensor([0.5, -2.0]), atol=1 / 127)
+    with pytest.raises(grace.ConfigError, match="clip8: clip must be a number in"):
+        names["Clip8"](clip=0)
+    grace.shutdown()

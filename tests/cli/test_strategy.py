@@ -1,0 +1,122 @@
+"""``grace strategy``: run as a user does once, and in this process."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.command import grace_command
+
+pytest.importorskip("pydantic", reason="pydantic is not installed")
+
+GRACE = str(Path(sys.executable).with_name("grace"))
+MODELS = """
+import torch
+
+def net():
+    return torch.nn.Sequential(torch.nn.Embedding(100, 8, sparse=True), torch.nn.Linear(8, 64), torch.nn.Linear(64, 10))
+
+def for_bench():
+    return net(), lambda model: 0.0, 4
+
+def other():
+    return torch.nn.Sequential(torch.nn.Embedding(100, 8, sparse=True), torch.nn.Linear(8, 32))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "mine.py").write_text(MODELS)
+    return tmp_path
+
+
+def run(folder, *args, code=0):
+    found, out, err = grace_command("strategy", *args, folder=folder, columns=140)
+    assert found == code, err
+    return out if code in (0, 1) else err
+
+
+def run_program(folder, *args):
+    env = {**os.environ, "COLUMNS": "140"}
+    command = [GRACE, "strategy", *args]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=folder, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("run", [run, pytest.param(run_program, marks=pytest.mark.slow)])
+def test_a_strategy_is_built_shown_and_checked(folder, run):
+    said = run(folder, "build", "--model", "mine:net", "--builder", "parallax", "-n", "2", "-o", "s.yaml")
+    assert said == "Wrote s.yaml: 5 variables, for 2 ranks on 1 node, by parallax\n"
+    shown = run(folder, "show", "s.yaml")
+    assert re.search(r"^0.weight +100 x 8, sparse +3,200 +reduce_broadcast +rank 0 +none, none +~3,600 *$", shown, re.M)
+    assert re.search(r"^2.bias +10 +40 +allreduce +group 0 +none, none +40 *$", shown, re.M)
+    dense = 4 * (64 * 8 + 64 + 640 + 10)
+    assert f"rank 0 sends, and receives, {(dense + 3600) / 1e3:.3g} kB a step" in shown
+    assert "s.yaml: 5 variables, for 2 ranks on 1 node, by parallax; id " in run(
+        folder, "check", "s.yaml", "--model", "mine:net"
+    )
+
+
+def test_what_bench_takes_makes_a_strategy_too_and_a_nested_spec_needs_no_quotes(folder):
+    said = run(
+        folder, "build", "--model", "mine:for_bench", "--builder", "parallax(compressor=topk(ratio=0.5))", "-o", "s"
+    )
+    assert said == "Wrote s: 5 variables, for 1 rank on 1 node, by parallax\n"
+    run(folder, "build", "--model", "mine:net", "--builder", "parallax(compressor='topk(ratio=0.5)')", "-o", "t")
+    assert run(folder, "diff", "s", "t") == "the strategies are the same\n"
+
+
+def test_a_strategy_for_another_model_is_refused(folder):
+    run(folder, "build", "--model", "mine:net", "-o", "s.json")
+    said = run(folder, "check", "s.json", "--model", "mine:other", code=2)
+    assert "variable 1: the strategy has '1.weight', float32[64, 8]; the model has '1.weight', float32[32, 8]" in said
+
+
+def test_differences_are_listed(folder):
+    run(folder, "build", "--model", "mine:net", "-o", "a.yaml", "--builder", "all_reduce")
+    run(folder, "build", "--model", "mine:net", "-o", "b.json", "--builder", "all_reduce(compressor='fp16')", "-n", "2")
+    assert run(folder, "diff", "a.yaml", "a.yaml") == "the strategies are the same\n"
+    lines = run(folder, "diff", "a.yaml", "b.json", code=1).splitlines()
+    assert lines[:2] == ["cluster.world_size: 1 | 2", "0.weight.compressor: none | cast"]
+    assert len(lines) == 6
+
+
+def test_names_are_shown_as_they_are(folder):
+    """Square brackets mean something to what prints the table."""
+    (folder / "s.yaml").write_text(
+        "version: 1\nvariables: {'[bold]w[/nothing]': {shape: [2], sync: {type: allreduce}}}"
+    )
+    assert re.search(r"^\[bold\]w\[/nothing\] +2 ", run(folder, "show", "s.yaml"), re.M)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("mine", "a model is given as module:function"),
+        ("missing:net", "cannot import 'missing'"),
+        ("mine:nett", "'mine' has no 'nett'"),
+        ("os:getcwd", "a torch module or a Keras model is needed, not builtins.str"),
+    ],
+)
+def test_models_that_cannot_be_had_are_refused(folder, model, message):
+    assert message in run(folder, "build", "--model", model, "-o", "s.yaml", code=2)
+    assert not (folder / "s.yaml").exists()
+
+
+@pytest.mark.slow
+def test_kerass_embeddings_are_sparse(folder):
+    pytest.importorskip("keras", reason="TensorFlow is not installed")
+    (folder / "mine.py").write_text(
+        "import keras\n"
+        "def net():\n"
+        "    layers = keras.layers\n"
+        "    return keras.Sequential([layers.Input((4,)), layers.Embedding(50, 3), layers.Dense(2)])\n"
+    )
+    run(folder, "build", "--model", "mine:net", "-o", "s.yaml")
+    assert re.search(r"^embedding/embeddings +50 x 3, sparse ", run(folder, "show", "s.yaml"), re.M)

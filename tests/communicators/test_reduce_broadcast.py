@@ -1,0 +1,345 @@
+"""ReduceBroadcast with compression, there and back: oracles, overflows, and missing gradients."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import grace
+from grace.core.registry import known, legal_communicators, make
+from grace.strategy.plan import ShardPlan, Sync, VariablePlan
+from grace.torch.parameters import variables
+from tests.support.strategies import Tables, cut, executed, reduced, sgd, strategy_of, train, weights, whole
+from tests.support.training import SPECS, Given, digest, loss_of, made_up, net, state_of
+
+pytestmark = pytest.mark.ranks
+
+LEGAL = [spec for spec in SPECS if "reduce_broadcast" in legal_communicators(make("compressor", spec))]
+SUMMED = [spec for spec in LEGAL if make("compressor", spec).traits.summable]
+
+
+def wrap(model, part, optimizer=sgd):
+    """The optimizer with the same part for all variables."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return executed(model, strategy_of(*(VariablePlan(v, (part,)) for v in variables(parameters))), optimizer)
+
+
+def trained(compressor, sync="reduce_broadcast", destination=0, memory=None):
+    model = net()
+    part = ShardPlan(Sync(sync, destination=destination), compressor, memory)
+    optimizer = wrap(model, part, lambda parameters: sgd(parameters, 0.01))
+    train(model, optimizer, range(5), loss_of)
+    return weights(model)
+
+
+@pytest.mark.parametrize("compressor", LEGAL)
+def test_every_legal_method_is_finite_and_the_same_on_all_ranks(ranks, compressor):
+    for destination in {0, ranks.size - 1}:
+        answers = ranks.run(trained, compressor, "reduce_broadcast", destination)
+        assert len(set(map(digest, answers))) == 1
+        assert all(torch.isfinite(p).all() for p in answers[0].values())
+        assert digest(answers[0]) != digest(dict(net().named_parameters()))
+
+
+def test_every_method_of_the_catalogue_is_among_them():
+    assert {make("compressor", spec).name for spec in LEGAL} - {"composed"} == {
+        name for name in known("compressor") if "reduce_broadcast" in legal_communicators(make("compressor", name))
+    }
+
+
+@pytest.mark.parametrize("compressor", SUMMED)
+def test_payloads_that_may_be_summed_give_what_all_reduce_gives(ranks, compressor):
+    got, wanted = (ranks.run(trained, compressor, sync)[0] for sync in ("reduce_broadcast", "allreduce"))
+    tolerance = {"fp16": 1e-4, "bf16": 1e-3}.get(compressor, 2e-6)
+    for name, value in wanted.items():
+        np.testing.assert_allclose(got[name], value, rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize("compressor", ["signsgd", "signum"])
+def test_votes_are_counted_once(ranks, compressor):
+    """A majority, compressed again, is itself."""
+    got, wanted = (ranks.run(trained, compressor, sync)[0] for sync in ("reduce_broadcast", "allgather"))
+    assert digest(got) == digest(wanted)
+
+
+# -- topk both ways, against NumPy -------------------------------------------------------------------------
+
+SHAPE, SIZES, RATIO, STEPS = (13, 5), (9, 4), 0.2, 6
+
+
+def topk(x):
+    """The entries of largest magnitude, zeros elsewhere."""
+    count = max(1, round(RATIO * x.size))
+    sent = np.zeros_like(x)
+    largest = np.argsort(-np.abs(x).ravel(), kind="stable")[:count]
+    sent.ravel()[largest] = x.ravel()[largest]
+    return sent
+
+
+class Residual:
+    """NumPy's model of a residual."""
+
+    def __init__(self):
+        self.kept = np.float32(0)
+
+    def send(self, gradient):
+        x = self.kept + gradient
+        sent = topk(x)
+        self.kept = x - sent
+        return sent
+
+
+class DGC:
+    """NumPy's model of momentum correction with factor masking."""
+
+    def __init__(self):
+        self.u = self.v = np.float32(0)
+
+    def send(self, gradient):
+        self.u = np.float32(0.5) * self.u + gradient
+        self.v = self.v + self.u
+        sent = topk(self.v)
+        self.u, self.v = np.where(sent != 0, np.float32(0), self.u), self.v - sent
+        return sent
+
+
+def parts_by_topk(memory):
+    """Gradients that came out, and all that is remembered, at each step."""
+    model = Tables({"w": SHAPE})
+    parts = [reduced(grace.size() - 1, f"topk(ratio={RATIO})", memory), reduced(0, f"topk(ratio={RATIO})", memory)]
+    optimizer = executed(model, strategy_of(cut("w", SHAPE, parts, 0, SIZES)))
+    seen = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model.backward(made_up({"w": SHAPE}, step, grace.rank()))
+        optimizer.step()
+        seen.append((model.w.grad.numpy().copy(), state_of(optimizer)))
+    return seen
+
+
+@pytest.mark.parametrize(("memory", "model"), [("residual", Residual), ("dgc(momentum=0.5)", DGC)])
+def test_topk_both_ways_keeps_two_memories(ranks, memory, model):
+    answers, size = ranks.run(parts_by_topk, memory), ranks.size
+    there = {part: [model() for _ in range(size)] for part in range(2)}
+    back = {part: Residual() for part in range(2)}  # momentum is applied once
+    roots = (size - 1, 0)
+    for step in range(STEPS):
+        for part, rows in enumerate((slice(0, 9), slice(9, 13))):
+            name = f"w/part_{part}"
+            gradients = [made_up({"w": SHAPE}, step, rank)["w"][rows] for rank in range(size)]
+            sent = [one.send(g) for one, g in zip(there[part], gradients, strict=True)]
+            wanted = back[part].send(sum(sent) / np.float32(size))
+            for rank, seen in enumerate(answers):
+                came, state = seen[step]
+                np.testing.assert_allclose(came[rows], wanted, rtol=1e-5, atol=1e-6)
+                assert (name in state["answer_memory"]) == (rank == roots[part])
+                kept = state["memory"][name]
+                mine = there[part][rank]
+                if isinstance(mine, DGC):
+                    np.testing.assert_allclose(kept["velocity"], mine.u, rtol=1e-5, atol=1e-6)
+                    kept, wanted_kept = kept["accumulated"], mine.v
+                else:
+                    wanted_kept = mine.kept
+                np.testing.assert_allclose(kept, wanted_kept, rtol=1e-5, atol=1e-6)
+            kept = answers[roots[part]][step][1]["answer_memory"][name]
+            np.testing.assert_allclose(kept, back[part].kept, rtol=1e-5, atol=1e-6)
+
+
+ROWS, TABLE = 7, (11, 4)
+
+
+def rows_of(step, rank):
+    draws = np.random.default_rng((step, rank))
+    return draws.integers(0, TABLE[0], ROWS), draws.standard_normal((ROWS, TABLE[1])).astype(np.float32)
+
+
+def rows_by(compressor, kind):
+    model, sizes = Tables({}, {"t": TABLE}), (4, 7)
+    parts = [
+        ShardPlan(Sync(kind, destination=root if kind == "reduce_broadcast" else 0), compressor, "residual")
+        for root in (grace.size() - 1, 0)
+    ]
+    optimizer = executed(model, strategy_of(cut("t.weight", TABLE, parts, 0, sizes, sparse=True)))
+    summed, seen = np.zeros(TABLE), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model.backward({"t": rows_of(step, grace.rank())})
+        optimizer.step()
+        summed += model.t.weight.grad.to_dense().numpy()
+        seen.append((summed.copy(), state_of(optimizer)))
+    return seen
+
+
+@pytest.mark.filterwarnings("ignore:.*not a contraction")
+@pytest.mark.parametrize("kind", ["reduce_broadcast", "allgather"])
+@pytest.mark.parametrize(
+    "compressor",
+    [
+        "topk(ratio=0.1)",
+        "topk(ratio=0.3)",
+        "threshold(value=1.0)",
+        "topk(ratio=0.1) | qsgd(levels=7)",
+        "onebit",
+        "fp16",
+    ],
+)
+def test_rows_lose_nothing(ranks, compressor, kind):
+    """What came, and what is kept on the way there (its mean) and back, is the mean of all gradients so far.
+
+    Ranks have different numbers of rows, whose positions are coded in different ways.
+    """
+    answers, size = ranks.run(rows_by, compressor, kind, timeout=60), ranks.size
+    total = np.zeros(TABLE)
+    for step in range(STEPS):
+        for rank in range(size):
+            np.add.at(total, rows_of(step, rank)[0], rows_of(step, rank)[1] / size)
+        for summed, _ in (seen[step] for seen in answers):
+            np.testing.assert_array_equal(summed, answers[0][step][0])
+            kept = np.zeros(TABLE)
+            for part, rows in enumerate((slice(0, 4), slice(4, 11))):
+                name = f"t.weight/part_{part}"
+                for _, state in (seen[step] for seen in answers):
+                    kept[rows] += np.asarray(state["memory"].get(name, 0)) / size
+                    kept[rows] += np.asarray(state.get("answer_memory", {}).get(name, 0))
+            assert np.abs(kept).sum() > 0.1 or compressor == "fp16"
+            np.testing.assert_allclose(summed + kept, total, rtol=1e-4, atol=1e-5)
+
+
+# -- steps that go wrong -----------------------------------------------------------------------------------
+
+KINDS = ("topk(ratio=0.2)", "none", "fp16", "powersgd(rank=1)", "qsgd", "threshold(value=0.5)", "randomk(ratio=0.3)")
+
+
+def with_a_nan(compressor):
+    """What is remembered before, in and after a step in which the last rank's gradient of 'a' holds a NaN."""
+    shapes = {"a": (8, 6), "b": (8, 6)}
+    model = Tables(shapes)
+    own = [reduced(grace.size() - 1, compressor), reduced(0, compressor)]
+    optimizer = executed(model, strategy_of(cut("a", (8, 6), own, 0, (5, 3)), whole("b", (8, 6), own[0])))
+    seen = []
+    for step in range(4):
+        optimizer.zero_grad()
+        gradients = made_up(shapes, step, grace.rank())
+        if step == 2 and grace.rank() == grace.size() - 1:
+            gradients["a"][0, 1] = np.nan
+        model.backward(gradients)
+        optimizer.synchronize()
+        finite = [bool(torch.isfinite(p).all()) for p in (model.a.grad[:5], model.a.grad[5:], model.b.grad)]
+        seen.append((finite, state_of(optimizer)))
+    return seen
+
+
+@pytest.mark.parametrize("compressor", KINDS)
+def test_every_rank_sees_an_overflow_and_keeps_what_it_remembers(ranks, compressor):
+    for seen in ranks.run(with_a_nan, compressor):
+        finite = [finite for finite, _ in seen]
+        assert finite == [[True] * 3, [True] * 3, [False, True, True], [True] * 3]
+        states = [digest(state) for _, state in seen]
+        assert states[2] == states[1]
+        if seen[0][1].get("memory"):
+            assert states[3] != states[2]
+
+
+def rows_with_a_nan(part):
+    model = Tables({}, {"t": TABLE})
+    optimizer = executed(model, strategy_of(whole("t.weight", TABLE, part, sparse=True)))
+    seen = []
+    for step in range(4):
+        optimizer.zero_grad()
+        rows, values = rows_of(step, grace.rank())
+        if step == 2 and grace.rank() == grace.size() - 1:
+            values[0, 0] = np.nan
+        model.backward({"t": (rows, values)})
+        optimizer.synchronize()
+        seen.append((bool(torch.isfinite(model.t.weight.grad.to_dense()).all()), state_of(optimizer)))
+    return seen
+
+
+@pytest.mark.parametrize(
+    "part",
+    [reduced(1, "topk(ratio=0.3)"), reduced(0), ShardPlan(Sync("allgather"), "topk(ratio=0.3)")],
+    ids=lambda p: "part",
+)
+def test_an_overflow_among_rows(ranks, part):
+    for seen in ranks.run(rows_with_a_nan, part):
+        assert [finite for finite, _ in seen] == [True, True, False, True]
+        states = [digest(state) for _, state in seen]
+        assert states[2] == states[1]
+        if part.compressor != "none":
+            assert states[3] != states[2]
+
+
+def with_gradients_missing(compressor):
+    """Gradients of steps in which rank 0, and then all ranks, have none for 'a'."""
+    shapes = {"a": (8, 6), "b": (5,)}
+    model = Tables(shapes)
+    own = [reduced(grace.size() - 1, compressor, "none"), reduced(0, compressor, "none")]
+    optimizer = executed(model, strategy_of(cut("a", (8, 6), own, 0, (5, 3)), whole("b", (5,), own[0])))
+    seen = []
+    for step in range(3):
+        optimizer.zero_grad()
+        given = made_up(shapes, step, grace.rank())
+        if (step == 1 and grace.rank() == 0) or step == 2:
+            del given["a"]
+        model.backward(given)
+        optimizer.step()
+        seen.append({name: None if p.grad is None else p.grad.numpy().copy() for name, p in model.named_parameters()})
+    return seen
+
+
+@pytest.mark.parametrize("compressor", ["none", "topk(ratio=1.0)"])
+def test_missing_gradients_count_as_zero_unless_all_are_missing(ranks, compressor):
+    answers, size = ranks.run(with_gradients_missing, compressor), ranks.size
+    for step, having in enumerate([range(size), range(1, size), []]):
+        wanted = [made_up({"a": (8, 6), "b": (5,)}, step, rank)["a"] for rank in having]
+        for seen in answers:
+            assert (seen[step]["a"] is None) == (not wanted)
+            if wanted:
+                np.testing.assert_allclose(seen[step]["a"], sum(wanted) / size, rtol=1e-6, atol=1e-7)
+
+
+def remembered_without_gradients():
+    """What is remembered before and after a step in which no rank has a gradient for 'a', and one after it."""
+    shapes = {"a": (8, 6), "b": (5, 5)}
+    model = Tables(shapes)
+    part = reduced(1, "topk(ratio=0.2)")
+    optimizer = executed(
+        model, strategy_of(cut("a", (8, 6), [part, reduced(0, "topk")], 0, (5, 3)), *[whole("b", (5, 5), part)])
+    )
+    seen = []
+    for step in range(4):
+        optimizer.zero_grad()
+        given = made_up(shapes, step, grace.rank())
+        model.backward({"b": given["b"]} if step == 2 else given)
+        optimizer.step()
+        state = state_of(optimizer)
+        seen.append({name: digest({kind: state[kind].get(name) for kind in state}) for name in ("a/part_0", "b")})
+    return seen
+
+
+def test_a_variable_without_gradients_keeps_what_is_remembered_of_it(ranks):
+    for seen in ranks.run(remembered_without_gradients):
+        assert seen[2]["a/part_0"] == seen[1]["a/part_0"]
+        assert seen[3]["a/part_0"] != seen[2]["a/part_0"]
+        assert seen[2]["b"] != seen[1]["b"]
+
+
+def in_a_dtype(name):
+    """The mean of whole numbers that are multiples of six, in parts."""
+    dtype = getattr(torch, name)
+    model = Given({"w": (6, 3)}, dtype)
+    parts = (reduced(1), ShardPlan(), reduced(0, "topk(ratio=1.0)"))
+    strategy = strategy_of(VariablePlan(variables({"w": model.w})[0], parts, 0, (3, 1, 2)))
+    optimizer = executed(model, strategy)
+    model.backward({"w": np.arange(18.0).reshape(6, 3) * 6 * grace.rank()})
+    optimizer.step()
+    return str(model.w.grad.dtype), model.w.grad.float().numpy()
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float64"])
+def test_other_dtypes(ranks, name):
+    for dtype, got in ranks.run(in_a_dtype, name):
+        assert dtype == f"torch.{name}"
+        wanted = np.arange(18.0).reshape(6, 3) * 6 * sum(range(ranks.size)) / ranks.size
+        np.testing.assert_allclose(got, wanted, rtol=1e-2 if name == "bfloat16" else 1e-6)

@@ -1,0 +1,171 @@
+"""ScatterReduce: means of compressed shards, on every rank the same, at a traffic that does not grow."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import grace
+import grace.torch
+from grace.core.variable import equal_bounds
+from tests.support.pools import ranks_of
+
+pytestmark = pytest.mark.ranks
+METHODS = ["none", "fp16", "bf16", "qsgd(levels=7)", "qsgd(norm=max)", "efsignsgd"]
+
+
+def gradient(rank: int, step: int, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def joined(communicator):
+    communicator.bind(grace.Context(rank=grace.rank(), size=grace.size()), grace.init())
+    return communicator
+
+
+def exchange(kind: str, spec: str, shape: tuple[int, ...], steps: int = 1) -> tuple[list[np.ndarray], int]:
+    communicator = joined(getattr(grace.torch, kind)(spec))
+    before = communicator.backend.sent_bytes
+    values = [communicator.step(gradient(grace.rank(), step, shape), "w").numpy() for step in range(steps)]
+    return values, communicator.backend.sent_bytes - before
+
+
+def from_formula(spec: str, shape: tuple[int, ...], size: int) -> np.ndarray:
+    """Compress each rank's shard, average in float64, compress the mean: what step 0 must give."""
+    compressor = grace.make("compressor", spec)
+    inputs = [gradient(rank, 0, shape).numpy().reshape(-1) for rank in range(size)]
+    out = np.empty(math.prod(shape), np.float32)
+
+    def coded(x, rank, name):
+        compressor.bind(grace.Context(rank=rank, size=size))
+        return compressor.decompress(*compressor.compress(np.ascontiguousarray(x), name))
+
+    for j, (a, b) in enumerate(equal_bounds(out.size, size)):
+        decoded = [coded(inputs[rank][a:b], rank, f"w/shard_{j}") for rank in range(size)]
+        mean = np.mean(decoded, axis=0, dtype=np.float64).astype(np.float32)
+        out[a:b] = coded(mean, j, f"w/mean_{j}")
+    return out.reshape(shape)
+
+
+@pytest.mark.parametrize("shape", [(7, 11), (1001,), (1,), ()], ids=str)
+@pytest.mark.parametrize("spec", [m for m in METHODS if m != "bf16"])  # NumPy has no bfloat16
+def test_the_aggregate_is_that_of_the_formula(ranks, spec, shape):
+    expected = from_formula(spec, shape, ranks.size)
+    for (value,), _ in ranks.run(exchange, "ScatterReduce", spec, shape):
+        if "qsgd" in spec:  # a last-bit difference of the mean may move a code by one level
+            assert np.mean(~np.isclose(value, expected, rtol=1e-5, atol=1e-6)) < 0.01
+        else:
+            np.testing.assert_allclose(value, expected, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("spec", METHODS)
+def test_every_rank_ends_with_the_same_bits(ranks, spec):
+    results = [values for values, _ in ranks.run(exchange, "ScatterReduce", spec, (33, 9), 5)]
+    for values in results[1:]:
+        for mine, theirs in zip(results[0], values, strict=True):
+            assert mine.tobytes() == theirs.tobytes()
+
+
+def test_traffic_does_not_grow_with_the_number_of_ranks_but_allgathers_does():
+    sent = {
+        (kind, size): ranks_of(size).run(exchange, kind, "qsgd", (512, 64))[0][1]
+        for kind in ("ScatterReduce", "Allgather")
+        for size in (2, 4)
+    }
+    payload = 512 * 64 * 8.0625 / 8
+    for size in (2, 4):  # twice (W-1)/W payloads, and a few bytes of status and padding
+        assert sent["ScatterReduce", size] == pytest.approx(2 * (size - 1) / size * payload, rel=0.01)
+    assert sent["Allgather", 4] == 3 * sent["Allgather", 2]
+
+
+def both_errors(shape: tuple[int, ...], steps: int) -> tuple[np.ndarray, ...]:
+    """What was applied, given, and left in the two memories, over several steps."""
+    communicator = joined(grace.torch.ScatterReduce("efsignsgd", "residual"))
+    applied, given = np.zeros(shape), np.zeros(shape)
+    for step in range(steps):
+        given += gradient(grace.rank(), step, shape).numpy()
+        applied += communicator.step(gradient(grace.rank(), step, shape), "w").numpy()
+    first = communicator.memory.state["w"].numpy()
+    return applied, given, first, communicator.shard_memory.state["w"].numpy()
+
+
+def test_error_feedback_covers_both_compressions(ranks):
+    """Sum of means applied + mean of first residuals + second residuals = sum of mean gradients."""
+    results = ranks.run(both_errors, (10, 13), 20)
+    given = np.mean([r[1] for r in results], axis=0)
+    first = np.mean([r[2] for r in results], axis=0)
+    second = np.concatenate([r[3] for r in results]).reshape(10, 13)
+    np.testing.assert_allclose(results[0][0] + first + second, given, rtol=1e-4, atol=1e-4)
+
+
+def overflow() -> tuple[bool, bool]:
+    communicator = joined(grace.torch.ScatterReduce("efsignsgd", "residual"))
+    communicator.step(torch.ones(10), "w")
+    kept = [communicator.memory.state["w"].clone(), communicator.shard_memory.state["w"].clone()]
+    bad = torch.ones(10)
+    if grace.rank() == 0:
+        bad[3] = float("nan")
+    value = communicator.step(bad, "w")
+    now = [communicator.memory.state["w"], communicator.shard_memory.state["w"]]
+    return bool(value.isnan().all()), all(torch.equal(a, b) for a, b in zip(kept, now, strict=True))
+
+
+def test_an_overflow_is_seen_by_all_and_enters_no_memory(ranks):
+    assert ranks.run(overflow) == [(True, True)] * ranks.size
+
+
+def test_it_refuses_what_it_cannot_carry():
+    with pytest.raises(grace.ConfigError, match="Legal communicators for topk: allgather, broadcast"):
+        grace.torch.ScatterReduce("topk")
+
+
+def train() -> list[np.ndarray]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 31), torch.nn.Tanh(), torch.nn.Linear(31, 3))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    opt = grace.DistributedOptimizer(opt, model.named_parameters(), "qsgd(norm=max)", communicator="scatter_reduce")
+    for step in range(5):
+        opt.zero_grad()
+        model(gradient(grace.rank(), step, (8, 20))).square().sum().backward()
+        opt.step()
+    return [p.detach().numpy() for p in model.parameters()]
+
+
+def test_training_with_it_keeps_ranks_equal(ranks):
+    results = ranks.run(train)
+    for weights in results[1:]:
+        for mine, theirs in zip(results[0], weights, strict=True):
+            assert mine.tobytes() == theirs.tobytes()
+
+
+def saved() -> dict:
+    model = torch.nn.Linear(6, 5)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    opt = grace.DistributedOptimizer(
+        opt, model.named_parameters(), "efsignsgd", memory="residual", communicator="scatter_reduce"
+    )
+    model(torch.ones(2, 6)).sum().backward()
+    opt.step()
+    state = opt.full_state_dict()
+    opt.load_state_dict(state)  # the same number of ranks
+    return state["grace"]
+
+
+def resized(state: dict) -> str:
+    model = torch.nn.Linear(6, 5)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    opt = grace.DistributedOptimizer(
+        opt, model.named_parameters(), "efsignsgd", memory="residual", communicator="scatter_reduce"
+    )
+    full = {**opt.state_dict(), "grace": state}
+    try:
+        opt.load_state_dict(full)
+    except grace.ConfigError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_the_second_memory_is_refused_on_another_number_of_ranks():
+    state = ranks_of(2).run(saved)[0]
+    assert all("Resume on 2" in message for message in ranks_of(3).run(resized, state))

@@ -1,0 +1,346 @@
+"""threshold, dgc, adaptive and inceptionn: payloads whose size depends on the data."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+import grace
+from grace.communicators import Allgather
+from grace.compressors.dgc import DGC
+from grace.compressors.topk import kept
+from grace.core.context import Context
+from grace.core.registry import legal_communicators
+from grace.core.variable import Variable
+from grace.kernels import kernels_of
+from grace.kernels.index_coding import decode
+from grace.session.sharding import uniform
+from tests.support.data import examples
+
+SPECS = ["threshold(value=0.5)", "dgc(ratio=0.05)", "adaptive(ratio=0.05)", "inceptionn"]
+SPARSE = SPECS[:3]
+quick = examples(20)
+
+
+def make(spec):
+    return grace.make("compressor", spec)
+
+
+def normal(n, seed=0, scale=1.0):
+    return (np.random.default_rng(seed).standard_normal(n) * scale).astype(np.float32)
+
+
+def indices_of(compressor, x):
+    payload, ctx = compressor.compress(x, "w")
+    return np.asarray(compressor.sent_indices(payload, ctx))
+
+
+def roundtrip(spec, x):
+    compressor = make(spec)
+    return compressor.decompress(*compressor.compress(x, "w"))
+
+
+# -- all of them ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_sizes_differ_and_are_declared_to(spec):
+    compressor = make(spec)
+    assert not compressor.traits.fixed_size
+    assert compressor.wire_bits((1000,)) is None
+    assert set(legal_communicators(compressor)) >= {"allgather", "broadcast"}
+    assert "allreduce" not in legal_communicators(compressor)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_what_has_no_known_size_is_compressed(spec):
+    variables = [Variable("w", (3,), "float32"), Variable("empty", (0,), "float32")]
+    communicator = Allgather(spec)
+    shards = uniform(variables, communicator)
+    assert shards[0].communicator is communicator
+    assert shards[1].communicator is not communicator
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (3, 5), (257,), (2, 0, 3)])
+@pytest.mark.parametrize("spec", SPECS)
+def test_shapes_and_zeros(spec, shape):
+    for x in (np.zeros(shape, np.float32), np.asarray(normal(math.prod(shape)).reshape(shape))):
+        for tensor in (x, torch.from_numpy(x)):
+            out = roundtrip(spec, tensor)
+            assert tuple(out.shape) == shape
+            assert np.isfinite(np.asarray(out)).all()
+            if not x.any():
+                assert not np.asarray(out).any()
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_extremes_stay_finite(spec):
+    for values in ([3e38, -3e38, 1, 0], [1e-45, -1e-45, 0, 1e-40], [3.4e38] * 300):
+        assert np.isfinite(roundtrip(spec, np.float32(values))).all()
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_nan_and_inf_do_not_crash(spec):
+    x = np.float32([np.nan, np.inf, -np.inf, 1, 0] * 100)
+    with np.errstate(all="ignore"):
+        for tensor in (x, torch.from_numpy(x), np.full(300, np.nan, np.float32), np.full(300, np.inf, np.float32)):
+            assert roundtrip(spec, tensor).shape == tensor.shape
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("n", [1, 33, 1000, 70_001])
+def test_torch_sends_what_numpy_sends(spec, n, monkeypatch):
+    x = normal(n, seed=n)
+    expected, _ = make(spec).compress(x, "w")
+    for fused in (False, True):
+        monkeypatch.setattr("grace.kernels.torch.primitives._USE_FUSED", fused)
+        payload, ctx = make(spec).compress(torch.from_numpy(x), "w")
+        assert ctx == (n,)
+        assert len(payload) == len(expected)
+        for one, other in zip(payload, expected, strict=True):
+            assert one.numpy().dtype == other.dtype
+            np.testing.assert_allclose(one.numpy(), other, rtol=1e-6 if other.dtype == np.float32 else 0)
+        np.testing.assert_array_equal(make(spec).decompress(payload, ctx).numpy(), roundtrip(spec, x))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_another_ranks_payload_decodes_with_the_local_ctx(spec):
+    compressor = make(spec)
+    other, _ = compressor.compress(normal(500, seed=1, scale=3), "w")
+    _, ctx = compressor.compress(normal(500, seed=2), "w")
+    assert np.array_equal(compressor.decompress(other, ctx), roundtrip(spec, normal(500, seed=1, scale=3)))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_accumulate_adds_the_weighted_tensor(spec):
+    compressor, x, out = make(spec), normal(300), normal(300, seed=9)
+    payload, ctx = compressor.compress(x, "w")
+    expected = out + 0.25 * compressor.decompress(payload, ctx)
+    np.testing.assert_allclose(compressor.accumulate(payload, ctx, out.copy(), 0.25), expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("spec", SPARSE)
+def test_sent_indices_are_what_decodes_to_non_zero(spec):
+    compressor, x = make(spec), normal(5000)
+    out = roundtrip(spec, x)
+    assert np.array_equal(np.sort(indices_of(compressor, x)), np.flatnonzero(out))
+
+
+@pytest.mark.parametrize("spec", ["threshold(value=1.5)", "adaptive(ratio=0.1)"])
+@pytest.mark.parametrize("convert", [np.asarray, torch.from_numpy])
+def test_residual_identity_over_20_steps(spec, convert):
+    communicator = Allgather(spec)
+    before = np.zeros(777)
+    for step in range(20):
+        gradient = normal(777, seed=step)
+        sent = np.asarray(communicator.step(convert(gradient), "w"))
+        after = np.asarray(communicator.memory.state["w"])
+        np.testing.assert_allclose(sent + after, gradient + before, atol=3e-6)
+        before = after.astype(np.float64)
+    assert sent.any()
+
+
+# -- threshold -----------------------------------------------------------------------------------------------
+
+
+def test_threshold_follows_the_loss_scale():
+    compressor = make("threshold(value=0.5)")
+    compressor.bind(Context(loss_scale=1024.0))
+    assert indices_of(compressor, np.float32([513, 512, -600])).tolist() == [0, 2]
+
+
+def test_threshold_sends_values_and_narrow_indices():
+    (values, indices), _ = make("threshold(value=0.5)").compress(np.float32([0.6, 0, -1, 0]), "w")
+    assert values.tolist() == np.float32([0.6, -1]).tolist()
+    assert indices.dtype == np.int16
+    (_, wide), _ = make("threshold").compress(normal(1 << 17), "w")
+    assert wide.dtype == np.int32
+
+
+# -- dgc -----------------------------------------------------------------------------------------------------
+
+
+def gaussian(n):
+    return normal(n)
+
+
+def heavy_tailed(n):
+    return np.random.default_rng(1).standard_cauchy(n).astype(np.float32) ** 3
+
+
+def sorted_by_size(n):
+    return np.sort(np.abs(normal(n)))
+
+
+def few_values(n):
+    return np.random.default_rng(2).integers(-2, 3, n).astype(np.float32)
+
+
+def constant(n):
+    return np.full(n, -0.25, np.float32)
+
+
+@pytest.mark.parametrize("make_x", [gaussian, heavy_tailed, sorted_by_size, few_values, constant])
+@pytest.mark.parametrize("n", [1, 10, 150, 256, 257, 5_000, 100_003])
+@pytest.mark.parametrize("ratio", [0.001, 0.01, 0.1, 0.4, 1.0])
+def test_dgc_counts(make_x, n, ratio):
+    x = make_x(n)
+    indices = indices_of(DGC(ratio=ratio), x)
+    goal = ratio * n
+    assert len(indices) <= max(1, 1.3 * goal)
+    assert len(indices) >= min(math.ceil(0.7 * goal), max(1, math.floor(1.3 * goal)), np.count_nonzero(x))
+    assert (np.diff(indices) > 0).all()
+    left = np.delete(np.abs(x), indices)
+    if len(indices) and left.size:  # a threshold separates what was sent from what was not
+        assert np.abs(x[indices]).min() >= left.max()
+
+
+def test_dgc_cuts_ties_by_index():
+    assert indices_of(DGC(ratio=0.01), constant(1000)).tolist() == list(range(10))
+
+
+def test_dgc_spends_its_ratio_on_average():
+    counts = []
+    for step in range(50):
+        dgc = DGC(ratio=0.01)
+        dgc.context.step = step
+        counts.append(len(indices_of(dgc, normal(50_000, seed=step))))
+    assert 0.9 < np.mean(counts) / 500 < 1.1
+    assert min(counts) >= 350
+    assert max(counts) <= 650
+
+
+def test_dgc_single_spike():
+    x = np.zeros(50_000, np.float32)
+    x[31_234] = 1e30
+    assert indices_of(DGC(), x).tolist() == [31_234]
+    x = normal(50_000)
+    x[31_234] = 1e30
+    assert 31_234 in indices_of(DGC(), x)
+
+
+def test_dgc_sends_one_entry_of_a_tiny_tensor():
+    assert indices_of(DGC(ratio=0.01), np.float32([1, -3, 2])).tolist() == [1]
+
+
+def test_dgc_warms_up_as_the_paper_does():
+    dgc, sparsity = DGC(ratio=0.001, warmup_steps=4), []
+    for step in range(6):
+        dgc.context.step = step
+        sparsity.append(100 * (1 - dgc.current_ratio))
+    # "75 %, 93.75 %, 98.4375 %, 99.6 %, 99.9 % (exponentially increase till 99.9 %)", section 4
+    assert np.allclose(sparsity, [75, 93.75, 98.4375, 99.6, 99.9, 99.9], atol=0.05)
+
+
+def test_dgc_warm_up_is_exponential_and_counted():
+    dgc, x = DGC(ratio=0.01, warmup_steps=10), normal(20_000)
+    for step in range(12):
+        dgc.context.step = step
+        ratio = 0.25 * 0.04 ** (min(step, 10) / 10)
+        assert dgc.current_ratio == pytest.approx(ratio)
+        assert 0.7 * ratio * 20_000 <= len(indices_of(dgc, x)) <= 1.3 * ratio * 20_000
+    assert DGC(ratio=0.3, warmup_steps=10).current_ratio == 0.3
+
+
+def test_dgc_samples_anew_each_step_and_alike_after_a_resume():
+    first, second = DGC(ratio=0.01), DGC(ratio=0.01)
+    x = normal(60_000)
+    assert np.array_equal(indices_of(first, x), indices_of(second, x))
+    second.context.step = 1
+    assert not np.array_equal(indices_of(first, x), indices_of(second, x))
+
+
+def test_dgc_needs_a_memory():
+    assert make("dgc").traits.memory == "dgc"
+    assert Allgather("dgc").memory.name == "dgc"
+    with pytest.raises(grace.ConfigError, match="memory='dgc'"):
+        Allgather("dgc", "none")
+
+
+# -- adaptive ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("positive", [0, 1, 30, 970, 1000])
+def test_adaptive_keeps_its_ratio_of_each_side(positive):
+    x = np.abs(normal(1000)) + 0.1
+    x[positive:] *= -1
+    compressor = make("adaptive(ratio=0.1)")
+    payload, _ = compressor.compress(x, "w")
+    means, *sides = payload
+    for sign, coded, mean in zip((1, -1), sides, means, strict=True):
+        members = np.flatnonzero(sign * x > 0)
+        indices = decode(kernels_of(x), coded, 1000)
+        assert len(indices) == kept(0.1, len(members))
+        largest = members[np.argsort(-np.abs(x[members]), kind="stable")[: len(indices)]]
+        assert sorted(largest) == indices.tolist()
+        assert mean == pytest.approx(np.abs(x[largest]).mean() if len(largest) else 0.0)
+    out = compressor.decompress(payload, (1000,))
+    assert np.count_nonzero(out) == len(sides[0]) + len(sides[1])
+    assert (out * x >= 0).all()
+
+
+def test_adaptive_breaks_ties_by_index():
+    x = np.float32([1, -1] * 10)
+    assert indices_of(make("adaptive(ratio=0.3)"), x).tolist() == [0, 2, 4, 1, 3, 5]
+
+
+def test_adaptive_is_no_larger_than_its_ratio():
+    x = normal(100_000)
+    payload, _ = make("adaptive(ratio=0.01)").compress(x, "w")
+    assert sum(tensor.nbytes for tensor in payload) == 4 * 1000 + 8
+
+
+# -- inceptionn ----------------------------------------------------------------------------------------------
+
+
+@quick
+@given(
+    arrays(np.float32, st.integers(0, 60), elements=st.floats(width=32, allow_nan=False, allow_infinity=False)),
+    arrays(np.float32, st.integers(0, 60), elements=st.floats(-1, 1, width=32)),
+    st.one_of(st.floats(1e-30, 1), st.sampled_from([1e-3, 2.0**-10, 2e-10, 1.0, 0.5, 2.0**-16, 1e-5])),
+)
+def test_inceptionn_error_bound(wild, inside, bound):
+    x = np.concatenate([wild, inside, np.float32([0, 1, -1, bound, -bound])])
+    for tensor in (x, torch.from_numpy(x)):
+        out = np.asarray(roundtrip({"name": "inceptionn", "error_bound": bound}, tensor))
+        error = np.abs(out.astype(np.float64) - x.astype(np.float64))
+        within = np.abs(x) <= 1
+        assert (error[within] <= bound).all()
+        assert np.array_equal(out[~within], x[~within])
+
+
+def test_inceptionn_sizes():
+    x = np.float32([0, 5e-4, 0.1, -0.2, 0.3, -1, 1.5, 100])
+    (tags, small, medium, exact), _ = make("inceptionn(error_bound=0.001)").compress(x, "w")
+    assert (tags.nbytes, small.dtype, medium.dtype, exact.dtype) == (2, np.int8, np.int16, np.float32)
+    assert (small.size, medium.size) == (2, 1)
+    assert exact.tolist() == [-1, 1.5, 100]  # 1 itself is one step more than 16 bits hold
+
+
+def test_inceptionn_follows_the_loss_scale():
+    plain, scaled = make("inceptionn"), make("inceptionn")
+    scaled.bind(Context(loss_scale=65536.0))
+    x = normal(1000, scale=0.1)
+    small, _ = plain.compress(x, "w")
+    large, ctx = scaled.compress(x * np.float32(65536), "w")
+    assert [t.nbytes for t in small] == [t.nbytes for t in large]
+    error = scaled.decompress(large, ctx).astype(np.float64) / 65536 - x
+    assert np.abs(error).max() <= 1e-3
+
+
+def test_inceptionn_carries_nan_and_inf():
+    x = np.float32([np.nan, np.inf, -np.inf, 0.5])
+    np.testing.assert_array_equal(roundtrip("inceptionn", x)[:3], x[:3])
+    np.testing.assert_array_equal(Allgather("inceptionn").step(x, "w")[:3], x[:3])
+
+
+@pytest.mark.parametrize("spec", ["threshold(value=-1)", "threshold(value=1e39)", "dgc(ratio=0)", "dgc(sample=2)",
+                                  "dgc(warmup_steps=-1)", "adaptive(ratio=2)", "inceptionn(error_bound=0)",
+                                  "inceptionn(error_bound=2)"])  # fmt: skip
+def test_bad_parameters_are_refused(spec):
+    with pytest.raises(grace.ConfigError):
+        make(spec)

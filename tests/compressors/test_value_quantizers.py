@@ -1,0 +1,376 @@
+"""natural, terngrad, onebit, signum, dynamic8 and sketch against their formulas."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import binom
+
+from grace.communicators import Allgather, Allreduce
+from grace.compressors.dynamic8 import TABLES
+from grace.core.registry import legal_communicators, make
+from grace.errors import ConfigError
+from tests.support.data import examples
+
+FALSE_ALARM = 1e-6
+"""Chance that one statistical test fails although the property holds."""
+
+EPSILON = float(np.finfo(np.float32).eps)
+HUGE = float(np.finfo(np.float32).max)
+SPECS = [
+    "natural", "terngrad", "terngrad(clip=0.5)", "onebit", "signum", "dynamic8", "sketch", "sketch(quantiles=2)",
+    "sketch(quantiles=5)", "sketch(quantiles=256)",
+]  # fmt: skip
+SHAPES = [(), (0,), (1,), (2,), (7,), (8,), (63,), (65,), (3, 5), (2, 3, 50), (0, 3), (1001,)]
+
+methods = pytest.mark.parametrize("spec", SPECS)
+settled = examples(20)
+
+
+def gaussian(shape, seed=0) -> np.ndarray:
+    return np.asarray(np.random.default_rng(seed).standard_normal(shape)).astype(np.float32)
+
+
+def round_trip(spec, x, step=0):
+    compressor = make("compressor", spec)
+    compressor.context.step = step
+    return compressor.decompress(*compressor.compress(x, "w"))
+
+
+# -- what all of them hold -----------------------------------------------------------------------------------
+
+
+@methods
+def test_payload_bytes_equal_wire_bits(spec):
+    compressor = make("compressor", spec)
+    for n in [*range(1, 70), 255, 256, 257, 1001]:
+        payload, _ = compressor.compress(gaussian(n), str(n))
+        assert 8 * sum(tensor.nbytes for tensor in payload) == pytest.approx(compressor.wire_bits((n,)) * n)
+    assert compressor.wire_bits(()) == compressor.wire_bits((1,))
+    assert compressor.wire_bits((3, 5)) == compressor.wire_bits((15,))
+
+
+@pytest.mark.parametrize(
+    ("spec", "bits", "extra"),
+    [
+        ("natural", 8, 0), ("terngrad", 2, 32), ("onebit", 1, 64), ("signum", 1, 0), ("dynamic8", 8, 32),
+        ("sketch", 6, 64 * 32),
+    ],
+)  # fmt: skip
+def test_bits_are_those_of_the_method(spec, bits, extra):
+    assert make("compressor", spec).wire_bits((8000,)) == bits + extra / 8000
+
+
+def filled(kind, shape) -> np.ndarray:
+    x = gaussian(shape)
+    if kind == "huge":
+        return np.asarray(np.where(x > 0, HUGE, -HUGE)).astype(np.float32)
+    if kind == "denormal":
+        return np.asarray(x * np.float32(1e-44)).astype(np.float32)
+    if kind == "single":
+        return (np.arange(x.size) == x.size // 2).reshape(shape).astype(np.float32)
+    return x if kind == "gaussian" else np.full(shape, kind, np.float32)
+
+
+@methods
+@pytest.mark.parametrize("kind", [0.0, -0.0, 1e-45, -1e-40, HUGE, -HUGE, "gaussian", "huge", "denormal", "single"])
+@pytest.mark.parametrize("convert", [np.array, torch.tensor], ids=["numpy", "torch"])
+def test_edge_inputs_give_finite_numbers_of_the_shape(spec, kind, convert):
+    for shape in SHAPES:
+        x = convert(filled(kind, shape))
+        decoded = np.asarray(round_trip(spec, x))
+        assert np.array_equal(np.asarray(x), filled(kind, shape))
+        assert decoded.shape == shape
+        assert decoded.dtype == np.float32
+        assert np.isfinite(decoded).all()
+        if kind == 0 and spec != "signum":
+            assert (decoded == 0).all()
+
+
+@methods
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_bad_numbers_do_not_crash(spec, bad):
+    for x in (np.full(33, bad, np.float32), gaussian(33)):
+        x[5] = bad
+        round_trip(spec, x)
+        round_trip(spec, torch.from_numpy(x))
+
+
+@methods
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 50), (20_003,)])
+def test_accumulate_adds_the_weighted_decoding(spec, shape):
+    for convert in (np.array, torch.tensor):
+        compressor, x, start = make("compressor", spec), convert(gaussian(shape)), gaussian(shape, 1)
+        payload, ctx = compressor.compress(x, "w")
+        got = np.asarray(compressor.accumulate(payload, ctx, convert(start), -0.3))
+        wanted = start - np.float32(0.3) * np.asarray(compressor.decompress(payload, ctx))
+        assert got.shape == tuple(shape)
+        assert np.allclose(got, wanted, rtol=1e-6, atol=1e-6)
+
+
+@methods
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (3, 50), (20_003,)])
+def test_torch_sends_what_numpy_sends(spec, shape):
+    x = gaussian(shape)
+    wanted, _ = make("compressor", spec).compress(x, "w")
+    payload, _ = make("compressor", spec).compress(torch.from_numpy(x), "w")
+    assert len(payload) == len(wanted)
+    for got, reference in zip(payload, wanted, strict=True):
+        if reference.dtype == np.uint8:
+            assert got.numpy().tobytes() == reference.tobytes()
+        else:  # float64 sums in another order
+            assert np.allclose(got.numpy(), reference, rtol=EPSILON, atol=1e-12)
+
+
+def test_traits_say_what_may_be_composed():
+    traits = {spec: make("compressor", spec).traits for spec in SPECS}
+    assert {spec for spec, t in traits.items() if t.unbiased} == {"natural", "terngrad", "terngrad(clip=0.5)"}
+    assert {spec for spec, t in traits.items() if t.memory == "residual"} == {s for s in SPECS if s[:2] in ("on", "sk")}
+    assert {spec for spec, t in traits.items() if t.needs_memory} == {"onebit"}
+    assert {spec for spec, t in traits.items() if t.shardable} == {s for s in SPECS if s[:2] not in ("si", "sk")}
+    assert not any(t.summable for t in traits.values())
+    for spec in SPECS:
+        assert {"allgather", "broadcast"} <= set(legal_communicators(make("compressor", spec)))
+        with pytest.raises(ConfigError, match="cannot be summed"):
+            Allreduce(spec)
+    with pytest.raises(ConfigError, match="onebit needs error feedback"):
+        Allgather("onebit", "none")
+    with pytest.warns(UserWarning, match="error feedback"):
+        Allgather("terngrad", "residual")
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "terngrad(clip=0)", "signum(momentum=-1)", "signum(momentum=2)", "dynamic8(table=other)", "sketch(quantiles=1)",
+        "sketch(quantiles=257)", "sketch(quantiles=2.5)",
+    ],
+)  # fmt: skip
+def test_parameters_out_of_range_are_refused(spec):
+    with pytest.raises(ConfigError, match="must be"):
+        make("compressor", spec)
+
+
+# -- unbiased ------------------------------------------------------------------------------------------------
+
+
+def outside(ups: np.ndarray, trials: int, p: np.ndarray) -> np.ndarray:
+    """Where a count of successes is too far from its binomial distribution, by an exact two-sided test."""
+    alpha = FALSE_ALARM / 2 / p.size
+    return (binom.cdf(ups, trials, p) < alpha) | (binom.sf(ups - 1, trials, p) < alpha)
+
+
+def test_natural_is_unbiased():
+    trials = 4000
+    x = (gaussian(97) * 10.0 ** np.random.default_rng(1).uniform(-20, 6, 97)).astype(np.float32)
+    decoded = round_trip("natural", np.tile(x, trials)).reshape(trials, -1)
+    low = 2.0 ** np.floor(np.log2(np.abs(x.astype(np.float64))))
+    assert np.isin(np.abs(decoded) / low, (1, 2)).all()
+    assert (np.sign(decoded) == np.sign(x)).all()
+    assert not outside((np.abs(decoded) > low).sum(axis=0), trials, np.abs(x) / low - 1).any()
+
+
+def test_terngrad_is_unbiased_for_the_clipped_tensor():
+    trials, clip = 4000, 1.5
+    x = gaussian(97, 3)
+    limit = clip * x.astype(np.float64).std()
+    clipped = np.clip(x.astype(np.float64), -limit, limit)
+    scale = np.abs(clipped).max()
+    assert scale < np.abs(x).max()
+    decoded = round_trip(f"terngrad(clip={clip})", np.tile(x, trials)).reshape(trials, -1)
+    sent = np.abs(decoded) > 0
+    assert np.allclose(np.abs(decoded[sent]), scale, rtol=1e-6)
+    assert (np.sign(decoded) == np.sign(x) * sent).all()
+    assert not outside(sent.sum(axis=0), trials, np.minimum(1, np.abs(clipped) / scale)).any()
+
+
+@pytest.mark.parametrize("spec", ["natural", "terngrad"])
+def test_ranks_and_steps_round_differently(spec):
+    x, decoded = gaussian(1000), []
+    for rank, step in [(0, 0), (1, 0), (0, 1), (0, 0)]:
+        compressor = make("compressor", spec)
+        compressor.context.rank, compressor.context.step = rank, step
+        decoded.append(compressor.decompress(*compressor.compress(x, "w")))
+    assert (decoded[0] == decoded[3]).all()
+    assert (decoded[0] != decoded[1]).mean() > 0.1
+    assert (decoded[0] != decoded[2]).mean() > 0.1
+
+
+@pytest.mark.parametrize("value", [0.1, -5.0])
+def test_terngrad_keeps_a_tensor_without_spread(value):
+    for shape in [(), (1,), (1000,)]:
+        x = np.full(shape, value, np.float32)
+        assert (round_trip("terngrad", x) == x).all()
+
+
+# -- formulas --------------------------------------------------------------------------------------------------
+
+
+def test_natural_clips_exponents_and_keeps_zero():
+    x = np.float32([0, -0.0, 1e-45, -1e-30, 2.0**-94, 2.0**32, 1e30, -HUGE])
+    wanted = [0, 0, 2.0**-94, -(2.0**-94), 2.0**-94, 2.0**32, 2.0**32, -(2.0**32)]
+    assert round_trip("natural", x).tolist() == wanted
+
+
+@settled
+@given(n=st.integers(1, 300), seed=st.integers(0, 1000), shift=st.sampled_from([-2.0, 0.0, 5.0]))
+def test_onebit_sends_the_means_of_the_two_sides(n, seed, shift):
+    x = gaussian(n, seed) + np.float32(shift)
+    wide = x.astype(np.float64)
+    means = [wide[side].mean() if side.any() else 0 for side in (x < 0, x >= 0)]
+    assert np.allclose(round_trip("onebit", x), np.where(x >= 0, means[1], means[0]), rtol=EPSILON)
+
+
+@pytest.mark.parametrize("convert", [np.array, torch.tensor], ids=["numpy", "torch"])
+def test_signum_sends_the_signs_of_the_momentum(convert):
+    momentum, moment, signum = 0.7, np.zeros((3, 5)), make("compressor", "signum(momentum=0.7)")
+    followed = 0
+    for step in range(12):
+        gradient = gaussian((3, 5), step)
+        moment = momentum * moment + (1 - momentum) * gradient
+        sign = np.asarray(signum.decompress(*signum.compress(convert(gradient), "w")))
+        assert np.allclose(np.asarray(signum.state["w"]), moment, atol=1e-6)
+        assert (sign == np.where(moment >= 0, 1, -1)).all()
+        followed += (sign != np.where(gradient >= 0, 1, -1)).sum()
+        signum.state.commit()
+    assert followed > 10  # the momentum, not the gradient, was sent
+
+
+def test_signum_votes_and_a_tie_is_positive():
+    ranks = [make("compressor", "signum") for _ in range(4)]
+    rows = np.float32([[1, -1, -1, 2], [1, -1, 1, -2], [-1, -1, 1, -2], [1, 1, -1, -2]])
+    sent = [rank.compress(row, "w") for rank, row in zip(ranks, rows, strict=True)]
+    out = ranks[0].aggregate([payload for payload, _ in sent], sent[0][1], np.empty(4, np.float32), 4)
+    assert out.tolist() == [1, -1, 1, -1]
+
+
+def test_signum_of_no_momentum_is_signsgd():
+    signum, x = make("compressor", "signum(momentum=0)"), gaussian(50)
+    for step in range(3):
+        x = gaussian(50, step)
+        assert (signum.decompress(*signum.compress(x, "w")) == round_trip("signsgd", x)).all()
+
+
+def test_signum_keeps_one_momentum_per_variable_and_drops_that_of_a_failed_step():
+    signum = make("compressor", "signum")
+    signum.compress(np.float32([1]), "a")
+    signum.compress(np.float32([-1]), "b")
+    signum.state.commit()
+    signum.compress(np.float32([np.nan]), "a")
+    signum.state.rollback()
+    assert signum.state["a"].tolist() == [np.float32(0.1)]
+    assert signum.state["b"].tolist() == [-np.float32(0.1)]
+
+
+def test_signum_does_not_notice_that_the_loss_scale_changes():
+    plain, scaled = make("compressor", "signum"), make("compressor", "signum")
+    for step, loss_scale in enumerate([1.0, 65536.0, 2.0, 0.5]):
+        x = gaussian(100, step)
+        scaled.context.loss_scale = loss_scale
+        payload, _ = plain.compress(x, "w")
+        same, _ = scaled.compress(x * np.float32(loss_scale), "w")
+        assert payload[0].tolist() == same[0].tolist()
+
+
+# -- dynamic8 --------------------------------------------------------------------------------------------------
+
+
+def test_the_dynamic_tree_has_256_values_and_the_largest_is_1():
+    table = TABLES["tree"]
+    assert table.dtype == np.float32
+    assert np.unique(table).size == table.size == 256
+    assert (np.diff(table) > 0).all()
+    assert table[-1] == 1
+    assert (table == 0).sum() == 1
+    assert table[0] > -1
+    positive = table[table > 0][:-1]
+    assert (positive == -table[table < 0][::-1]).all()
+    # 64 in the first decade below 1, then half as many in each next one
+    assert [((positive > 10.0**-d / 10) & (positive < 10.0**-d)).sum() for d in range(7)] == [64, 32, 16, 8, 4, 2, 1]
+
+
+@settled
+@given(seed=st.integers(0, 1000), decades=st.sampled_from([0.0, 3.0, 9.0]))
+def test_dynamic8_takes_the_nearest_entry_by_brute_force(seed, decades):
+    rng = np.random.default_rng(seed)
+    x = (gaussian(300, seed) * 10 ** rng.uniform(-decades, 0, 300)).astype(np.float32)
+    scale = np.abs(x).max()
+    table = TABLES["tree"].astype(np.float64)
+    nearest = np.abs((x / scale).astype(np.float64)[:, None] - table).argmin(axis=1)  # the first, the lower, of a tie
+    (codes, sent), _ = make("compressor", "dynamic8").compress(x, "w")
+    assert sent.tolist() == [scale]
+    assert codes.tolist() == nearest.tolist()
+
+
+def test_dynamic8_decides_exactly_at_the_midpoints():
+    table = TABLES["tree"]
+    middle = ((table[:-1].astype(np.float64) + table[1:]) / 2).astype(np.float32)
+    around = np.concatenate([middle, np.nextafter(middle, np.float32(-9)), np.nextafter(middle, np.float32(9)), [1]])
+    x = around.astype(np.float32)
+    (codes, _), _ = make("compressor", "dynamic8").compress(x, "w")
+    wanted = np.abs(x.astype(np.float64)[:, None] - table.astype(np.float64)).argmin(axis=1)
+    assert codes.tolist() == wanted.tolist()
+    (torch_codes, _), _ = make("compressor", "dynamic8").compress(torch.from_numpy(x), "w")
+    assert torch_codes.tolist() == wanted.tolist()
+
+
+def test_dynamic8_keeps_its_own_values():
+    x = TABLES["tree"] * np.float32(4)
+    assert (round_trip("dynamic8", x) == x).all()
+
+
+# -- sketch ----------------------------------------------------------------------------------------------------
+
+
+@settled
+@given(n=st.integers(1, 2000), quantiles=st.integers(2, 256), seed=st.integers(0, 1000), tied=st.booleans())
+def test_sketch_buckets_hold_equal_counts(n, quantiles, seed, tied):
+    x = gaussian(n, seed)
+    if tied:
+        x = np.round(x)
+    compressor = make("compressor", {"name": "sketch", "quantiles": quantiles})
+    (packed, means), _ = compressor.compress(x, "w")
+    buckets = min(quantiles, n)
+    bits = max(1, math.ceil(math.log2(buckets)))
+    codes = np.packbits(
+        np.unpackbits(packed, count=n * bits, bitorder="little").reshape(n, bits), axis=1, bitorder="little"
+    ).reshape(-1)
+    counts = np.bincount(codes, minlength=buckets)
+    assert counts.size == buckets == means.size
+    assert counts.max() - counts.min() <= 1
+    order = np.argsort(x, kind="stable")
+    assert (np.diff(codes[order].astype(int)) >= 0).all()  # by value, then by index
+    for bucket in range(buckets):
+        assert means[bucket] == pytest.approx(x[codes == bucket].astype(np.float64).mean(), rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 5, 64])
+def test_sketch_of_no_more_elements_than_buckets_is_exact(n):
+    x = gaussian(n)
+    assert (round_trip("sketch", x) == x).all()
+
+
+# -- error feedback ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", ["onebit", "sketch", "sketch(quantiles=4)"])
+@pytest.mark.parametrize("convert", [np.array, torch.tensor], ids=["numpy", "torch"])
+def test_sent_plus_residual_is_gradient_plus_residual(spec, convert):
+    exchange = Allgather(spec)
+    assert exchange.memory.spec == "residual"
+    residual, total, sent = np.zeros((7, 41), np.float32), np.zeros((7, 41)), np.zeros((7, 41))
+    for step in range(20):
+        gradient = gaussian((7, 41), step)
+        result = np.asarray(exchange.step(convert(gradient), "w"))
+        kept = np.asarray(exchange.memory.state["w"])
+        assert np.allclose(result + kept, gradient + residual, rtol=1e-6, atol=2e-6)
+        assert np.abs(kept).max() > 0
+        residual = kept.copy()
+        total, sent = total + gradient, sent + result
+    assert np.allclose(sent + residual, total, atol=1e-4)

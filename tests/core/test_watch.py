@@ -1,0 +1,127 @@
+"""How long ranks wait, and what they tell each other beside the engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import threading
+import time
+
+import pytest
+
+import grace
+from grace.core import watch
+from grace.core.hub import LOST, Hub, Line
+from tests.support.pools import ranks_of
+
+
+@pytest.mark.parametrize("timeout", [0, -3, float("nan"), float("inf"), "soon", True, 1e300])
+def test_a_timeout_that_is_no_positive_number_is_refused(timeout, monkeypatch):
+    grace.shutdown()
+    with pytest.raises(grace.ConfigError, match=r"timeout=.*: give a number of seconds above 0"):
+        grace.init("local", timeout=timeout)
+    monkeypatch.setenv("GRACE_TIMEOUT", str(timeout))
+    if timeout is not True:
+        with pytest.raises(grace.ConfigError, match=r"GRACE_TIMEOUT=.*: give a number of seconds above 0"):
+            grace.init("local")
+
+
+def waits():
+    """What each rank waits, as chosen by default, in the environment, and by an argument; the smallest wins."""
+    from grace.backends.torch_distributed import TorchBackend
+
+    found = []
+    for text, argument in [("", None), ("90", None), ("90", 40 + 10 * grace.rank())]:
+        grace.shutdown()
+        os.environ["GRACE_TIMEOUT"] = text
+        backend = grace.init("torch", timeout=argument)
+        backend.allgather_object("the first question")
+        beside = backend.duplicate()
+        found.append(
+            (backend.timeout, beside.timeout, beside.group._get_backend(beside_device()).options._timeout.seconds)
+        )
+        assert isinstance(backend, TorchBackend)
+    del os.environ["GRACE_TIMEOUT"]
+    return found
+
+
+def beside_device():
+    import torch
+
+    return torch.device("cpu")
+
+
+@pytest.mark.ranks
+def test_the_timeout_is_the_arguments_or_the_environments_and_channels_have_it():
+    for found in ranks_of(2).run(waits):
+        assert found == [(600, 600, 600), (90, 90, 90), (40, 40, 40)]
+
+
+def stopped():
+    """Rank 1 stops; rank 0 asks where it is."""
+    backend = grace.init("torch")
+    pids = backend.allgather_object(os.getpid())
+    if backend.rank == 1:
+        time.sleep(3)
+        return None
+    time.sleep(0.5)  # until rank 1 sleeps
+    os.kill(pids[1], signal.SIGSTOP)
+    time.sleep(0.2)
+    try:
+        absent, there = watch._current.elsewhere("a place")
+        return absent, there
+    finally:
+        os.kill(pids[1], signal.SIGCONT)
+
+
+@pytest.mark.ranks
+def test_a_rank_that_is_stopped_is_said_not_to_answer():
+    (absent, there), _ = ranks_of(2).run(stopped)
+    assert any(re.search(r"\b1 does not answer \(stopped, or its machine hangs\)", said) for said in absent), absent
+    assert there == []
+
+
+def begun_anew():
+    """How long a shutdown and a new start take, watch included."""
+    began = time.monotonic()
+    for _ in range(5):
+        grace.shutdown()
+        grace.init("torch").allgather_object("a question")
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("grace")]
+    return (time.monotonic() - began) / 5, threads
+
+
+@pytest.mark.ranks
+def test_a_run_begins_anew_in_milliseconds_and_leaves_no_threads():
+    for seconds, threads in ranks_of(2).run(begun_anew):
+        assert seconds < 0.5
+        assert threads.count("grace watch") <= 2
+        assert threads.count("grace hub") <= 1
+
+
+def test_the_hub_takes_ranks_of_the_run_only_and_tells_who_was_lost():
+    hub = Hub(2, True, "a secret")
+
+    def joined(**hello):
+        line = Line(socket.create_connection(("127.0.0.1", hub.port)))
+        line.send(**hello)
+        return line, line.receive()
+
+    assert joined(rank=0, token="guessed")[1] is None
+    assert joined(rank=7, token="a secret")[1] is None
+    assert joined(end="no hello")[1] is None
+    raw = socket.create_connection(("127.0.0.1", hub.port))
+    raw.sendall(b"\x80\x04no JSON\n")
+    assert raw.recv(1) == b""
+    zero, welcome = joined(rank=0, token="a secret")
+    assert welcome == [{"welcome": 0}]
+    assert joined(rank=0, token="a secret")[1] is None  # twice
+    one, _ = joined(rank=1, token="a secret")
+    with pytest.raises(OSError, match="refused"):  # all have come
+        socket.create_connection(("127.0.0.1", hub.port))
+    one.socket.sendall(json.dumps({"meet": "x"}).encode() + b"\n[1]\n")  # not of this Grace, and no message
+    assert zero.receive() == [{"ended": 1, "how": LOST}]
+    hub.close()

@@ -1,0 +1,402 @@
+"""Exchanges that are applied later: bounded staleness, means applied as they come, and what a checkpoint keeps."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+
+import grace
+from grace.communicators import ReduceBroadcast
+from tests.support import strategies
+from tests.support.training import Given, copied, digest
+
+pytestmark = pytest.mark.ranks
+LR = 0.1
+TARGETS = torch.linspace(-1, 1, 12).reshape(3, 4)
+
+
+class Quadratic(torch.nn.Module):
+    """Pulled towards a point that depends on rank and step: the gradient depends on the weights too."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(3, 4))
+        self.b = torch.nn.Parameter(torch.zeros(2))
+
+    def gradients(self, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.w.detach() - (rank + 1) * TARGETS - 0.1 * step, self.b.detach() - rank + step
+
+
+def made(communicator: ReduceBroadcast, model: Quadratic, **options):
+    return grace.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=LR), model.named_parameters(), communicator=communicator, **options
+    )
+
+
+def one_step(model: Quadratic, optimizer, step: int, spoil: bool = False) -> None:
+    optimizer.zero_grad()
+    w, b = model.gradients(step, grace.rank())
+    if spoil:
+        w[0, 0] = float("nan")
+    (model.w * w).sum().add((model.b * b).sum()).backward()
+    optimizer.step()
+
+
+def trained(steps: range, model=None, optimizer=None, **how):
+    model = Quadratic() if model is None else model
+    optimizer = made(ReduceBroadcast(**how), model) if optimizer is None else optimizer
+    history = []
+    for step in steps:
+        one_step(model, optimizer, step)
+        history.append(strategies.weights(model))
+    return model, optimizer, history
+
+
+def delayed(size: int, staleness: int, steps: int) -> list[dict[str, torch.Tensor]]:
+    """Plain SGD in one process in which the mean of each step's gradients is applied so many steps later."""
+    model, means, history = Quadratic(), [], []
+    for step in range(steps):
+        gradients = [model.gradients(step, rank) for rank in range(size)]
+        means.append([sum(parts) / size for parts in zip(*gradients, strict=True)])
+        if step >= staleness:
+            model.w.data -= LR * means[step - staleness][0]
+            model.b.data -= LR * means[step - staleness][1]
+        history.append(strategies.weights(model))
+    return history
+
+
+def weights_of(staleness: int, destination: int) -> list:
+    return trained(range(7), compressor="none", destination=destination, staleness=staleness)[2]
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_the_mean_of_a_step_is_applied_that_many_steps_later(ranks, staleness):
+    wanted = delayed(ranks.size, staleness, 7)
+    for history in ranks.run(weights_of, staleness, ranks.size - 1):
+        for got, expected in zip(history, wanted, strict=True):
+            strategies.assert_close(got, expected)
+
+
+def plain_weights() -> list:
+    model = Quadratic()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    optimizer = grace.DistributedOptimizer(optimizer, model.named_parameters())
+    return trained(range(7), model, optimizer)[2]
+
+
+def test_without_staleness_the_bits_are_those_of_plain_all_reduce(two_ranks):  # of two: any order adds alike
+    for got, wanted in zip(two_ranks.run(weights_of, 0, 1), two_ranks.run(plain_weights), strict=True):
+        assert [digest(step) for step in got] == [digest(step) for step in wanted]
+
+
+def times_of(staleness: int, sleeper: int) -> list[tuple[float, float]]:
+    """When each step's gradients were handed over, and when the step had ended."""
+    model = Quadratic()
+    optimizer = made(ReduceBroadcast(staleness=staleness, destination=1), model)
+    times = []
+    for step in range(8):
+        if grace.rank() == sleeper:
+            time.sleep(0.15)
+        began = time.monotonic()
+        one_step(model, optimizer, step)
+        times.append((began, time.monotonic()))
+    optimizer._grace.exchanger.pending()  # so that nobody is still at it when the next test begins
+    return times
+
+
+@pytest.mark.parametrize("sleeper", [0, 1], ids=["a-rank-sleeps", "the-destination-sleeps"])
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_a_rank_runs_as_far_ahead_as_it_may_and_no_further(ranks, staleness, sleeper):
+    times = ranks.run(times_of, staleness, sleeper)
+    for rank in set(range(ranks.size)) - {sleeper}:
+        leads = []
+        for step, (_, ended) in enumerate(times[rank]):
+            begun = sum(began <= ended for began, _ in times[sleeper]) - 1  # the last step that the sleeper had begun
+            leads.append(step - begun)
+        assert max(leads) == staleness
+
+
+METHODS = ("topk(ratio=0.3)", "qsgd(levels=7)", "signsgd", "threshold(value=0.05)", "fp16", "randomk(ratio=0.5)")
+
+
+def bits_of(method: str, staleness: int) -> tuple[str, bool]:
+    model, optimizer, _ = trained(range(6), compressor=method, staleness=staleness)
+    finite = all(bool(torch.isfinite(p).all()) for p in model.parameters())
+    optimizer._grace.exchanger.pending()
+    return digest(strategies.weights(model)), finite
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_ranks_that_run_ahead_end_with_the_same_bits(ranks, method):
+    answers = ranks.run(bits_of, method, 2)
+    assert len({bits for bits, _ in answers}) == 1
+    assert all(finite for _, finite in answers)
+
+
+def resumed(method: str, staleness: int, everyone: bool) -> bool:
+    """Eight steps at once, and five, a new model and optimizer with what was saved, and three."""
+    whole, optimizer, _ = trained(range(8), compressor=method, staleness=staleness, destination=1)
+    optimizer._grace.exchanger.pending()
+    part, optimizer, _ = trained(range(5), compressor=method, staleness=staleness, destination=1)
+    saved = copied(optimizer.full_state_dict() if everyone else optimizer.state_dict())
+    again = Quadratic()
+    again.load_state_dict(part.state_dict())
+    optimizer = made(ReduceBroadcast(method, destination=1, staleness=staleness), again)
+    optimizer.load_state_dict(saved)
+    trained(range(5, 8), again, optimizer)
+    optimizer._grace.exchanger.pending()
+    return digest(strategies.weights(whole)) == digest(strategies.weights(again))
+
+
+@pytest.mark.parametrize("everyone", [False, True], ids=["each-rank", "all-ranks"])
+@pytest.mark.parametrize("method", ["none", "topk(ratio=0.3)", "qsgd(levels=7)"])
+def test_a_run_that_is_resumed_with_means_on_their_way_equals_one_that_never_stopped(ranks, method, everyone):
+    assert all(ranks.run(resumed, method, 2, everyone))
+
+
+def under_less(staleness: int, strategy: bool) -> tuple:
+    """What six steps of constant gradients add up to if the last two are made with less staleness."""
+    before = Quadratic()
+    before.gradients = lambda step, rank: (TARGETS * (rank + 1), torch.ones(2) * step)
+    optimizer = grace.DistributedOptimizer(
+        torch.optim.SGD(before.parameters(), lr=LR), before, strategy=_strategy(before, 3, cut=False)
+    )
+    trained(range(4), before, optimizer)
+    saved = copied(optimizer.full_state_dict())
+    after = Quadratic()
+    after.load_state_dict(before.state_dict())
+    after.gradients = before.gradients
+    optimizer = grace.DistributedOptimizer(
+        torch.optim.SGD(after.parameters(), lr=LR), after, strategy=_strategy(after, staleness, cut=strategy)
+    )
+    optimizer.load_state_dict(saved)
+    trained(range(4, 6), after, optimizer)
+    pending = [dict(step) for step in optimizer._grace.exchanger.pending()]
+    return strategies.weights(after), pending
+
+
+def _strategy(model, staleness, cut):
+    from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
+    from grace.torch.parameters import variables
+
+    part = ShardPlan(Sync("reduce_broadcast", staleness=staleness))
+    w, b = variables(dict(model.named_parameters()))
+    first = VariablePlan(w, (part, part), 0, (1, 2)) if cut else VariablePlan(w, (part,))
+    return Strategy((first, VariablePlan(b, (part,))), grace.size(), 1)
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_means_on_their_way_are_applied_under_another_staleness(ranks, staleness, cut):
+    total = -LR * (ranks.size + 1) / 2 * TARGETS
+    for values, pending in ranks.run(under_less, staleness, cut):
+        assert len(pending) == staleness
+        left = sum(
+            (torch.cat([step["w/part_0"], step["w/part_1"]]) if cut else step["w"] for step in pending),
+            torch.zeros(3, 4),
+        )
+        torch.testing.assert_close(values["w"] - LR * left, 6 * total)
+
+
+def within_the_bound() -> tuple[float, torch.Tensor]:
+    model = Quadratic()
+    model.gradients = lambda step, rank: (TARGETS * (rank + 1), torch.ones(2))
+    optimizer = made(ReduceBroadcast("none", sync=False), model)
+    began = time.monotonic()
+    for step in range(6):
+        if grace.rank() == 0:
+            time.sleep(0.1)
+        one_step(model, optimizer, step)
+    seconds = time.monotonic() - began
+    saved = copied(optimizer.state_dict())  # waits for what is on its way
+    optimizer.close()
+    optimizer = made(ReduceBroadcast("none"), model, broadcast=False)
+    optimizer._grace.exchanger.restore_pending(saved["grace"]["pending"])
+    one_step(model, optimizer, 6)
+    return seconds, model.w.detach().clone()
+
+
+def test_within_the_bound_nobody_waits_and_nothing_is_lost(ranks):
+    answers = ranks.run(within_the_bound)
+    assert answers[0][0] > 0.6
+    assert all(seconds < answers[0][0] / 1.5 for seconds, _ in answers[1:])
+    for _, value in answers:
+        torch.testing.assert_close(value, -LR * 7 * (ranks.size + 1) / 2 * TARGETS)
+
+
+def far_ahead(steps: int, ahead: int) -> tuple[int, torch.Tensor]:
+    """The most exchanges that were ever under way, and the weights when all means are applied."""
+    model = Quadratic()
+    model.gradients = lambda step, rank: (TARGETS * (rank + 1), torch.ones(2))
+    optimizer, most = made(ReduceBroadcast("none", sync=False, ahead=ahead), model), 0
+    group = optimizer._grace.exchanger.buckets[0]
+    for step in range(steps):
+        if grace.rank() == 0:  # the destination
+            time.sleep(0.02)
+        one_step(model, optimizer, step)
+        most = max(most, len(group.communicator.pending_exchanges[group.variables[0].name]))
+    weights = model.w.detach().clone()
+    for step in optimizer._grace.exchanger.pending():
+        weights -= LR * step["w"]
+    return most, weights
+
+
+def test_without_sync_no_more_steps_are_under_way_than_may_be(two_ranks):
+    (_, destination), (most, other) = two_ranks.run(far_ahead, 25, 3)
+    assert most == 3
+    for weights in (destination, other):
+        torch.testing.assert_close(weights, -LR * 25 * 1.5 * TARGETS)
+
+
+def spoilt() -> tuple[list[bool], bool]:
+    model = Quadratic()
+    optimizer = made(ReduceBroadcast("topk(ratio=0.3)", staleness=1), model)
+    finite = []
+    for step in range(5):
+        before = strategies.weights(model)
+        one_step(model, optimizer, step, spoil=step == 2 and grace.rank() == 1)
+        finite.append(bool(torch.isfinite(model.w.grad).all()) if model.w.grad is not None else True)
+        if not finite[-1]:
+            for name, p in model.named_parameters():
+                p.data.copy_(before[name])  # what a scaler does: the step is skipped
+    optimizer._grace.exchanger.pending()
+    state = optimizer._grace.exchanger.state()
+    kept = [value for values in state.values() for value in values.values()]
+    return finite, all(bool(torch.isfinite(value).all()) for value in kept)
+
+
+def test_an_overflow_shows_when_its_step_is_applied_and_enters_no_memory(ranks):
+    for finite, kept in ranks.run(spoilt):
+        assert finite == [True, True, True, False, True]
+        assert kept
+
+
+def absent() -> tuple[torch.Tensor, torch.Tensor]:
+    """Rank 1 has no gradient in its second step, and nobody in the third: what memories hold is sent once, or kept."""
+    model = Quadratic()
+    optimizer = made(ReduceBroadcast("topk(ratio=0.3)", staleness=1), model)
+    for step in range(8):
+        optimizer.zero_grad()
+        if not (step == 2 or (step == 1 and grace.rank() == 1)) and step < 4:
+            (model.w * TARGETS).sum().backward()
+        elif step >= 4:  # zeros: what is left comes out
+            (model.w * 0).sum().backward()
+        optimizer.step()
+    left = optimizer._grace.exchanger.pending()
+    state = optimizer._grace.exchanger.state()
+    owed = sum((step["w"] for step in left if "w" in step), torch.zeros(3, 4))
+    kept = state["memory"].get("w", torch.zeros(3, 4))
+    return model.w.detach() - LR * owed, LR * kept, LR * state["answer_memory"].get("w", torch.zeros(3, 4))
+
+
+def test_what_memories_hold_is_sent_once_also_where_gradients_are_missing(two_ranks):
+    answers = two_ranks.run(absent)
+    total = -LR * (3 + 2) / 2 * TARGETS  # three steps of rank 0, two of rank 1, averaged
+    kept = sum(own for _, own, _ in answers) / 2 + sum(answer for _, _, answer in answers)
+    for value, _, _ in answers:
+        torch.testing.assert_close(value - kept, total)
+
+
+def dropped() -> torch.Tensor:
+    model = Quadratic()
+    model.gradients = lambda step, rank: (TARGETS, torch.ones(2))
+    optimizer = made(ReduceBroadcast("none", staleness=1), model)
+    (model.w * TARGETS).sum().add(model.b.sum()).backward()
+    optimizer.zero_grad()  # the exchange is under way
+    for step in range(3):
+        one_step(model, optimizer, step)
+    optimizer._grace.exchanger.pending()
+    return model.w.detach().clone()
+
+
+def test_gradients_that_are_dropped_are_not_applied_later(two_ranks):
+    for value in two_ranks.run(dropped):
+        torch.testing.assert_close(value, -LR * 2 * TARGETS)
+
+
+def scaled() -> torch.Tensor:
+    """Means that come when the loss scale has changed."""
+    model = Quadratic()
+    model.gradients = lambda step, rank: (TARGETS * (4 if step < 2 else 8), torch.ones(2))
+    optimizer = made(ReduceBroadcast("none", staleness=2), model)
+    exchanger, got = optimizer._grace.exchanger, []
+    for step in range(4):
+        exchanger.rescale(4.0 if step < 2 else 8.0)
+        one_step(model, optimizer, step)
+        got.append(None if model.w.grad is None else model.w.grad.clone())
+    exchanger.pending()
+    return got[2]
+
+
+def test_means_follow_the_loss_scale(two_ranks):
+    for value in two_ranks.run(scaled):
+        torch.testing.assert_close(value, 8 * TARGETS)
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ({"compressor": "powersgd", "staleness": 1}, "powersgd needs what a step brought to begin the next"),
+        ({"staleness": 2, "sync": False}, "staleness goes with sync=True only"),
+        ({"ahead": 3}, "ahead goes with sync=False only"),
+        ({"ahead": 0, "sync": False}, "ahead"),
+        ({"staleness": -1}, r"staleness must be a whole number in \[0"),
+    ],
+)
+def test_what_cannot_be_delayed_is_refused(how, why):
+    with pytest.raises(grace.ConfigError, match=why):
+        ReduceBroadcast(**how)
+
+
+def refusals() -> list[str]:
+    model, told = Quadratic(), []
+    for options in ({"hierarchical": True}, {"communicator": ReduceBroadcast("none", destination=9)}):
+        with pytest.raises(grace.ConfigError) as error:
+            made(options.pop("communicator", ReduceBroadcast("none", staleness=1)), model, **options)
+        told.append(str(error.value))
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    with pytest.raises(grace.ConfigError) as error:
+        grace.torch.register_ddp_hook(ddp, communicator=ReduceBroadcast("none", staleness=1))
+    told.append(str(error.value))
+    os.environ["GRACE_STRATEGY"] = "s.yaml"
+    try:
+        with pytest.raises(grace.ConfigError) as error:
+            grace.torch.register_ddp_hook(ddp, "topk")
+    finally:
+        del os.environ["GRACE_STRATEGY"]
+    return [*told, str(error.value)]
+
+
+def test_where_nothing_can_be_delayed_it_is_refused(two_ranks):
+    for told in two_ranks.run(refusals):
+        assert "which is not possible with hierarchical reduction" in told[0]
+        assert "rank 9 cannot be the destination, there are 2 ranks" in told[1]
+        assert "which DDP's hook cannot" in told[2]
+        assert "GRACE_STRATEGY names a strategy (s.yaml), which DDP's hook cannot execute" in told[3]
+
+
+def scaled_ahead():
+    """The weight after each step of a scaler's loop over a delayed exchange; gradients are 1 on all ranks."""
+    model = Given({"w": (4,)})
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer = grace.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        model,
+        communicator="reduce_broadcast(staleness=2)",
+        grad_scaler=scaler,
+    )
+    found = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        scaler.scale(model.w.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        found.append(float(model.w[0]))
+    return found
+
+
+def test_a_scaler_steps_although_nothing_has_come_yet(two_ranks):
+    assert two_ranks.run(scaled_ahead) == [[0, 0, -1, -2]] * 2

@@ -1,0 +1,81 @@
+"""What a user gives to be exchanged: anything but dense floating point numbers is refused before it travels, and
+graphs are left behind."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import grace
+from grace.core.registry import known
+from tests.support.training import Given, distributed, state_of
+
+pytestmark = pytest.mark.ranks
+
+ONES = torch.ones(4, 4)
+REFUSED = {
+    "dtype complex64": lambda: ONES.to(torch.complex64),
+    "dtype bool": lambda: ONES.bool(),
+    "dtype int64": lambda: ONES.long(),
+    "dtype float8_e4m3fn": lambda: ONES.to(torch.float8_e4m3fn),
+    "sparse (torch.sparse_coo)": lambda: ONES.to_sparse(),
+    "sparse (torch.sparse_csr)": lambda: ONES.to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor([ONES[0], ONES[0, :2]], layout=torch.jagged),
+    "meta device": lambda: ONES.to("meta"),
+    "dtype object": lambda: np.array([1, None]),
+    "dtype datetime64": lambda: np.array(["2020-01-01"], "M8[D]"),
+    "builtins.list": lambda: [1.0, 2.0],
+}
+METHODS = (("none", "allgather"), ("topk", "allgather"), ("powersgd", "allreduce"), ("signum", "reduce_broadcast"))
+
+
+def refused() -> list[str]:
+    """What is not as it must be; one rank alone gives what is bad, and none waits for it."""
+    wrong, backend = [], grace.init()
+    for method, communicator in (*METHODS, ("fp16", "scatter_reduce")):
+        made = known("communicator")[communicator](method)
+        made.bind(grace.Context(rank=backend.rank, size=backend.size), backend)
+        for said, bad in REFUSED.items() if backend.rank else ():
+            try:
+                made.step(bad(), "layer.w")
+                wrong.append(f"{method}, {said}: taken")
+            except grace.ConfigError as error:
+                if said not in str(error) or "'layer.w'" not in str(error):
+                    wrong.append(f"{method}, {said}: {error}")
+        if not torch.isfinite(made.step(ONES, "layer.w")).all():
+            wrong.append(f"{method}: the next step is bad")
+    return wrong
+
+
+def test_what_is_no_dense_tensor_of_floats_is_refused_before_it_travels(two_ranks):
+    assert two_ranks.run(refused) == [[], []]
+
+
+def graphs() -> list[str]:
+    """Methods whose state or answer holds on to a graph."""
+    held, backend = [], grace.init()
+    for method, communicator in METHODS:
+        made = known("communicator")[communicator](method)
+        made.bind(grace.Context(rank=backend.rank, size=backend.size), backend)
+        answer = made.step(torch.nn.Parameter(ONES) * 2, "w")
+        model = Given({"w": (6, 6)})
+        optimizer = distributed(
+            model, method, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), communicator=communicator
+        )
+        (model.w**3).sum().backward(create_graph=True)
+        optimizer.step()
+        values = [value for part in made.keepers.values() for value in part.state.values()]
+        values += [value for kind in state_of(optimizer).values() for value in kind.values()]
+        held += [method for value in [answer, *values] if value.requires_grad]
+    return held
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_no_state_holds_on_to_the_graph_of_a_gradient(two_ranks):
+    assert two_ranks.run(graphs) == [[], []]
+
+
+def test_numbers_of_another_byte_order_are_taken_as_what_they_are():
+    communicator = known("communicator")["allgather"]("none")
+    assert communicator.step(np.array([1, 2.5], ">f4"), "w").tolist() == [1, 2.5]

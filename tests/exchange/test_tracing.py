@@ -1,0 +1,235 @@
+"""What ranks record while they train: complete, properly nested, and without any effect on what they compute."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections import Counter, defaultdict
+
+import pytest
+
+import grace
+from grace.exchange.tracing import recorder
+from grace.exchange.tracing.summary import PHASES, summarize
+from grace.exchange.tracing.timeline import load, merged
+from tests.support import strategies
+from tests.support.training import Given, ddp, digest, distributed, loss_of, made_up, net, sgd, train, weights
+
+pytestmark = pytest.mark.ranks
+
+STEPS = 4
+SHAPES = {"matrix": (20, 30), "tiny": (1,)}
+
+
+@contextlib.contextmanager
+def recorded(folder, steps=50, skip=0):
+    """What runs in this context is recorded in a folder, if one is given."""
+    if folder is None:
+        yield
+        return
+    settings = {recorder.FOLDER: str(folder), recorder.STEPS: str(steps), recorder.SKIP: str(skip)}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name in settings:
+            del os.environ[name]
+        if recorder._recorder is not None:
+            recorder._recorder.write()
+        recorder._recorder = recorder.active = None
+
+
+def plainly(**choices):
+    """Train the small network."""
+    model = net()
+    optimizer = distributed(model, **choices)
+    train(model, optimizer, range(STEPS))
+    optimizer._grace.exchanger.pending()  # waits for exchanges beside training
+    return model, optimizer.traffic
+
+
+def by_rows(strategy=None, **choices):
+    """A model with a sparse embedding, an empty parameter and a scalar; variables are cut as the strategy says."""
+    model = strategies.mixed()
+    optimizer = strategies.executed(model, strategy, **choices)
+    strategies.train(model, optimizer, range(STEPS))
+    return model, optimizer.traffic
+
+
+def through_ddp(**choices):
+    """Train the small network under DDP, in several buckets."""
+    model = net()
+    wrapped, optimizer = ddp(model, bucket_cap_mb=0.001), sgd(model.parameters())
+    state = grace.torch.register_ddp_hook(wrapped, **choices)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(wrapped, step).backward()
+        optimizer.step()
+    return model, state.traffic
+
+
+def overflowing(**choices):
+    """Rank 1 overflows in one step, which rolls back, and whose update a scaler would leave out."""
+    model = Given(SHAPES)
+    optimizer = distributed(model, **choices)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        given = made_up(SHAPES, step, grace.rank())
+        if step == 1 and grace.rank() == 1:
+            given["matrix"].flat[0] = math.inf
+        model.backward(given)
+        if step == 1:
+            optimizer.synchronize()
+        else:
+            optimizer.step()
+    return model, optimizer.traffic
+
+
+def outcome(folder, how, choices):
+    """The bits of the weights, and the bytes of each variable, of one training."""
+    with recorded(folder):
+        model, traffic = how(**choices)
+        return digest(weights(model)), dict(traffic.payload_bytes)
+
+
+def twice(folder, how, choices):
+    """Without and with recording."""
+    return outcome(None, how, choices), outcome(folder, how, choices)
+
+
+RUNS = {
+    "topk": (plainly, {"compressor": "topk(ratio=0.1)"}),
+    "none, many groups": (plainly, {"compressor": "none", "group_bytes": 1000}),
+    "several rounds": (plainly, {"compressor": "powersgd(rank=2)"}),
+    "unequal sizes": (plainly, {"compressor": "threshold(value=0.001)"}),
+    "scatter_reduce": (plainly, {"compressor": "qsgd(levels=7)", "communicator": "scatter_reduce"}),
+    "reduce_broadcast": (plainly, {"compressor": "topk(ratio=0.1)", "communicator": "reduce_broadcast"}),
+    "reduce_broadcast, sums": (plainly, {"compressor": "none", "communicator": "reduce_broadcast"}),
+    "stale": (plainly, {"compressor": "topk(ratio=0.1)", "communicator": "reduce_broadcast(staleness=1)"}),
+    "hierarchical": (plainly, {"compressor": "topk(ratio=0.1)", "hierarchical": True}),
+    "sparse rows": (by_rows, {"compressor": "topk(ratio=0.5)"}),
+    "parts": (by_rows, {"strategy": "partitioned_ps(min_shard_bytes=0)"}),
+    "ddp": (through_ddp, {"compressor": "topk(ratio=0.1)"}),
+    "overflow": (overflowing, {"compressor": "topk(ratio=0.1)"}),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_trace_is_whole_and_changes_nothing(two_ranks, tmp_path, run):
+    how, choices = RUNS[run]
+    answers = two_ranks.run(twice, str(tmp_path), how, choices)
+    ranks = load(tmp_path)
+    assert [rank.facts["rank"] for rank in ranks] == [0, 1]
+    for (plain, traced), rank in zip(answers, ranks, strict=True):
+        assert traced == plain
+        check(rank, traced[1], everyone=run not in ("hierarchical", "parts"), late=int(run == "stale"))
+    check_format(merged(ranks))
+    summary = summarize(ranks)
+    assert summary.step == pytest.approx(sum(summary.parts.values()))
+    assert min(summary.parts.values()) >= 0
+    assert {cost.name for cost in summary.variables} == set(ranks[0].facts["variables"])
+
+
+def check(rank, payload_bytes, everyone, late):
+    """Every variable was in every phase (``everyone``: in a hierarchy only a node's leader compresses), every wait saw
+    the end of a collective, and all bytes are there; those of ``late`` steps are not counted in the traffic yet."""
+    assert [step["args"]["step"] for step in rank.steps] == list(range(STEPS))
+    phases = Counter((e["name"], e["args"]["variable"]) for e in rank.events if "variable" in e.get("args", {}))
+    for name in rank.facts["variables"] if everyone else ():
+        for phase in PHASES:
+            assert phases[phase, name] >= STEPS, (phase, name)
+    sent: Counter = Counter()
+    for event in rank.events:
+        if event["name"] == "payload":
+            sent.update(event["args"])
+    assert {name: nbytes * (STEPS - late) / STEPS for name, nbytes in sent.items()} == payload_bytes
+    begun = {e["id"]: e for e in rank.events if e["ph"] == "b"}
+    ends = {e["id"]: e["ts"] for e in rank.events if e["ph"] == "e"}
+    assert begun
+    assert set(begun) == set(ends)
+    assert all(ends[i] >= begun[i]["ts"] for i in begun)
+    assert all(e["args"]["bytes"] >= 0 and e["args"]["label"] and e["args"]["communicator"] for e in begun.values())
+    for wait in [e for e in rank.events if e["name"] == "wait"]:
+        stop, group = wait["ts"] + wait["dur"], wait["args"]["variables"]
+        over = [ends[i] for i, e in begun.items() if e["args"]["variables"] == group and ends[i] <= stop]
+        assert over
+        assert max(over) >= wait["ts"] or late  # a exchange_thread may still have to decode what has come
+
+
+def check_format(trace):
+    """Chrome's format: known kinds of events, no negative times, and complete events that nest."""
+    tracks = defaultdict(list)
+    for event in trace["traceEvents"]:
+        assert event["ph"] in "XMibe"
+        assert {"name", "pid", "tid"} <= set(event)
+        if event["ph"] != "M":
+            assert event["ts"] >= 0
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            tracks[event["pid"], event["tid"]].append((event["ts"], -event["dur"], event["name"]))
+    named = {(e["pid"], e["tid"]) for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    assert set(tracks) <= named
+    for events in tracks.values():
+        open_until: list[float] = []
+        for start, negative, name in sorted(events):
+            while open_until and open_until[-1] <= start + 1e-3:
+                open_until.pop()
+            assert not open_until or start - negative <= open_until[-1] + 1e-3, name
+            open_until.append(start - negative)
+
+
+def parts_of_steps(folder):
+    with recorded(folder, steps=2, skip=1):
+        plainly(compressor="topk(ratio=0.1)")
+
+
+def test_steps_have_their_parts_and_only_the_wanted_ones_are_recorded(two_ranks, tmp_path):
+    two_ranks.run(parts_of_steps, str(tmp_path))
+    for rank in load(tmp_path):
+        assert [step["args"]["step"] for step in rank.steps] == [1, 2]
+        names = Counter(e["name"] for e in rank.events)
+        assert names["compress"] == 2 * len(rank.facts["variables"])
+        for step in rank.steps:
+            inside = {
+                e["name"]: e
+                for e in rank.events
+                if e["ph"] == "X" and step["ts"] <= e["ts"] and e["ts"] + e["dur"] <= step["ts"] + step["dur"]
+            }
+            order = ["forward", "backward", "synchronize", "optimizer"]
+            starts = [inside[name]["ts"] for name in order]
+            assert starts == sorted(starts)
+            assert inside["forward"]["ts"] == step["ts"]
+            assert inside["optimizer"]["ts"] >= inside["synchronize"]["ts"] + inside["synchronize"]["dur"]
+
+
+def refused(name, value):
+    before = dict(os.environ)
+    os.environ.update({recorder.FOLDER: "/dev/null", name: value})
+    try:
+        plainly()
+    except grace.GraceError as error:
+        return str(error)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (recorder.STEPS, "0", "GRACE_TRACE_STEPS must be a whole number of at least 1, not '0'"),
+        (recorder.SKIP, "few", "GRACE_TRACE_SKIP must be a whole number of at least 0, not 'few'"),
+        (recorder.FOLDER, "/dev/null/x", "GRACE_TRACE=/dev/null/x: cannot write /dev/null/x/rank"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_on_all_ranks(two_ranks, name, value, message):
+    for said in two_ranks.run(refused, name, value):
+        assert message in said
+
+
+def test_nothing_is_recorded_unless_it_is_asked_for():
+    plainly(compressor="topk(ratio=0.1)")
+    assert recorder._recorder is None
+    assert recorder.phase("compress") is recorder.phase("wait", "wait")
+    assert recorder.collective(None, "", 0) is None

@@ -1,0 +1,81 @@
+"""Closures given to ``step()``: an optimizer that compares losses sees the same ones on every rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import grace
+from tests.support.pools import launched
+from tests.support.training import digest, distributed, loss_of, net, weights
+
+pytestmark = pytest.mark.ranks
+
+
+def lbfgs(parameters):
+    return torch.optim.LBFGS(parameters, lr=1.0, max_iter=5, line_search_fn="strong_wolfe")
+
+
+def searched(op, set_to_none):
+    """Three steps with a line search, each rank on its own data; a plain optimizer on all ranks' losses beside it."""
+    ours, reference = net(seed=1), net(seed=1)
+    optimizer, plain = distributed(ours, "none", optimizer=lbfgs, op=op), lbfgs(reference.parameters())
+
+    def closure():
+        optimizer.zero_grad(set_to_none=set_to_none)
+        loss = loss_of(ours, 0)
+        loss.backward()
+        return loss
+
+    def of_all_ranks():
+        plain.zero_grad(set_to_none=set_to_none)
+        loss = sum(loss_of(reference, 0, rank) for rank in range(grace.size()))
+        loss = loss / (grace.size() if op == "average" else 1)
+        loss.backward()
+        return loss
+
+    losses = [(optimizer.step(closure), plain.step(of_all_ranks)) for _ in range(3)]
+    for mine, wanted in losses:
+        assert not mine.requires_grad
+        torch.testing.assert_close(mine, wanted, rtol=1e-3, atol=1e-4)
+    for name, value in weights(reference).items():
+        torch.testing.assert_close(weights(ours)[name], value, rtol=1e-2, atol=1e-3, msg=name)
+    assert losses[-1][0] < losses[0][0]
+    return digest(weights(ours)), [float(mine) for mine, _ in losses], optimizer.traffic.steps
+
+
+RUNS = [("gloo", 2), ("gloo", 3), ("horovodrun-gloo", 2), ("mpirun-mpi", 3)]
+
+
+@pytest.mark.parametrize(("engine", "size"), RUNS, ids=[f"{engine}-{size}ranks" for engine, size in RUNS])
+def test_a_line_search_takes_the_same_path_on_every_rank_and_that_of_one_process(engine, size):
+    ranks = launched(engine, size)
+    for op, set_to_none in [("average", True), ("average", False), ("sum", True)]:
+        answers = ranks.run(searched, op, set_to_none, timeout=60)
+        assert len(set(map(str, answers))) == 1
+        assert answers[0][2] > 6
+
+
+def kinds_of_losses():
+    """What step() returns for closures whose losses are 1 and 3 in several types; None on rank 1 at the end."""
+    model, value, found = net(), 1 + 2 * grace.rank(), []
+    optimizer = distributed(model, "none")
+    losses = [torch.tensor([value], dtype=torch.float16), float(value), value, None, "text"]
+    for loss in [*losses, None if grace.rank() else 5.0]:
+
+        def closure(loss=loss):
+            optimizer.zero_grad()
+            loss_of(model, 0).backward()
+            return loss
+
+        found.append(optimizer.step(closure))
+    return found
+
+
+def test_losses_keep_their_type_and_a_rank_may_have_none(two_ranks):
+    first, second = two_ranks.run(kinds_of_losses)
+    for found in (first, second):
+        assert found[0].dtype == torch.float16
+        assert found[0].tolist() == [2.0]
+        assert found[1:5] == [2.0, 2.0, None, "text"]
+    assert (first[5], second[5]) == (5.0, None)

@@ -1,0 +1,166 @@
+"""The DDP hook is the same exchange as DistributedOptimizer, with its state under the parameters' names."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import grace
+from tests.support.training import METHODS, ddp, digest, distributed, gradients, loss_of, net, sgd, train, weights
+
+pytestmark = pytest.mark.ranks
+
+
+def both_ways(compressor, bucket_cap_mb, steps):
+    """Weights after the same training through the optimizer and through the hook, and both states."""
+    ours, hooked = net(), net()
+    optimizer = distributed(ours, compressor)
+    train(ours, optimizer, range(steps))
+
+    wrapped = ddp(hooked, bucket_cap_mb=bucket_cap_mb)
+    plain = sgd(hooked.parameters())
+    state = grace.torch.register_ddp_hook(wrapped, compressor, optimizer=plain)
+    for step in range(steps):
+        plain.zero_grad()
+        loss_of(wrapped, step).backward()
+        plain.step()
+    saved = state.state_dict()
+    other = optimizer.state_dict()["grace"]
+    assert saved["step"] == other["step"] == steps
+    assert state.traffic.payload_bytes == optimizer.traffic.payload_bytes
+    return weights(ours), weights(hooked), other["state"], saved["state"]
+
+
+BUCKETS = pytest.mark.parametrize("bucket_cap_mb", [25, 0.001], ids=["one bucket", "many buckets"])
+
+
+@BUCKETS
+@pytest.mark.parametrize("compressor", METHODS)
+def test_hook_and_optimizer_train_alike_bit_for_bit_on_two_ranks(two_ranks, compressor, bucket_cap_mb):
+    for ours, hooked, state, hook_state in two_ranks.run(both_ways, compressor, bucket_cap_mb, 6):
+        assert digest(hooked) == digest(ours)
+        assert digest(hook_state) == digest(state)
+
+
+@pytest.mark.parametrize("compressor", METHODS)
+def test_hook_and_optimizer_train_alike_to_rounding_on_three_ranks(ranks, compressor):
+    rounding = {"fp16": 2.0**-10, "bf16": 2.0**-7}.get(compressor, 1e-4)
+    answers = ranks.run(both_ways, compressor, 25, 4)
+    assert len({digest(hooked) for _, hooked, _, _ in answers}) == 1
+    for ours, hooked, *_ in answers:
+        for name, value in ours.items():
+            torch.testing.assert_close(hooked[name], value, rtol=rounding, atol=rounding / 10, msg=name)
+
+
+def plain_ddp_and_none(steps):
+    models = [net(), net()]
+    for model, hook in zip(models, (False, True), strict=True):
+        wrapped, optimizer = ddp(model), sgd(model.parameters())
+        if hook:
+            grace.torch.register_ddp_hook(wrapped, "none")
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss_of(wrapped, step).backward()
+            optimizer.step()
+    return [digest(weights(model)) for model in models]
+
+
+def test_the_hook_without_compression_is_ddp_bit_for_bit_on_two_ranks(two_ranks):
+    for plain, hooked in two_ranks.run(plain_ddp_and_none, 6):
+        assert hooked == plain
+
+
+def accumulated(compressor):
+    """Two micro-batches, the first under no_sync, against their sum in one backward."""
+    models = [net(), net()]
+    for model, at_once in zip(models, (True, False), strict=True):
+        wrapped, optimizer = ddp(model), sgd(model.parameters())
+        state = grace.torch.register_ddp_hook(wrapped, compressor)
+        for step in (0, 2, 4):
+            optimizer.zero_grad()
+            if at_once:
+                (loss_of(wrapped.module, step) + loss_of(wrapped, step + 1)).backward()
+            else:
+                with wrapped.no_sync():
+                    loss_of(wrapped, step).backward()
+                loss_of(wrapped, step + 1).backward()
+            optimizer.step()
+        assert state.traffic.steps == 3
+    return [weights(model) for model in models]
+
+
+@pytest.mark.parametrize("compressor", ["none", "topk(ratio=0.1)"])
+def test_no_sync_accumulates_under_the_hook(two_ranks, compressor):
+    for at_once, in_parts in two_ranks.run(accumulated, compressor):
+        for name, value in at_once.items():
+            torch.testing.assert_close(in_parts[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+class Branches(torch.nn.Module):
+    """Rank 1 does not use ``extra``; nobody uses ``idle``."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared, self.extra, self.idle = (torch.nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        x = self.shared(x)
+        return self.extra(x) if grace.rank() == 0 else x
+
+
+def with_unused(compressor):
+    model = net(make=Branches)
+    wrapped = ddp(model, find_unused_parameters=True)
+    optimizer = sgd(model.parameters())
+    state = grace.torch.register_ddp_hook(wrapped, compressor, optimizer=optimizer)
+    generator = torch.Generator().manual_seed(grace.rank())
+    for _ in range(4):
+        optimizer.zero_grad()
+        wrapped(torch.randn(4, 8, generator=generator)).square().mean().backward()
+        optimizer.step()
+    assert state.state_dict()["step"] == 4
+    finite = all(torch.isfinite(p).all() for p in model.parameters())
+    return finite, digest(weights(model))
+
+
+@pytest.mark.parametrize("compressor", METHODS)
+def test_unused_parameters_under_the_hook(two_ranks, compressor):
+    first, second = two_ranks.run(with_unused, compressor)
+    assert first == second
+    assert first[0]
+
+
+def learning_rate_without_optimizer():
+    try:
+        wrapped = ddp(net())
+        grace.torch.register_ddp_hook(wrapped, "efsignsgd")
+        loss_of(wrapped, 0).backward()
+    except grace.ConfigError as error:
+        return str(error)
+
+
+def test_a_memory_that_follows_the_learning_rate_asks_for_the_optimizer(two_ranks):
+    for message in two_ranks.run(learning_rate_without_optimizer):
+        assert "register_ddp_hook(model, ..., optimizer=optimizer)" in message
+
+
+def narrow(dtype):
+    model = net().to(dtype)
+    wrapped = ddp(model)
+    state = grace.torch.register_ddp_hook(wrapped, "topk(ratio=0.1)")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(grace.rank())
+    for _ in range(3):
+        optimizer.zero_grad()
+        wrapped(torch.randn(8, 1, 8, 8, generator=generator).to(dtype)).square().mean().backward()
+        optimizer.step()
+    residuals = state.state_dict()["state"]["memory"]
+    assert residuals
+    assert all(value.dtype == torch.float32 for value in residuals.values())
+    assert all(p.grad.dtype == dtype and p.grad.abs().sum() > 0 for p in model.parameters())
+    return digest(gradients(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_gradients_keep_their_dtype_under_the_hook(two_ranks, dtype):
+    assert len(set(two_ranks.run(narrow, dtype))) == 1

@@ -1,0 +1,337 @@
+"""What travels under Horovod: in whatever order, in groups, as sums, sparse, and after a rank has joined."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+import grace
+from tests.support.pools import launched
+from tests.support.training import (
+    Given,
+    digest,
+    distributed,
+    made_up,
+    net,
+    same,
+    sgd,
+    state_of,
+    train,
+    weights,
+)
+
+pytestmark = pytest.mark.ranks
+
+SHAPES = {"matrix": (12, 20), "other": (30, 10), "vector": (300,), "tiny": (1,)}
+
+
+@pytest.fixture
+def horovod():
+    """2 ranks under horovodrun."""
+    return launched("horovodrun-gloo", 2)
+
+
+# -- whatever becomes ready first -----------------------------------------------------------------------------------
+
+
+def out_of_order(compressor, communicator, shuffled, dtype=torch.float32):
+    """Gradients become ready in an order that depends on rank and step, and not at the same time."""
+    model = Given(SHAPES, dtype)
+    optimizer = distributed(model, compressor, communicator=communicator)
+    ready = []
+    for name, p in model.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda _, name=name: ready.append(name))
+        p.register_hook(lambda gradient: time.sleep(0.002 * shuffled * grace.rank()))
+    names = list(SHAPES)
+    for step in range(5):
+        given, turn = made_up(SHAPES, step, grace.rank()), shuffled * step * (1 + grace.rank()) % len(names)
+        optimizer.zero_grad()
+        model.backward({name: given[name] for name in names[turn:] + names[:turn]})
+        optimizer.step()
+    return ready, digest(weights(model))
+
+
+@pytest.mark.parametrize(
+    ("compressor", "communicator", "dtype"),
+    [
+        ("topk(ratio=0.1)", "allgather", torch.float32),
+        ("threshold(value=0.5)", "allgather", torch.float32),  # sizes differ from rank to rank
+        ("randomk(ratio=0.1)", "allreduce", torch.float32),
+        ("bf16", "allreduce", torch.float32),
+        ("none", "allreduce", torch.bfloat16),
+        ("powersgd(rank=2)", "allreduce", torch.float32),
+        ("qsgd", "scatter_reduce", torch.float32),
+        ("signsgd", "broadcast", torch.float32),
+    ],
+    ids=str,
+)
+def test_ranks_may_get_ready_in_any_order(horovod, compressor, communicator, dtype):
+    in_order = horovod.run(out_of_order, compressor, communicator, False, dtype)
+    (first, one), (second, two) = horovod.run(out_of_order, compressor, communicator, True, dtype)
+    assert first != second
+    assert {one, two} == {answer for _, answer in in_order}
+
+
+# -- groups and operations ------------------------------------------------------------------------------------------
+
+
+def grouped(method, groups, skip=()):
+    """Some training steps; ``groups`` holds names, and rank 1 has no gradient of the parameters to skip."""
+    model = Given(SHAPES)
+    named = dict(model.named_parameters())
+    if isinstance(groups, list):
+        groups = [[named[name] for name in group] for group in groups]
+    optimizer = distributed(model, method, groups=groups)
+    for step in range(4):
+        given = made_up(SHAPES, step, grace.rank())
+        optimizer.zero_grad()
+        model.backward({name: g for name, g in given.items() if grace.rank() == 0 or name not in skip})
+        optimizer.step()
+    members = {tuple(variable.name for variable in group.variables) for group in optimizer._grace.exchanger.buckets}
+    return members, digest(weights(model))
+
+
+@pytest.mark.parametrize("method", ["none", "topk(ratio=0.1)", "randomk(ratio=0.1)", "powersgd(rank=2)"])
+def test_groups_change_nothing_but_what_travels_together(horovod, method):
+    for skip in ((), ("other", "tiny")):
+        (members, alone), _ = horovod.run(grouped, method, None, skip)
+        assert members == {(name,) for name in SHAPES}
+        for groups in (1, 2, 9, [["other", "tiny"]], [["matrix", "vector", "tiny"], ["other"]]):
+            answers = horovod.run(grouped, method, groups, skip)
+            assert {answer for _, answer in answers} == {alone}
+            # "tiny" is too small to be compressed, and rides dense, beside the others of its group
+            apart = groups == 9 or (method != "none" and groups == [["other", "tiny"]])
+            assert (answers[0][0] == members) == apart
+
+
+def with_groups(method):
+    """A model's parameters in two groups, under Horovod itself ("plain") or under Grace."""
+    import horovod.torch as hvd
+
+    model = net()
+    named = dict(model.named_parameters())
+    groups = [list(named.values())[:3], list(named.values())[3:]]
+    if method == "plain":
+        optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), named.items(), groups=groups)
+    else:
+        optimizer = distributed(model, method, groups=groups)
+    train(model, optimizer, range(4))
+    return digest(weights(model))
+
+
+def test_groups_are_horovods_to_the_bit(horovod):
+    assert len(set(horovod.run(with_groups, "plain") + horovod.run(with_groups, "none"))) == 1
+
+
+def reduced(method, op, lr, predivide):
+    import horovod.torch as hvd
+
+    model = net()
+    op = {"Average": hvd.Average, "Sum": hvd.Sum}.get(op, op)
+    optimizer = distributed(model, method, optimizer=lambda p: sgd(p, lr), op=op, gradient_predivide_factor=predivide)
+    train(model, optimizer, range(4))
+    return digest(weights(model))
+
+
+@pytest.mark.parametrize("method", ["none", "topk(ratio=0.1)", "powersgd(rank=2)"])
+def test_a_sum_is_size_times_the_average_and_predividing_changes_only_the_range(horovod, method):
+    ways = [
+        ("average", 0.05, 1.0),
+        ("Average", 0.05, 1.0),
+        ("average", 0.05, 4.0),
+        ("sum", 0.025, 1.0),
+        ("Sum", 0.025, 1.0),
+    ]
+    assert len({answer for way in ways for answer in horovod.run(reduced, method, *way)}) == 1
+
+
+def out_of_range(predivide):
+    """The mean of gradients whose sum is beyond float16."""
+    model = Given({"w": (3,)})
+    optimizer = distributed(model, "fp16", gradient_predivide_factor=predivide)
+    model.backward({"w": [40000.0, 1.0, -50000.0]})
+    optimizer.synchronize()
+    return model.w.grad.tolist()
+
+
+def test_predividing_keeps_a_sum_in_the_range_of_its_payload(horovod):
+    assert horovod.run(out_of_range, 2.0) == [[40000.0, 1.0, -49984.0]] * 2
+    assert horovod.run(out_of_range, 1.0) == [[float("inf"), 1.0, float("-inf")]] * 2
+
+
+def refused(everywhere):
+    """What is said to wrong options; the ranks are still in step afterwards."""
+    import horovod.torch as hvd
+
+    said = []
+    for options in ({"op": hvd.Adasum}, {"op": hvd.Sum, "gradient_predivide_factor": 2.0}, {"op": hvd.Min}):
+        with pytest.raises(grace.GraceError) as caught:
+            distributed(net(), "topk", **(options if everywhere or grace.rank() == 0 else {}))
+        said.append((type(caught.value).__name__, str(caught.value)))
+    model = net()
+    train(model, distributed(model, "topk"), range(2))
+    return said, digest(weights(model))
+
+
+@pytest.mark.parametrize("everywhere", [True, False], ids=["on all ranks", "on one rank"])
+def test_operations_that_make_no_sense_are_refused_on_every_rank(horovod, everywhere):
+    (first, one), (second, two) = horovod.run(refused, everywhere)
+    assert one == two
+    wanted = ["op=Adasum combines whole gradients, not compressed ones; use op='average' or 'sum'"]
+    wanted += ["gradient_predivide_factor goes with op='average' only", "op must be 'average' or 'sum'"]
+    for (kind, message), (other_kind, other_message), words in zip(first, second, wanted, strict=True):
+        assert (kind, other_kind) == ("ConfigError", "ConfigError" if everywhere else "RankError")
+        assert words in message
+        assert words in other_message
+
+
+# -- sparse gradients -----------------------------------------------------------------------------------------------
+
+
+def embedded(method, sparse, as_dense):
+    """An embedding and a layer; what they learn, and what was sent."""
+    model = torch.nn.Sequential(torch.nn.Embedding(50, 8, sparse=sparse), torch.nn.Linear(8, 4))
+    torch.manual_seed(0)
+    torch.nn.init.normal_(model[0].weight)
+    torch.nn.init.normal_(model[1].weight)
+    torch.nn.init.zeros_(model[1].bias)
+    optimizer = distributed(
+        model, method, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), sparse_as_dense=as_dense, broadcast=False
+    )
+    words = torch.Generator().manual_seed(grace.rank())
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randint(50, (6,), generator=words)).square().sum().backward()
+        optimizer.step()
+    return weights(model), optimizer.traffic, "0.weight" in state_of(optimizer)["memory"]
+
+
+def test_sparse_gradients_go_horovods_way_or_are_made_dense_and_compressed(horovod):
+    for method in ("none", "topk(ratio=0.1)"):
+        (dense, traffic, _), _ = horovod.run(embedded, method, False, False)
+        (made_dense, same_traffic, remembered), other = horovod.run(embedded, method, True, True)
+        assert same(made_dense, dense)
+        assert same(other[0], dense)
+        assert same_traffic.sent_bytes == traffic.sent_bytes
+        assert remembered == (method != "none")
+    (dense, _, _), _ = horovod.run(embedded, "none", False, False)
+    (as_sparse, traffic, remembered), other = horovod.run(embedded, "none", True, False)
+    assert same(as_sparse, other[0])
+    for name, value in dense.items():
+        torch.testing.assert_close(as_sparse[name], value, msg=name)
+    assert "0.weight" not in traffic.payload_bytes
+    assert not remembered
+    # of two ranks each sends, per step and word, an index and a row of the embedding
+    layer = sum(traffic.payload_bytes.values()) + traffic.header_bytes
+    assert traffic.sent_bytes - layer == 4 * 6 * (8 + 8 * 4)
+
+
+def sparse_in_a_group():
+    model = torch.nn.Sequential(torch.nn.Embedding(50, 8, sparse=True), torch.nn.Linear(8, 4))
+    optimizer = distributed(model, "none", groups=[list(model.parameters())])
+    loss = model(torch.tensor([1])).sum()
+    with pytest.raises(grace.ConfigError) as refused:
+        loss.backward()
+    assert not optimizer.state
+    return str(refused.value)
+
+
+def test_a_sparse_gradient_in_a_group_is_refused_by_name(horovod):
+    for message in horovod.run(sparse_in_a_group):
+        assert "the gradient of '0.weight' is sparse" in message
+        assert "sparse_as_dense=True" in message
+
+
+# -- what is sent ---------------------------------------------------------------------------------------------------
+
+
+def sent():
+    model = Given(SHAPES)
+    optimizer = distributed(model, "topk(ratio=0.1)", communicator="allgather")
+    for step in range(3):
+        optimizer.zero_grad()
+        model.backward(made_up(SHAPES, step, grace.rank()))
+        optimizer.step()
+    return optimizer.traffic
+
+
+def test_what_is_counted_is_what_the_payloads_hold(horovod):
+    method = grace.make("compressor", "topk(ratio=0.1)")
+    for traffic in horovod.run(sent):
+        assert traffic.steps == 3
+        bits = {name: 32 if name == "tiny" else method.wire_bits(shape) for name, shape in SHAPES.items()}
+        payload = {name: 3 * round(bits[name] * torch.Size(shape).numel() / 8) for name, shape in SHAPES.items()}
+        assert traffic.payload_bytes == payload
+        # of two ranks each sends its buffer once, gathered or summed
+        assert traffic.sent_bytes == sum(payload.values()) + traffic.header_bytes
+        assert 0 < traffic.header_bytes < 3 * 8 * 2 * len(SHAPES)
+
+
+# -- ranks with fewer batches ---------------------------------------------------------------------------------------
+
+
+def uneven(method):
+    """Rank 1 has two batches and joins; rank 0 has five. Then both have two more."""
+    model = Given(SHAPES)
+    sgd = lambda p: torch.optim.SGD(p, lr=0.5, momentum=0 if method == "none" else 0.9)  # noqa: E731
+    optimizer = distributed(model, method, communicator="allreduce", optimizer=sgd)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 1 if method == "none" else 0.9)
+    for step in range(5 if grace.rank() == 0 else 2):
+        optimizer.zero_grad()
+        model.backward(made_up(SHAPES, step, grace.rank()))
+        optimizer.step()
+        schedule.step()
+    last = optimizer.join()
+    joined = weights(model)
+    for step in (5, 6):
+        optimizer.zero_grad()
+        model.backward(made_up(SHAPES, step, grace.rank()))
+        optimizer.step()
+    shared = {k: dict(c.state) for k, c in optimizer._grace.exchanger.components if c.shared_state}
+    ends = optimizer.state_dict()["state"], optimizer.param_groups[0]["lr"]
+    return last, joined, (optimizer._grace.context.step, digest(shared), digest(weights(model)), digest(ends))
+
+
+@pytest.mark.parametrize("method", ["none", "fp16", "randomk(ratio=0.1)", "powersgd(rank=2)"])
+def test_ranks_with_fewer_batches_join(horovod, method):
+    (last, first, end), (other_last, second, other_end) = horovod.run(uneven, method)
+    assert (last, other_last) == (0, 0)
+    assert same(first, second)
+    assert end == other_end  # random-k's indices follow the step counter, PowerSGD's factors are all ranks'
+    assert end[0] == 7
+    if method == "none":  # a rank that has joined counts as zero
+        steps = [(made_up(SHAPES, s, 0), made_up(SHAPES, s, 1)) for s in range(5)]
+        for name, value in first.items():
+            total = sum(a[name] + (b[name] if step < 2 else 0) for step, (a, b) in enumerate(steps))
+            torch.testing.assert_close(value, torch.as_tensor(-0.5 * total / 2).view_as(value))
+
+
+def joining(method, communicator, sparse=False):
+    """What is said to a rank that joins; the ranks are still in step afterwards."""
+    model = torch.nn.Embedding(5, 4, sparse=sparse) if sparse else Given(SHAPES)
+    optimizer = distributed(model, method, communicator=communicator, optimizer=lambda p: torch.optim.SGD(p, lr=0.5))
+    for step in range(2):
+        optimizer.zero_grad()
+        model(torch.tensor([step])).sum().backward() if sparse else model.backward(made_up(SHAPES, step, grace.rank()))
+        optimizer.step()
+        if step == 0:
+            with pytest.raises(grace.ConfigError) as refused:
+                optimizer.join()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "communicator", "what"),
+    [
+        ("topk(ratio=0.1)", "allgather", "allgather, topk(ratio=0.1), residual"),
+        ("qsgd", "scatter_reduce", "scatter_reduce, qsgd, none"),
+        ("bf16", "allreduce", "in bfloat16, which Horovod does not sum itself"),
+        ("none", "allreduce", "an all-gather of sparse gradients"),
+    ],
+)
+def test_where_not_all_is_summed_joining_is_refused_with_what_to_do(horovod, method, communicator, what):
+    for message in horovod.run(joining, method, communicator, method == "none"):
+        assert f"{what}. Choose communicator='allreduce'" in message
+        assert "leave out join()" in message

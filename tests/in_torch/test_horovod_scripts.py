@@ -1,0 +1,252 @@
+"""What scripts written for Horovod call of Horovod's own: it works with Grace's optimizers, or says what does."""
+
+from __future__ import annotations
+
+import copy
+import time
+import warnings
+
+import pytest
+import torch
+
+import grace
+from tests.support.pools import launched
+from tests.support.training import digest, distributed, loss_of, net, state_of, train, weights
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture
+def horovod():
+    """2 ranks under horovodrun."""
+    return launched("horovodrun-gloo", 2)
+
+
+# -- broadcasts -------------------------------------------------------------------------------------------------------
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.1),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
+}
+
+
+def broadcast_state(kind, restored):
+    """Rank 0, or nobody, has restored an optimizer; then all get rank 0's state as Horovod's scripts do it."""
+    import horovod.torch as hvd
+
+    model = net()
+    frozen = next(model.parameters()).requires_grad_(False)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    if restored and grace.rank() == 0:
+        loss_of(model, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] = 0.02
+    optimizer.param_groups[0]["lr"], lr = 0.05, optimizer.param_groups[0]["lr"]
+    optimizer = grace.DistributedOptimizer(optimizer, model.named_parameters(), "topk(ratio=0.1)")
+    optimizer.param_groups[0]["lr"] = lr
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    before = weights(model)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert digest(before) == digest(weights(model))
+    assert frozen.grad is None
+    had = restored and grace.rank() == 0
+    assert all(p.grad is None if had else not p.grad.any() for p in model.parameters() if p.requires_grad)
+    assert len(optimizer.state) == (len(list(model.parameters())) - 1 if restored else 0)
+    sent = digest([copy.deepcopy(optimizer.state_dict()[key]) for key in ("state", "param_groups")])
+    train(model, optimizer, range(2))
+    return sent, digest(weights(model)), bool(state_of(optimizer)["memory"])
+
+
+def test_horovods_broadcast_of_the_state_gives_all_ranks_the_roots_and_makes_no_step(horovod):
+    for kind in OPTIMIZERS:
+        for restored in (False, True):
+            first, second = horovod.run(broadcast_state, kind, restored, timeout=30)
+            assert first == second
+            assert first[2]
+
+
+def resumed(how):
+    """Train, save, and go on in another optimizer as Horovod's scripts do it; what came of it."""
+    import horovod.torch as hvd
+
+    def new():
+        model = net()
+        return model, grace.DistributedOptimizer(
+            OPTIMIZERS["SGD"](model.parameters()), model.named_parameters(), "randomk(ratio=0.2)", memory="none"
+        )
+
+    saves = []
+    for steps in (range(2), range(2, 4)):  # two runs, as far as each other
+        model, optimizer = new()
+        train(model, optimizer, steps)
+        saves.append(copy.deepcopy((model.state_dict(), optimizer.full_state_dict())))
+        optimizer.close()
+    model, optimizer = new()
+    if how == "uninterrupted":
+        train(model, optimizer, range(2))
+    elif how == "different" or grace.rank() == 0:
+        weights_then, optimizer_then = saves[grace.rank()]
+        model.load_state_dict(weights_then)
+        optimizer.load_state_dict(optimizer_then)
+    if how == "rank 0 for all":
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    try:
+        train(model, optimizer, range(2, 5))
+    except grace.errors.StepError as error:
+        return str(error)
+    return digest([weights(model), optimizer.state_dict()["state"]])
+
+
+def test_rank_0_restores_for_all_and_other_states_are_told_at_the_next_step(horovod):
+    whole = horovod.run(resumed, "uninterrupted", timeout=60)
+    assert horovod.run(resumed, "rank 0 for all", timeout=60) == whole
+    assert whole[0] == whole[1]
+    for said in horovod.run(resumed, "forgotten", timeout=60):
+        assert "rank 1 is at step 0, rank 0 is at step 2" in said
+    for said in horovod.run(resumed, "different", timeout=60):
+        assert "the first difference: rank 0 has gone on from what is called" in said
+
+
+def other_settings(everyone):
+    """Ranks with settings of their own, until rank 0's are broadcast; what they are, or the error."""
+    import horovod.torch as hvd
+
+    model, rate = net(), 0.05 * (1 + grace.rank())
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+    optimizer = grace.DistributedOptimizer(optimizer, model.named_parameters(), "topk(ratio=0.1)")
+    if everyone:
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    before = weights(model)
+    try:
+        train(model, optimizer, range(2))
+    except grace.errors.StepError as error:
+        assert digest(before) == digest(weights(model))
+        return str(error)
+    return optimizer.param_groups[0]["lr"], digest(weights(model))
+
+
+def test_rank_0s_settings_are_everyones_once_they_are_broadcast(horovod):
+    first, second = horovod.run(other_settings, True, timeout=30)
+    assert first == second
+    assert first[0] == 0.05
+    for said in horovod.run(other_settings, False, timeout=30):
+        assert (
+            "rank 0 has optimizer SGD, param group 0, lr 0.05, rank 1 has optimizer SGD, param group 0, lr 0.1" in said
+        )
+
+
+def broadcast_of_all_kinds():
+    """Tensors that Horovod's own broadcast does not take."""
+    import horovod.torch as hvd
+
+    distributed(net(), "none")
+    torch.manual_seed(grace.rank())
+    conv = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    half = torch.nn.Linear(3, 2).bfloat16()
+    mask = torch.tensor([True, False]) if grace.rank() == 0 else torch.zeros(2, dtype=torch.bool)
+    hvd.broadcast_parameters(conv.state_dict(), 0)
+    hvd.broadcast_parameters(list(half.parameters()), root_rank=0)
+    hvd.broadcast_parameters({"mask": mask, "version": 3}, 0)
+    assert conv.weight.is_contiguous(memory_format=torch.channels_last)
+    return digest([weights(conv), weights(half), mask])
+
+
+def test_horovods_broadcast_of_parameters_takes_every_dtype_and_layout(horovod):
+    assert len(set(horovod.run(broadcast_of_all_kinds, timeout=30))) == 1
+
+
+# -- operations without a name ----------------------------------------------------------------------------------------
+
+
+def beside_training(steps):
+    """The script sums, gathers and broadcasts without names while exchanges run beside training, and before ``step()``
+    while a rank that leaves a layer out has begun fewer exchanges."""
+    import horovod.torch as hvd
+
+    model = net()
+    optimizer = distributed(model, "topk(ratio=0.1)", communicator="reduce_broadcast(staleness=2)")
+    for step in range(steps):
+        optimizer.zero_grad()
+        model.conv.requires_grad_(step % 3 != grace.rank())
+        loss_of(model, step).backward()
+        mine = torch.tensor([float(grace.rank() + step)])
+        assert hvd.allreduce(mine).item() == step + 0.5
+        optimizer.step()
+        time.sleep(0.002 * (step % 3) * grace.rank())
+        assert hvd.grouped_allreduce([mine])[0].item() == step + 0.5
+        assert hvd.allgather(mine).tolist() == [step, step + 1]
+        assert hvd.broadcast(mine, 1).item() == step + 1
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        optimizer.state_dict()
+    assert [w.filename for w in told] == [__file__] * (grace.rank() == 0)
+    optimizer.full_state_dict()  # waits for what is on its way
+    return digest(weights(model))
+
+
+def test_operations_without_a_name_find_each_other_beside_exchanges(horovod):
+    assert len(set(horovod.run(beside_training, 20, timeout=60))) == 1
+
+
+# -- elastic mode -----------------------------------------------------------------------------------------------------
+
+
+def elastic_state():
+    """Horovod's state of a Grace optimizer keeps memories and counters, and goes back to them."""
+    import horovod.torch as hvd
+
+    assert grace.torch.elastic.TorchState is hvd.elastic.TorchState
+    model = net()
+    optimizer = distributed(model, "topk(ratio=0.1)")
+    train(model, optimizer, range(2))
+    state = hvd.elastic.TorchState(model=model, optimizer=optimizer, step=2)
+    committed = digest(state_of(optimizer))
+    train(model, optimizer, range(2, 4))
+    assert digest(state_of(optimizer)) != committed
+    state.restore()
+    return digest(state_of(optimizer)) == committed, optimizer._grace.context.step, digest(weights(model))
+
+
+def test_horovods_elastic_state_keeps_memories(horovod):
+    first, second = horovod.run(elastic_state)
+    assert first == second
+    assert first[:2] == (True, 2)
+
+
+# -- what was Horovod's -----------------------------------------------------------------------------------------------
+
+
+def left_in():
+    """What is said where a script's use of Horovod was left in; the plain optimizer then works."""
+    import horovod.torch as hvd
+
+    model = net()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    said = []
+    theirs = hvd.DistributedOptimizer(torch.optim.SGD(net().parameters(), lr=0.1))
+    for wrap in (
+        lambda: grace.DistributedOptimizer(theirs),
+        lambda: distributed(model, "fp16", compression=hvd.Compression.fp16),
+        lambda: grace.DistributedOptimizer(plain, model.named_parameters(), hvd.Compression.none),
+    ):
+        with pytest.raises(grace.ConfigError) as refused:
+            wrap()
+        said.append(str(refused.value))
+    optimizer = distributed(model, "topk")
+    for wrap in (hvd.DistributedOptimizer, grace.DistributedOptimizer):
+        with pytest.raises(grace.ConfigError) as refused:
+            wrap(optimizer)
+        said.append(str(refused.value))
+    train(model, optimizer, range(2))
+    return said
+
+
+def test_what_a_script_left_in_of_horovod_is_refused_by_name(horovod):
+    for said in horovod.run(left_in):
+        assert "is Horovod's DistributedOptimizer already: leave that out" in said[0]
+        assert "Grace's is compressor=" in said[1]
+        assert said[1] == said[2]
+        assert "leave out hvd.DistributedOptimizer" in said[3]
+        assert said[4] == "this optimizer is distributed already"

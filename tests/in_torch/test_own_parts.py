@@ -1,0 +1,195 @@
+"""Parts of components are in the same run as the whole, are saved and rolled back with it, and serve one optimizer."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+import grace
+from grace.communicators import Allgather, ReduceBroadcast, ScatterReduce
+from grace.compressors.cast import Cast
+from grace.compressors.topk import TopK
+from grace.core.composition import Composed
+from grace.core.compressor import Compressor, Traits
+from grace.memories.residual import Residual
+from tests.support.data import z_limit
+from tests.support.training import Given
+
+
+@pytest.fixture(autouse=True)
+def local():
+    """One process."""
+    grace.init("local")
+    yield
+    grace.shutdown()
+
+
+def embedding(compressor, memory=None, rows=6, width=64, **options):
+    """A sparse embedding and its optimizer, whose learning rate is 0."""
+    model = torch.nn.Embedding(rows, width, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    return model, grace.DistributedOptimizer(optimizer, model, compressor, memory, **options)
+
+
+def exchanged(model, optimizer, factor=1.0):
+    """What a step makes of the gradient that is ``factor`` x (0, 1, ..., width - 1) / width in row 2."""
+    width = model.weight.shape[1]
+    optimizer.zero_grad()
+    (model(torch.tensor([2])) * torch.arange(width) / width * factor).sum().backward()
+    optimizer.step()
+    return model.weight.grad.coalesce().values()[0].numpy()
+
+
+def test_the_random_numbers_of_sparse_rows_change_from_step_to_step():
+    model, optimizer = embedding("qsgd(levels=1, norm='max')")
+    steps = np.array([exchanged(model, optimizer) for _ in range(400)])
+    wanted, scale = np.arange(64) / 64, 63 / 64
+    deviation = np.sqrt(wanted * (scale - wanted) / 400)  # of the mean of 400 draws of 0 or scale
+    assert len(np.unique(steps, axis=0)) > 300
+    assert (np.abs(steps.mean(0) - wanted) <= z_limit(64) * deviation + 1e-6).all()
+
+
+def test_the_warm_up_of_sparse_rows_ends():
+    model, optimizer = embedding("dgc(ratio=0.02, warmup_steps=3)", "residual", width=1000)
+    counts = [np.count_nonzero(exchanged(model, optimizer)) for _ in range(5)]
+    assert 175 <= counts[0] <= 325
+    assert 14 <= min(counts[3:]) <= max(counts[3:]) <= 26
+
+
+def test_sparse_rows_see_the_loss_scale():
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    model, optimizer = embedding("threshold(value=0.5)", grad_scaler=scaler)
+    scaler.scale(torch.tensor(1.0))
+    mean = exchanged(model, optimizer, factor=1024.0)
+    assert np.count_nonzero(mean) == 31  # 33/64 ... 63/64
+    assert np.count_nonzero(optimizer.state_dict()["grace"]["state"]["memory"]["weight"]) == 32
+
+
+@dataclasses.dataclass
+class Turns(Compressor):
+    """A user's sparsifier: sends one element, the next one at each step."""
+
+    name = "turns"
+    stateful = True
+    sends_values = True
+    traits = Traits(category="sparsification", contraction=True, memory="residual", fixed_size=False)
+
+    def compress(self, tensor, name):
+        turn = int(self.state.get(name, 0))
+        self.state[name] = turn + 1
+        place = turn % tensor.numel()
+        return [tensor.reshape(-1)[place : place + 1].clone(), torch.tensor([place])], tuple(tensor.shape)
+
+    def decompress(self, payload, ctx):
+        out = torch.zeros(ctx).reshape(-1)
+        out[payload[1]] = payload[0]
+        return out.reshape(ctx)
+
+
+def turns(compressor):
+    """A model of four weights, and its optimizer."""
+    model = Given({"w": (4,)})
+    return model, grace.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0), model, communicator=Allgather(compressor, "residual")
+    )
+
+
+def step(model, optimizer, gradient=(1.0, 1.0, 1.0, 1.0)):
+    """One step; the mean."""
+    optimizer.zero_grad()
+    model.backward({"w": list(gradient)})
+    optimizer.step()
+    return model.w.grad.tolist()
+
+
+def test_what_a_sparsifier_in_a_composition_remembers_is_rolled_back_and_saved():
+    model, optimizer = turns(Composed(Turns(), Cast()))
+    assert step(model, optimizer) == [1, 0, 0, 0]
+    step(model, optimizer, [float("nan")] * 4)  # an overflow: as if it had not been
+    assert step(model, optimizer) == [0, 2, 0, 0]
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert saved["grace"]["state"]["compressor.sparsifier"] == {"w": 2}
+    ahead = [step(model, optimizer) for _ in range(3)]
+    other, resumed = turns(Composed(Turns(), Cast()))
+    resumed.load_state_dict(saved)
+    assert [step(other, resumed) for _ in range(3)] == ahead
+
+
+def test_shards_and_answers_have_no_state_of_their_own():
+    stateful = Turns()
+    stateful.traits = dataclasses.replace(Turns.traits, shardable=True)
+    with pytest.raises(grace.ConfigError, match="something of the whole variable"):
+        ScatterReduce(stateful, "residual")
+    with pytest.raises(grace.ConfigError, match=r"Define answering\(\)"):
+        ReduceBroadcast(Turns(), "residual")
+
+
+def test_a_component_serves_one_optimizer():
+    memory = Residual()
+    first = Given({"w": (8,)})
+    kept = grace.DistributedOptimizer(torch.optim.SGD(first.parameters(), lr=1.0), first, "topk(ratio=0.2)", memory)
+    first.backward({"w": range(8)})
+    kept.step()
+    for choice in ({"compressor": "topk", "memory": memory}, {"communicator": kept._grace.exchanger.communicators[0]}):
+        second = Given({"w": (8,)})
+        with pytest.raises(grace.ConfigError, match=r"(residual|allgather) is in use by .*the spec '\1'"):
+            grace.DistributedOptimizer(torch.optim.SGD(second.parameters(), lr=1.0), second, **choice)
+    assert float(memory.state["w"].sum()) == sum(range(6))  # those that failed took and left nothing
+
+
+def test_what_one_optimizer_left_in_a_memory_does_not_reach_the_next_one():
+    memory = Residual()
+    for _ in range(2):
+        model = Given({"w": (8,)})
+        optimizer = grace.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0), model, TopK(ratio=0.2), memory
+        )
+        model.backward({"w": range(8)})
+        optimizer.step()
+        assert float(memory.state["w"].sum()) == sum(range(6))
+        optimizer._grace.exchanger.close()
+
+
+def test_components_are_copied_and_pickled_without_the_run_they_are_in():
+    communicator = ReduceBroadcast("topk(ratio=0.5)", "residual")
+    model = Given({"w": (8,)})
+    optimizer = grace.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0), model, communicator=communicator, seed=5
+    )
+    model.backward({"w": range(8)})
+    optimizer.step()
+    for other in (copy.deepcopy(communicator), pickle.loads(pickle.dumps(communicator))):
+        assert (other.context.seed, other.spec) == (0, "reduce_broadcast")
+        assert float(other.memory.state["w"].sum()) == 6.0
+        other.claim(optimizer)  # it is nobody's
+
+
+@dataclasses.dataclass
+class Beside(Residual):
+    """A user's memory with a compressor of its own, in a list, which knows the memory."""
+
+    name = "beside"
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.inner = [grace.make("compressor", "qsgd")]
+        self.inner[0].outer = self
+
+    def compensate(self, tensor, name):
+        self.seen = self.inner[0].context
+        return super().compensate(tensor, name)
+
+
+def test_parts_of_a_users_component_are_in_the_run_too():
+    memory, model = Beside(), Given({"w": (600,)})
+    optimizer = grace.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, "topk", memory, seed=3)
+    model.backward({"w": range(600)})
+    optimizer.step()
+    assert (memory.seen.seed, memory.seen.step) == (3, 1)
+    frozen = memory.at(dataclasses.replace(memory.context, step=9))
+    assert (frozen.inner[0].context.step, frozen.inner[0].outer is frozen, memory.inner[0].context.step) == (9, True, 1)

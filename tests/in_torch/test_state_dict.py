@@ -1,0 +1,174 @@
+"""torch.distributed.checkpoint, torch.compile and DDP around what is saved: nothing of it is lost or renamed."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+import grace
+from tests.support.checkpoints import made, steps
+from tests.support.pools import ranks_of
+from tests.support.training import ddp, digest, distributed, net, state_of, train, weights
+
+pytestmark = pytest.mark.ranks
+
+STOP, END = 3, 6
+
+
+def through_state_dicts(folder, compressor):
+    """Saved by torch's functions halfway, loaded by them into a new optimizer: the end, there and uninterrupted."""
+    model = net()
+    optimizer = distributed(model, compressor)
+    train(model, optimizer, range(STOP))
+    optimizer.zero_grad()
+    sent = optimizer.traffic.sent_bytes
+    mine, theirs = get_state_dict(model, optimizer)
+    assert not any(key.startswith("grace") for group in optimizer.param_groups for key in group)
+    dcp.save({"model": mine, "optimizer": theirs}, checkpoint_id=folder)
+    train(model, optimizer, range(STOP, END))
+    uninterrupted = digest(weights(model))
+
+    other = net(seed=9)
+    again = distributed(other, compressor)
+    channel = again._grace.exchanger.channel
+    before = channel.sent_bytes, channel.started
+    mine, theirs = get_state_dict(other, again)  # torch makes the optimizer's state by a step of its own
+    assert again._grace.context.step == 0
+    assert not again._grace.synchronized
+    entry = {"model": mine, "optimizer": theirs}
+    dcp.load(entry, checkpoint_id=folder)
+    set_state_dict(other, again, model_state_dict=entry["model"], optim_state_dict=entry["optimizer"])
+    assert (channel.sent_bytes, channel.started) == before
+    assert sent > 0
+    assert not any(key.startswith("grace") for group in again.param_groups for key in group)
+    train(other, again, range(STOP, END))
+    return digest(weights(other)) == uninterrupted, uninterrupted
+
+
+def test_torchs_state_dict_functions_keep_memories_and_exchange_nothing(two_ranks, tmp_path):
+    for i, compressor in enumerate(("topk(ratio=0.1)", "powersgd(rank=2)")):
+        (first, a), (second, b) = two_ranks.run(through_state_dicts, str(tmp_path / str(i)), compressor)
+        assert first, compressor
+        assert second, compressor
+        assert a == b
+
+
+def without_memories():
+    """A plain optimizer's state, and one that torch flattened: what is said."""
+    model, other = net(), net()
+    plain = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = distributed(other, "topk(ratio=0.1)")
+    _, theirs = get_state_dict(model, plain)
+    said = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        set_state_dict(other, optimizer, model_state_dict=other.state_dict(), optim_state_dict=theirs)
+        said.append([str(warning.message) for warning in caught])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        get_state_dict(other, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+        said.append([str(warning.message) for warning in caught])
+    return said
+
+
+def test_what_torchs_functions_cannot_keep_is_said(two_ranks):
+    for plain, flat in two_ranks.run(without_memories):
+        assert any("plain optimizer" in words for words in plain)
+        assert any("full_state_dict(packed=True)" in words for words in flat)
+
+
+def saved_whole(folder, packed):
+    model, optimizer = made()
+    steps(model, optimizer, range(STOP))
+    dcp.save({"optimizer": optimizer.full_state_dict(packed=packed)}, checkpoint_id=folder)
+    return state_of(optimizer)["memory"]
+
+
+def loaded_whole(folder, packed):
+    """The memories, or why they were refused."""
+    model, optimizer = made()
+    steps(model, optimizer, range(1))  # torch fills only what is there: momenta too
+    entry = {"optimizer": optimizer.full_state_dict(packed=packed)}
+    if not packed:  # as a new optimizer's, which has no memories yet
+        entry["optimizer"]["grace"] = made()[1].full_state_dict()["grace"]
+    dcp.load(entry, checkpoint_id=folder)
+    try:
+        optimizer.load_state_dict(entry["optimizer"])
+    except grace.ConfigError as error:
+        return str(error)
+    return state_of(optimizer)["memory"]
+
+
+def test_a_packed_full_state_goes_through_torchs_checkpoints_whole(two_ranks, tmp_path):
+    kept = two_ranks.run(saved_whole, str(tmp_path / "packed"), True)
+    for own, loaded in zip(kept, two_ranks.run(loaded_whole, str(tmp_path / "packed"), True), strict=True):
+        assert digest(loaded) == digest(own)
+    mean = {name: (kept[0][name] + kept[1][name]) / 2 for name in kept[0]}
+    for loaded in ranks_of(3).run(loaded_whole, str(tmp_path / "packed"), True):
+        assert digest(loaded) == digest(mean)
+    two_ranks.run(saved_whole, str(tmp_path / "spread"), False)
+    for message in two_ranks.run(loaded_whole, str(tmp_path / "spread"), False):
+        assert "should hold the memory of" in message
+        assert "full_state_dict(packed=True)" in message
+
+
+def wrapped(wrapper):
+    """A model as wrappers name its parameters."""
+    model = net()
+    if wrapper:
+        model = torch.compile(model)
+    return torch.nn.DataParallel(model) if wrapper == "both" else model  # named as under DDP, and nothing else
+
+
+def across_wrappers():
+    """Every way of wrapping, after a checkpoint of every other: whether all runs end alike."""
+    ends, halves = set(), {}
+    for wrapper in ("", "compile", "both"):
+        model = wrapped(wrapper)
+        names = [name for name, _ in model.named_parameters()]
+        assert names[0] == {"": "", "compile": "_orig_mod.", "both": "module._orig_mod."}[wrapper] + "scale"
+        optimizer = distributed(model, "randomk(ratio=0.1)")
+        plain = getattr(model, "module", model)
+        plain = getattr(plain, "_orig_mod", plain)
+        if wrapper:
+            plain.load_state_dict(halves[""][0])
+            before = copy.deepcopy(halves[""][1])  # torch's part would change with the run that loads it
+            optimizer.load_state_dict(before if wrapper == "compile" else under_old_names(before))
+        else:
+            train(plain, optimizer, range(STOP))
+            halves[""] = {n: v.clone() for n, v in plain.state_dict().items()}, copy.deepcopy(optimizer.state_dict())
+        train(plain, optimizer, range(STOP, END))
+        ends.add(digest(weights(plain)))
+    return len(ends), ends.pop()
+
+
+def under_old_names(saved):
+    """A checkpoint whose names carry what wrappers put into them."""
+    rename = lambda values: {f"module._orig_mod.{name}": value for name, value in values.items()}  # noqa: E731
+    entry = {**saved["grace"], "pieces": rename(saved["grace"]["pieces"])}
+    entry["state"] = {kind: rename(values) for kind, values in entry["state"].items()}
+    entry["version"] = 1  # as earlier versions saved it
+    for key in ("id", "holds", "shared", "checksums", "checksum"):
+        del entry[key]
+    return {**saved, "grace": entry}
+
+
+def test_wrappers_rename_nothing(two_ranks):
+    (first, a), (second, b) = two_ranks.run(across_wrappers)
+    assert (first, second) == (1, 1)
+    assert a == b
+
+
+def hooks_names():
+    """A hook's state does not know that the model was compiled."""
+    hook = grace.torch.register_ddp_hook(ddp(torch.compile(net())), "topk")
+    return [variable.name for variable in hook.exchanger.variables] == [name for name, _ in net().named_parameters()]
+
+
+def test_the_ddp_hook_names_parameters_likewise(two_ranks):
+    assert two_ranks.run(hooks_names) == [True, True]

@@ -1,0 +1,146 @@
+"""Models that something else wraps, which averages or shards by itself, are refused by name, with what works."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import grace
+from tests.support.training import Net, ddp, digest, loss_of, net, sgd, train, weights
+
+pytestmark = pytest.mark.ranks
+
+
+def distributed(named: Any, model: torch.nn.Module) -> Any:
+    return grace.DistributedOptimizer(sgd(model.parameters()), named, "topk(ratio=0.1)")
+
+
+def wrapped_before(model: Net) -> None:
+    forward = ddp(model)
+    distributed(model.named_parameters(), model)
+    train(forward, None, range(1))
+
+
+def given_wrapped(model: Net) -> None:
+    forward = torch.compile(ddp(model))
+    distributed(forward, forward)
+
+
+def wrapped_later(model: Net) -> None:
+    """As trainers do, which are given the optimizer and wrap the model when they start."""
+    optimizer = distributed(model.named_parameters(), model)
+    train(ddp(model, gradient_as_bucket_view=True), optimizer, range(1))
+
+
+def fully_shard(model: Net) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(torch.nn.Sequential(torch.nn.Linear(4, 4)))
+
+
+def sharded(model: Net) -> None:
+    model = fully_shard(model)
+    distributed(model.named_parameters(), model)
+
+
+def sharded_for_the_hook(model: Net) -> None:
+    grace.torch.register_ddp_hook(fully_shard(model))
+
+
+def in_fsdp(model: Net) -> Any:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def in_first_fsdp(model: Net) -> None:
+    sharded = in_fsdp(model.hidden)
+    distributed(sharded.named_parameters(), sharded)
+
+
+def in_first_fsdp_for_the_hook(model: Net) -> None:
+    grace.torch.register_ddp_hook(in_fsdp(model.hidden))
+
+
+def tensor_parallel(model: Net) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    model = parallelize_module(model, init_device_mesh("cpu", (grace.size(),)), {"hidden": ColwiseParallel()})
+    distributed(model, model)
+
+
+TWICE = ("is in a DistributedDataParallel model", "register_ddp_hook(ddp_model", "do not wrap the model")
+PARTS = ("is a DTensor (Shard(dim=0))", "tensor parallelism", "What works today")
+SHARDS = ("belongs to FullyShardedDataParallel", "What works today")
+
+
+def message_of(misuse: Any) -> str:
+    sent = grace.init().sent_bytes
+    with pytest.raises(grace.ConfigError) as caught:
+        misuse(net())
+    assert grace.init().sent_bytes == sent or misuse is wrapped_later
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("misuse", "words"),
+    [
+        (wrapped_before, TWICE),
+        (given_wrapped, TWICE),
+        (wrapped_later, TWICE),
+        (sharded, PARTS),
+        (sharded_for_the_hook, PARTS),
+        (tensor_parallel, PARTS),
+        (in_first_fsdp, SHARDS),
+        (in_first_fsdp_for_the_hook, SHARDS),
+    ],
+)
+def test_what_exchanges_or_shards_by_itself_is_refused_by_name(two_ranks, misuse, words):
+    for message in two_ranks.run(message_of, misuse):
+        assert [word for word in words if word not in message] == []
+
+
+def compiled_around_ddp() -> list[str]:
+    """Digests of weights after the same training through the hook, compiled and plain."""
+    found = []
+    for compiled in (True, False):
+        model = net()
+        forward = torch.compile(ddp(model), backend="eager") if compiled else ddp(model)
+        optimizer = sgd(model.parameters())
+        grace.torch.register_ddp_hook(forward, "topk(ratio=0.1)")
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(forward, step).backward()
+            optimizer.step()
+        found.append(digest(weights(model)))
+    return found
+
+
+def test_the_hook_takes_a_compiled_model(two_ranks):
+    one, other = two_ranks.run(compiled_around_ddp)
+    assert one == other
+    assert one[0] == one[1]
+
+
+def no_longer_wrapped() -> None:
+    """A wrapper that is gone does not count, even when only the collector can tell; nor does one that leaves it out."""
+    model = net()
+    forward: Any = ddp(model)
+    forward.itself = [forward]
+    del forward
+    optimizer = distributed(model.named_parameters(), model)
+    train(model, optimizer, range(1))
+    optimizer.close()
+    other = torch.nn.Sequential(model, torch.nn.Linear(2, 2))
+    kept = [f"0.{name}" for name, _ in model.named_parameters()]
+    torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(other, kept)
+    forward = ddp(other)
+    train(model, distributed(model.named_parameters(), model), range(1))
+    del forward
+
+
+def test_only_a_wrapper_that_exchanges_the_parameters_is_in_the_way(two_ranks):
+    two_ranks.run(no_longer_wrapped)

@@ -1,0 +1,244 @@
+"""``grace launch``: the command lines, and what it refuses; faults/test_launched.py runs them."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+import pytest
+
+import grace
+from grace.launch.cluster import Resources
+from grace.launch.command_lines import command
+from grace.launch.supervisor import first_failure
+from tests.support.command import grace_command
+
+ONE = "nodes: [{address: 10.0.0.1, chief: true, gpus: [0, 1]}]"
+THREE = """
+nodes:
+  - {address: 10.0.0.2, gpus: [0, 1], ssh_config: default}
+  - {address: 10.0.0.1, chief: true, gpus: [0, 1]}
+ssh: {default: {port: 2222, key_file: /keys/id, shared_envs: {A: x y}}}
+"""
+UNEVEN = """
+nodes:
+  - {address: 10.0.0.1, chief: true, gpus: [0, 1]}
+  - {address: 10.0.0.2, gpus: [3], ssh_config: default}
+ssh: {default: {username: me, key_file: /my keys/id, python_venv: ~/my venv, shared_envs: {A: x y}}}
+"""
+
+
+def launched(*args, folder=None, code=0):
+    """Run the command; returns (stdout, stderr)."""
+    ended, out, err = grace_command("launch", *args, folder=folder)
+    assert ended == code, out + err
+    return out, err
+
+
+def lines(folder, text, *args):
+    (folder / "cluster.yaml").write_text(text)
+    program = ["--", "python", "my train.py", "--name", "it's"]
+    return launched("-r", "cluster.yaml", "--dry-run", *args, *program, folder=folder)[0].splitlines()
+
+
+PROGRAM = "'my train.py' --name 'it'\"'\"'s'"
+
+
+# -- dry runs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("engine", "expected"),
+    [
+        ("torch", f"python -m torch.distributed.run --standalone --nproc-per-node 3 {PROGRAM}"),
+        ("horovod", f"horovodrun -np 3 -H localhost:3 python {PROGRAM}"),
+        (
+            "mpi",
+            "env GRACE_BACKEND=mpi mpirun -np 3 -H localhost:3 --bind-to none --map-by slot -x GRACE_BACKEND "
+            f"python {PROGRAM}",
+        ),
+    ],
+)
+def test_without_a_file_this_machine_is_used(engine, expected):
+    program = ["python", "my train.py", "--name", "it's"]
+    assert launched("--engine", engine, "-n", "3", "--dry-run", "--", *program)[0].splitlines() == [expected]
+
+
+@pytest.mark.parametrize(
+    ("engine", "expected"),
+    [
+        (
+            "torch",
+            "env CUDA_VISIBLE_DEVICES=0,1 python -m torch.distributed.run --standalone --nproc-per-node 2 " + PROGRAM,
+        ),
+        ("horovod", f"horovodrun -np 2 -H 10.0.0.1:2 env CUDA_VISIBLE_DEVICES=0,1 python {PROGRAM}"),
+        (
+            "mpi",
+            "env GRACE_BACKEND=mpi CUDA_VISIBLE_DEVICES=0,1 mpirun -np 2 -H 10.0.0.1:2 --bind-to none --map-by slot "
+            f"-x GRACE_BACKEND -x CUDA_VISIBLE_DEVICES python {PROGRAM}",
+        ),
+    ],
+)
+def test_one_node(tmp_path, engine, expected):
+    assert lines(tmp_path, ONE, "--engine", engine) == [expected]
+
+
+def test_two_nodes_under_horovod_and_mpi(tmp_path):
+    (tmp_path / "s.json").write_text("{}")
+    strategy = ["--strategy", "s.json"]
+    path = tmp_path.resolve() / "s.json"
+    assert lines(tmp_path, THREE, "--engine", "horovod", *strategy) == [
+        f"env 'A=x y' GRACE_STRATEGY={path} horovodrun -np 4 -H 10.0.0.1:2,10.0.0.2:2 -p 2222 -i /keys/id "
+        f"env CUDA_VISIBLE_DEVICES=0,1 python {PROGRAM}"
+    ]
+    assert lines(tmp_path, THREE, "--engine", "mpi", *strategy) == [
+        f"env GRACE_BACKEND=mpi 'A=x y' CUDA_VISIBLE_DEVICES=0,1 GRACE_STRATEGY={path} "
+        "mpirun -np 4 -H 10.0.0.1:2,10.0.0.2:2 --bind-to none --map-by slot --mca plm_rsh_args '-p 2222 -i /keys/id' "
+        f"-x GRACE_BACKEND -x A -x CUDA_VISIBLE_DEVICES -x GRACE_STRATEGY python {PROGRAM}"
+    ]
+
+
+def test_two_nodes_of_unequal_gpus_under_torch(tmp_path, monkeypatch):
+    (tmp_path / "c.yaml").write_text(UNEVEN)
+    (tmp_path / "s.json").write_text("{}")
+    folder = tmp_path.resolve() / "it's here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    first, second = command(
+        Resources.load(tmp_path / "c.yaml"), "torch", ["python", "my train.py"], tmp_path / "s.json", port=1234
+    )
+    path = tmp_path.resolve() / "s.json"
+    meet = "--master-addr 10.0.0.1 --master-port 1234 'my train.py'"
+    assert str(first) == (
+        f"env 'A=x y' CUDA_VISIBLE_DEVICES=0,1 GRACE_STRATEGY={path} "
+        f"python -m torch.distributed.run --nnodes 2 --node-rank 0 --nproc-per-node 2 {meet}"
+    )
+    ssh = ["ssh", "-tt", "-o", "BatchMode=yes", "-p", "22", "-i", "/my keys/id", "me@10.0.0.2"]
+    assert second.argv[:-1] == ssh
+    assert second.argv[-1] == (
+        f"cd '{tmp_path.resolve()}/it'\"'\"'s here' && . ~/'my venv'/bin/activate && "
+        f"env 'A=x y' CUDA_VISIBLE_DEVICES=3 GRACE_STRATEGY={path} "
+        f"python -m torch.distributed.run --nnodes 2 --node-rank 1 --nproc-per-node 1 {meet}"
+    )
+    assert second.environment == {}
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        (
+            ["python3.11", "-m", "pkg", "x"],
+            "python3.11 -m torch.distributed.run --standalone --nproc-per-node 1 -m pkg x",
+        ),
+        (
+            ["/opt/python", "-X", "dev", "a.py"],
+            "/opt/python -m torch.distributed.run --standalone --nproc-per-node 1 --no-python /opt/python -X dev a.py",
+        ),
+        (["./a.sh"], "python -m torch.distributed.run --standalone --nproc-per-node 1 --no-python ./a.sh"),
+    ],
+)
+def test_torchrun_starts_what_is_no_python_script(program, expected):
+    assert launched("--engine", "torch", "--dry-run", *program)[0].splitlines() == [expected]
+
+
+def test_the_default_engine_is_the_first_that_is_installed(monkeypatch):
+    from grace.launch.command_lines import default_engine
+
+    for installed, engine in (({"horovod", "torch"}, "horovod"), ({"torch"}, "torch"), (set(), "mpi")):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, here=installed: name if name in here else None)
+        assert default_engine() == engine
+
+
+def test_help_says_what_it_does():
+    text = launched("--help")[0]
+    for word in ("--resources", "--engine", "--ranks", "--strategy", "--dry-run", "--port", "python train.py"):
+        assert word in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+# -- refusals -------------------------------------------------------------------------------------------------------
+
+
+TWO = "nodes: [{address: a, chief: true}, {address: b, ssh_config: x}, {address: c, ssh_config: y}]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "engine", "message"),
+    [
+        (UNEVEN.replace("username: me, ", ""), "horovod", "gpus differ (10.0.0.1: [0, 1]; 10.0.0.2: [3])"),
+        (UNEVEN, "horovod", "horovodrun takes no user name for ssh"),
+        (UNEVEN, "mpi", "gpus differ (10.0.0.1: [0, 1]; 10.0.0.2: [3])"),
+        (THREE.replace("/keys/id", "/my keys/id"), "mpi", "mpirun takes no key file whose path has spaces"),
+        (TWO + "ssh: {x: {port: 1}, y: {port: 2}}", "mpi", "the ssh groups differ (b: 1; c: 2)"),
+        (
+            TWO + "ssh: {x: {shared_envs: {V: 1}}, y: {shared_envs: {V: 2}}}",
+            "torch",
+            "shared_envs give V several values ('1', '2')",
+        ),
+        (THREE, "slurm", "unknown engine 'slurm'; known: horovod, torch, mpi"),
+    ],
+)
+def test_what_a_launcher_cannot_do_is_refused(tmp_path, text, engine, message):
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(grace.ConfigError) as error:
+        command(Resources.load(tmp_path / "c.yaml"), engine, ["python", "a.py"])
+    assert message in str(error.value)
+
+
+def test_groups_that_say_the_same_are_used(tmp_path):
+    (tmp_path / "c.yaml").write_text(
+        TWO + "ssh: {x: {username: me, python_venv: /v}, y: {username: me, python_venv: /v}}"
+    )
+    (line,) = command(Resources.load(tmp_path / "c.yaml"), "mpi", ["python", "a.py"])
+    assert "--mca plm_rsh_args '-l me' -x GRACE_BACKEND /v/bin/python a.py" in str(line)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["-n", "0", "--", "python"], "grace: ranks must be at least 1, not 0"),
+        (["-r", "nowhere.yaml", "--", "python"], "grace: nowhere.yaml: cannot be read: No such file or directory"),
+        (["--strategy", "nowhere.json", "--", "python"], "grace: there is no strategy file nowhere.json"),
+        (["--engine", "jax", "--", "python"], "grace: unknown engine 'jax'; known: horovod, torch, mpi"),
+        (["--engine", "torch", "--", "/no/python", "a"], "grace: cannot start /no/python: No such file or directory"),
+        (["--engine", "mpi", "--", "./nothing"], "grace: cannot start ./nothing: No such file or directory"),
+        (["--engine", "mpi", "--", sys.executable, "no.py"], "grace: cannot start no.py: there is no such file in "),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(args, message):
+    out, err = launched(*args, code=2)
+    assert out == ""
+    assert err.startswith(message)
+    assert err.count("\n") == 1
+
+
+# -- what launchers say -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD\nwith errorcode 3.", (1, 3)),
+        ("  Process name: [[30297,1],1]\n  Exit code:    7\n", (1, 7)),
+        ("first process to do so was:\nProcess name: 12\nExit code: 137\n", (12, 137)),
+        ("process rank 1 with PID 0 on node vm exited on signal 11 (Segmentation fault).", (1, -11)),
+        (
+            "Root Cause (first observed failure):\r\n[0]:\r\n  host      : a\r\n  rank      : 5 (local_rank: 1)\r\n"
+            "  exitcode  : -9 (pid: 1)\r\n",
+            (5, -9),
+        ),
+        (
+            "MPI_ABORT was invoked on rank 0 in communicator A\nwith errorcode 1.\n\n"
+            "process rank 1 with PID 0 on node vm exited on signal 9 (Killed).",
+            (1, -9),
+        ),
+        (
+            "grace: ValueError on rank 1 ends all ranks\n"
+            "MPI_ABORT was invoked on rank 0 in communicator A\nwith errorcode 1.",
+            (1, 1),
+        ),
+        ("nothing of it", None),
+    ],
+)
+def test_the_first_failure_is_read_from_what_a_launcher_says(said, expected):
+    assert first_failure(said) == expected

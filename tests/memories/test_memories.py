@@ -1,0 +1,217 @@
+"""The memories: nothing of the gradient is lost, and nothing bad is remembered."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import grace
+from grace.communicators import Allgather, Allreduce
+from grace.communicators.base import Communicator
+from grace.core.context import Context
+from grace.memories.residual import Residual
+from tests.support.data import EPSILON, data, same
+
+SHAPE = (20, 30)
+STEPS = 50
+
+
+def build(cls, compressor: str, memory: str | None) -> Communicator:
+    with warnings.catch_warnings():  # qsgd and none with a memory: unwise, but the identity must hold
+        warnings.simplefilter("ignore", UserWarning)
+        return cls(compressor, memory)
+
+
+PAIRS = [
+    (Allgather, "topk(ratio=0.05)", None),
+    (Allreduce, "randomk(ratio=0.05)", None),
+    (Allgather, "randomk(ratio=0.05)", None),
+    (Allgather, "efsignsgd", None),
+    (Allgather, "efsignsgd", "residual"),
+    (Allgather, "topk(ratio=0.05)", "efsignsgd"),
+    (Allreduce, "powersgd(rank=2)", None),
+    (Allreduce, "powersgd(warm_start=false)", None),
+    (Allreduce, "fp16", "residual"),
+    (Allgather, "fp16", "residual"),
+    (Allreduce, "none", "residual"),
+    (Allgather, "none", "residual"),
+    (Allgather, "qsgd(levels=127, norm=max)", "residual"),
+]
+pairs = pytest.mark.parametrize(("cls", "compressor", "memory"), PAIRS)
+frameworks = pytest.mark.parametrize("make_tensor", [np.array, torch.from_numpy], ids=["numpy", "torch"])
+
+
+def remembered(communicator: Communicator) -> np.ndarray:
+    value = communicator.memory.state.get("w", np.zeros(SHAPE, np.float32))
+    return np.float64(value["residual"] if isinstance(value, dict) else value)
+
+
+@pairs
+@frameworks
+@pytest.mark.parametrize("kind", ["gaussian", "heavy", "mostly-zero"])
+def test_sent_plus_new_residual_is_gradient_plus_old_residual(cls, compressor, memory, make_tensor, kind):
+    communicator = build(cls, compressor, memory)
+    for step in range(STEPS):
+        gradient, before = data(kind, SHAPE, step), remembered(communicator)
+        sent = np.float64(communicator.step(make_tensor(gradient.copy()), "w"))
+        after = remembered(communicator)
+        scale = np.abs(before).max() + np.abs(gradient).max() + np.abs(sent).max()
+        error = np.abs((sent + after) - (np.float64(gradient) + before)).max()
+        assert error <= 4 * EPSILON * scale, step
+    assert np.abs(after).max() > 0 or compressor == "none" or kind == "mostly-zero"
+
+
+@pairs
+def test_all_that_was_sent_plus_the_last_residual_is_all_there_was(cls, compressor, memory):
+    communicator = build(cls, compressor, memory)
+    gradients = [data("gaussian", SHAPE, step) for step in range(STEPS)]
+    sent = np.sum([np.float64(communicator.step(g, "w")) for g in gradients], axis=0)
+    total = np.sum(gradients, axis=0, dtype=np.float64)
+    np.testing.assert_allclose(sent + remembered(communicator), total, atol=1e-4)
+
+
+@frameworks
+@pytest.mark.parametrize(("beta", "gamma"), [(1.0, 1.0), (0.5, 1.0), (0.9, 0.1), (0.0, 1.0)])
+def test_the_residual_weighs_what_it_keeps_and_what_is_new(make_tensor, beta, gamma):
+    communicator = Allgather("topk(ratio=0.1)", Residual(beta=beta, gamma=gamma))
+    residual = np.zeros(100)
+    for step in range(10):
+        gradient = data("gaussian", 100, step)
+        x = beta * residual + gamma * np.float64(gradient)
+        keep = np.argsort(-np.abs(x), kind="stable")[:10]
+        sent = np.zeros(100)
+        sent[keep] = x[keep]
+        residual = x - sent
+        np.testing.assert_allclose(communicator.step(make_tensor(gradient), "w"), sent, atol=1e-5)
+
+
+SCHEDULES = {
+    "constant": lambda step: 0.1,
+    "changes every step": lambda step: 0.1 * 0.9**step,
+    "cosine": lambda step: 0.5 * (1.001 + math.cos(step)),
+    "warm-up from zero": lambda step: 0.01 * step,
+    "zero now and then": lambda step: 0.0 if step % 7 in (3, 4) else 0.1 / (1 + step),
+    "whole numbers": lambda step: 1 + step % 3,
+}
+
+
+@frameworks
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_efsignsgd_follows_algorithm_1_of_the_paper(make_tensor, schedule):
+    communicator = Allgather("efsignsgd")
+    error = np.zeros(SHAPE)
+    for step in range(STEPS):
+        lr = SCHEDULES[schedule](step)
+        communicator.context.lr = lambda name, lr=lr: lr
+        gradient = data("heavy", SHAPE, step)
+        update = lr * np.float64(communicator.step(make_tensor(gradient), "w"))
+        if lr == 0:  # the paper's rate is positive: here nothing reaches the weights, and the error waits
+            assert not update.any()
+            continue
+        p = lr * np.float64(gradient) + error
+        delta = np.abs(p).mean() * np.where(p >= 0, 1, -1)
+        error = p - delta
+        clear = np.abs(p) > 1e-5 * np.abs(p).max()  # else rounding may decide the sign
+        assert clear.mean() > 0.99
+        np.testing.assert_allclose(update[clear], delta[clear], rtol=1e-4)
+        error = lr * remembered(communicator)  # keep rounding from growing through undecided signs
+        np.testing.assert_allclose(error[clear], (p - delta)[clear], atol=1e-4 * np.abs(p).max())
+
+
+@pytest.mark.parametrize("lr", [1, 0.5, torch.tensor(0.5)], ids=["int", "float", "tensor"])
+def test_rescale_scales_the_residual_and_not_the_rate(lr):
+    communicator = Allgather("efsignsgd")
+    communicator.bind(Context(lr=lambda name: lr))
+    communicator.step(torch.tensor([1.0, -3.0]), "w")
+    before = communicator.memory.state["w"]["residual"].clone()
+    communicator.memory.rescale(8.0)
+    state = communicator.memory.state["w"]
+    assert torch.equal(state["residual"], 8 * before)
+    assert state["lr"] == float(lr)
+
+
+def test_rescale_scales_residuals():
+    communicator = Allgather("topk(ratio=0.5)")
+    communicator.step(torch.tensor([1.0, -3.0]), "w")
+    communicator.memory.rescale(0.5)
+    assert communicator.memory.state["w"].tolist() == [0.5, 0.0]
+
+
+# -- bad numbers -------------------------------------------------------------------------------------------
+
+
+def everything(communicator: Communicator) -> dict:
+    parts = {"compressor": communicator.compressor, "memory": communicator.memory}
+    flat = {}
+    for kind, part in parts.items():
+        for name, value in part.state.items():
+            for key, item in value.items() if isinstance(value, dict) else [("", value)]:
+                flat[kind, name, key] = np.asarray(item).copy()
+    return flat
+
+
+@pairs
+@frameworks
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("position", [0, 1, 599])
+def test_a_bad_number_is_seen_and_leaves_all_state_unchanged(cls, compressor, memory, make_tensor, bad, position):
+    communicator = build(cls, compressor, memory)
+    for step in range(3):
+        communicator.step(make_tensor(data("gaussian", SHAPE, step)), "w")
+    before = everything(communicator)
+    gradient = data("gaussian", SHAPE, 3)
+    gradient.reshape(-1)[position] = bad
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        got = np.asarray(communicator.step(make_tensor(gradient), "w"))
+    assert not np.isfinite(got).all()
+    after = everything(communicator)
+    assert before.keys() == after.keys()
+    for key in before:
+        same(before[key], after[key])
+
+
+@pairs
+@frameworks
+@pytest.mark.parametrize("when", [0, 4])
+def test_training_goes_on_as_if_the_overflowed_step_had_not_been(cls, compressor, memory, make_tensor, when):
+    clean, other = build(cls, compressor, memory), build(cls, compressor, memory)
+    for step in range(8):
+        gradient = data("gaussian", SHAPE, step)
+        if step == when:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)
+                other.step(make_tensor(np.full(SHAPE, np.nan, np.float32)), "w")
+            clean.context.step += 1
+        same(np.asarray(clean.step(make_tensor(gradient.copy()), "w")), other.step(make_tensor(gradient), "w"))
+
+
+def test_a_value_beyond_float16_overflows_the_step_and_not_the_memory():
+    for cls in (Allreduce, Allgather):
+        communicator = build(cls, "fp16", "residual")
+        communicator.step(torch.tensor([1.0, 0.1]), "w")
+        before = communicator.memory.state["w"].clone()
+        assert torch.isinf(communicator.step(torch.tensor([1e6, 0.1]), "w")).any()
+        assert torch.equal(communicator.memory.state["w"], before)
+
+
+def test_each_variable_has_a_memory_of_its_own():
+    communicator = Allgather("topk(ratio=0.5)")
+    communicator.step(torch.tensor([1.0, 5.0]), "a")
+    communicator.step(torch.tensor([7.0, 2.0]), "b")
+    assert communicator.memory.state["a"].tolist() == [1, 0]
+    assert communicator.memory.state["b"].tolist() == [0, 2]
+
+
+def test_a_memory_without_its_methods_says_which_are_missing():
+    class Nothing(grace.Memory):
+        name = "nothing"
+
+    with pytest.raises(TypeError, match="Nothing must define compensate"):
+        Nothing().compensate(np.zeros(1), "w")
+    with pytest.raises(TypeError, match="Nothing must define update"):
+        Nothing().update(np.zeros(1), "w", grace.make("compressor", "none"), [], None)

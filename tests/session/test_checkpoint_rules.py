@@ -1,0 +1,180 @@
+"""What a checkpoint may change in a resumed run, what is refused, and that nothing changes then."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import grace
+from grace.strategy.plan import ShardPlan, Sync
+from tests.support.checkpoints import SHAPES, load, made, saved_by, sealed, steps
+from tests.support.pools import ranks_of
+from tests.support.strategies import executed, strategy_of, whole
+from tests.support.training import Given, copied, digest, state_of, weights
+
+pytestmark = pytest.mark.ranks
+
+# -- what is per rank ----------------------------------------------------------------------------------------
+
+
+def mixed():
+    """PowerSGD, whose factors all ranks share, and signum, whose momentum is a rank's own."""
+    model = Given(SHAPES)
+    part = {"w": ShardPlan(Sync("allreduce"), "powersgd"), "v": ShardPlan(Sync("allgather"), "signum")}
+    return model, executed(model, strategy_of(*[whole(name, shape, part[name]) for name, shape in SHAPES.items()]))
+
+
+def before_and_after_the_first_step():
+    model, optimizer = mixed()
+    new = optimizer.full_state_dict()
+    model.load_state_dict(model.state_dict())
+    optimizer.load_state_dict(copied(new))
+    steps(model, optimizer, range(2))
+    saved = copied(optimizer.full_state_dict())
+    model, optimizer = mixed()
+    optimizer.load_state_dict(saved)
+    kept = state_of(optimizer)["compressor"]
+    return digest(kept["w"]), digest(kept["v"]), digest(saved["grace"]["ranks"][grace.rank()]["compressor"]["v"])
+
+
+def test_each_component_says_itself_what_is_a_ranks_own(two_ranks):
+    (w, v, own), (other_w, other_v, other_own) = two_ranks.run(before_and_after_the_first_step)
+    assert w == other_w
+    assert (v, other_v) == (own, other_own)
+    assert v != other_v
+
+
+# -- what is refused -----------------------------------------------------------------------------------------
+
+
+def bent(kind):
+    """A checkpoint with something that does not fit."""
+    saved = saved_by(everyone=False)
+    state, entry = saved["grace"]["state"]["memory"], saved["grace"]
+    if kind == "shape":
+        state["w"] = torch.zeros(3)
+    elif kind == "dtype":
+        state["w"] = state["w"].double()
+    elif kind == "kind":
+        state["w"] = {"velocity": state["w"]}
+    elif kind == "variable":
+        entry["pieces"]["w"]["shape"] = [8, 12]
+    elif kind == "missing":
+        del state["w"]
+    elif kind == "form":
+        del entry["step"]
+    elif kind == "groups":
+        saved["param_groups"][0]["params"].append(7)
+    elif kind == "entry":
+        saved["state"][0]["momentum_buffer"] = {1: Broken()}
+    return saved if kind in ("missing", "form") else sealed(saved)
+
+
+class Broken(list):
+    """What torch's own load fails at, halfway."""
+
+    def __iter__(self):
+        raise RuntimeError("torch could not load this")
+
+
+BENT = {
+    "shape": "'w', which should have the shape [12, 8], and has [3]",
+    "dtype": "'w', which should be float32, and is float64",
+    "kind": "'w', which should be a tensor, and is a dict",
+    "variable": "shape [8, 12], and in this run it has the shape [12, 8]",
+    "missing": "should hold the memory of 'w', and does not",
+    "form": "'step' is missing",
+    "groups": "ValueError",
+    "entry": "torch could not load this",
+}
+
+
+def refusals():
+    model, optimizer = made()
+    steps(model, optimizer, range(5, 7))
+    answers = {kind: load(optimizer, bent(kind)) for kind in BENT}
+    dropped = {kind: load(optimizer, bent(kind), "keep") for kind in ("shape", "variable", "missing")}
+    steps(model, optimizer, range(7, 9))
+    return answers, dropped, digest(weights(model))
+
+
+def test_what_does_not_fit_is_refused_before_anything_changes(two_ranks):
+    answers = two_ranks.run(refusals)
+    for refused, dropped, _ in answers:
+        for kind, words in BENT.items():
+            assert words in refused[kind], kind
+        for kind in ("shape", "dtype", "kind", "variable", "missing"):
+            assert "memory='keep'" in refused[kind]
+        assert all("was dropped" in words and "'w'" in words for words in dropped.values())
+    assert answers[0][2] == answers[1][2]
+
+
+# -- what may change -----------------------------------------------------------------------------------------
+
+PARAMETERS = [
+    ("topk(ratio=0.1)", "topk(ratio=0.4)", None),
+    ("topk(ratio=0.1) | qsgd(levels=7)", "topk(ratio=0.1) | qsgd(levels=15)", None),
+    ("qsgd(levels=7)", "qsgd(levels=15, bucket_size=64)", "scatter_reduce"),
+    ("powersgd(rank=1)", "powersgd(rank=3)", None),
+]
+
+
+def other_parameters():
+    answers = []
+    for before, after, communicator in PARAMETERS:
+        memory = "residual" if before.startswith("qsgd") else None
+        saved = saved_by(before, memory, communicator)
+        model, optimizer = made(after, memory, communicator)
+        said = load(optimizer, saved)
+        state = state_of(optimizer)
+        wanted = copied(saved["grace"]["ranks"][grace.rank()])
+        kept = {kind: digest(state[kind]) == digest(wanted[kind]) for kind in wanted if kind != "compressor"}
+        steps(model, optimizer, range(3, 5))
+        answers.append((said, kept, digest(weights(model))))
+    return answers
+
+
+def test_a_methods_parameters_may_change_and_no_residual_is_lost(two_ranks):
+    for (before, *_), (said, kept, end), other in zip(PARAMETERS, *two_ranks.run(other_parameters), strict=True):
+        assert kept
+        assert all(kept.values()), before
+        assert end == other[2]
+        assert bool(said) == before.startswith("powersgd"), said
+        if said:
+            assert "powersgd(rank=3)" in said
+
+
+def keeping(saved):
+    """What is kept of checkpoints after changes of everything."""
+    changes = {
+        "method": made("onebit", seed=3),
+        "memory": made("topk(ratio=0.1)", "residual(beta=0.5)"),
+        "none": made("qsgd", "none"),
+        "new variable": made(shapes={**SHAPES, "new": (50,)}),
+        "gone variable": made(shapes={"w": (12, 8)}),
+        "other shape": made(shapes={**SHAPES, "v": (41,)}),
+    }
+    answers = {}
+    for what, (model, optimizer) in changes.items():
+        entry = {**optimizer.state_dict(), "grace": saved["grace"]}  # torch's part is of its own parameters
+        refused = load(optimizer, entry)
+        answers[what] = refused, load(optimizer, entry, "keep"), copied(state_of(optimizer)["memory"])
+        assert optimizer._grace.context.step == 3
+        steps(model, optimizer, range(3, 5))
+    return answers
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_keep_keeps_what_fits_and_says_what_it_drops(two_ranks, size):
+    saved = two_ranks.run(saved_by)[0]
+    ranks = saved["grace"]["ranks"]
+    for rank, answers in enumerate(ranks_of(size).run(keeping, saved)):
+        mean = {name: (ranks[0]["memory"][name] + ranks[1]["memory"][name]) / 2 for name in SHAPES}
+        own = ranks[rank]["memory"] if size == 2 else mean
+        for what, (refused, said, kept) in answers.items():
+            assert ("memory='keep'" in refused) == (what != "new variable"), (what, refused)
+            lost = {"none": {"w", "v"}, "gone variable": {"v"}, "other shape": {"v"}}.get(what, set())
+            assert kept.keys() == own.keys() - lost, what
+            assert all(torch.equal(kept[name], own[name]) for name in kept), what
+            assert all(repr(name) in said for name in lost), what
+            assert bool(said) == bool(lost), said

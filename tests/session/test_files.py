@@ -1,0 +1,94 @@
+"""Files are whole or as they were: a writer that is killed, one that fails, and ranks that are told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import grace
+from grace.core.atomic_files import replacing
+from tests.support.checkpoints import made, steps
+
+KILLED = """
+import os, pathlib, signal, sys
+import grace
+
+def write(path):
+    with open(path, "wb") as file:
+        file.write(b"half")
+        file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+grace.init("local")
+grace.save_from_root(sys.argv[1], write)
+"""
+
+
+def test_a_process_that_is_killed_while_it_writes_leaves_the_last_good_file(tmp_path):
+    file = tmp_path / "checkpoint.pt"
+    file.write_bytes(b"the last good one")
+    ended = subprocess.run([sys.executable, "-c", KILLED, str(file)], timeout=60, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert file.read_bytes() == b"the last good one"
+    with replacing(file) as draft:
+        draft.write_bytes(b"another")
+    assert file.read_bytes() == b"another"
+    assert os.listdir(tmp_path) == ["checkpoint.pt"]  # and of the killed one nothing is left
+
+
+def test_what_fails_leaves_nothing_and_a_link_stays_one(tmp_path):
+    file, link = tmp_path / "a.pt", tmp_path / "latest.pt"
+    file.write_text("good")
+    link.symlink_to(file)
+
+    def fail(path):
+        path.write_text("half")
+        raise OSError("the disk is full")
+
+    grace.init("local")
+    with pytest.raises(OSError, match="disk is full"):
+        grace.save_from_root(link, fail)
+    grace.save_from_root(link, lambda path: path.write_text("new"))
+    grace.shutdown()
+    assert (link.is_symlink(), file.read_text(), sorted(os.listdir(tmp_path))) == (True, "new", ["a.pt", "latest.pt"])
+
+
+def by_the_recipe(folder):
+    """README's: saved, loaded; and a folder that is not there."""
+    model, optimizer = made()
+    steps(model, optimizer, range(2))
+    state = optimizer.full_state_dict()
+    grace.save_from_root(f"{folder}/checkpoint.pt", lambda path: torch.save({"optimizer": state}, path))
+    seen = os.listdir(folder)
+    optimizer.load_state_dict(torch.load(f"{folder}/checkpoint.pt", weights_only=True)["optimizer"])
+    with pytest.raises((grace.RankError, OSError, RuntimeError)) as caught:
+        grace.save_from_root(f"{folder}/gone/checkpoint.pt", lambda path: path.write_text(""))
+    return seen, str(caught.value)
+
+
+@pytest.mark.ranks
+def test_rank_0_writes_for_all_and_all_are_told_if_it_cannot(two_ranks, tmp_path):
+    (seen, _), (also, told) = two_ranks.run(by_the_recipe, str(tmp_path))
+    assert seen == also == ["checkpoint.pt"]
+    assert told.startswith(f"rank 0 could not save {tmp_path}/gone/checkpoint.pt: ")
+
+
+def lacking_on_one():
+    """One rank's state cannot be saved: the others do not wait for it."""
+    model, optimizer = made()
+    steps(model, optimizer, range(1))
+    if grace.rank() == 1:
+        optimizer._grace.exchanger.pending = lambda: 1 / 0
+    with pytest.raises((grace.RankError, ZeroDivisionError)) as caught:
+        optimizer.full_state_dict()
+    return str(caught.value)
+
+
+@pytest.mark.ranks
+def test_a_rank_that_cannot_save_its_part_tells_the_others(two_ranks):
+    assert two_ranks.run(lacking_on_one) == ["rank 1 could not save: division by zero", "division by zero"]

@@ -1,0 +1,247 @@
+"""Ranks that go different ways: one that leaves out a step, or makes it with other hyperparameters, is an error on all
+ranks at the next exchange, which names it; what all leave out together is none."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import grace
+from grace.core.context import Context
+from grace.errors import StepError
+from tests.support.engine_pools import available, command, environment
+from tests.support.pools import launched
+from tests.support.strategies import uneven
+from tests.support.training import ddp, digest, distributed, loss_of, net, sgd, state_of, weights
+
+pytestmark = pytest.mark.ranks
+PROGRAMS = Path(__file__).parent.parent / "programs"
+
+STALE = "exchange of bucket 0 (weight .. bias; reduce_broadcast(staleness=2), none, none)"
+STEPS, WRONG_AT, WRONG = 6, 2, 1
+"""Steps are made, and this rank is wrong in this one."""
+LEFT_OUT = "rank 1 is at step 2, {others} at step 3: rank 1 left out optimizer.step()"
+SKIPPED = "{others} at step 2, rank 1 is at step 3: rank 1 called optimizer.zero_grad() and left out backward()"
+SLOWER = (
+    "the first difference: rank 0 has optimizer SGD, param group 0, lr 0.05, rank 1 has optimizer SGD, param group 0, "
+    "lr 0.01"
+)
+FAULTS = {
+    "step": LEFT_OUT,
+    "step after synchronize": LEFT_OUT,
+    "backward": SKIPPED,
+    "learning rate": SLOWER,
+}
+
+
+def one_step(model, optimizer, step: int, fault: str = "") -> None:
+    """A step of a loop that leaves out what is faulty."""
+    optimizer.zero_grad()
+    loss = loss_of(model, step)
+    if fault == "backward":
+        return
+    loss.backward()
+    if fault == "step":
+        return
+    if fault == "step after synchronize":
+        optimizer.synchronize()
+        return
+    if fault == "learning rate":
+        optimizer.param_groups[0]["lr"] = 0.01
+    optimizer.step()
+
+
+def with_fault(fault: str, method: str, everywhere: bool = False, **options) -> tuple[str, bool, int]:
+    """Train with a fault on one rank: the error, whether it changed anything, and in which step it came."""
+    model = net()
+    with uneven():
+        optimizer = distributed(model, method, **options)
+    for step in range(STEPS):
+        before = digest([weights(model), state_of(optimizer)])
+        wrong = step == WRONG_AT and (everywhere or grace.rank() == WRONG)
+        try:
+            one_step(model, optimizer, step, fault if wrong else "")
+        except StepError as error:
+            return str(error), digest([weights(model), state_of(optimizer)]) != before, step
+    return digest(weights(model)), False, STEPS
+
+
+def all_faults(faults, method, communicator=None, everywhere=False):
+    return {fault: with_fault(fault, method, everywhere, communicator=communicator) for fault in faults}
+
+
+def check(answers, faults=tuple(FAULTS)) -> None:
+    """Every rank has said who is wrong, in the step after, and kept what it had."""
+    others = "rank 0 is" if len(answers) == 2 else "ranks 0 and 2 are"
+    for fault in faults:
+        for rank, (said, changed, step) in enumerate(answer[fault] for answer in answers):
+            assert FAULTS[fault].format(others=others) in said, (fault, rank, said)
+            assert not changed, fault
+            assert step == WRONG_AT + (fault != "backward" or rank == WRONG)  # where no exchange was dropped, at once
+
+
+METHODS = [
+    ("none",),
+    ("bf16",),
+    ("topk(ratio=0.1)",),
+    ("threshold(value=0.001)",),
+    ("powersgd(rank=2)",),
+    ("qsgd", "scatter_reduce"),
+    ("topk(ratio=0.1)", "reduce_broadcast(destination=1)"),
+    ("threshold(value=0.001)", "reduce_broadcast"),
+    ("fp16", "reduce_broadcast"),
+]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_a_rank_that_goes_its_own_way_is_named_by_all_before_they_update(three_ranks, method):
+    check(three_ranks.run(all_faults, FAULTS, *method))
+
+
+@pytest.mark.parametrize("engine", ["mpirun-mpi", "horovodrun-gloo"])
+def test_a_rank_that_goes_its_own_way_is_named_on_other_engines(engine):
+    """Horovod's zero_grad() itself refuses to drop a step, on the rank that left it out."""
+    faults = [fault for fault in FAULTS if fault != "step" or engine == "mpirun-mpi"]
+    for method in ("none", "topk(ratio=0.1)"):
+        check(launched(engine, 2).run(all_faults, faults, method), faults)
+
+
+def test_what_all_ranks_leave_out_together_is_as_if_it_had_not_been(two_ranks):
+    whole = two_ranks.run(all_faults, ["", "backward", "step"], "randomk(ratio=0.2)", None, True)
+    for answer in whole:
+        assert answer["backward"] == answer["step"] == whole[0]["backward"]  # random numbers are counted in steps
+        assert answer[""] != answer["step"]
+        assert answer["step"][2] == STEPS
+
+
+def on_nodes(fault):
+    return with_fault(fault, "topk(ratio=0.1)", hierarchical=True)
+
+
+def test_ranks_of_one_node_are_named_there_and_all_others_hear_of_it(three_ranks):
+    for fault in ("step", "backward"):
+        answers = three_ranks.run(on_nodes, fault)
+        assert not any(changed for _, changed, _ in answers)
+        for rank, (said, *_) in enumerate(answers):
+            named = "ranks that exchange through rank 0" if rank == 2 else FAULTS[fault].format(others="rank 0 is")
+            assert named in said
+    answers = three_ranks.run(on_nodes, "learning rate")
+    assert [changed for _, changed, _ in answers] == [False] * 3
+    assert all("the optimizer's hyperparameters differ at step 3" in said for said, *_ in answers[:2])
+    assert "ranks that exchange through rank 0 went different ways" in answers[2][0]
+
+
+def under_ddp(compressor: str, given: bool) -> str:
+    """The same through DDP's hook, which is told the optimizer or not."""
+    model, answer = net(), ""
+    optimizer = sgd(model.parameters())
+    wrapped = ddp(model)
+    grace.torch.register_ddp_hook(wrapped, compressor, optimizer=optimizer if given else None)
+    try:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(wrapped, step).backward()
+            if not (step == WRONG_AT and grace.rank() == WRONG):
+                optimizer.step()
+    except Exception as error:  # DDP makes another of it
+        answer = str(error)
+    return answer
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_rank_that_leaves_out_its_step_is_named_under_ddp(three_ranks, given):
+    for compressor in ("none", "topk(ratio=0.1)"):
+        for said in three_ranks.run(under_ddp, compressor, given):
+            assert LEFT_OUT.format(others="ranks 0 and 2 are") in said
+
+
+def one_by_one() -> str:
+    """The same in a loop of one's own."""
+    communicator = grace.torch.Allgather("topk(ratio=0.5)")
+    communicator.bind(Context(rank=grace.rank(), size=grace.size()), grace.init())
+    try:
+        for step in range(3):
+            communicator.step(torch.ones(4), "w")
+            communicator.context.step += step == grace.rank() == WRONG  # one that others did not have
+    except StepError as error:
+        return str(error)
+    return ""
+
+
+def test_tensors_exchanged_one_by_one_are_counted(two_ranks):
+    for said in two_ranks.run(one_by_one):
+        assert "rank 0 is at step 2, rank 1 is at step 3" in said
+
+
+def other_settings(kinds, settings) -> str:
+    try:
+        distributed(net(), optimizer=lambda parameters: kinds[grace.rank()](parameters, **settings[grace.rank()]))
+    except grace.RankError as error:
+        return str(error)
+    return ""
+
+
+SGD, ADAM = torch.optim.SGD, torch.optim.Adam
+
+
+@pytest.mark.parametrize(
+    ("kinds", "first", "second", "said"),
+    [
+        ((SGD, ADAM), {"lr": 0.1}, {"lr": 0.1}, "rank 0 has optimizer SGD, rank 1 has optimizer Adam."),
+        ((SGD, SGD), {"lr": 0.1}, {"lr": 0.01}, "SGD, param group 0, lr 0.1, rank 1 has optimizer SGD, param group 0"),
+        ((ADAM, ADAM), {"betas": (0.9, 0.99)}, {}, "param group 0, betas (0.9, 0.99), rank 1 has"),
+        ((SGD, SGD), {"maximize": True}, {}, "param group 0, maximize True, rank 1"),
+        ((SGD, SGD), {"foreach": True}, {"foreach": False}, ""),
+    ],
+)
+def test_another_optimizer_or_other_hyperparameters_are_refused_before_anything_is_exchanged(
+    two_ranks, kinds, first, second, said
+):
+    for answer in two_ranks.run(other_settings, kinds, (first, second)):
+        assert said in answer
+        assert bool(answer) == bool(said)
+
+
+def late_error(fault: str) -> str:
+    """With staleness an exchange tells when its mean is applied, or at the end."""
+    said, _, step = with_fault(fault, "topk(ratio=0.1)", communicator="reduce_broadcast(staleness=2)")
+    return said if step < STEPS else ""
+
+
+def test_with_staleness_it_is_noticed_when_the_mean_would_be_applied(three_ranks):
+    for fault in ("step", "learning rate"):
+        for said in three_ranks.run(late_error, fault):
+            assert FAULTS[fault].format(others="ranks 0 and 2 are") in said
+
+
+@pytest.mark.parametrize("how", ["shutdown", "exit"])
+def test_with_staleness_a_rank_that_leaves_early_is_an_error_on_the_others(how):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    program = [sys.executable, str(PROGRAMS / "early_leaver.py"), how]
+    ranks = [
+        subprocess.Popen(program, env={**env, "RANK": str(rank)}, stdout=-1, stderr=subprocess.STDOUT, text=True)
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert ["trained" in one for one in said] == [True, True], said
+    assert ranks[0].returncode != 0
+    assert f"{STALE} failed at step 5" in said[0]
+
+
+def test_with_staleness_a_rank_that_leaves_early_is_an_error_on_mpi():
+    if not available("mpirun-mpi"):
+        pytest.skip("mpi4py or mpirun is not installed")
+    line = command("mpirun-mpi", 2, str(PROGRAMS / "early_leaver.py"), "exit")
+    env = {**environment(), "GRACE_BACKEND": "mpi"}
+    ran = subprocess.run(line, env=env, stdout=-1, stderr=subprocess.STDOUT, text=True, timeout=120)
+    assert ran.returncode != 0
+    assert f"{STALE} failed at step 5" in ran.stdout
+    assert "rank 1 has left" in ran.stdout

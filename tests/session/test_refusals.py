@@ -1,0 +1,198 @@
+"""What cannot work is refused on every rank before any gradient is exchanged, and nobody hangs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import grace
+from tests.support.training import Given, ddp, digest, distributed, net, sgd, train, weights
+
+pytestmark = pytest.mark.ranks
+
+
+def refused(build, everyone):
+    """The error on this rank, given each rank's arguments; afterwards the same ranks still train together."""
+    backend = grace.init()
+    before = backend.sent_bytes
+    try:
+        build(**everyone[grace.rank()])
+        answer = ("accepted", "")
+    except grace.GraceError as error:
+        answer = (type(error).__name__, str(error))
+    assert backend.sent_bytes == before  # no gradient and no parameter left this rank
+    model = net()
+    train(model, distributed(model, "topk"), range(2))
+    return answer, digest(weights(model))
+
+
+def run(ranks, build, *everyone):
+    """Every rank's (kind of error, message); the last arguments are those of all further ranks."""
+    arguments = [*everyone, *[everyone[-1]] * (ranks.size - len(everyone))]
+    answers = ranks.run(refused, build, arguments, timeout=60)
+    assert len({trained for _, trained in answers}) == 1
+    return [answer for answer, _ in answers]
+
+
+def optimizer_of(shapes=(), names=None, **choices):
+    model = Given(dict(shapes)) if shapes else net()
+    named = list(model.named_parameters())
+    if names == "twice":
+        named = [("same", p) for _, p in named]
+    elif names == "some":
+        named = named[1:]
+    elif names == "bare":
+        named = [p for _, p in named]
+    return grace.DistributedOptimizer(sgd(model.parameters()), named, **choices)
+
+
+EVERYWHERE = {
+    "unknown method": ({"compressor": "tokp"}, "did you mean 'topk'"),
+    "unknown parameter": ({"compressor": "topk(ration=0.1)"}, "no parameter 'ration'; it has: ratio=0.01"),
+    "bad value": ({"compressor": "topk(ratio=2)"}, "ratio must be a number in (0, 1], not 2"),
+    "not a spec": ({"compressor": "topk(0.1)"}, "write parameters by name"),
+    "allreduce with topk": (
+        {"compressor": "topk", "communicator": "allreduce"},
+        "Legal communicators for topk: allgather, broadcast",
+    ),
+    "allreduce with signsgd": ({"compressor": "signsgd", "communicator": "allreduce"}, "allgather, broadcast"),
+    "allgather with powersgd": ({"compressor": "powersgd", "communicator": "allgather"}, "for powersgd: allreduce"),
+    "powersgd without memory": ({"compressor": "powersgd", "memory": "none"}, "Use memory='residual'"),
+    "unknown memory": ({"compressor": "topk", "memory": "residul"}, "did you mean 'residual'"),
+    "unknown communicator": ({"compressor": "topk", "communicator": "gossip"}, "unknown communicator 'gossip'"),
+}
+OPTIMIZER_ONLY = {
+    "duplicate names": ({"names": "twice"}, "the name 'same' more than once"),
+    "missing names": ({"names": "some"}, "shape ()) has no name"),
+    "names left out": ({"names": "bare"}, "pairs of (name, parameter)"),
+    "no passes": ({"backward_passes_per_step": 0}, "backward_passes_per_step must be a whole number of at least 1"),
+    "half a byte": ({"group_bytes": 0.5}, "group_bytes must be a whole number of at least 1, not 0.5"),
+}
+
+
+@pytest.mark.parametrize(
+    ("choices", "words"), [*EVERYWHERE.values(), *OPTIMIZER_ONLY.values()], ids=[*EVERYWHERE, *OPTIMIZER_ONLY]
+)
+def test_what_cannot_work_is_refused_on_every_rank(ranks, choices, words):
+    for kind, message in run(ranks, optimizer_of, choices):
+        assert kind == "ConfigError"
+        assert words in message
+
+
+@pytest.mark.parametrize(("choices", "words"), EVERYWHERE.values(), ids=list(EVERYWHERE))
+def test_what_cannot_work_is_refused_by_the_ddp_hook_too(two_ranks, choices, words):
+    for kind, message in run(two_ranks, hook_of, choices):
+        assert kind == "ConfigError"
+        assert words in message
+
+
+def hook_of(**choices):
+    return grace.torch.register_ddp_hook(ddp(net()), **choices)
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"), [*EVERYWHERE.values(), *OPTIMIZER_ONLY.values()], ids=[*EVERYWHERE, *OPTIMIZER_ONLY]
+)
+def test_when_one_rank_is_given_what_cannot_work_the_others_name_it_and_the_reason(ranks, bad, words):
+    good = {"compressor": "topk(ratio=0.1)"}
+    everyone = [good, bad, good]
+    answers = run(ranks, optimizer_of, *everyone[: ranks.size])
+    for rank, (kind, message) in enumerate(answers):
+        assert kind == ("ConfigError" if rank == 1 else "RankError")
+        assert words in message
+        assert rank == 1 or "rank 1 refused to start" in message
+
+
+A = (("first", (3, 4)), ("second", (5,)), ("third", (6,)))
+DIFFERENCES = {
+    "another shape": ({"shapes": A}, {"shapes": (A[0], ("second", (7,)), A[2])}, "'second' float32[7]"),
+    "another name": ({"shapes": A}, {"shapes": (A[0], ("other", (5,)), A[2])}, "'other' float32[5]"),
+    "another order": ({"shapes": A}, {"shapes": (A[0], A[2], A[1])}, "'third' float32[6]"),
+    "one variable fewer": ({"shapes": A}, {"shapes": A[:2]}, "rank 0 has variable 'third' float32[6]"),
+    "one variable more": ({"shapes": A[:2]}, {"shapes": A}, "has variable 'third' float32[6]"),
+    "another compressor": ({"compressor": "topk"}, {"compressor": "qsgd"}, "allgather, qsgd, none"),
+    "another parameter": ({"compressor": "topk"}, {"compressor": "topk(ratio=0.2)"}, "topk(ratio=0.2)"),
+    "another memory": ({"compressor": "topk"}, {"compressor": "topk", "memory": "none"}, "allgather, topk, none"),
+    "another communicator": (
+        {"compressor": "topk"}, {"compressor": "topk", "communicator": "broadcast"}, "broadcast, topk, residual",
+    ),
+    "another seed": ({"seed": 1}, {"seed": 2}, "the seed 2"),
+}  # fmt: skip
+OPTIMIZER_DIFFERENCES = {
+    "other passes": ({}, {"backward_passes_per_step": 2}, "backward_passes_per_step 2"),
+    "other groups": ({}, {"group_bytes": 100}, "group_bytes 100"),
+    "no broadcast": ({}, {"broadcast": False}, "broadcast False"),
+}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "words"),
+    [*DIFFERENCES.values(), *OPTIMIZER_DIFFERENCES.values()],
+    ids=[*DIFFERENCES, *OPTIMIZER_DIFFERENCES],
+)
+def test_ranks_that_differ_all_raise_and_name_the_first_difference(ranks, one, other, words):
+    everyone = [one, one, other] if ranks.size == 3 else [one, other]
+    for kind, message in run(ranks, optimizer_of, *everyone):
+        assert kind == "RankError"
+        assert words in message
+        assert f"rank {ranks.size - 1}" in message
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "words"),
+    [difference for difference in DIFFERENCES.values() if "shapes" not in difference[0]],
+    ids=[name for name, difference in DIFFERENCES.items() if "shapes" not in difference[0]],
+)
+def test_ranks_whose_ddp_hooks_differ_all_raise(two_ranks, one, other, words):
+    for kind, message in run(two_ranks, hook_of, one, other):
+        assert kind == "RankError"
+        assert words in message
+
+
+def wrap_twice(model, optimizer):
+    grace.DistributedOptimizer(optimizer, model.named_parameters())
+    grace.DistributedOptimizer(optimizer, model.named_parameters())
+
+
+def add_a_group(model, optimizer):
+    grace.DistributedOptimizer(optimizer, model.named_parameters())
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+
+
+def hook_a_plain_model(model, optimizer):
+    grace.torch.register_ddp_hook(model)
+
+
+def exchange_complex_numbers(model, optimizer):
+    p = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    grace.DistributedOptimizer(sgd([p]), [("spin", p)])
+
+
+def give_an_object_and_a_spec(model, optimizer):
+    grace.DistributedOptimizer(optimizer, model.named_parameters(), "topk", communicator=grace.torch.Allgather("topk"))
+
+
+def give_a_memory_as_compressor(model, optimizer):
+    grace.DistributedOptimizer(optimizer, model.named_parameters(), grace.make("memory", "residual"))
+
+
+def message_of(misuse):
+    model = net()
+    with pytest.raises(grace.ConfigError) as caught:
+        misuse(model, sgd(model.parameters()))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("misuse", "words"),
+    [
+        (wrap_twice, "distributed already"),
+        (add_a_group, "before grace.DistributedOptimizer"),
+        (hook_a_plain_model, "needs a DistributedDataParallel model, not Net"),
+        (exchange_complex_numbers, "'spin' is torch.complex64"),
+        (give_an_object_and_a_spec, "do not pass them as well"),
+        (give_a_memory_as_compressor, "Residual is a memory, where a compressor is needed"),
+    ],
+)
+def test_misuse_is_refused_with_what_would_be_right(two_ranks, misuse, words):
+    assert all(words in message for message in two_ranks.run(message_of, misuse))

@@ -1,0 +1,186 @@
+"""When state may be saved and loaded, by whom, and what of the optimizer may be copied."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+from functools import partial
+
+import pytest
+import torch
+
+import grace
+from grace.core.backend import Handle, LocalBackend
+from tests.support.checkpoints import SHAPES, made, steps
+from tests.support.pools import launched
+from tests.support.training import copied, ddp, digest, made_up, state_of, weights
+
+pytestmark = pytest.mark.ranks
+
+
+def under_way(methods):
+    """What saving and loading say between backward and step, on ranks of which one lacks a gradient."""
+    answers = []
+    for compressor in methods:
+        model, optimizer = made(compressor)
+        steps(model, optimizer, range(2))
+        saved = copied(optimizer.full_state_dict())
+        before = digest(optimizer.full_state_dict()["grace"]["ranks"])
+        optimizer.zero_grad()
+        given = made_up(SHAPES, 2, grace.rank())
+        if grace.rank() == 1:
+            del given["v"]  # so that this rank has begun less than the other, or nothing
+        model.backward(given)
+        calls = (optimizer.state_dict, optimizer.full_state_dict, partial(optimizer.load_state_dict, saved))
+        for call in calls:
+            with pytest.raises(grace.ExchangeError, match=r"after optimizer.step\(\), or drop .* optimizer.zero_grad"):
+                call()
+        optimizer.zero_grad()
+        dropped = optimizer.full_state_dict()["grace"]
+        assert digest(dropped["ranks"]) == before
+        assert dropped["step"] == saved["grace"]["step"]  # a dropped step does not count
+        model.backward(made_up(SHAPES, 2, grace.rank()))
+        optimizer.synchronize()
+        optimizer.state_dict()  # as when a scaler skips the step
+        optimizer.step()
+        answers.append(digest(weights(model)))
+    return answers
+
+
+def test_nothing_is_saved_or_loaded_between_backward_and_step(two_ranks):
+    first, second = two_ranks.run(under_way, ("topk(ratio=0.1)", "powersgd"))
+    assert first == second
+
+
+def under_horovod():
+    """The same words there, and what an elastic run goes back to, whoever it was when it committed."""
+    from grace.torch.elastic import OptimizerState
+
+    model, optimizer = made()
+    steps(model, optimizer, range(2))
+    optimizer.zero_grad()
+    model.backward(made_up(SHAPES, 2, grace.rank()))
+    for call in (optimizer.state_dict, optimizer.full_state_dict):
+        with pytest.raises(grace.ExchangeError, match=r"optimizer.synchronize\(\) and optimizer.zero_grad\(\)"):
+            call()
+    optimizer.step()
+    handler, kept = OptimizerState(optimizer), digest(state_of(optimizer))
+    handler.saved["grace"].update(rank=5, size=7)
+    steps(model, optimizer, range(3, 5))
+    handler.restore()
+    with pytest.raises(grace.ConfigError, match="cannot be copied"):
+        copy.copy(optimizer)
+    return digest(state_of(optimizer)) == kept, optimizer._grace.context.step
+
+
+def test_horovods_optimizer_says_the_same_and_an_elastic_run_goes_back():
+    assert launched("horovodrun-gloo", 2).run(under_horovod) == [(True, 3)] * 2
+
+
+def under_ddp():
+    model = torch.nn.Linear(8, 8)
+    wrapped = ddp(model)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    hook = grace.torch.register_ddp_hook(wrapped, "topk(ratio=0.1)", optimizer=sgd)
+    for step in range(2):
+        sgd.zero_grad()
+        wrapped(torch.full((2, 8), 1.0 + grace.rank() + step)).square().sum().backward()
+        with pytest.raises(grace.ExchangeError, match=r"after optimizer.step\(\)"):
+            hook.state_dict()
+        sgd.step()
+        saved = hook.state_dict()
+    wrapped(torch.ones(2, 8)).sum().backward()
+    with pytest.raises(grace.ExchangeError, match=r"after optimizer.step\(\)"):
+        hook.load_state_dict(saved)
+    sgd.zero_grad()
+    hook.load_state_dict(hook.full_state_dict(packed=True))
+    hook.load_state_dict(saved)
+    other = grace.torch.register_ddp_hook(ddp(torch.nn.Linear(8, 8)), "onebit")
+    with pytest.raises(grace.ConfigError, match="memory='keep'"):
+        other.load_state_dict(saved)
+    other.load_state_dict(saved, memory="keep")
+    assert digest(other.state_dict()["state"]["memory"]) == digest(saved["state"]["memory"])
+
+
+def test_nor_under_ddp_whose_hook_knows_the_optimizer(two_ranks):
+    two_ranks.run(under_ddp)
+
+
+def copies():
+    model, optimizer = made()
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    torch.save(schedule.state_dict(), io.BytesIO())
+    for attempt in (
+        lambda: copy.copy(optimizer),
+        lambda: copy.deepcopy(optimizer),
+        lambda: pickle.dumps(optimizer),
+        lambda: torch.save({"optimizer": optimizer}, io.BytesIO()),
+        lambda: copy.deepcopy({"schedule": schedule}),
+    ):
+        with pytest.raises(grace.ConfigError, match=r"cannot be copied or pickled.*state_dict\(\)"):
+            attempt()
+    steps(model, optimizer, range(1))  # which was not harmed
+    parts = optimizer._grace.exchanger.buckets[0].communicator
+    alike = pickle.loads(pickle.dumps(copy.deepcopy(parts)))
+    assert alike.describe() == parts.describe()
+
+
+def test_a_distributed_optimizer_says_that_it_cannot_be_copied():
+    grace.init("local")
+    copies()
+    grace.shutdown()
+
+
+def warned(call):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(warning.message) for warning in caught]
+
+
+def told():
+    answers = {}
+    for compressor in ("topk(ratio=0.1)", "fp16"):
+        model, optimizer = made(compressor)
+        steps(model, optimizer, range(1))
+        answers[compressor] = [warned(call) for call in (optimizer.full_state_dict, *[optimizer.state_dict] * 2)]
+    return answers
+
+
+def test_rank_0_is_told_once_that_its_state_is_its_own(two_ranks):
+    first, second = two_ranks.run(told)
+    full, once, twice = first.pop("topk(ratio=0.1)")
+    assert (full, twice) == ([], [])
+    assert "full_state_dict()" in once[0]
+    assert not any(map(any, first.values()))
+    assert not any(any(said) for answers in second.values() for said in answers)
+
+
+class Failing(LocalBackend):
+    """One process, whose engine fails when a collective starts, or when it is awaited."""
+
+    fails = ""
+
+    def allgather(self, tensor):
+        if self.fails == "start":
+            raise RuntimeError("the network is gone")
+        return Handle(self.waited, [tensor])
+
+    def waited(self):
+        if self.fails == "wait":
+            raise RuntimeError("the network is gone")
+
+
+@pytest.mark.parametrize("when", ["start", "wait"])
+def test_the_last_good_state_is_saved_after_the_engine_failed(when):
+    backend = grace.init(Failing())
+    model, optimizer = made("topk(ratio=0.1)")
+    steps(model, optimizer, range(2))
+    good = digest(optimizer.state_dict())
+    backend.fails = when
+    with pytest.raises(grace.ExchangeError, match="the network is gone"):
+        steps(model, optimizer, range(2, 3))
+    assert digest(optimizer.state_dict()) == good
+    grace.shutdown()

@@ -1,0 +1,75 @@
+"""Sums and pre-divided means of every method: what a method computes does not depend on them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import grace
+from grace.core.registry import make
+from tests.support.training import SPECS, Given, distributed, made_up, state_of
+
+pytestmark = pytest.mark.ranks
+
+SHAPES = {"matrix": (20, 30), "vector": (700,), "tiny": (1,)}
+
+
+def reduced(compressor, memory, communicator, **options):
+    """What three steps bring, and what is remembered after them."""
+    model = Given(SHAPES)
+    optimizer = distributed(
+        model,
+        compressor,
+        optimizer=lambda p: torch.optim.SGD(p, 0.0),
+        memory=memory,
+        communicator=communicator,
+        **options,
+    )
+    brought = []
+    for step in range(3):
+        optimizer.zero_grad()
+        model.backward(made_up(SHAPES, step, grace.rank()))
+        optimizer.step()
+        brought.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    return brought, [
+        value[key] if isinstance(value, dict) else value
+        for state in state_of(optimizer).values()
+        for _, value in sorted(state.items())
+        for key in (sorted(value) if isinstance(value, dict) else [None])
+    ]
+
+
+def all_ways(compressor, memory, communicator):
+    """Averages, sums and pre-divided averages, and pre-divided ones whose factor is no power of two."""
+    ways = ({}, {"op": "sum"}, {"gradient_predivide_factor": 4.0}, {"gradient_predivide_factor": 0.3})
+    return [reduced(compressor, memory, communicator, **options) for options in ways]
+
+
+CASES = [(spec, None, None) for spec in SPECS] + [
+    ("topk(ratio=0.1)", "dgc(clip=0.5)", None),
+    ("randomk(ratio=0.1)", "dgc(clip=0.5)", None),
+    ("threshold(value=0.5)", "none", "reduce_broadcast"),
+    ("signsgd", None, "reduce_broadcast"),
+    ("powersgd(rank=2)", None, "reduce_broadcast"),
+    ("fp16", "residual", "scatter_reduce"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*is not a contraction")
+@pytest.mark.parametrize(("compressor", "memory", "communicator"), CASES)
+def test_what_a_method_computes_does_not_depend_on_the_reduction(two_ranks, compressor, memory, communicator):
+    size = 1 if make("compressor", compressor).votes else 2
+    narrow = "16" in compressor  # where the division rounds
+    for average, total, divided, odd in two_ranks.run(all_ways, compressor, memory, communicator):
+        for mean, summed, other, third in zip(average[0], total[0], divided[0], odd[0], strict=True):
+            assert torch.equal(summed, mean * size)
+            assert torch.equal(other, mean) or narrow
+            torch.testing.assert_close(
+                torch.stack([other, third]),
+                mean.expand(2, -1),
+                rtol=0.02 if narrow else 1e-4,
+                atol=0.02 if narrow else 1e-5,
+            )
+        for kept, of_sum, of_divided in zip(average[1], total[1], divided[1], strict=True):
+            assert torch.equal(torch.as_tensor(kept), torch.as_tensor(of_sum))
+            assert torch.equal(torch.as_tensor(kept), torch.as_tensor(of_divided))

@@ -1,0 +1,75 @@
+"""Ranks with other versions, formats or engines are told apart before anything is exchanged."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import grace
+from grace.core import version
+from grace.exchange import wire
+from grace.session import saved_form
+from grace.strategy import execution
+from tests.support.pools import launched
+from tests.support.training import distributed, net
+
+pytestmark = pytest.mark.ranks
+
+CHANGED = {
+    "Grace": (version, "__version__", "9.9", "rank 0 has Grace 0.1.0, rank 1 has Grace 9.9"),
+    "torch": (torch, "__version__", "1.2.3+cu130", "rank 1 has torch 1.2.3"),
+    "wires": (wire, "VERSION", 7, "rank 0 has wires of version 2, rank 1 has wires of version 7"),
+    "checkpoints": (saved_form, "VERSION", 9, "rank 1 has checkpoints of version 9"),
+    "build": (torch, "__version__", torch.__version__.split("+")[0] + "+cu999", ""),
+}
+
+
+def refusal(**options):
+    """What a distributed optimizer is refused with."""
+    try:
+        distributed(net(), None if "strategy" in options else "topk", **options)
+    except grace.RankError as raised:
+        return str(raised)
+    return ""
+
+
+def said():
+    """What every change on rank 1 is answered with, on this rank."""
+    here, found = grace.rank() == 1, {}
+    for what, (module, name, value, _) in CHANGED.items():
+        with pytest.MonkeyPatch.context() as patch:
+            if here:
+                patch.setattr(module, name, value)
+            found[what] = refusal()
+    with pytest.MonkeyPatch.context() as patch:
+        if here:
+            patch.setenv("GRACE_FUSED", "0")
+        found["GRACE_FUSED"] = refusal()
+    with pytest.MonkeyPatch.context() as patch:
+        if here:
+            patch.setattr(execution, "VERSION", 8)
+        found["strategies"] = refusal(strategy="all_reduce")
+    found["sparse_as_dense"] = refusal(sparse_as_dense=here)
+    found["the backend"] = refusal(backend=other() if here else grace.init())
+    return found
+
+
+def other():
+    """This run's backend as somebody's own class."""
+    backend = grace.init().like()
+    backend.__class__ = type("Other", (type(backend),), {})
+    return backend
+
+
+@pytest.mark.parametrize("engine", ["gloo", "mpirun-mpi"])
+def test_whatever_differs_is_named_with_both_sides(engine):
+    for found in launched(engine, 2).run(said):
+        for what, (*_, message) in CHANGED.items():
+            assert message in found[what], what
+            assert bool(message) == bool(found[what]), found[what]
+        assert (
+            "rank 0 has compiled kernels: yes, rank 1 has compiled kernels: no (GRACE_FUSED=0)" in found["GRACE_FUSED"]
+        )
+        assert "a strategy of version 8" in found["strategies"]
+        assert "rank 1 has sparse_as_dense True" in found["sparse_as_dense"]
+        assert ".Other" in found["the backend"]

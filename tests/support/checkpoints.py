@@ -1,0 +1,54 @@
+"""A small run whose checkpoints tests look at; on real ranks."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+import grace
+from grace.session import saved_form
+from tests.support.training import Given, copied, digest, made_up
+
+SHAPES = {"w": (12, 8), "v": (40,)}
+
+
+def made(compressor="topk(ratio=0.1)", memory=None, communicator=None, shapes=None, **options):
+    """A model with gradients that a test makes up, and its optimizer."""
+    model = Given(shapes or SHAPES)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    optimizer = grace.DistributedOptimizer(sgd, model.named_parameters(), compressor, memory, communicator, **options)
+    return model, optimizer
+
+
+def steps(model, optimizer, numbers):
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    for step in numbers:
+        optimizer.zero_grad()
+        model.backward(made_up(shapes, step, grace.rank()))
+        optimizer.step()
+
+
+def saved_by(*choices, everyone=True, **options):
+    """A checkpoint after three steps."""
+    model, optimizer = made(*choices, **options)
+    steps(model, optimizer, range(3))
+    return copied(optimizer.full_state_dict() if everyone else optimizer.state_dict())
+
+
+def sealed(saved):
+    """The same with checksums of what it holds now, as if it had been saved so."""
+    return {**saved, "grace": saved_form.seal(saved["grace"])}
+
+
+def load(optimizer, saved, memory="strict"):
+    """What was said, and whether something changed although it was refused."""
+    before = digest(optimizer.state_dict())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            optimizer.load_state_dict(saved, memory=memory)
+        except Exception as error:
+            assert digest(optimizer.state_dict()) == before, "a refused load changed something"
+            return f"{type(error).__name__}: {error}"
+    return " ".join(str(warning.message) for warning in caught)

@@ -1,0 +1,94 @@
+"""The examples run as their first lines say, alone and under every launcher."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.engine_pools import ENGINES, available, command, environment
+
+pytestmark = pytest.mark.ranks
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLE = EXAMPLES / "torch" / "digits.py"
+TENSORFLOW = [EXAMPLES / "tensorflow" / f"digits_{way}.py" for way in ("keras", "tape")]
+PLAIN = [sys.executable]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def run(launcher, *args, example=EXAMPLE):
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*launcher, str(example), *args], capture_output=True, text=True, env=env, timeout=120)
+
+
+def run_under(name, example):
+    """On two ranks of an engine; what both printed."""
+    if not available(name):
+        pytest.skip(f"{name}: its packages are not installed (make horovod)")
+    env = environment()
+    if name == "mpirun-mpi":  # where Horovod is installed, mpirun means Horovod
+        env["GRACE_BACKEND"] = "mpi"
+    program = command(name, 2, str(example), "--compressor", "topk(ratio=0.05)", "--epochs", "5")
+    done = subprocess.run(program, capture_output=True, text=True, env=env, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
+    engine = {"horovodrun-gloo": "Horovod (Gloo)", "mpirun-mpi": "MPI (Open MPI)"}.get(name, "Horovod (MPI)")
+    assert done.stdout.count(f"topk(ratio=0.05) on {engine}, rank 0 of 2") == 1, done.stdout
+    assert float(re.search(r"test accuracy ([\d.]+)%", done.stdout).group(1)) > 80
+    return done
+
+
+@pytest.mark.parametrize(
+    ("launcher", "method", "engine", "sends"),
+    [
+        (PLAIN, "topk(ratio=0.01)", "local, rank 0 of 1", False),
+        (TORCHRUN, "powersgd(rank=2)", "torch.distributed (gloo), rank 0 of 2", True),
+    ],
+    ids=["python", "torchrun"],
+)
+def test_the_example_trains_and_prints_once_which_engine_it_is_on(launcher, method, engine, sends):
+    done = run(launcher, "--compressor", method, "--epochs", "10")
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first == f"{method} on {engine}"
+    accuracy, sent = re.fullmatch(r"test accuracy ([\d.]+)%, ([\d,]+) bytes sent by this rank", second).groups()
+    assert float(accuracy) > 93
+    assert (sent != "0") == sends
+
+
+@pytest.mark.parametrize("example", TENSORFLOW, ids=lambda path: path.stem)
+def test_a_tensorflow_example_trains_and_prints_once_which_engine_it_is_on(example):
+    pytest.importorskip("tensorflow", exc_type=ImportError)
+    done = run(PLAIN, example=example)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first == "topk(ratio=0.01) on local, rank 0 of 1"
+    accuracy, sent = re.fullmatch(r"test accuracy ([\d.]+)%, ([\d,]+) bytes sent by this rank", second).groups()
+    assert float(accuracy) > 93
+    assert sent == "0"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENGINES)
+def test_the_example_runs_unchanged_under_every_launcher(name):
+    run_under(name, EXAMPLE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "example"), list(zip(["horovodrun-gloo", "mpirun-mpi"], TENSORFLOW, strict=True)), ids=["keras", "tape"]
+)
+def test_a_tensorflow_example_runs_unchanged_under_horovod_and_mpi(name, example):
+    pytest.importorskip("tensorflow", exc_type=ImportError)
+    assert "AutoGraph" not in run_under(name, example).stderr  # which is not to translate Grace
+
+
+@pytest.mark.parametrize("example", [EXAMPLE, *TENSORFLOW], ids=lambda path: path.stem)
+def test_the_difference_to_an_ordinary_script_is_six_lines(example):
+    marked = [line for line in example.read_text().splitlines() if line.endswith("# +")]
+    assert len(marked) == 6
+    rest = [line for line in example.read_text().split('"""', 2)[2].splitlines() if line not in marked]
+    uses = [line for line in rest if re.search(r"\bgrace\b", line)]
+    assert uses == [line for line in uses if "help=" in line or "print(" in line]

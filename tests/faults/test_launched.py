@@ -8,6 +8,7 @@ import signal
 import socket
 import stat
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -17,21 +18,27 @@ import grace
 from tests.support import warm
 from tests.support.engine_pools import environment
 
-PYTHON = warm.REAL  # who is whose child matters here
-GRACE = [PYTHON, "-m", "grace.cli.main", "launch"]
+PYTHON = sys.executable
+REAL = warm.REAL  # where it matters who is whose child
+LAUNCH = ["-m", "grace.cli.main", "launch"]
 ROOT = str(Path(grace.__file__).parents[1])
 PACKAGE = {"torch": "torch", "horovod": "horovod", "mpi": "mpi4py"}
 
 
-def env():
-    path = f"{Path(PYTHON).parent}{os.pathsep}{environment()['PATH']}"
+def env(python=PYTHON):
+    path = f"{Path(python).parent}{os.pathsep}{environment()['PATH']}"
     return {**environment(), "PATH": path, "PYTHONPATH": ROOT, "COLUMNS": "80"}
 
 
-def launched(*args, folder=None, code=0, **variables):
+def launched(*args, folder=None, code=0, python=PYTHON, **variables):
     """Run the command; returns (stdout, stderr)."""
     done = subprocess.run(
-        [*GRACE, *args], capture_output=True, text=True, env={**env(), **variables}, cwd=folder, timeout=120
+        [python, *LAUNCH, *args],
+        capture_output=True,
+        text=True,
+        env={**env(python), **variables},
+        cwd=folder,
+        timeout=120,
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout, done.stderr
@@ -91,8 +98,7 @@ def nobody_left(folder, within=5):
 def test_ranks_know_their_number_and_the_strategy(script, tmp_path, engine):
     need(engine)
     (tmp_path / "s.json").write_text("{}")
-    python = PYTHON
-    args = ["-n", "2", "--engine", engine, "--strategy", "s.json", "--", python, str(script), "end", str(tmp_path)]
+    args = ["-n", "2", "--engine", engine, "--strategy", "s.json", "--", PYTHON, str(script), "end", str(tmp_path)]
     out = launched(*args, folder=tmp_path)[0]
     for rank in range(2):
         words = (tmp_path / f"{rank}.rank").read_text().split()
@@ -137,9 +143,9 @@ def test_a_launcher_that_names_no_rank_is_named():
 )
 def test_ending_the_command_leaves_nobody_behind(script, tmp_path, engine, number):
     need(engine)
-    args = ["-n", "2", "--engine", engine, "--", PYTHON, str(script), "wait", str(tmp_path)]
+    args = ["-n", "2", "--engine", engine, "--", REAL, str(script), "wait", str(tmp_path)]
     with open(tmp_path / "err", "w+") as err:  # no pipe, which ranks would hold open
-        process = subprocess.Popen([*GRACE, *args], env=env(), stdout=subprocess.DEVNULL, stderr=err)
+        process = subprocess.Popen([REAL, *LAUNCH, *args], env=env(REAL), stdout=subprocess.DEVNULL, stderr=err)
         until = time.monotonic() + 60
         while len(list(tmp_path.glob("*.rank"))) < 2 and time.monotonic() < until:
             time.sleep(0.1)
@@ -196,7 +202,8 @@ def test_one_nodes_failure_ends_the_others(tmp_path, cluster, rank):
     args, path = cluster
     script = tmp_path / "a.py"
     script.write_text(SCRIPT.replace("grace.rank() == 1", f"grace.rank() == {rank}"))
-    err = launched(*args, "--", PYTHON, str(script), "exit", str(tmp_path), PATH=path, code=7)[1]
+    program = [REAL, str(script), "exit", str(tmp_path)]
+    err = launched(*args, "--", *program, python=REAL, PATH=path, code=7)[1]
     assert err.splitlines()[-1] == f"grace launch: rank {rank} ended with exit code 7; the others were ended"
     assert nobody_left(tmp_path)
 

@@ -15,6 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+MOST_THREADS = 64
+"""Of a rank; Gloo has two and more for each process group."""
+
 
 class RankFailure(AssertionError):
     """A rank raised; the message is its traceback."""
@@ -43,6 +46,11 @@ class Ranks:
             return self._answers(function, args, timeout)
         finally:
             self._signal(signal.SIGSTOP)
+
+    def crowded(self) -> bool:
+        """Whether process groups that tests have left behind keep many threads busy, which slow all that follows."""
+        tasks = [f"/proc/{pid}/task" for pid in self.pids]
+        return any(len(os.listdir(threads)) > MOST_THREADS for threads in tasks if os.path.exists(threads))
 
     def _signal(self, number: int) -> None:
         for pid in self.pids:

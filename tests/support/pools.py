@@ -18,7 +18,10 @@ _launched: dict[tuple[str, int, str], Launched] = {}
 
 def ranks_of(size: int) -> Ranks:
     """So many real gloo ranks."""
-    return _pools.setdefault(size, Ranks(size))
+    pool = _pools.setdefault(size, Ranks(size))
+    if pool.crowded():
+        pool.stop()
+    return pool
 
 
 def launched(engine: str, size: int, framework: str = "torch") -> Ranks:

@@ -114,7 +114,7 @@ def test_random_indices_are_distinct_and_in_range(it, n, part, key):
 @every
 def test_all_indices_of_every_small_n_are_a_permutation_and_k_of_them_its_start(it):
     sizes = [*range(1, 36), 63, 64, 65, 127, 128, 129, 1023, 1024, 1025, 4999, 5000]
-    for n in sizes[::9] if isinstance(it, InTensorFlow) else sizes:  # each takes it half a second
+    for n in (1, 7, 64, 1025) if isinstance(it, InTensorFlow) else sizes:  # each takes it half a second
         whole = it.run("random_indices", Stream(n), n, n, LIKE)
         assert sorted(whole) == list(range(n))
         assert (it.run("random_indices", Stream(n), n, (n + 1) // 2, LIKE) == whole[: (n + 1) // 2]).all()

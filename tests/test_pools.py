@@ -7,7 +7,8 @@ import time
 import pytest
 
 import grace
-from tests.support.engine_pools import ENGINES
+from tests.support import engine_pools as engines
+from tests.support.engine_pools import ENGINES, Launched
 from tests.support.pool import RankFailure
 from tests.support.pools import launched
 
@@ -39,3 +40,11 @@ def test_what_a_rank_failed_of_is_said(engine):
     with pytest.raises(RankFailure, match=r"rank 1 of 2(.|\n)*ValueError: a mistake"):
         pool.run(fails, 1)
     assert pool.run(fails, 2) == [2, 2]
+
+
+def test_ranks_that_do_not_start_are_an_error_with_their_command(engine, monkeypatch):
+    if engine == "gloo" or not engines.available(engine):
+        pytest.skip("no launcher starts them")
+    monkeypatch.setattr(engines, "START_SECONDS", 0.01)
+    with pytest.raises(RankFailure, match=r"-np 2 (.|\n)* did not start: timed out"):
+        Launched(engine, 2).run(time.monotonic)

@@ -79,15 +79,15 @@ class Launched(Ranks):
         server = ["-m", "tests.support.engine_pools", f"{self.folder}/socket", self.framework]
         program = command(self.engine, self.size, *server)
         env = {**environment(), "GRACE_BACKEND": ENGINES[self.engine][1], "HOROVOD_GLOO_TIMEOUT_SECONDS": "3600"}
-        with Listener(f"{self.folder}/socket", backlog=self.size) as listener, self.log.open("w") as log:
-            launcher = subprocess.Popen(program, env=env, stdout=log, stderr=log, start_new_session=True)
-            self.processes = [launcher]
-            listener._listener._socket.settimeout(START_SECONDS)  # type: ignore[attr-defined]
-            try:
+        try:
+            with Listener(f"{self.folder}/socket", backlog=self.size) as listener, self.log.open("w") as log:
+                launcher = subprocess.Popen(program, env=env, stdout=log, stderr=log, start_new_session=True)
+                self.processes = [launcher]
+                listener._listener._socket.settimeout(START_SECONDS)  # type: ignore[attr-defined]
                 joined = sorted(self._accept(listener) for _ in range(self.size))
-            except OSError as error:
-                self.stop()
-                raise RankFailure(f"{' '.join(program)} did not start: {error}") from error
+        except OSError as error:
+            self.stop()
+            raise RankFailure(f"{' '.join(program)} did not start: {error}") from error
         ranks, self.pids, self.pipes = map(list, zip(*joined, strict=True))
         assert ranks == list(range(self.size))
         for pipe in self.pipes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 import pytest
@@ -361,12 +360,10 @@ def refusals() -> list[str]:
     with pytest.raises(grace.ConfigError) as error:
         grace.torch.register_ddp_hook(ddp, communicator=ReduceBroadcast("none", staleness=1))
     told.append(str(error.value))
-    os.environ["GRACE_STRATEGY"] = "s.yaml"
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRACE_STRATEGY", "s.yaml")
         with pytest.raises(grace.ConfigError) as error:
             grace.torch.register_ddp_hook(ddp, "topk")
-    finally:
-        del os.environ["GRACE_STRATEGY"]
     return [*told, str(error.value)]
 
 

@@ -1,0 +1,149 @@
+"""Callbacks, tapes, XLA, and many steps in one call of a graph, over 2 real ranks of two engines."""
+
+# ruff: noqa: E402 - what is imported after TensorFlow needs it
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+
+import grace
+from tests.in_tensorflow.test_features import both_ways, sgd
+from tests.support.pools import launched
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+
+@pytest.fixture(params=["horovodrun-gloo", "mpirun-mpi"], scope="module")
+def two(request):
+    return launched(request.param, 2, "tensorflow")
+
+
+def callbacks():
+    import keras
+
+    from tests.support.tensorflow_training import LOSS, network, samples
+
+    model = network(seed=grace.rank())
+    model.add(keras.layers.BatchNormalization())
+    model.build((None, 16))
+    model.layers[-1].moving_mean.assign(tf.fill([10], float(grace.rank())))
+    model.compile(sgd(lr=0.01), LOSS, metrics=["accuracy"])
+    x, y = samples(32, grace.rank())
+    started, own = {}, []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            started.setdefault("weights", [np.array(v).tolist() for v in model.variables])
+
+        def on_epoch_end(self, epoch, logs=None):
+            own.append(dict(logs))
+
+    before = [Look(), grace.tensorflow.BroadcastCallback(), grace.tensorflow.MetricAverageCallback()]
+    history = model.fit(x, y, validation_data=(x, y), epochs=2, batch_size=32, verbose=0, callbacks=before)
+    return started["weights"], own, history.history
+
+
+def test_the_callbacks_broadcast_all_weights_and_average_all_metrics(two):
+    (weights, own, history), (others_weights, others_own, others_history) = two.run(callbacks)
+    assert weights == others_weights
+    assert history == others_history
+    for epoch in range(2):
+        for name in ("loss", "accuracy", "val_loss"):
+            mean = (own[epoch][name] + others_own[epoch][name]) / 2
+            assert history[name][epoch] == pytest.approx(mean, rel=1e-6)
+        assert own[epoch]["loss"] != others_own[epoch]["loss"]
+
+
+def xla():
+    import keras
+
+    from tests.support.tensorflow_training import LOSS, network, samples
+
+    for callbacks in ([], [grace.tensorflow.BroadcastCallback()]):
+        for wrapped in (lambda made: made, keras.optimizers.LossScaleOptimizer):
+            model = network()
+            model.compile(wrapped(sgd(lr=0.01)), LOSS, jit_compile=True)
+            with pytest.raises(grace.ConfigError, match="jit_compile=False"):
+                model.fit(*samples(16, 0), verbose=0, callbacks=callbacks)
+    w = tf.Variable([1.0])
+
+    @tf.function(jit_compile=True, autograph=False)
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(w * w)
+        return grace.tensorflow.DistributedGradientTape(tape).gradient(loss, w)
+
+    with pytest.raises(grace.ConfigError, match="jit_compile=True at your own"):
+        step()
+
+
+def test_xla_is_refused_by_name(two):
+    two.run(xla)
+
+
+def tapes(graph):
+    """A tape a step, with nothing made before the loop: what was left out must come in the next step."""
+    w, seen = tf.Variable([0.0, 0.0, 0.0]), []
+
+    def step(factors):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(w * factors)
+        tape = grace.tensorflow.DistributedGradientTape(tape, "topk(ratio=0.3)", memory="residual")
+        return tape.gradient(loss, {"w": w})["w"]
+
+    run = tf.function(step, autograph=False) if graph else step
+    for _ in range(3):
+        seen.append(np.array(run(tf.constant([4.0, 3.0, 1.0]))).tolist())
+    return seen
+
+
+@both_ways
+def test_tapes_go_on_from_one_another(two, graph):
+    for seen in two.run(tapes, graph):
+        assert seen == [[4, 0, 0], [0, 6, 0], [8, 0, 0]]
+
+
+def steps_in_one_call():
+    from tests.support.tensorflow_training import LOSS, digest, network, samples
+
+    found = []
+    for at_once in (1, 4):
+        model = network()
+        model.compile(sgd("topk(ratio=0.1)", lr=0.05), LOSS, steps_per_execution=at_once)
+        x, y = samples(128, grace.rank())
+        model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+        found.append((digest(model.trainable_variables), model.optimizer.traffic.steps))
+    return found
+
+
+def test_many_steps_in_one_call_of_a_graph(two):
+    for found in two.run(steps_in_one_call):
+        assert found[0] == found[1]
+        assert found[0][1] == 16
+
+
+def constant_gradients():
+    """Steps in a loop of a graph whose gradients depend on nothing: they must not overtake each other."""
+    optimizer, w = sgd("topk(ratio=0.5)"), tf.Variable([0.0, 0.0])
+    optimizer.build([w])
+
+    @tf.function
+    def loop():
+        for _ in tf.range(20):
+            optimizer.apply_gradients([(tf.constant([4.0, 3.0]), w)])
+
+    loop()
+    return np.array(w).tolist(), optimizer.traffic.steps
+
+
+def test_steps_in_a_loop_of_a_graph_stay_in_order(two):
+    sent, kept = [0.0, 0.0], [0.0, 0.0]
+    for _ in range(20):
+        total = [kept[0] + 4, kept[1] + 3]
+        largest = int(total[1] > total[0])
+        sent[largest] -= total[largest]
+        kept = [0.0 if i == largest else total[i] for i in range(2)]
+    assert two.run(constant_gradients) == [(sent, 20)] * 2

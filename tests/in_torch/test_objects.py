@@ -1,0 +1,138 @@
+"""Some ranks only, users' own parts, and what the optimizer still is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import grace
+from grace.torch import Allgather, Communicator, Compressor, Memory, Traits
+from tests.support.training import (
+    digest,
+    distributed,
+    net,
+    state_of,
+    train,
+    weights,
+)
+
+pytestmark = pytest.mark.ranks
+
+
+def in_a_subgroup():
+    """Ranks 1 and 2 train together, rank 0 stays out."""
+    group = dist.new_group([1, 2])
+    if grace.rank() == 0:
+        with pytest.raises(grace.ConfigError, match="not a member"):
+            distributed(net(), "topk(ratio=0.1)", process_group=group)
+        return None
+    model = net(seed=grace.rank())
+    optimizer = distributed(model, "topk(ratio=0.1)", process_group=group)
+    assert digest(weights(model)) == digest(weights(net(seed=1)))
+    train(model, optimizer, range(3))
+    saved = optimizer.state_dict()["grace"]
+    return digest(weights(model)), saved["rank"], saved["size"]
+
+
+def test_a_subgroup_of_the_ranks_can_train(three_ranks):
+    nobody, first, second = three_ranks.run(in_a_subgroup)
+    assert nobody is None
+    assert first[0] == second[0]
+    assert (first[1:], second[1:]) == ((0, 2), (1, 2))
+
+
+class Half(Compressor):
+    """A user's compressor in torch operations."""
+
+    traits = Traits(category="quantization", contraction=True)
+
+    def compress(self, tensor, name):
+        return [tensor.half()], tensor.shape
+
+    def decompress(self, payload, ctx):
+        return payload[0].float().view(ctx)
+
+
+class Decaying(Memory):
+    """A user's memory in torch operations."""
+
+    def compensate(self, tensor, name):
+        return tensor + 0.5 * self.state[name] if name in self.state else tensor.clone()
+
+    def update(self, tensor, name, compressor, payload, ctx):
+        self.state[name] = tensor - compressor.decompress(payload, ctx)
+
+
+class ByReduction(Communicator):
+    """A user's all-gather, made of an all-reduce of a buffer with a row per rank."""
+
+    def communicate(self, wire):
+        rows = wire.new_zeros(self.backend.size, wire.numel())
+        rows[self.backend.rank] = wire
+        return self.backend.allreduce(rows).map(lambda rows: list(rows.unbind()))
+
+
+def users_parts(communicator, save_to):
+    model = net()
+    grc = communicator(Half(), Decaying())
+    optimizer = distributed(model, communicator=grc)
+    assert grc in optimizer._grace.exchanger.communicators
+    train(model, optimizer, range(4))
+    if save_to:
+        torch.save(optimizer.state_dict(), f"{save_to}/{grace.rank()}.pt")
+        again = distributed(net(), communicator=communicator(Half(), Decaying()))
+        again.load_state_dict(torch.load(f"{save_to}/{grace.rank()}.pt", weights_only=True))
+        assert digest(state_of(again)) == digest(state_of(optimizer))
+    assert state_of(optimizer)["memory"]
+    return weights(model)
+
+
+def test_users_own_compressor_memory_and_communicator(ranks, tmp_path):
+    by_gather = ranks.run(users_parts, Allgather, str(tmp_path))
+    by_reduction = ranks.run(users_parts, ByReduction, None)
+    assert len({digest(answer) for answer in by_gather + by_reduction}) == 1
+    plain = ranks.run(trained_plainly)[0]
+    for name, value in plain.items():
+        torch.testing.assert_close(by_gather[0][name], value, rtol=1e-2, atol=1e-3, msg=name)
+
+
+def trained_plainly():
+    model = net()
+    train(model, distributed(model, "none"), range(4))
+    return weights(model)
+
+
+def step_of_grace(compressor):
+    """GRACE's own interface: one blocking exchange of one tensor."""
+    communicator = Allgather(compressor)
+    backend = grace.init()
+    context = communicator.context
+    context.rank, context.size = backend.rank, backend.size
+    communicator.bind(context, backend)
+    tensor = torch.tensor([1.0, -4.0]) * (grace.rank() + 1)
+    return communicator.step(tensor, "w").tolist()
+
+
+def test_communicator_step_exchanges_one_tensor(two_ranks):
+    assert two_ranks.run(step_of_grace, "none") == [[1.5, -6.0]] * 2
+    assert two_ranks.run(step_of_grace, "topk(ratio=0.5)") == [[0.0, -6.0]] * 2
+
+
+def identity():
+    model = net()
+    plain = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = grace.DistributedOptimizer(plain, model.named_parameters(), "topk")
+    assert optimizer is plain
+    assert isinstance(optimizer, torch.optim.Adam)
+    assert type(optimizer).__name__ == "Adam"
+    assert optimizer.defaults["lr"] == 0.01
+    unnamed = grace.DistributedOptimizer(torch.optim.SGD(net().parameters(), lr=0.1))
+    named = grace.DistributedOptimizer(torch.optim.SGD(net().named_parameters(), lr=0.1))
+    return [list(o._grace.parameters) for o in (unnamed, named)]
+
+
+def test_the_optimizer_stays_of_its_class_and_names_can_be_left_out(two_ranks):
+    unnamed, named = two_ranks.run(identity)[0]
+    assert unnamed[:2] == ["group0.param0", "group0.param1"]
+    assert named == [name for name, _ in net().named_parameters()]

@@ -1,0 +1,34 @@
+"""Every implementation equals the NumPy reference: sparsification."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grace.kernels import Stream
+from tests.support.data import REFERENCE, VECTORS, data, same
+from tests.support.kernel_cases import WEIGHTS, close, others
+
+BAD = st.sampled_from([np.nan, -np.nan, np.inf, -np.inf])
+
+
+@others
+@given(x=VECTORS, part=st.floats(0, 1), bad=st.lists(st.tuples(st.integers(0, 2**31), BAD), max_size=4))
+def test_topk_gives_the_same_indices(it, x, part, bad):
+    for position, value in bad:
+        x[position % max(1, x.size) : position % max(1, x.size) + 1] = value
+    k = round(part * x.size)
+    same(it.run("topk", x, k), REFERENCE.topk(x, k))
+
+
+@others
+@given(x=VECTORS, part=st.floats(0, 1), weight=WEIGHTS)
+def test_gather_and_scatter_add_accumulate_with_a_weight(it, x, part, weight):
+    indices = REFERENCE.random_indices(Stream(3), x.size, round(part * x.size))
+    values = it.run("gather", x, indices)
+    same(values, x[indices])
+    out = data("gaussian", x.size, 9)
+    wanted = REFERENCE.scatter_add(out.copy(), indices, values, weight)
+    got = it.run("scatter_add", out, indices, values, weight)
+    close(got, wanted, np.abs(out) + np.abs(weight * np.float64(x)), it.floor("scatter_add"))

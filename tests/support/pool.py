@@ -91,8 +91,10 @@ class Ranks:
 
     def _stacks(self) -> str:
         """Where all ranks are."""
-        self._signal(signal.SIGUSR1)
-        time.sleep(1)  # they write one after the other
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+            time.sleep(0.5)  # all write to one file, one after the other
         return Path(self.stacks).read_text()
 
     def _start(self) -> None:

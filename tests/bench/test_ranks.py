@@ -179,7 +179,7 @@ def _ranks(pid):
         todo += below
     with contextlib.suppress(OSError):
         commands = {p: Path(f"/proc/{p}/cmdline").read_text() for p in found}
-        ranks = [p for p, text in commands.items() if "\0-m\0grace.bench.worker" in text]
+        ranks = [p for p, text in commands.items() if "\0-m\0grace.bench.train.worker" in text]
         return [p for p in ranks if not any(name in commands[p] for name in LAUNCHERS)]
     return []
 

@@ -173,7 +173,7 @@ class Exchanger:
     # -- a step ----------------------------------------------------------------------------------------
 
     def start(self, bucket: Bucket, gradients: Sequence[Tensor], present: Sequence[bool]) -> Exchange:
-        """Begin the exchange of one bucket. Groups must be started in order, each once a step."""
+        """Begin the exchange of one bucket. Buckets must be started in order, each once a step."""
         over = bucket.communicator if self.hierarchy is None else self.hierarchy
         exchange = over.begin(Contribution(bucket, gradients, present, self.stateful, self.traffic))
         exchange.lazy = self.hierarchy is None

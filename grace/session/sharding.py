@@ -125,7 +125,7 @@ class Chooser:
 def bucketed(shards: Sequence[Shard]) -> list[Bucket]:
     """The buckets, in the order in which all ranks start them, whatever becomes ready first.
 
-    Shards are taken in reverse order of declaration, as backward produces gradients. Groups with the lowest priority
+    Shards are taken in reverse order of declaration, as backward produces gradients. Buckets with the lowest priority
     come first; among equals those with the earliest complete gradients.
     """
     position = {shard.variable.name: i for i, shard in enumerate(shards)}

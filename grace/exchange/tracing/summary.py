@@ -195,13 +195,13 @@ def _parts(rank: RankTrace) -> dict[str, float]:
     then the optimizer's, then waiting."""
     beside = _beside(rank)
     spans: dict[str, list[Interval]] = {"codec": [], "optimizer": [], "wait": []}
-    flights: list[Interval] = []
+    collectives: list[Interval] = []
     begun: dict[int, float] = {}
     for event in _counted(rank):
         if event["ph"] == "b":
             begun[event["id"]] = event["ts"]
         elif event["ph"] == "e" and event["id"] in begun:
-            flights.append((begun.pop(event["id"]), event["ts"]))
+            collectives.append((begun.pop(event["id"]), event["ts"]))
         elif event["cat"] in spans and event["ph"] == "X" and event["tid"] not in beside:
             spans[event["cat"]].append((event["ts"], event["ts"] + event["dur"]))
     total = float(sum(step["dur"] for step in rank.steps))
@@ -215,7 +215,7 @@ def _parts(rank: RankTrace) -> dict[str, float]:
         del parts["optimizer"]
     if "waits" in rank.facts:
         rest += parts.pop("wait")
-    return {"step": total, "under way": length(flights), "rest": rest, **parts}
+    return {"step": total, "under way": length(collectives), "rest": rest, **parts}
 
 
 def length(intervals: Iterable[Interval]) -> float:

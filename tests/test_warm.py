@@ -146,6 +146,16 @@ def test_what_a_program_has_not_imported_is_not_there(python):
 
 
 @BOTH
+def test_what_a_framework_brought_along_does_not_stand_for_it(python):
+    """grace.init() asks which frameworks a program has imported."""
+    pytest.importorskip("tensorflow")
+    code = "import sys, grace; print([name in sys.modules for name in ('torch', 'tensorflow')]);"
+    assert run(python, "-c", code).stdout == "[False, False]\n"
+    assert run(python, "-c", f"import importlib.util as u; u.find_spec('torch'); {code}").stdout == "[False, False]\n"
+    assert run(python, "-c", f"import keras; {code}").stdout == "[False, True]\n"
+
+
+@BOTH
 def test_packages_are_found_where_they_lie(python):
     pytest.importorskip("torch")
     code = "import importlib.util as u; s = u.find_spec('torch'); print(s.origin, *s.submodule_search_locations)"

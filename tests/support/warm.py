@@ -146,15 +146,16 @@ def _remove(pid: int, folder: str) -> None:
 
 
 def _import_all(names: list[str]) -> list[dict[str, types.ModuleType]]:
-    """Import modules, and hide them again; for each, what it brought."""
+    """Import modules, and hide them again, but not those of Python's own library; for each, what it brought."""
     groups, before = [], set(sys.modules)
     for name in names:
         with contextlib.suppress(ImportError):
             module = importlib.import_module(name)
             if name == "numba":
                 module.njit(lambda x: x[0])(sys.modules["numpy"].ones(1))  # sets up what every first call would
-        groups.append({name: module for name, module in sys.modules.items() if name not in before})
-        before |= set(sys.modules)
+        brought = {name: module for name, module in sys.modules.items() if name not in before}
+        groups.append({n: module for n, module in brought.items() if n.partition(".")[0] not in sys.stdlib_module_names})
+        before |= set(brought)
     for group in groups:
         for name in group:
             del sys.modules[name]
@@ -227,15 +228,13 @@ class _Hidden(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def __init__(self, groups: list[dict[str, types.ModuleType]]):
         self.group_of = {name: group for group in groups for name in group}
+        self.found: dict[str, tuple[Any, Any]] = {}
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         group = self.group_of.get(name)
         if group is None:
             return None
-        for member, module in group.items():
-            if member != name:
-                sys.modules.setdefault(member, module)
-        self.spec, self.loader = group[name].__spec__, group[name].__loader__
+        self.found.setdefault(name, (group[name].__spec__, group[name].__loader__))
         package, origin = hasattr(group[name], "__path__"), getattr(group[name], "__file__", None)
         spec = importlib.machinery.ModuleSpec(name, self, origin=origin, is_package=package)
         if package:
@@ -247,10 +246,12 @@ class _Hidden(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def get_code(self, name: str) -> Any:
         """For ``python -m``."""
-        return self.loader.get_code(name)
+        return self.found[name][1].get_code(name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        module.__spec__, module.__loader__ = self.spec, self.loader
+        module.__spec__, module.__loader__ = self.found[module.__name__]
+        for member, other in self.group_of[module.__name__].items():
+            sys.modules.setdefault(member, other)
         if module.__name__ == "torch" and (threads := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
             module.set_num_threads(int(threads))
         if module.__name__ == "numba":

@@ -1,12 +1,14 @@
-"""What the exchange makes of the ranks' gradients: their mean or their sum."""
+"""How gradients are exchanged whatever the method: checked, and compared between ranks, once for all frameworks."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from grace.errors import ConfigError
+
+GROUP_BYTES = 25 << 20
 
 
 @dataclass
@@ -58,6 +60,52 @@ class ReduceOp:
         (1.0, 2.0, 1.0)
         """
         return float(size) if self.op == "sum" and not votes else 1.0
+
+
+@dataclass
+class Settings:
+    """What the user chose beside method and strategy; the same on every rank.
+
+    Args:
+        reduction: mean or sum.
+        group_bytes: bytes of gradient that are exchanged in one collective.
+        seed: of the random numbers of stochastic methods.
+        sparse_as_dense: exchange sparse gradients as dense ones.
+        broadcast: start from rank 0's values.
+        hierarchical: the ranks of a node reduce among themselves first.
+    """
+
+    reduction: ReduceOp = field(default_factory=ReduceOp)
+    group_bytes: int = GROUP_BYTES
+    seed: int = 0
+    sparse_as_dense: bool = False
+    broadcast: bool = True
+    hierarchical: bool = False
+
+    def check(self) -> None:
+        """Raise ConfigError if they make no sense."""
+        check_integer("group_bytes", self.group_bytes)
+        self.reduction.check()
+
+    def arguments(self) -> dict[str, Any]:
+        """As a DistributedOptimizer takes them.
+
+        >>> list(Settings().arguments())[:2]
+        ['op', 'gradient_predivide_factor']
+        """
+        return {
+            "op": self.reduction.op,
+            "gradient_predivide_factor": self.reduction.predivide,
+            "sparse_as_dense": self.sparse_as_dense,
+            "broadcast": self.broadcast,
+            "hierarchical": self.hierarchical,
+            "seed": self.seed,
+            "group_bytes": self.group_bytes,
+        }
+
+    def facts(self) -> list[tuple[str, str]]:
+        """For the ranks to compare."""
+        return [(name, str(value)) for name, value in self.arguments().items()]
 
 
 def check_integer(name: str, value: Any) -> None:

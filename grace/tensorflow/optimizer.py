@@ -22,11 +22,11 @@ from grace.exchange.bucket import Traffic
 from grace.session.checkpoint import say_whose
 from grace.session.hyperparameters import facts, numbers
 from grace.session.momentum import doubled, owners
-from grace.session.settings import ReduceOp
+from grace.session.settings import GROUP_BYTES, ReduceOp, Settings
 from grace.strategy.choices import Choices
 from grace.tensorflow.loss_scale import finite_everywhere
 from grace.tensorflow.optimizer_state import FILE, Remembered
-from grace.tensorflow.session import GROUP_BYTES, Mean, Session
+from grace.tensorflow.session import Mean, Session
 from grace.tensorflow.variables import value_of
 
 
@@ -281,15 +281,10 @@ def DistributedOptimizer(
     session = Session(
         Choices(compressor, memory, communicator, strategy),
         backend,
-        reduction=ReduceOp(op, gradient_predivide_factor),
-        group_bytes=group_bytes,
-        seed=seed,
-        sparse_as_dense=sparse_as_dense,
-        broadcast=broadcast,
-        hierarchical=hierarchical,
+        Settings(ReduceOp(op, gradient_predivide_factor), group_bytes, seed, sparse_as_dense, broadcast, hierarchical),
         check=lambda chosen: check_momentum([chosen], known()),
         averages=True,
-        settings=lambda: facts(cls.__name__, [numbers(known().get_config())], KERAS.group),
+        facts=lambda: facts(cls.__name__, [numbers(known().get_config())], KERAS.group),
     )
     inner.__class__ = type(cls.__name__, (DistributedMixin, cls), {"__module__": cls.__module__})
     for name, value in (("_grace", session), ("_step", _Step())):

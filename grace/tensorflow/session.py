@@ -25,7 +25,7 @@ from grace.session import checkpoint, saved_form
 from grace.session.agreement import tell
 from grace.session.exchanger import Exchanger
 from grace.session.plan import ExchangePlan
-from grace.session.settings import ReduceOp, check_integer
+from grace.session.settings import Settings
 from grace.session.setup import build_exchanger
 from grace.session.versions import public
 from grace.strategy.choices import Choices
@@ -33,8 +33,6 @@ from grace.tensorflow.graph_exchange import GraphRun, HostRun
 from grace.tensorflow.representation import Tensors, medium_for
 from grace.tensorflow.sharding import cut, put
 from grace.tensorflow.variables import alike, broadcast_variables, described_as, names_as_saved, names_of, value_of
-
-GROUP_BYTES = 25 << 20
 
 _sessions: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """How many began over each set of ranks: the operations of one must not have another's names."""
@@ -60,43 +58,32 @@ class Session:
     Args:
         choices: compressor, memory, communicator and strategy as the user gave them.
         backend: the engine.
-        reduction: mean or sum.
-        group_bytes: bytes of gradient that are exchanged in one collective.
-        seed: of the stochastic methods.
-        sparse_as_dense: exchange tf.IndexedSlices as dense gradients.
-        broadcast: start from rank 0's values.
+        settings: what else the user chose.
         check: raises if a communicator does not suit the optimizer.
         averages: whether somebody calls :meth:`average` after each step.
-        hierarchical: the ranks of a node reduce among themselves first.
-        settings: further facts that all ranks must share, asked for at the first exchange.
+        facts: further facts that all ranks must share, asked for at the first exchange.
     """
 
     def __init__(
         self,
         choices: Choices,
         backend: Backend,
+        settings: Settings,
         *,
-        reduction: ReduceOp,
-        group_bytes: int = GROUP_BYTES,
-        seed: int = 0,
-        sparse_as_dense: bool = False,
-        broadcast: bool = True,
         check: Callable[[Communicator], None] = lambda communicator: None,
         averages: bool = False,
-        hierarchical: bool = False,
-        settings: Callable[[], Sequence[tuple[str, str]]] = lambda: (),
+        facts: Callable[[], Sequence[tuple[str, str]]] = lambda: (),
     ):
         if backend.framework not in ("", "tensorflow"):
             raise ConfigError(
                 f"this run was joined for {backend.framework} ({backend.describe()}), and this is TensorFlow. Call "
                 "grace.init(framework='tensorflow') under horovodrun or mpirun"
             )
-        self.choices, self.backend, self.reduction = choices, backend, reduction
-        self.group_bytes, self.sparse_as_dense, self.broadcast = group_bytes, sparse_as_dense, broadcast
-        self.check, self.averages, self.hierarchical = check, averages, hierarchical
-        self.settings = settings
+        self.choices, self.backend, self.settings = choices, backend, settings
+        self.check, self.averages, self.facts = check, averages, facts
         self.lr = 1.0
-        self.context = Context(seed=seed, lr=lambda name: self.lr, predivide=reduction.predivide, calls=KERAS)
+        predivide = settings.reduction.predivide
+        self.context = Context(seed=settings.seed, lr=lambda name: self.lr, predivide=predivide, calls=KERAS)
         self.variables: list[Any] = []
         self.names: list[str] = []
         self.exchanger: Exchanger | None = None
@@ -110,7 +97,7 @@ class Session:
         self.nowhere: list[bool] = []
         """Of each, whether no rank had a gradient for it when the exchange began."""
         self._function: Any = None
-        self.unequal, self.needs_lr = broadcast, False
+        self.unequal, self.needs_lr = settings.broadcast, False
         self.medium = Tensors()
 
     @functools.cached_property
@@ -131,7 +118,7 @@ class Session:
 
     def _build(self, variables: Sequence[Any], gradients: Sequence[Any]) -> Exchanger:
         names = names_as_saved(names_of(variables), variables, self.saved and self.saved[0])
-        sparse_too = not self.sparse_as_dense
+        sparse_too = not self.settings.sparse_as_dense
         mine = [(sparse_too and isinstance(g, tf.IndexedSlices), g is not None) for g in gradients]
         made = all(value_of(v).is_initialized() for v in variables)  # or a graph does it when it runs
         told = tell(self.backend, "TensorFlow's variables", (names, mine, bool(made)))
@@ -141,22 +128,23 @@ class Session:
         self.nowhere = [not found for found in present]
 
         def described() -> list[Variable]:
-            check_integer("group_bytes", self.group_bytes)
-            self.reduction.check()
+            self.settings.check()
             return [described_as(n, v, rows) for n, v, rows in zip(names, variables, sparse, strict=True)]
 
         facts = [
             ("TensorFlow", public(tf.__version__)),
             ("an optimizer, not a tape:", str(self.averages)),
-            ("the reduction", str(self.reduction)),
-            ("group_bytes", str(self.group_bytes)),
-            ("broadcast", str(self.broadcast)),
-            ("sparse_as_dense", str(self.sparse_as_dense)),
-            ("hierarchical", str(self.hierarchical)),
-            *self.settings(),
+            *self.settings.facts(),
+            *self.facts(),
         ]
         exchanger = build_exchanger(
-            described, self._choose, self.backend, self.context, facts, self.check, hierarchical=self.hierarchical
+            described,
+            self._choose,
+            self.backend,
+            self.context,
+            facts,
+            self.check,
+            hierarchical=self.settings.hierarchical,
         )
         if exchanger.averages and not self.averages:
             raise ConfigError(
@@ -181,7 +169,7 @@ class Session:
         return exchanger
 
     def _choose(self) -> ExchangePlan:
-        self.plan = self.choices.plan(self.group_bytes)
+        self.plan = self.choices.plan(self.settings.group_bytes)
         return self.plan
 
     def _delayed(self, exchanger: Exchanger) -> list[int]:
@@ -366,16 +354,8 @@ class Session:
 
     def options(self) -> dict[str, Any]:
         """The user's choices, as :func:`~grace.tensorflow.DistributedOptimizer` takes them."""
-        return {
-            **(self.plan or self.choices.plan(self.group_bytes)).options(),
-            "op": self.reduction.op,
-            "gradient_predivide_factor": self.reduction.predivide,
-            "sparse_as_dense": self.sparse_as_dense,
-            "broadcast": self.broadcast,
-            "hierarchical": self.hierarchical,
-            "seed": self.context.seed,
-            "group_bytes": self.group_bytes,
-        }
+        plan = self.plan or self.choices.plan(self.settings.group_bytes)
+        return {**plan.options(), **self.settings.arguments()}
 
     def state(self, everyone: bool = False) -> dict[str, Any] | None:
         """What this rank (or, by a collective, everyone) remembers; None before anything was exchanged."""

@@ -10,10 +10,10 @@ from grace.backends.horovod import check_not_horovods
 from grace.backends.runtime import current
 from grace.core.backend import Backend
 from grace.errors import ConfigError, ExchangeError
-from grace.session.settings import ReduceOp
+from grace.session.settings import GROUP_BYTES, ReduceOp, Settings
 from grace.strategy.choices import Choices
 from grace.tensorflow.optimizer_state import Remembered
-from grace.tensorflow.session import GROUP_BYTES, Mean, Session
+from grace.tensorflow.session import Mean, Session
 from grace.tensorflow.variables import value_of
 
 
@@ -56,12 +56,9 @@ class GradientExchange(Session):
         super().__init__(
             Choices(compressor, memory, communicator, strategy),
             current() if backend is None else backend,
-            reduction=ReduceOp(op, gradient_predivide_factor),
-            group_bytes=group_bytes,
-            seed=seed,
-            sparse_as_dense=sparse_as_dense,
-            broadcast=broadcast,
-            hierarchical=hierarchical,
+            Settings(
+                ReduceOp(op, gradient_predivide_factor), group_bytes, seed, sparse_as_dense, broadcast, hierarchical
+            ),
             check=_check,
         )
         self.grace_state = Remembered(self)

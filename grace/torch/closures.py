@@ -44,5 +44,5 @@ def loss_of_all(loss: Any, session: Session) -> Any:
     number, total = sum(channel.allgather(mine).wait())  # in the order of ranks
     if not counts:
         return loss
-    whole = total if session.reduction.op == "sum" else total / number
+    whole = total if session.settings.reduction.op == "sum" else total / number
     return whole.to(loss).reshape(loss.shape) if tensor else float(whole)

@@ -56,8 +56,8 @@ class DDPState:
         self.momenta = owners(exchanger.communicators)
         self.open, self.stepped, self.closed = False, True, False
         self.hook = optimizer and optimizer.register_step_post_hook(self._after_step)
-        self.settings = () if optimizer is None else hyperparameters(optimizer)
-        exchanger.hyperparameters = lambda: in_words(type(optimizer).__name__, self.settings)
+        self.hyperparameters = () if optimizer is None else hyperparameters(optimizer)
+        exchanger.hyperparameters = lambda: in_words(type(optimizer).__name__, self.hyperparameters)
 
     @property
     def traffic(self) -> Traffic:
@@ -100,8 +100,8 @@ class DDPState:
         self.stepped = True
         context = self.exchanger.context
         context.updates += 1
-        self.settings = hyperparameters(self.optimizer)
-        context.settings = digest(self.settings)
+        self.hyperparameters = hyperparameters(self.optimizer)
+        context.settings = digest(self.hyperparameters)
 
     def _count_updates(self) -> None:
         """Without the optimizer: whether the parameters changed since the last step, by torch's own counts."""

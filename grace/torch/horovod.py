@@ -55,7 +55,7 @@ class HorovodSession(Session):
 
     def loaded(self) -> None:
         """The next exchange tells of the hyperparameters, and which state this rank goes on from."""
-        self.context.settings = digest((*self.settings, self.exchanger.run))
+        self.context.settings = digest((*self.hyperparameters, self.exchanger.run))
 
     def alone(self, p: torch.nn.Parameter) -> bool:
         """Whether Horovod may exchange a parameter's sparse gradient: nothing else travels with it."""
@@ -307,6 +307,7 @@ def distribute(
     bases = (_Initialized, Closable, Asked, *(() if session is None else (StateMixin,)), cls)
     optimizer.__class__ = type(cls.__name__, bases, body)
     made: Any = optimizer
+    settings = options["settings"]
     made._grace, made._paused = session, False
     _DistributedOptimizer.__init__(
         made,
@@ -314,10 +315,10 @@ def distribute(
         names,
         hvd.Compression.none,
         options["passes"],
-        hvd.Sum if options["reduction"].op == "sum" else hvd.Average,
-        options["reduction"].predivide,
+        hvd.Sum if settings.reduction.op == "sum" else hvd.Average,
+        settings.reduction.predivide,
         None,  # the session has the groups
-        options["sparse_as_dense"],
+        settings.sparse_as_dense,
         backend.process_set,
     )
     if session is not None and not made._grad_accs:

@@ -16,14 +16,12 @@ from grace.core.backend import Backend
 from grace.core.given import not_an_optimizer
 from grace.errors import ConfigError, ExchangeError
 from grace.exchange.tracing import recorder
-from grace.session.settings import ReduceOp
+from grace.session.settings import GROUP_BYTES, ReduceOp, Settings
 from grace.strategy.choices import Choices
 from grace.torch.closures import synchronized
 from grace.torch.life import Closable, begin
 from grace.torch.session import Session
 from grace.torch.state_dict import StateMixin, initializing
-
-GROUP_BYTES = 25 << 20
 
 
 class HookedSession(Session):
@@ -276,15 +274,11 @@ def DistributedOptimizer(
         backend = _backend(process_group, process_set)
     options = {
         "passes": backward_passes_per_step,
-        "reduction": ReduceOp(op, gradient_predivide_factor),
         "groups": num_groups if groups is None else groups,
-        "group_bytes": group_bytes,
-        "seed": seed,
         "grad_scaler": grad_scaler,
-        "sparse_as_dense": sparse_as_dense,
-        "broadcast": broadcast,
-        "hierarchical": hierarchical,
     }
+    reduction = ReduceOp(op, gradient_predivide_factor)
+    options["settings"] = Settings(reduction, group_bytes, seed, sparse_as_dense, broadcast, hierarchical)
     choices = Choices(compressor, memory, communicator, strategy)
     if backend.name == "horovod":
         from grace.torch.horovod import distribute

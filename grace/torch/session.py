@@ -20,7 +20,7 @@ from grace.exchange.tracing import recorder
 from grace.session.hyperparameters import facts as in_words
 from grace.session.momentum import owners
 from grace.session.plan import ExchangePlan
-from grace.session.settings import ReduceOp, check_integer
+from grace.session.settings import Settings, check_integer
 from grace.session.setup import build_exchanger
 from grace.session.sharding import Shard
 from grace.session.versions import public
@@ -70,17 +70,12 @@ class Session:
         backend: Backend,
         *,
         passes: int,
-        reduction: ReduceOp,
         groups: int | Sequence[Sequence[torch.Tensor]] | None,
-        group_bytes: int,
-        seed: int,
         grad_scaler: Any,
-        sparse_as_dense: bool,
-        broadcast: bool,
-        hierarchical: bool,
+        settings: Settings,
     ):
         self._optimizer = weakref.ref(optimizer)  # which holds this
-        self.grad_scaler, self.sparse_as_dense = grad_scaler, sparse_as_dense
+        self.grad_scaler, self.settings = grad_scaler, settings
         self.hooks: list[Any] = []
         """What takes hooks off again; none once the optimizer was closed."""
         self.finalizer: Any = None
@@ -91,33 +86,28 @@ class Session:
 
         def list_variables():
             check_integer("backward_passes_per_step", passes)
-            check_integer("group_bytes", group_bytes)
-            reduction.check()
+            settings.check()
             of_model = parameters is None or isinstance(parameters, torch.nn.Module)
             given = parameters if of_model else list(parameters)
             own.update(named(optimizer, given))
             check_unwrapped(own)
             check_free(own)
-            found = variables(own, () if sparse_as_dense else sparse_of(given))
+            found = variables(own, () if settings.sparse_as_dense else sparse_of(given))
             start.update(starting(optimizer, given))
             held = {p for group in optimizer.param_groups for p in group["params"]}
             held -= set(own.values())
             self.frozen = {name: p for name, p in start.items() if p in held}
-            if broadcast:
+            if settings.broadcast:
                 facts.extend(start_facts(start, found))
             return found
 
         me = weakref.ref(self)  # no cycle, so that all ends when the optimizer does
         lr = lambda name: 1.0 if (session := me()) is None else session._lr(name)  # noqa: E731
-        self.context = Context(seed=seed, lr=lr, predivide=reduction.predivide)
+        self.context = Context(seed=settings.seed, lr=lr, predivide=settings.reduction.predivide)
         facts = [
             ("torch", public(torch.__version__)),
-            ("sparse_as_dense", str(sparse_as_dense)),
             ("backward_passes_per_step", str(passes)),
-            ("the reduction", str(reduction)),
-            ("group_bytes", str(group_bytes)),
-            ("broadcast", str(broadcast)),
-            ("hierarchical", str(hierarchical)),
+            *settings.facts(),
             ("grad_scaler", "none" if grad_scaler is None else "given"),
             *in_words(type(optimizer).__name__, () if self.by_itself else hyperparameters(optimizer)),
         ]
@@ -126,11 +116,12 @@ class Session:
 
         def choose():
             together = lambda: horovod_groups(own, groups, each=backend.pairs_by_name)  # noqa: E731
-            self.plan = choices.plan(group_bytes, together, sparse_known=isinstance(parameters, torch.nn.Module))
+            known = isinstance(parameters, torch.nn.Module)
+            self.plan = choices.plan(settings.group_bytes, together, sparse_known=known)
             return self.plan
 
         self.exchanger = build_exchanger(
-            list_variables, choose, backend, self.context, facts, self._check, backend.elastic, hierarchical
+            list_variables, choose, backend, self.context, facts, self._check, backend.elastic, settings.hierarchical
         )
         if grad_scaler is not None and self.exchanger.averages:
             raise ConfigError(
@@ -139,7 +130,6 @@ class Session:
             )
         self.exchanger.follows_scaler = lambda: grad_scaler is not None and grad_scaler.is_enabled()
         recorder.note(updates_follow=True)
-        self.reduction = reduction
         self.buckets_of = {name: self._holding(name) for name in self.parameters}
         self.param_group = {
             name: index
@@ -151,13 +141,14 @@ class Session:
         self.checked = False
         self.idle = False
         """Whether gradients were cleared, and nothing was done with the optimizer since."""
-        self.settings = hyperparameters(optimizer)
+        self.hyperparameters = hyperparameters(optimizer)
         """Those that the last step was made with."""
         kind = type(optimizer).__name__
-        self.exchanger.hyperparameters = lambda: [] if (session := me()) is None else in_words(kind, session.settings)
+        made_with = lambda: [] if (session := me()) is None else in_words(kind, session.hyperparameters)  # noqa: E731
+        self.exchanger.hyperparameters = made_with
         self.versions: dict[str, tuple[torch.Tensor, int]] = {}
         self.written: dict[str, torch.Tensor] = {}
-        if broadcast and not backend.elastic:
+        if settings.broadcast and not backend.elastic:
             broadcast_parameters(start, 0, backend)
 
     @property
@@ -246,7 +237,7 @@ class Session:
         if p.grad is None:
             return torch.zeros_like(p)
         if p.grad.layout is not torch.strided:
-            if not self.sparse_as_dense:
+            if not self.settings.sparse_as_dense:
                 raise ConfigError(
                     f"the gradient of {name!r} is sparse ({p.grad.layout}); pass the model itself as "
                     "named_parameters to exchange it by rows, or sparse_as_dense=True to exchange it as a dense one, "
@@ -313,7 +304,7 @@ class Session:
 
     def _factor(self, shard: Shard) -> float:
         """What the aggregate of a shard is multiplied with."""
-        return self.reduction.factor(shard.communicator.compressor.votes, self.exchanger.backend.size)
+        return self.settings.reduction.factor(shard.communicator.compressor.votes, self.exchanger.backend.size)
 
     def _wipe(self, shard: Shard, p: torch.nn.Parameter) -> None:
         """Nothing has come for a shard yet: this rank's own gradient must not be taken for the mean."""
@@ -327,8 +318,8 @@ class Session:
         """The optimizer has stepped: what the next exchange tells of it."""
         self.idle = False
         self.context.updates += 1
-        self.settings = hyperparameters(self.optimizer)
-        self.context.settings = digest(self.settings)
+        self.hyperparameters = hyperparameters(self.optimizer)
+        self.context.settings = digest(self.hyperparameters)
 
     def loaded(self) -> None:
         """A state was loaded."""

@@ -193,10 +193,10 @@ def test_an_embedding_trains_with_compressed_rows(two):
     ],
 )
 def test_what_cannot_serve_rows_is_refused_by_name(compressor, memory, why):
-    from grace.session.settings import ReduceOp
+    from grace.session.settings import Settings
     from grace.tensorflow.session import Session
 
-    exchange = Session(Choices(compressor, memory, None), grace.init("local"), reduction=ReduceOp())
+    exchange = Session(Choices(compressor, memory, None), grace.init("local"), Settings())
     with pytest.raises(grace.ConfigError, match=f"'Variable' is sparse, and .*({why}).* sparse_as_dense=True"):
         exchange([slices(0, 0)], [tf.Variable(tf.zeros([ROWS, WIDTH]))])
 

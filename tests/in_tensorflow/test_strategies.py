@@ -246,13 +246,13 @@ def test_a_file_loads_in_plain_keras_and_under_another_strategy_with_memories_cu
 
 
 def test_a_tape_knows_no_steps_to_average_after():
-    from grace.session.settings import ReduceOp
+    from grace.session.settings import Settings
     from grace.strategy.choices import Choices
     from grace.tensorflow.session import Session
 
     variable = tf.Variable([1.0, 2.0], name="w")
     strategy = {"version": 1, "variables": {"w": {"shape": [2], "sync": {"type": "none", "period": 2}}}}
-    session = Session(Choices(strategy=strategy), grace.init("local"), reduction=ReduceOp())
+    session = Session(Choices(strategy=strategy), grace.init("local"), Settings())
     with pytest.raises(grace.ConfigError, match=r"none\(period\) averages variables after the optimizer's step"):
         session([tf.ones(2)], [variable])
     grace.shutdown()

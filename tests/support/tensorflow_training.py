@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import grace
 import grace.tensorflow
-from grace.session.settings import ReduceOp
+from grace.session.settings import Settings
 from grace.strategy.choices import Choices
 from grace.tensorflow.session import Session
 
@@ -47,7 +47,7 @@ LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 def session_of(compressor: Any, communicator: Any = None, **options: Any) -> Session:
     """What optimizers and tapes exchange gradients through."""
-    return Session(Choices(compressor, None, communicator), grace.init(), reduction=ReduceOp(), **options)
+    return Session(Choices(compressor, None, communicator), grace.init(), Settings(**options))
 
 
 def variables_of(shapes: dict[str, tuple[int, ...]], dtype: str = "float32") -> list[tf.Variable]:

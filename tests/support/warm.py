@@ -154,7 +154,9 @@ def _import_all(names: list[str]) -> list[dict[str, types.ModuleType]]:
             if name == "numba":
                 module.njit(lambda x: x[0])(sys.modules["numpy"].ones(1))  # sets up what every first call would
         brought = {name: module for name, module in sys.modules.items() if name not in before}
-        groups.append({n: module for n, module in brought.items() if n.partition(".")[0] not in sys.stdlib_module_names})
+        groups.append(
+            {n: module for n, module in brought.items() if n.partition(".")[0] not in sys.stdlib_module_names}
+        )
         before |= set(brought)
     for group in groups:
         for name in group:

@@ -4,8 +4,6 @@ Labels come from fixed random teachers, so that there is something to learn; the
 batches of other seeds are other samples of the same data. Both frameworks get the same numbers.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -5,8 +5,6 @@
 'Traits'
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from typing import Any

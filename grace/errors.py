@@ -1,7 +1,5 @@
 """Errors that say what was wrong, where, and what would be right."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Iterator

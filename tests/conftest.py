@@ -1,7 +1,5 @@
 """Fixtures: pools of real gloo ranks, shared by all tests."""
 
-from __future__ import annotations
-
 import functools
 import os
 import signal

@@ -4,8 +4,6 @@ Each round has a seed, which is printed: ``--seed`` runs it again. It ends with 
 examples each property was tried with.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

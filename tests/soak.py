@@ -3,8 +3,6 @@
 Prints every seed that fails, and what is wrong; `python -m tests.soak --seed N` runs it again. Ends with 1 if any did.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

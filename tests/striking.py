@@ -1,7 +1,5 @@
 """Runs of tests/programs/trains.py under every launcher, and how they end; as a program, RELIABILITY.md's seconds."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

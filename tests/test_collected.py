@@ -1,7 +1,5 @@
 """What is no longer used is collected, and ends."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

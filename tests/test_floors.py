@@ -1,7 +1,5 @@
 """Imports run one way: down the floors of the house, in no circle, and only its rooms stand at the root."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``import grace`` is light, and needs NumPy alone."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import textwrap

@@ -4,8 +4,6 @@ The files in tests/older were written by the commit before the rooms were rebuil
 to when it went on from them for as many steps.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

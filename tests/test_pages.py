@@ -1,7 +1,5 @@
 """The pages of docs/ are true: their code runs, their commands have these options, their links lead somewhere."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import pkgutil

@@ -1,7 +1,5 @@
 """Pairs of values meet in fewer cases than all (pairwise.py)."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Pools of ranks (pool.py, engines.py) tell of ranks that fail or hang, and go on with new ones."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """A fork of a Python that has imported its framework is, to who starts it, a new Python (warm.py)."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import signal

@@ -10,8 +10,6 @@ itself, so where rows repeat in a batch, their steps differ from those for the s
 No model has dropout or batch statistics, so that the mean of the ranks' losses is the loss of their batches together.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras

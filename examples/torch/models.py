@@ -10,8 +10,6 @@ optimizer wants ``sparse_as_dense=True`` for them, except under Horovod.
 No model has dropout or batch statistics, so that the mean of the ranks' losses is the loss of their batches together.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn import functional

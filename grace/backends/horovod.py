@@ -1,7 +1,5 @@
 """What torch's and TensorFlow's Horovod have in common."""
 
-from __future__ import annotations
-
 import math
 import os
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """The Horovod backend: Horovod's TensorFlow operations, in graphs and eagerly."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
@@ -70,7 +68,7 @@ class HorovodBackend(OverHorovod):
         self._recorded: list[Operation] | None = None
 
     @classmethod
-    def join(cls) -> HorovodBackend:
+    def join(cls) -> "HorovodBackend":
         """All ranks; Horovod is initialized if nobody has done it yet."""
         _refuse_elastic()
         return super().join()
@@ -124,7 +122,7 @@ class HorovodBackend(OverHorovod):
             self.count(kernels_of(tensor).nbytes(tensor))
         return self._start(Operation("gather", tensor, root, self.size))
 
-    def duplicate(self) -> HorovodBackend:
+    def duplicate(self) -> "HorovodBackend":
         other = HorovodBackend(self.process_set)
         other._calls_are, other._functions = f"{self._calls_are}.duplicate", {}
         return other

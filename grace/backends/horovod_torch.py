@@ -1,7 +1,5 @@
 """The Horovod backend: named operations, which find each other in whatever order ranks start them."""
 
-from __future__ import annotations
-
 import functools
 import os
 import time
@@ -39,7 +37,7 @@ class HorovodBackend(OverHorovod):
         self._calls = 0
 
     @classmethod
-    def named(cls, calls_are: str) -> HorovodBackend:
+    def named(cls, calls_are: str) -> "HorovodBackend":
         """All ranks, for one call from outside of Grace, whose operations have this name."""
         backend = cls()
         backend._calls_are = calls_are
@@ -135,12 +133,12 @@ class HorovodBackend(OverHorovod):
 
         return Handle(Operation(self, work, take), gathered)
 
-    def duplicate(self) -> HorovodBackend:
+    def duplicate(self) -> "HorovodBackend":
         other = HorovodBackend(self.process_set)
         other.timeout, other._calls_are = self.timeout, f"{self._calls_are}.duplicate"
         return other
 
-    def split(self, ranks: Sequence[int]) -> HorovodBackend | None:
+    def split(self, ranks: Sequence[int]) -> "HorovodBackend | None":
         process_set = _process_set(tuple(self._global(rank) for rank in ranks))
         if self.rank not in ranks:
             return None

@@ -1,7 +1,5 @@
 """The MPI backend: mpi4py's non-blocking collectives on the tensors' own memory."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os
@@ -98,7 +96,7 @@ class MPIBackend(Backend):
             return self._add_the_other(staged, dtype, count, datatype)
         return self._handle(self.comm.Iallreduce(MPI.IN_PLACE, [staged.memory, count, datatype], op), staged)
 
-    def _add_the_other(self, staged: _Staged, dtype: str, count: int, datatype: Any) -> Handle:
+    def _add_the_other(self, staged: "_Staged", dtype: str, count: int, datatype: Any) -> Handle:
         """Two ranks send each other all that they have, and each adds: both directions of the network are in use at
         once. Open MPI's non-blocking sum goes to one rank and back, which takes twice as long."""
         sent, received = staged.memory, np.empty_like(staged.memory)
@@ -144,11 +142,11 @@ class MPIBackend(Backend):
         request = self.comm.Igather([sent.memory, MPI.BYTE], [received.memory, sent.memory.nbytes, MPI.BYTE], root)
         return self._handle(request, received, sent).map(lambda whole: _rows(whole, self.size))
 
-    def duplicate(self) -> MPIBackend:
+    def duplicate(self) -> "MPIBackend":
         with self.asking("beside"):  # which brings all ranks here: the rest is a matter of milliseconds
             return self.like(comm=self.comm.Dup(), pending=[])
 
-    def split(self, ranks: Sequence[int]) -> MPIBackend | None:
+    def split(self, ranks: Sequence[int]) -> "MPIBackend | None":
         with self.asking("among"):
             comm = self.comm.Split(0 if self.rank in ranks else MPI.UNDEFINED, self.rank)
         if comm == MPI.COMM_NULL:
@@ -161,7 +159,9 @@ class MPIBackend(Backend):
         with self.asking("allgather_object"):
             return self.all_objects(value)
 
-    def _handle(self, request: Any, received: _Staged, *alive: Any, finish: Callable[[], None] | None = None) -> Handle:
+    def _handle(
+        self, request: Any, received: "_Staged", *alive: Any, finish: Callable[[], None] | None = None
+    ) -> Handle:
         """The result is the tensor in ``received``; ``alive``: what else MPI reads until the request is complete;
         ``finish`` is called once when it is."""
         self.pending = [other for other in self.pending if not other.Test()]  # which also moves them on

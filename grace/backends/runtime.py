@@ -1,7 +1,5 @@
 """The run that this process is part of: ``grace.init()``, ``rank()``, ``size()``, ``shutdown()``."""
 
-from __future__ import annotations
-
 import atexit
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """SIGTERM, by which a launcher ends ranks."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

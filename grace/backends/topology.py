@@ -1,7 +1,5 @@
 """Which ranks share a machine, and backends over them."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The torch.distributed backend: any process group, gloo or nccl."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 import uuid
@@ -46,7 +44,7 @@ class TorchBackend(Backend):
         self.watched, self.members = same and self.size > 1, None if same else members
 
     @classmethod
-    def join(cls) -> TorchBackend:
+    def join(cls) -> "TorchBackend":
         """The default process group, made from the launcher's environment if there is none yet."""
         if dist.is_initialized():
             return cls()
@@ -87,10 +85,10 @@ class TorchBackend(Backend):
         work = dist.gather(tensor, gathered or None, self._global(root), group=self.group, async_op=True)
         return self._handle(work, gathered, tensor)
 
-    def duplicate(self) -> TorchBackend:
+    def duplicate(self) -> "TorchBackend":
         return self.like(group=self._new(range(self.size)), owns=False)
 
-    def split(self, ranks: Sequence[int]) -> TorchBackend | None:
+    def split(self, ranks: Sequence[int]) -> "TorchBackend | None":
         group = self._new(ranks)
         if self.rank not in ranks:
             return None

@@ -1,7 +1,5 @@
 """``grace bench all`` and ``grace demo``: whether compression pays, whether models still learn, and what it costs."""
 
-from __future__ import annotations
-
 import textwrap
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The commands of ``grace bench``."""
 
-from __future__ import annotations
-
 import typer
 
 from grace.bench.all import command as all_of_them

@@ -1,7 +1,5 @@
 """What the commands of ``grace bench`` do alike: measure, keep what is finished, and say how it ended."""
 
-from __future__ import annotations
-
 import importlib.util
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """``grace list`` and ``grace describe``: what there is, read from the components themselves."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import inspect

@@ -1,7 +1,5 @@
 """``grace launch``: a program on all ranks of a cluster."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

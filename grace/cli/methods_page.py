@@ -1,7 +1,5 @@
 """The page of methods, made from traits and docstrings: ``python -m grace.cli.methods_page > docs/methods.md``."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import re

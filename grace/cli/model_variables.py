@@ -1,7 +1,5 @@
 """The variables of a user's model, whatever its framework."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

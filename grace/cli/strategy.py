@@ -1,7 +1,5 @@
 """``grace strategy``: build, show, check and compare strategies."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any

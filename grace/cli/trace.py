@@ -1,7 +1,5 @@
 """``grace trace``: where the time of a training run goes, variable by variable."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 import tempfile

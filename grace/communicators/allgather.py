@@ -1,7 +1,5 @@
 """Allgather: every rank receives and decodes every payload."""
 
-from __future__ import annotations
-
 from grace.communicators.base import Communicator
 from grace.core.backend import Handle
 from grace.core.compressor import Tensor

@@ -1,7 +1,5 @@
 """Allreduce: the engine adds payloads up."""
 
-from __future__ import annotations
-
 from grace.communicators.base import Communicator
 from grace.core.backend import Handle
 from grace.core.compressor import Tensor

@@ -1,7 +1,5 @@
 """The communicator contract: one compressor, one memory, and the collective that carries payloads."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
@@ -139,7 +137,7 @@ class Communicator(Component):
     def resumed(self, loss_scale: float) -> None:
         """The state was loaded from a checkpoint, in the units of this loss scale."""
 
-    def dense(self, usual: Communicator) -> Communicator:
+    def dense(self, usual: "Communicator") -> "Communicator":
         """What carries the variables that the compressor would not make smaller: ``usual``, all together."""
         return usual
 

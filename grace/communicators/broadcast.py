@@ -1,7 +1,5 @@
 """Broadcast: each rank broadcasts its payload in turn."""
 
-from __future__ import annotations
-
 from grace.communicators.base import Communicator
 from grace.core.backend import Handle
 from grace.core.compressor import Tensor

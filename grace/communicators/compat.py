@@ -1,7 +1,5 @@
 """GRACE's parameter dictionaries, for those who come from there."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """ReduceBroadcast: a parameter server. One rank reduces, and sends the mean round; compressed both ways."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections import defaultdict, deque
@@ -156,7 +154,7 @@ class ReduceBroadcast(Communicator):
                 raise ConfigError("reduce_broadcast: local_replication is not for Horovod with TensorFlow: use MPI")
             self.node_groups = exchanger.node_groups(backend, self.root)
 
-    def aside(self) -> ReduceBroadcast:
+    def aside(self) -> "ReduceBroadcast":
         """The same with the thread's backend, for one step: whatever step this rank is at when the others' payloads
         and the answer are there, they are decoded as they were encoded."""
         other = self.at(dataclasses.replace(self.context))

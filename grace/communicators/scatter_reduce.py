@@ -1,7 +1,5 @@
 """ScatterReduce: every rank averages one shard and hands it round, compressed both ways."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 from grace.communicators.base import Communicator

@@ -1,7 +1,5 @@
 """What carries the rows of sparse gradients, with the user's compressor and memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from grace.communicators.allgather import Allgather

@@ -1,7 +1,5 @@
 """Adaptive thresholds for both signs, and one mean for each."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

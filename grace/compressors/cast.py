@@ -1,7 +1,5 @@
 """Sixteen-bit floating point."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

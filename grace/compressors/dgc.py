@@ -1,7 +1,5 @@
 """Deep gradient compression: top-k by a sampled threshold, with a warm-up."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Eight bits of dynamic range: a table of 256 values."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

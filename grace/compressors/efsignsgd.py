@@ -1,7 +1,5 @@
 """EF-SignSGD: scaled signs with error feedback."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

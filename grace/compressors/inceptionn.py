@@ -1,7 +1,5 @@
 """INCEPTIONN: as many bits per element as its magnitude needs for a bounded error."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Natural compression: powers of two."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """1-bit SGD: two values per tensor."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """PowerSGD: low-rank compression by one step of power iteration."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Generator
 from dataclasses import dataclass

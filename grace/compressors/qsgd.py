@@ -1,7 +1,5 @@
 """QSGD: stochastic quantization per bucket."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

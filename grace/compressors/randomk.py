@@ -1,7 +1,5 @@
 """Random-k sparsification with shared indices."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """SignSGD with majority vote."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Signum: SignSGD of a momentum."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Quantile sketch: equal-count buckets."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """TernGrad: stochastic ternary codes."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Sparsification by a fixed threshold."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

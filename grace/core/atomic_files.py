@@ -1,7 +1,5 @@
 """Files that are there whole or not at all, whatever happens while they are written."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The backend contract: the engine that moves bytes."""
 
-from __future__ import annotations
-
 import abc
 import contextlib
 import copy
@@ -52,12 +50,12 @@ class Handle:
         """The result of a collective that is known to be done."""
         return self._result()
 
-    def map(self, function: Callable[[Any], Any]) -> Handle:
+    def map(self, function: Callable[[Any], Any]) -> "Handle":
         """A handle with another form of the same result."""
         return Handle(self._wait, works=self.works, later=lambda: function(self._result()))
 
     @staticmethod
-    def all(handles: list[Handle]) -> Handle:
+    def all(handles: "list[Handle]") -> "Handle":
         """One handle for several collectives; its result is the list of theirs."""
 
         def wait() -> None:
@@ -151,7 +149,7 @@ class Backend(abc.ABC):
                 warnings.warn(f"{cls.__name__}.{old}() is called {new}() now", DeprecationWarning, stacklevel=2)
                 setattr(cls, new, vars(cls)[old])
 
-    def duplicate(self) -> Backend:
+    def duplicate(self) -> "Backend":
         """Another backend over the same ranks, whose collectives may be started by another thread, in an order of
         their own. Every rank must call it.
 
@@ -163,7 +161,7 @@ class Backend(abc.ABC):
             "staleness and sync=False"
         )
 
-    def split(self, ranks: Sequence[int]) -> Backend | None:
+    def split(self, ranks: Sequence[int]) -> "Backend | None":
         """Another backend over some of the ranks, for those; None for the others. Every rank must call it.
 
         Args:
@@ -174,11 +172,11 @@ class Backend(abc.ABC):
             "hierarchical and local_replication"
         )
 
-    def beside(self) -> Backend:
+    def beside(self) -> "Backend":
         """:meth:`duplicate`, as it was called."""
         return self.duplicate()
 
-    def among(self, ranks: Sequence[int]) -> Backend | None:
+    def among(self, ranks: Sequence[int]) -> "Backend | None":
         """:meth:`split`, as it was called."""
         return self.split(ranks)
 
@@ -286,10 +284,10 @@ class LocalBackend(Backend):
     def gather(self, tensor: Tensor, root: int) -> Handle:
         return Handle(lambda: None, [tensor])
 
-    def duplicate(self) -> LocalBackend:
+    def duplicate(self) -> "LocalBackend":
         return LocalBackend()
 
-    def split(self, ranks: Sequence[int]) -> LocalBackend | None:
+    def split(self, ranks: Sequence[int]) -> "LocalBackend | None":
         return LocalBackend() if 0 in ranks else None
 
     def allgather_object(self, value: Any) -> list[Any]:

@@ -1,7 +1,5 @@
 """What messages call things that every framework has another name for."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

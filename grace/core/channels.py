@@ -9,8 +9,6 @@ together: optimizers end when Python collects them, at another moment on each ra
 ranks find out when they compare their settings.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """What compressors, memories and communicators have in common: a name, parameters, state."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import weakref
@@ -60,12 +58,12 @@ class Component:
         finally:
             object.__setattr__(self, "_binding", False)
 
-    def parts(self) -> Iterator[tuple[str, Component]]:
+    def parts(self) -> "Iterator[tuple[str, Component]]":
         """The components among the attributes, with the attributes' names; those in lists and dicts too."""
         for name, value in list(vars(self).items()):
             yield from _components(name, value)
 
-    def whole(self) -> dict[str, Component]:
+    def whole(self) -> "dict[str, Component]":
         """This component (named "") and its parts, and their parts, by dotted names; each once.
 
         >>> import grace
@@ -82,7 +80,7 @@ class Component:
                     todo.append((f"{prefix}{name}.", part))
         return found
 
-    def at(self, context: Context, copies: dict[int, Component] | None = None) -> Any:
+    def at(self, context: Context, copies: "dict[int, Component] | None" = None) -> Any:
         """A copy of the component and its parts in another context; all that they remember is shared.
 
         >>> from grace.compressors.dgc import DGC

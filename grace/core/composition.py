@@ -1,7 +1,5 @@
 """Composition: a value compressor on the values that a sparsifier sends."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

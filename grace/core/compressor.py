@@ -1,7 +1,5 @@
 """The compressor contract."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Generator, Sequence
@@ -130,7 +128,7 @@ class Compressor(Component):
                 out = self.accumulate(payload, ctx, out, 1.0 / count)
         return out
 
-    def answering(self) -> Compressor:
+    def answering(self) -> "Compressor":
         """The method that a destination compresses the mean with, which goes back to all: this one."""
         return self
 

@@ -1,7 +1,5 @@
 """What components may know about the run that they are in."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 

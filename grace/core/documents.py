@@ -3,8 +3,6 @@
 JSON needs nothing but Python; YAML its package.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What was given where an optimizer is wanted."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

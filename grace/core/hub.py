@@ -1,7 +1,5 @@
 """The hub of the watch: rank 0 hears how ranks end and where they wait, and hands it on."""
 
-from __future__ import annotations
-
 import contextlib
 import hmac
 import json

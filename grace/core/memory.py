@@ -1,7 +1,5 @@
 """The memory contract: what is remembered of earlier gradients."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any, ClassVar
 
@@ -47,7 +45,7 @@ class Memory(Component):
         For methods of several rounds it runs after them, with the aggregated payload."""
         raise TypeError(f"{type(self).__name__} must define update(tensor, name, compressor, payload, ctx)")
 
-    def answering(self) -> Memory:
+    def answering(self) -> "Memory":
         """The memory of a destination's answers (a mean that is compressed once more): a copy of this one."""
         return copy.deepcopy(self)
 

@@ -5,8 +5,6 @@ Built-in ones are the classes in ``grace/compressors``, ``grace/memories``, ``gr
 entry point groups ``grace.compressors``, ``grace.memories``, ``grace.communicators`` and ``grace.strategy.builders``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import functools

@@ -1,7 +1,5 @@
 """Specs: the text and dict forms that name a component and its parameters."""
 
-from __future__ import annotations
-
 import ast
 import re
 from typing import Any

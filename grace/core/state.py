@@ -1,7 +1,5 @@
 """State that is kept per variable and changes only when a whole step succeeded."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, MutableMapping
 from typing import Any
 

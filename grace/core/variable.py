@@ -1,7 +1,5 @@
 """Variables: what the exchange and the strategies know of a trainable parameter."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Where the threads of this rank wait for other ranks, and for how long they may."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -8,8 +8,6 @@ together, other than exchanges, they compare what it is (:func:`meet`).
 Nothing depends on it: where it cannot be opened Grace says so once, and its messages say less.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os
@@ -37,7 +35,7 @@ FOLLOWED = "failed after that"
 LEFT = "has left (its program ended, or called grace.shutdown())"
 ALL_THERE = "all ranks wait there: the network is slow, or broken"
 
-_current: Watch | None = None
+_current: "Watch | None" = None
 _tried = False
 
 

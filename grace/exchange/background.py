@@ -1,7 +1,5 @@
 """Exchanges that run beside training, in a thread of their own."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import queue
@@ -92,7 +90,7 @@ class ExchangeThread:
             sys.stdout.flush()
             os._exit(1)
 
-    def send(self, pending: PendingExchange) -> None:
+    def send(self, pending: "PendingExchange") -> None:
         """Hand over the next exchange."""
         while self.under_way and self.under_way[0].done.is_set():
             self.under_way.popleft()
@@ -121,7 +119,7 @@ class PendingExchange:
         self.dropped = False
 
     @classmethod
-    def over(cls, outcomes: list[Outcome], loss_scale: float) -> PendingExchange:
+    def over(cls, outcomes: list[Outcome], loss_scale: float) -> "PendingExchange":
         """One of a checkpoint, which has brought this."""
         pending = cls(None, None, loss_scale)
         pending.outcomes = outcomes

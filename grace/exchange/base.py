@@ -1,7 +1,5 @@
 """One exchange: the round trip of one bucket of variables."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence

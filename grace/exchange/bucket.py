@@ -1,7 +1,5 @@
 """What an exchange takes, and what it brings: variables and what carries them, the outcome of each, what was sent."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -43,7 +41,7 @@ class Carrier(Protocol):
     @property
     def keepers(self) -> Mapping[str, Component]: ...
 
-    def begin(self, contribution: Contribution) -> Any: ...
+    def begin(self, contribution: "Contribution") -> Any: ...
 
     def communicate(self, wire: Tensor) -> Handle: ...
 
@@ -92,7 +90,7 @@ class Contribution(NamedTuple):
     gradients: Sequence[Any]
     present: Sequence[bool]
     guard: bool
-    traffic: Traffic
+    traffic: "Traffic"
 
 
 @dataclass

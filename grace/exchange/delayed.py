@@ -1,7 +1,5 @@
 """Exchanges that run on while training goes ahead: bounded staleness, and none."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

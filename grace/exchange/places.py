@@ -7,8 +7,6 @@ rank that takes no part (Horovod's ``join``), and 255 one that speaks for ranks 
 with a wrong sum is damaged, and so is what came with it, which says so when it is decoded.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Sequence
 from typing import Any

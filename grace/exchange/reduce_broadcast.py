@@ -1,7 +1,5 @@
 """The exchange of ReduceBroadcast: payloads to one destination, and its answer back to all."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What an exchange does with payloads that do not decode: all ranks give up together, and say why."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The exchange of ScatterReduce: shards to their ranks, means back."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import Any

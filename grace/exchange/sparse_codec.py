@@ -8,8 +8,6 @@ Row numbers and values of all sparse variables travel in one collective. A paylo
 of rows, so what the decoder needs is taken from a compression of as many zeros.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

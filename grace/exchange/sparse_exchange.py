@@ -1,7 +1,5 @@
 """The round trips of sparse gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

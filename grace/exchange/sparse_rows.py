@@ -1,7 +1,5 @@
 """Sparse gradients: some rows of a variable, and their numbers."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +17,7 @@ class SparseRows(NamedTuple):
     values: Tensor
     rows: Tensor
 
-    def between(self, start: int, stop: int) -> SparseRows:
+    def between(self, start: int, stop: int) -> "SparseRows":
         """The rows in [start, stop), numbered from ``start``.
 
         >>> import numpy as np

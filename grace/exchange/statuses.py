@@ -1,7 +1,5 @@
 """What an exchange learns from the statuses and places that come with the payloads."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Sequence

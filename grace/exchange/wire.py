@@ -12,8 +12,6 @@ Behind the statuses, one bucket of each step carries the ranks' places (:mod:`gr
 each rank has elements of its own, in which all others write 0, and the sum is all ranks' places.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Sequence
@@ -122,7 +120,7 @@ class Wire:
         """The first dimension of every payload tensor: what may differ between ranks; 1 of a 0-d one."""
         return [shape[0] if shape else 1 for shape in self.shapes]
 
-    def resized(self, sizes: Sequence[float], most: float = math.inf) -> Wire:
+    def resized(self, sizes: Sequence[float], most: float = math.inf) -> "Wire":
         """The layout of another rank's buffer, from its :meth:`sizes`; ``most`` is the bytes it may have.
 
         Raises:

@@ -1,7 +1,5 @@
 """What kernels look at before they use what came off the wire; anything may stand there."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from grace.errors import PayloadError

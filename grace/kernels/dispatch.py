@@ -1,7 +1,5 @@
 """Which kernels compute with a tensor: those of its framework and device."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import threading

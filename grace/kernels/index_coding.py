@@ -4,8 +4,6 @@ Ascending positions below n are sent as whichever is smallest, by the sizes alon
 int32, 16 bits where n <= 65536, or a bitmap of n bits. The decoder tells them apart by dtype.
 """
 
-from __future__ import annotations
-
 from grace.errors import ConfigError
 from grace.kernels import Kernels
 from grace.kernels.contract.primitives import Tensor

@@ -7,8 +7,6 @@ depends on nothing else, so every framework and device draws the same integers, 
 bit for bit, and ranks that share a key agree without talking.
 """
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -42,7 +40,7 @@ class Stream:
         """Key low, key high, step, draw, each a 32-bit number."""
         return self.key & 0xFFFFFFFF, self.key >> 32, self.step & 0xFFFFFFFF, self.draw
 
-    def permuting(self) -> Stream:
+    def permuting(self) -> "Stream":
         """The stream that random indices are drawn from."""
         return replace(self, draw=self.draw | FEISTEL_DRAW)
 

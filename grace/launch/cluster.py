@@ -8,8 +8,6 @@
     ssh: {default: {username: me, port: 22, key_file: ~/.ssh/id, python_venv: ~/venv, shared_envs: {NCCL_DEBUG: INFO}}}
 """
 
-from __future__ import annotations
-
 import collections
 import difflib
 import ipaddress
@@ -153,7 +151,7 @@ class Resources(_Part):
     ssh: dict[str, SSH] = {}
 
     @classmethod
-    def load(cls, path: Path | str | None, ranks: int | None = None) -> Resources:
+    def load(cls, path: Path | str | None, ranks: int | None = None) -> "Resources":
         """Read a file: YAML (.yaml, .yml) or JSON (.json).
 
         Args:
@@ -175,7 +173,7 @@ class Resources(_Part):
         return cls.of(_read(Path(path)), str(path))
 
     @classmethod
-    def of(cls, document: Any, source: str = "resources") -> Resources:
+    def of(cls, document: Any, source: str = "resources") -> "Resources":
         """Resources from what a file holds.
 
         Args:
@@ -228,7 +226,7 @@ class Resources(_Part):
         return None if node.ssh_config is None else self.ssh[node.ssh_config]
 
     @pydantic.model_validator(mode="after")
-    def _work_together(self) -> Resources:
+    def _work_together(self) -> "Resources":
         addresses = [node.address for node in self.nodes]
         for address, count in collections.Counter(addresses).items():
             if count > 1:

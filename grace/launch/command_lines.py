@@ -1,7 +1,5 @@
 """The command lines by which an engine's own launcher starts a program on all ranks of a cluster."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import os
@@ -57,7 +55,7 @@ def default_engine() -> str:
 
 
 def command(
-    resources: Resources,
+    resources: "Resources",
     engine: str,
     program: Sequence[str],
     strategy: Path | str | None = None,
@@ -101,7 +99,7 @@ def command(
 # -- torch ----------------------------------------------------------------------------------------------------------
 
 
-def _torch(resources: Resources, program: list[str], environment: dict[str, str], port: int) -> list[Command]:
+def _torch(resources: "Resources", program: list[str], environment: dict[str, str], port: int) -> list[Command]:
     commands = []
     nodes = resources.ordered
     for number, node in enumerate(nodes):
@@ -137,7 +135,7 @@ def is_python(name: str) -> bool:
     return re.fullmatch(r"python[\d.]*", Path(name).name) is not None
 
 
-def _over_ssh(node: Node, ssh: SSH, argv: list[str]) -> list[str]:
+def _over_ssh(node: "Node", ssh: "SSH", argv: list[str]) -> list[str]:
     """A terminal (-tt), so that what was started there ends when the connection does."""
     steps = [f"cd {shlex.quote(os.getcwd())}"]
     if ssh.python_venv:
@@ -161,7 +159,7 @@ def _home_kept(path: str) -> str:
 # -- launchers that start all nodes themselves ----------------------------------------------------------------------
 
 
-def _horovodrun(resources: Resources, program: list[str], environment: dict[str, str]) -> Command:
+def _horovodrun(resources: "Resources", program: list[str], environment: dict[str, str]) -> Command:
     port, key = _common(resources, "port"), _common(resources, "key_file")
     if _common(resources, "username") is not None:
         raise ConfigError(
@@ -176,7 +174,7 @@ def _horovodrun(resources: Resources, program: list[str], environment: dict[str,
     return Command(resources.chief.address, argv, {**_shared(resources), **environment})
 
 
-def _mpirun(resources: Resources, program: list[str], environment: dict[str, str]) -> Command:
+def _mpirun(resources: "Resources", program: list[str], environment: dict[str, str]) -> Command:
     variables = {"GRACE_BACKEND": "mpi", **_shared(resources), **_same_gpus(resources), **environment}
     user, port, key = (_common(resources, field) for field in ("username", "port", "key_file"))
     reach = ["-l", user] if user else []
@@ -193,11 +191,11 @@ def _mpirun(resources: Resources, program: list[str], environment: dict[str, str
     return Command(resources.chief.address, [*argv, *in_venv(resources, program)], variables)
 
 
-def _hosts(resources: Resources) -> str:
+def _hosts(resources: "Resources") -> str:
     return ",".join(f"{node.address}:{node.slots}" for node in resources.ordered)
 
 
-def _same_gpus(resources: Resources) -> dict[str, str]:
+def _same_gpus(resources: "Resources") -> dict[str, str]:
     """These launchers give all ranks one environment."""
     lists = {tuple(node.gpus) for node in resources.nodes}
     if len(lists) > 1:
@@ -209,7 +207,7 @@ def _same_gpus(resources: Resources) -> dict[str, str]:
     return _gpus(resources.chief)
 
 
-def _common(resources: Resources, field: str) -> Any:
+def _common(resources: "Resources", field: str) -> Any:
     """What the ssh settings of all nodes but the chief say, which must be one thing."""
     said = {node.address: getattr(resources.ssh_of(node), field, None) for node in resources.ordered if not node.chief}
     if len(set(said.values())) > 1:
@@ -221,7 +219,7 @@ def _common(resources: Resources, field: str) -> Any:
     return next(iter(said.values()), None)
 
 
-def in_venv(resources: Resources, program: list[str]) -> list[str]:
+def in_venv(resources: "Resources", program: list[str]) -> list[str]:
     """All nodes start the same command line, so ``python`` becomes that of the nodes' environment."""
     venv = _common(resources, "python_venv")
     if venv is None or program[0] not in ("python", "python3"):
@@ -229,7 +227,7 @@ def in_venv(resources: Resources, program: list[str]) -> list[str]:
     return [str(Path(venv).expanduser() / "bin" / program[0]), *program[1:]]
 
 
-def _shared(resources: Resources) -> dict[str, str]:
+def _shared(resources: "Resources") -> dict[str, str]:
     """The variables of all ssh groups that nodes name."""
     variables: dict[str, str] = {}
     for node in resources.ordered:
@@ -243,7 +241,7 @@ def _shared(resources: Resources) -> dict[str, str]:
     return variables
 
 
-def _gpus(node: Node) -> dict[str, str]:
+def _gpus(node: "Node") -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, node.gpus))} if node.gpus else {}
 
 

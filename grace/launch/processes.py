@@ -3,8 +3,6 @@
 This file is also a program, which needs nothing but Python: see :func:`kept`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

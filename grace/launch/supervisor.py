@@ -1,7 +1,5 @@
 """Launchers that run: what they print, which rank failed first, and the end of all of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import os

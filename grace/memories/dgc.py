@@ -1,7 +1,5 @@
 """Deep gradient compression's memory: momentum correction, local clipping and momentum factor masking."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """EF-SignSGD's memory: error feedback that follows the learning rate."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

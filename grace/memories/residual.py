@@ -1,7 +1,5 @@
 """Error feedback by residuals."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Agreement: before anything is exchanged, the ranks compare what they are about to do."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from typing import Any

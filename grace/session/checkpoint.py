@@ -17,8 +17,6 @@ Every save has an id, the same on all ranks, and the ranks compare what they are
 What a state looks like, and how it is known to be whole, stands in :mod:`grace.session.saved_form`.
 """
 
-from __future__ import annotations
-
 import warnings
 import zlib
 from collections.abc import Callable

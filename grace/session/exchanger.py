@@ -1,7 +1,5 @@
 """The exchanger: plans the buckets of one model, and runs a step's exchanges in one fixed order."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import secrets

@@ -1,7 +1,5 @@
 """A file that one rank writes for all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,6 @@
 The result is the mean over all ranks, equally weighted, whatever the nodes' sizes. Memories live at the leaders.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """An optimizer's hyperparameters, which all ranks must have the same of: its numbers, as they are called."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any

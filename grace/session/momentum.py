@@ -1,7 +1,5 @@
 """Momentum is applied once: by the optimizer, or by a memory or compressor that has its own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

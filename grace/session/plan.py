@@ -1,7 +1,5 @@
 """How each variable is exchanged: the contract of plans, and the plan of one method for all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 

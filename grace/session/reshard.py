@@ -7,8 +7,6 @@ over where neither the cut nor the method of a variable changed, and starts anew
 destination's answers follows the destination.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from itertools import accumulate, pairwise

@@ -5,8 +5,6 @@ it. It is sealed by a CRC-32 for each value, and one for all the rest: that cost
 saved and again when they are loaded (and on a GPU a copy of each to the host).
 """
 
-from __future__ import annotations
-
 import json
 import reprlib
 import sys

@@ -1,7 +1,5 @@
 """How gradients are exchanged whatever the method: checked, and compared between ranks, once for all frameworks."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Setting up: each rank checks what it was given, and either all of them start or none."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from grace.communicators.base import Communicator

@@ -1,7 +1,5 @@
 """Shards: what the exchange sees of each variable, how each travels, and which of them travel together."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """What ranks must have the same of, whatever their script says: versions, formats, engine and kernels."""
 
-from __future__ import annotations
-
 from grace.core.backend import Backend
 from grace.exchange import wire
 from grace.kernels.fused.availability import missing

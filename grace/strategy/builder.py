@@ -1,7 +1,5 @@
 """The builder contract: from a model's variables and a cluster to a strategy."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """What the user chose, one method for all variables or a strategy, as an exchange plan."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

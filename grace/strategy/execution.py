@@ -1,7 +1,5 @@
 """Strategies executed: rank 0's is handed to all ranks, checked against the model, and made into an exchange plan."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """How partitioning builders cut variables."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

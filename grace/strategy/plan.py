@@ -3,8 +3,6 @@
 Nothing here needs a framework, or a package beyond NumPy; :mod:`grace.strategy.schema` reads and writes files.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Strategy files: JSON or YAML in one schema, validated field by field."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from fnmatch import fnmatchcase

@@ -1,7 +1,5 @@
 """What a strategy sends: bytes per part, and per rank and direction, counted from shapes."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

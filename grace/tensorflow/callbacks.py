@@ -1,7 +1,5 @@
 """Keras callbacks for training on several ranks."""
 
-from __future__ import annotations
-
 from numbers import Real
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An exchange inside a graph: Python functions of eager tensors, and the engine's collectives between them."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence

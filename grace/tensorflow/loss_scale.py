@@ -1,7 +1,5 @@
 """Loss scaling: whether a gradient overflowed is for all ranks to say together."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras

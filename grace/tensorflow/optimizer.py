@@ -1,7 +1,5 @@
 """The distributed optimizer for Keras 3: the user's own, whose gradients are exchanged compressed."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What a distributed optimizer remembers, as Keras and tf.train.Checkpoint save it beside the optimizer's variables."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

@@ -4,8 +4,6 @@ NumPy's arrays can change in place and be cut without a copy, and their operatio
 TensorFlow's take tens. So methods of ours, on CPUs, run on arrays; a user's own get tensors.
 """
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """Models in one file, with the memories of all ranks."""
 
-from __future__ import annotations
-
 import zipfile
 from pathlib import Path
 from typing import Any

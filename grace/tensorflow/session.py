@@ -1,7 +1,5 @@
 """The variables of one model, their exchanger, and the way of gradients through it, eagerly and in graphs."""
 
-from __future__ import annotations
-
 import functools
 import re
 import weakref

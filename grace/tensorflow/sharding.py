@@ -1,7 +1,5 @@
 """Shards of TensorFlow's tensors, and tensors of shards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

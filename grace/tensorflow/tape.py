@@ -1,7 +1,5 @@
 """Gradients of custom loops: a GradientTape whose gradients are those of all ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import tensorflow as tf

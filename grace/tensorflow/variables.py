@@ -1,7 +1,5 @@
 """Names and start values of TensorFlow and Keras variables."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections import Counter

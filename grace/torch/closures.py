@@ -1,7 +1,5 @@
 """Closures that are given to ``step()``: every rank's optimizer sees the same loss, and takes the same path."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from numbers import Real
 from typing import Any

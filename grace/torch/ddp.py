@@ -1,7 +1,5 @@
 """The same exchange as a DistributedDataParallel communication hook."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

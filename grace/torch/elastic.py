@@ -8,8 +8,6 @@ What becomes of what Grace remembers when the number of ranks changes:
 - ScatterReduce's memory of the second compression belongs to shards, which change: it starts anew.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """The distributed optimizer under Horovod: Horovod's own, with Grace's exchange in it."""
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator

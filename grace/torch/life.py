@@ -1,7 +1,5 @@
 """The life of a distributed optimizer: what ties it to a session and its hooks, and what unties them again."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """The distributed optimizer: the user's own, whose gradients are exchanged compressed."""
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator, Sequence

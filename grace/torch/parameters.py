@@ -1,7 +1,5 @@
 """Names, variables and start values of torch parameters."""
 
-from __future__ import annotations
-
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -1,8 +1,6 @@
 """What scripts call of Horovod's and Grace does: broadcasts of parameters, and of a distributed optimizer's state, and
 names for operations that have none."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import sys

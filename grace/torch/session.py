@@ -1,7 +1,5 @@
 """What every distributed optimizer needs: its parameters' exchanger, and the way of gradients in and out of it."""
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence

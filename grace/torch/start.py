@@ -1,7 +1,5 @@
 """What starts equal on all ranks, and how the ranks compare it before it is broadcast."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What distributed optimizers save and restore, on every engine."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import sys

@@ -1,7 +1,5 @@
 """What wraps models and exchanges their gradients itself, so that Grace's optimizer cannot do it as well."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Collection, Mapping

@@ -1,7 +1,5 @@
 """Ranks that part: one leaves, fails, or does something else than the others. All say so, and where they were."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

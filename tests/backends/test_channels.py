@@ -1,7 +1,5 @@
 """Every optimizer's exchanges travel over a channel of their own, beside other optimizers' and users' collectives."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

@@ -1,7 +1,5 @@
 """The whole catalogue over every engine, started by its launcher: the same results as over torch.distributed."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

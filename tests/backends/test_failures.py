@@ -1,7 +1,5 @@
 """A rank that is killed in the middle of training ends every other rank with an error that names what was under way."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing as mp
 import os

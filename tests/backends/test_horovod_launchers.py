@@ -1,8 +1,6 @@
 """Over every launcher of Horovod: without compression Grace is Horovod to the bit. On some of the ranks: process sets.
 Start values and optimizer state come from one rank, on every engine."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

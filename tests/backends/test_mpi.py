@@ -1,7 +1,5 @@
 """The MPI backend's own: 16-bit sums that MPI does not know, collectives on the tensors' own memory, its timeout."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

@@ -1,7 +1,5 @@
 """grace.init, rank, size and shutdown: which run this process joins."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -1,7 +1,5 @@
 """``grace bench kernels``: what it measures, against what is known in closed form; its table, files and refusals."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

@@ -1,7 +1,5 @@
 """``grace bench link``, and the emulated networks behind it: their rates, and that nothing of them is left behind."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

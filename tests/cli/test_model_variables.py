@@ -1,7 +1,5 @@
 """The example models: that they train, which gradients are sparse, and that strategies are built for them."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import subprocess

@@ -1,7 +1,5 @@
 """Options that several commands have mean the same in all of them."""
 
-from __future__ import annotations
-
 import pytest
 
 import grace

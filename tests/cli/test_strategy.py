@@ -1,7 +1,5 @@
 """``grace strategy``: run as a user does once, and in this process."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """``grace trace``: putting ranks' files together, the summary, and the command on real ranks."""
 
-from __future__ import annotations
-
 import gzip
 import importlib.util
 import json

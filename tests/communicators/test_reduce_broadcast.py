@@ -1,7 +1,5 @@
 """ReduceBroadcast with compression, there and back: oracles, overflows, and missing gradients."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

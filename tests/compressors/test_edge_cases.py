@@ -1,7 +1,5 @@
 """Zeros, ties, infinities, seeds, and the contract itself."""
 
-from __future__ import annotations
-
 import inspect
 import math
 

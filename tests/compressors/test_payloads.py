@@ -1,7 +1,5 @@
 """What travels, and what comes back of it on this rank and on others."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

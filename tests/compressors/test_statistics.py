@@ -1,7 +1,5 @@
 """What methods promise of their errors: unbiased ones by a z test, contractions by their bounds."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

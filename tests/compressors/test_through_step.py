@@ -1,7 +1,5 @@
 """Whatever tensor and communicator: one exchange by a communicator."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -4,8 +4,6 @@ The mistakes that take several ranks to see are in exchange/test_traps_of_payloa
 parts is accepted, legal or not, is communicators/test_refused_combinations.py.
 """
 
-from __future__ import annotations
-
 import math
 import random
 

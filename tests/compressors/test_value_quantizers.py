@@ -1,7 +1,5 @@
 """natural, terngrad, onebit, signum, dynamic8 and sketch against their formulas."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

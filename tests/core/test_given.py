@@ -1,7 +1,5 @@
 """What is given to ``grace.DistributedOptimizer`` instead of an optimizer is refused with what was given."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Components of other packages: registered, or found through entry points."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

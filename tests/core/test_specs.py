@@ -1,7 +1,5 @@
 """Specs name components and parameters; traits say what goes together."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import re

@@ -1,7 +1,5 @@
 """State changes only when a whole step succeeded."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """How long ranks wait, and what they tell each other beside the engine."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -4,8 +4,6 @@ The methods that test_oracles.py does not hold. Nothing of Grace's is run here b
 reference kernels; a tensor that a method would not shrink is expected as the plain mean.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Rows of sparse gradients over a destination: what is compressed on the way back is decoded where it belongs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

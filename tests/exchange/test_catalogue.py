@@ -1,7 +1,5 @@
 """The whole catalogue over real ranks: odd tensors, 16-bit gradients, resuming, and overflows."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

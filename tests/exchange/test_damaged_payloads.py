@@ -1,7 +1,5 @@
 """A payload that was damaged on its way, or made by other code, is an error on every rank that names its sender."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from functools import partial

@@ -1,7 +1,5 @@
 """Exchanges that are applied later: bounded staleness, means applied as they come, and what a checkpoint keeps."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Without compression Grace is plain all-reduce, and whatever the method all ranks hold the same weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Gradients at the ends of their dtypes: whatever a method makes of them, no memory keeps what is not finite."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

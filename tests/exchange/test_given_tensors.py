@@ -1,8 +1,6 @@
 """What a user gives to be exchanged: anything but dense floating point numbers is refused before it travels, and
 graphs are left behind."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Tensors of 2^31 elements and more are coded with 64-bit counts, or refused by name before anything is exchanged."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """What each method's aggregate must be, worked out from all ranks' gradients in NumPy, and torch's own hooks."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """A NaN or Inf on one rank is seen by every rank and remembered by none; a GradScaler gets over it."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Methods of several dependent reductions: an overflow in any round counts."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

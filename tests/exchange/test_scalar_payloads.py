@@ -1,7 +1,5 @@
 """A payload tensor of no dimensions arrives as one, whatever carries it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

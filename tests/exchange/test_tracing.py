@@ -1,7 +1,5 @@
 """What ranks record while they train: complete, properly nested, and without any effect on what they compute."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -1,7 +1,5 @@
 """What travels is packed and counted: per variable, at the engine, and by the kernel's sockets."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

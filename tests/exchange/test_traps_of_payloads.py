@@ -1,7 +1,5 @@
 """Mistakes of the original GRACE that take several ranks to see; the others are in ../test_traps.py."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The wire: every payload of a group in one buffer, with a status per variable."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """``grace launch`` runs, and what becomes of ranks, launchers and nodes that die, are interrupted or are not there."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import signal

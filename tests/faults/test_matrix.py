@@ -3,8 +3,6 @@
 RELIABILITY.md is this table for people.
 """
 
-from __future__ import annotations
-
 import re
 from importlib.util import find_spec
 

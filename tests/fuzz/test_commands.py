@@ -1,7 +1,5 @@
 """Command lines with anything in them: the commands that read do so or refuse, those that train are not begun."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

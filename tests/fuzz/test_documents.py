@@ -1,7 +1,5 @@
 """Specs, strategies and resources with something wrong in them: an error that names the place, or a round trip."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Damaged payloads through every compressor and set of kernels: a refusal, or a tensor of the right shape."""
 
-from __future__ import annotations
-
 import contextlib
 
 import numpy as np

@@ -1,7 +1,5 @@
 """``grace report`` and ``grace bench compare`` on results with wrong values: a refusal, or a page."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import tempfile

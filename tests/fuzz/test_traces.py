@@ -1,7 +1,5 @@
 """``grace trace`` on folders that were damaged: it says where, and goes on with the rest."""
 
-from __future__ import annotations
-
 import json
 import re
 import tempfile

@@ -2,8 +2,6 @@
 
 # ruff: noqa: E402 - what is imported after TensorFlow needs it
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Scripts written for Horovod: their own operations beside exchanges, and what is refused by name."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Programs under launchers: epochs of unequal lengths, which time out, and elastic runs, which are refused."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Several backward passes before a step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

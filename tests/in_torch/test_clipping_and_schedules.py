@@ -1,7 +1,5 @@
 """Clipping, closures, schedules, zero_grad: whatever lies between backward and step."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

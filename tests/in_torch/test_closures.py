@@ -1,7 +1,5 @@
 """Closures given to ``step()``: an optimizer that compares losses sees the same ones on every rank."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

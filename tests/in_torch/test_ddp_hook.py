@@ -1,7 +1,5 @@
 """The DDP hook is the same exchange as DistributedOptimizer, with its state under the parameters' names."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

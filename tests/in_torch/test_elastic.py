@@ -1,7 +1,5 @@
 """Horovod elastic: ranks end and join, memories and counters follow the stated rule, and training goes on."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,8 +1,6 @@
 """Horovod's optimizer with Grace's exchange in it: in every kind of training loop what Horovod's own gives, to the
 bit where nothing is compressed, and what torch.distributed gives where something is."""
 
-from __future__ import annotations
-
 import copy
 import math
 

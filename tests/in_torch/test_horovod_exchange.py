@@ -1,7 +1,5 @@
 """What travels under Horovod: in whatever order, in groups, as sums, sparse, and after a rank has joined."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """What scripts written for Horovod call of Horovod's own: it works with Grace's optimizers, or says what does."""
 
-from __future__ import annotations
-
 import copy
 import time
 import warnings

@@ -1,7 +1,5 @@
 """Distributed optimizers end: by ``close()``, or when they are deleted; and what is said while they live."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import weakref

@@ -1,7 +1,5 @@
 """Momentum that a memory or compressor applies itself is not applied by the optimizer as well, at any step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Some ranks only, users' own parts, and what the optimizer still is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

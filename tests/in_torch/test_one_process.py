@@ -1,7 +1,5 @@
 """Training without a launcher."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Parts of components are in the same run as the whole, are saved and rolled back with it, and serve one optimizer."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import pickle

@@ -1,7 +1,5 @@
 """Parameters of all kinds: groups, unused, shared, sparse, of any dtype and layout."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Training scripts drawn from seeds; `make soak` draws many more."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.pools import launched

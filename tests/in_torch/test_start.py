@@ -1,7 +1,5 @@
 """Ranks start equal, frozen parameters and buffers too; layers may be frozen later, and not the other way."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """torch.distributed.checkpoint, torch.compile and DDP around what is saved: nothing of it is lost or renamed."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 

@@ -1,7 +1,5 @@
 """Models that something else wraps, which averages or shards by itself, are refused by name, with what works."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

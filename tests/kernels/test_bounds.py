@@ -1,7 +1,5 @@
 """The compiled loops stay within their arrays: the kernels' tests once more, with Numba's checks of every index."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

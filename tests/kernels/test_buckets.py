@@ -1,7 +1,5 @@
 """Kernels that work bucket by bucket, at the ends of buckets."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

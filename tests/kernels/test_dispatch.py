@@ -1,7 +1,5 @@
 """Which kernels are found, and how they treat layouts."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

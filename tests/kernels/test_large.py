@@ -1,7 +1,5 @@
 """More than 2**24 elements: where a float32 cannot count any more."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Kernels that take what came off the wire refuse what does not fit, and write nowhere else."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Every implementation equals the NumPy reference: plumbing, arithmetic, random numbers."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Every implementation equals the NumPy reference: quantization."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

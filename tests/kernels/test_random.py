@@ -1,7 +1,5 @@
 """The counter-based random numbers."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The reference equals definitions written element by element."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Top-k is exact on the data that its sampled fast path finds hardest."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

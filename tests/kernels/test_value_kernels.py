@@ -1,7 +1,5 @@
 """The value quantizers' kernels: the reference against definitions, and every implementation against it."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

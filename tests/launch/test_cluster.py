@@ -1,7 +1,5 @@
 """Resource files: what they mean, and that whatever cannot work is refused by name."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

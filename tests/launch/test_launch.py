@@ -1,7 +1,5 @@
 """``grace launch``: the command lines, and what it refuses; faults/test_launched.py runs them."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 

@@ -1,7 +1,5 @@
 """A failing ``grace launch`` ends with what one needs to know; the launcher's own report is left out."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

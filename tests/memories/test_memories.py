@@ -1,7 +1,5 @@
 """The memories: nothing of the gradient is lost, and nothing bad is remembered."""
 
-from __future__ import annotations
-
 import math
 import warnings
 

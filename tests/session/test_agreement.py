@@ -1,7 +1,5 @@
 """Before anything is exchanged the ranks compare what they are about to do."""
 
-from __future__ import annotations
-
 import pytest
 
 from grace import ConfigError, RankError

@@ -1,7 +1,5 @@
 """What a checkpoint may change in a resumed run, what is refused, and that nothing changes then."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

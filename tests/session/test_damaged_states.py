@@ -1,7 +1,5 @@
 """Damaged states: a refused load changes nothing, and one that succeeds loads what it was asked for."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

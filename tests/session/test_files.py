@@ -1,7 +1,5 @@
 """Files are whole or as they were: a writer that is killed, one that fails, and ranks that are told."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Clusters of two and one rank: hierarchical reduction, and answers that go once to each node."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A checkpoint's loss scale never reaches the weights, whatever scaler the resumed run has, or none."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 """Ranks that go different ways: one that leaves out a step, or makes it with other hyperparameters, is an error on all
 ranks at the next exchange, which names it; what all leave out together is none."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """What cannot work is refused on every rank before any gradient is exchanged, and nobody hangs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Checkpoints of runs under strategies: in plain programs, resumed, and under another strategy."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,8 +1,6 @@
 """Training that is stopped and resumed in new processes equals training that never stopped; what a checkpoint may
 be loaded into, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

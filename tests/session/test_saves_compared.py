@@ -1,7 +1,5 @@
 """Ranks load what was saved at the same moment and is whole, or nothing."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

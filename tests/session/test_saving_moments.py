@@ -1,7 +1,5 @@
 """When state may be saved and loaded, by whom, and what of the optimizer may be copied."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

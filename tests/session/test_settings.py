@@ -1,7 +1,5 @@
 """Sums and pre-divided means of every method: what a method computes does not depend on them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

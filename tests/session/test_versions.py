@@ -1,7 +1,5 @@
 """Ranks with other versions, formats or engines are told apart before anything is exchanged."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The builders: hand-computed strategies, and what holds for any variables."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Exact updated values of every way to synchronize, uncompressed, against NumPy."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

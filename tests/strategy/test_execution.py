@@ -1,7 +1,5 @@
 """StrategyPlan strategies: whatever the builder, uncompressed training is plain all-reduce training."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

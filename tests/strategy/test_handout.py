@@ -1,7 +1,5 @@
 """Rank 0's strategy counts; where something is wrong every rank says so, and none waits for another."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

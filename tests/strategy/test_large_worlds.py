@@ -1,7 +1,5 @@
 """``grace strategy show`` for clusters of any size: what ranks send is counted by kinds of ranks."""
 
-from __future__ import annotations
-
 import re
 import time
 

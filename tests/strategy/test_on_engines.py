@@ -1,7 +1,5 @@
 """The main builders over Horovod and MPI: the same results as over torch.distributed."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

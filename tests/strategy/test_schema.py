@@ -2,8 +2,6 @@
 
 # ruff: noqa: E402 - what is imported after pydantic needs it
 
-from __future__ import annotations
-
 import copy
 import re
 

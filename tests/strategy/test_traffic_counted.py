@@ -1,7 +1,5 @@
 """What the table of ``grace strategy show`` says is what really leaves each rank."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Training under strategies: models of several kinds, optimizers, accumulation, and how a strategy is given."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Results of all kinds of benchmarks, as they could have been measured: the same in every run."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

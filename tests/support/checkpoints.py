@@ -1,7 +1,5 @@
 """A small run whose checkpoints tests look at; on real ranks."""
 
-from __future__ import annotations
-
 import warnings
 
 import torch

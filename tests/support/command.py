@@ -1,7 +1,5 @@
 """The ``grace`` command in this process: what it prints and exits with, without what a new interpreter takes."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,8 +1,6 @@
 """Nested dicts and lists that are damaged: every place of them, and strategies that draw from these; and a run whose
 state has something of every kind."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import warnings

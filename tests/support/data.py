@@ -1,7 +1,5 @@
 """Data and checks that several test modules share."""
 
-from __future__ import annotations
-
 from statistics import NormalDist
 
 import numpy as np

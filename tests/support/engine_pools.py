@@ -1,7 +1,5 @@
 """Pools of ranks that the real launchers start: horovodrun over Gloo and MPI, and mpirun."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Every set of kernels, for tests that run on all of them."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 

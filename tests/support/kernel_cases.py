@@ -1,7 +1,5 @@
 """What implementations of the kernels are compared with, and on what."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Compressors to try, and what they send."""
 
-from __future__ import annotations
-
 import warnings
 
 import numpy as np

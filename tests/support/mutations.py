@@ -1,7 +1,5 @@
 """Documents with something wrong in them, for property tests of whatever reads one."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

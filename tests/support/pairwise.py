@@ -1,7 +1,5 @@
 """Few cases in which all pairs of values meet, for tests of dimensions that are independent of each other."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """A pool of rank processes that stays up between tests, so that a test costs milliseconds."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import multiprocessing as mp

@@ -3,8 +3,6 @@
 They are here and not in conftest.py, which pytest and the tests that import from it would load as two modules.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.engine_pools import Launched, available

@@ -13,8 +13,6 @@ every step all ranks compare:
 must be those of the run that was not stopped.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import random

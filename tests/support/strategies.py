@@ -1,7 +1,5 @@
 """What tests of executed strategies share; it runs in the rank processes."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Models, data and training loops that the tests of several ranks share; they run in the rank processes."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from typing import Any

@@ -7,8 +7,6 @@ with the caller. Modules imported beforehand are hidden in it until they are imp
 imported no better than a new Python.
 """
 
-from __future__ import annotations
-
 import array
 import atexit
 import builtins

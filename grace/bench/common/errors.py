@@ -1,7 +1,5 @@
 """What ends a benchmark, other than its user."""
 
-from __future__ import annotations
-
 from grace.errors import GraceError
 
 

@@ -1,7 +1,5 @@
 """What the commands of ``grace bench`` read from the command line alike."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

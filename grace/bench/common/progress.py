@@ -1,7 +1,5 @@
 """The progress of benchmarks, as it is shown."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rich.console import Console
@@ -30,7 +28,7 @@ class Display:
         )
         self.progress = Progress(*columns, console=console, disable=not console.is_terminal)
 
-    def __enter__(self) -> Display:
+    def __enter__(self) -> "Display":
         self.progress.start()
         return self
 
@@ -68,7 +66,7 @@ class Bar:
         )
         self.progress = Progress(*columns, console=console, disable=not console.is_terminal)
 
-    def __enter__(self) -> Bar:
+    def __enter__(self) -> "Bar":
         self.progress.start()
         return self
 

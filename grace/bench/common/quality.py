@@ -1,7 +1,5 @@
 """How good a model has become, as people read it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

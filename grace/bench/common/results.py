@@ -1,7 +1,5 @@
 """The file that every benchmark leaves: what was measured, where, with which versions, and by which command."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import dataclasses

@@ -1,7 +1,5 @@
 """Numbers as people read them, on axes and in tables; what is unknown is a dash."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Functions of the user's, by name."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable, Iterable

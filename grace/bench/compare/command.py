@@ -1,7 +1,5 @@
 """``grace bench compare``: two results side by side."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Two results of the same kind, row by row: what changed, and whether by more than noise."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """``grace bench kernels``: what compressing costs and loses on one machine, without a network."""
 
-from __future__ import annotations
-
 import importlib.util
 import statistics
 from pathlib import Path

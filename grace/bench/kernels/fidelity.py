@@ -1,7 +1,5 @@
 """What compression loses: errors of one rank's compression and of the aggregate, over repeated draws."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from typing import Any

@@ -3,8 +3,6 @@
 Each is a matrix, because low-rank methods see matrices, and there is one for each of several ranks.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """How much memory a piece of work holds at most, beyond what was held before."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

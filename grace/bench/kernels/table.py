@@ -1,7 +1,5 @@
 """The tables of ``grace bench kernels``, and how to read them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rich import box

@@ -6,8 +6,6 @@ Compressing with the method's default parameters, eagerly and in a graph, where 
 ``tf.numpy_function``; ratios above 1 mean that the compiled kernels are faster.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

@@ -4,8 +4,6 @@ The floor is memory traffic: a ``copy_`` reads and writes every element once. En
 onto a dense tensor reads and writes that, or only writes it.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """``grace bench link``: whether emulated links keep to their rates on this machine."""
 
-from __future__ import annotations
-
 import os
 import statistics
 import sys

@@ -5,8 +5,6 @@ are joined by a switch. Token buckets limit what leaves a rank and what goes to 
 changes.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import itertools
@@ -106,7 +104,7 @@ class Link:
         self._process = 0
         self._signals = contextlib.ExitStack()
 
-    def __enter__(self) -> Link:
+    def __enter__(self) -> "Link":
         self._signals.enter_context(signals_raise())
         try:
             if reason := possible(self.latency_ms):

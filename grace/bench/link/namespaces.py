@@ -1,7 +1,5 @@
 """Linux network namespaces that belong to a process, and are removed with all that runs inside."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

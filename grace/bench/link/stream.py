@@ -4,8 +4,6 @@ python stream.py receive WARM_UP SECONDS    prints a port to send to, and then b
 python stream.py send ADDRESS PORT          sends until nobody receives any more
 """
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import sys

@@ -1,7 +1,5 @@
 """Reading what the first rank of a benchmark tells, while it tells it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

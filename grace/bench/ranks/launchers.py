@@ -1,7 +1,5 @@
 """How the ranks of a benchmark are started for each engine: on this machine's loopback, or on an emulated link."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib.util

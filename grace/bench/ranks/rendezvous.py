@@ -3,8 +3,6 @@
 python -m grace.bench.ranks.rendezvous RANKS    prints its port, and serves until its input ends
 """
 
-from __future__ import annotations
-
 import sys
 
 from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts

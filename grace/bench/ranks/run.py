@@ -1,7 +1,5 @@
 """Run a program on all ranks of a benchmark, watch them, and end them."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

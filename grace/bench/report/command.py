@@ -1,7 +1,5 @@
 """``grace report``: results of benchmarks as one HTML file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Results as one HTML file: figures, tables, and what was measured where; it opens without a network."""
 
-from __future__ import annotations
-
 import string
 from collections.abc import Sequence
 from importlib.resources import files

@@ -1,7 +1,5 @@
 """Rows of results, sorted into the cases that a report shows."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The tables of a report, as HTML."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """What results mean, in words: the benchmark's own verdict, or a sentence made from its rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from grace.bench.common.quality import better, shown

@@ -1,7 +1,5 @@
 """``grace bench step``: what a training step costs with each method, and whether compression pays."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any

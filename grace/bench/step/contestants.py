@@ -1,7 +1,5 @@
 """What ``grace bench step`` compares: Grace's methods, and what people use without Grace."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Measuring on the ranks that a launcher has started already."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """What ranks have told of their steps, as rows of a table."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterable
 from typing import Any

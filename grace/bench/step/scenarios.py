@@ -1,7 +1,5 @@
 """Step times of Grace's methods and of what people use without Grace, side by side over the same network."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

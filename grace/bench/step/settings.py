@@ -1,7 +1,5 @@
 """What ``grace bench step`` is to run."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

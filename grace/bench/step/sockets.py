@@ -1,7 +1,5 @@
 """What has crossed this process's TCP connections, as Linux counts it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -6,8 +6,6 @@ Every side trains the same network on the same data in a ``tf.function``; "alone
 so that what the machine does meanwhile hits all alike; the ratio is that of the medians to Horovod's.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

@@ -1,7 +1,5 @@
 """Does compression pay? The rows of a scenario of ``grace bench step``, in words."""
 
-from __future__ import annotations
-
 from typing import Any
 
 LEAST_GAIN = 1.05

@@ -8,8 +8,6 @@ Usage: python -m grace.bench.step.worker FOLDER ENGINE, where FOLDER holds setti
      "times_ms", "codec_ms", "sent_bytes", "received_bytes"}    a block of steps
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

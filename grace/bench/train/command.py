@@ -1,7 +1,5 @@
 """``grace bench train``: what compression does to the quality of a model, and how soon it gets there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

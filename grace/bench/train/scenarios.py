@@ -1,7 +1,5 @@
 """Train a small model with several methods over real ranks, and compare bytes, time and quality."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib.util

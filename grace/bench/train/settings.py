@@ -1,7 +1,5 @@
 """What ``grace bench train`` is to run."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

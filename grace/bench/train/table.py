@@ -1,7 +1,5 @@
 """The table of a training benchmark, and how to read it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rich import box

@@ -7,8 +7,6 @@ Usage: python -m grace.bench.train.worker FOLDER, where FOLDER holds settings.js
     {"run": {...}}         after each run
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """A small language task: the next character of Python's own reference manual, and an LSTM."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A small image task: scikit-learn's handwritten digits, and a network that is small but not tiny."""
 
-from __future__ import annotations
-
 from grace.bench.workloads.task import Task
 
 WIDTH = 512

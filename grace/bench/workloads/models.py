@@ -4,8 +4,6 @@ Each function makes a :class:`Workload`. Weights come from torch's global genera
 differ by rank, and stay the same from step to step, since only time is measured.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

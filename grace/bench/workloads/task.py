@@ -1,7 +1,5 @@
 """What a training benchmark trains: the contract of a task, and the tasks that Grace brings."""
 
-from __future__ import annotations
-
 import abc
 import importlib
 from collections.abc import Callable

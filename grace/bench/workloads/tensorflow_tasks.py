@@ -1,7 +1,5 @@
 """The tasks of the training benchmarks in TensorFlow and Keras, and how they are trained there."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras

@@ -1,7 +1,5 @@
 """The tasks of the training benchmarks in torch, and how they are trained there."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

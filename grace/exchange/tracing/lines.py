@@ -1,7 +1,5 @@
 """What a line of a rank's trace must be; anything may stand in a file that was cut, mixed up or edited."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -9,8 +9,6 @@ Events only look at clocks, so results are the same bits with and without them. 
 of each step, between two steps, so that a rank that is killed leaves what it had.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import itertools
@@ -33,9 +31,9 @@ FORMAT = 1
 STEP_TRACK, COLLECTIVE_TRACK, FIRST_THREAD = 0, 1, 2
 """The tracks of a rank: its steps, its collectives, and one per thread."""
 
-active: Recorder | None = None
+active: "Recorder | None" = None
 """Who records; None outside the steps that are to be recorded."""
-_recorder: Recorder | None = None
+_recorder: "Recorder | None" = None
 _NOTHING = contextlib.nullcontext()
 
 

@@ -1,7 +1,5 @@
 """What a trace says: where a step's time goes, what each variable costs, and what each bucket waits for."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """The tables of ``grace trace``."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """What ranks have recorded, put together: one file in Chrome's trace format."""
 
-from __future__ import annotations
-
 import dataclasses
 import gzip
 import json

@@ -1,7 +1,5 @@
 """The primitive operations that compressors are written in."""
 
-from __future__ import annotations
-
 import abc
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The primitive operations of the value quantizers: those that keep every element and spend few bits on it."""
 
-from __future__ import annotations
-
 import abc
 from typing import Any
 

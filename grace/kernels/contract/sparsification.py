@@ -1,7 +1,5 @@
 """The primitives of the sparsifiers whose payload size depends on the data."""
 
-from __future__ import annotations
-
 import abc
 from typing import Any
 

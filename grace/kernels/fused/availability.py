@@ -1,7 +1,5 @@
 """Whether the compiled kernels can be used here."""
 
-from __future__ import annotations
-
 import os
 
 

@@ -1,7 +1,5 @@
 """Compiled loops that several fused kernels share: random numbers and the largest magnitude."""
 
-from __future__ import annotations
-
 import numpy as np
 from numba import njit
 

@@ -5,8 +5,6 @@ tensors, and release the interpreter lock. Floating-point operations are those o
 order, except that float64 sums are reassociated.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

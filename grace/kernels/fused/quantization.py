@@ -1,7 +1,5 @@
 """The value quantizers' kernels as compiled loops."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The hot primitives of :mod:`grace.kernels.contract.sparsification` as fused loops."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

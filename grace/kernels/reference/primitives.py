@@ -1,7 +1,5 @@
 """The reference: every kernel in plain NumPy, written to be read."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

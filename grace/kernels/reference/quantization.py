@@ -1,7 +1,5 @@
 """The reference of the value quantizers' kernels, in plain NumPy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The reference of the primitives in :mod:`grace.kernels.contract.sparsification`, in plain NumPy."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from grace.kernels.checks import check_count

@@ -1,7 +1,5 @@
 """The fused loops on TensorFlow's CPU tensors, without copies, and the choice between them and plain operations."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import replace

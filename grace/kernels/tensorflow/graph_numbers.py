@@ -1,7 +1,5 @@
 """What the plain kernels need so that graphs compute what eager operations do."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The compiled kernels for exchanges of TensorFlow's tensors that compute with NumPy arrays of their memory."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """TensorFlow's tensors as NumPy arrays and back, without copies."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

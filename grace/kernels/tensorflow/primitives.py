@@ -4,8 +4,6 @@ Tensors are immutable, so whatever writes into ``out`` returns a new tensor. Ten
 1.2e-38 for zeros; what can be decided from a number's bits is decided from them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """The value quantizers' kernels in plain TensorFlow operations."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The primitives of :mod:`grace.kernels.contract.sparsification` in plain TensorFlow operations."""
 
-from __future__ import annotations
-
 import numpy as np
 import tensorflow as tf
 

@@ -1,7 +1,5 @@
 """Kernels for torch tensors: plain operations on any device, fused loops for CPU tensors."""
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any

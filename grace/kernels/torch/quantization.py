@@ -1,7 +1,5 @@
 """The value quantizers' kernels in plain torch operations."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

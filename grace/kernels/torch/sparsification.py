@@ -1,7 +1,5 @@
 """The primitives of :mod:`grace.kernels.contract.sparsification` in plain torch operations, on any device."""
 
-from __future__ import annotations
-
 import torch
 
 from grace.kernels.checks import check_count

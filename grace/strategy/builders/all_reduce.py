@@ -1,7 +1,5 @@
 """AllReduce: collectives, so many variables in each."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from grace.strategy.builder import Builder

@@ -1,7 +1,5 @@
 """ByType: vectors as they are, matrices and sparse variables each in a way of their own."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

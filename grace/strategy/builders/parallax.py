@@ -1,7 +1,5 @@
 """Parallax: dense variables by collectives, sparse ones by parameter servers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import count
 

@@ -1,7 +1,5 @@
 """PartitionedAllReduce: equal shards, each its own all-reduce."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import count
 

@@ -1,7 +1,5 @@
 """PartitionedPS: equal shards of every variable, spread over ranks by load."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from grace.strategy.builder import Loads

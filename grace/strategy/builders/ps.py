@@ -1,7 +1,5 @@
 """PS: one rank reduces everything."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from grace.strategy.builder import Builder

@@ -1,7 +1,5 @@
 """PSLoadBalancing: each variable to the destination with the least so far."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from grace.strategy.builder import Builder, Loads

@@ -1,7 +1,5 @@
 """RandomAxisPartitionAllReduce: shards along an axis that is drawn."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from itertools import count

@@ -1,7 +1,5 @@
 """SizeThreshold: small variables as they are, the rest compressed."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """UnevenPartitionedPS: shards of unequal sizes, spread over ranks by load."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from grace.strategy.builder import Loads

@@ -1,7 +1,5 @@
 """Uniform: one choice for all variables."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Horizontal bars of stacked parts, one row per method."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Sequence

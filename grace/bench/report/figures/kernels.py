@@ -1,7 +1,5 @@
 """Figures of the compressors alone: error against bits, and the time of encoding and decoding."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

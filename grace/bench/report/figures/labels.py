@@ -1,7 +1,5 @@
 """Names beside points and at the ends of lines, placed so that they do not cover each other."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Figures of step times: where a step's time goes, speedup against bandwidth, throughput against ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

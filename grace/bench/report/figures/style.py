@@ -1,7 +1,5 @@
 """What all figures of a report share: one look for each method, panels of one size, and their SVG text."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import html

@@ -1,7 +1,5 @@
 """Figures of training: GRACE's two (quality against volume and against throughput), curves, time to the target."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -37,8 +37,6 @@ def methods(text: str) -> list[str]:
     >>> methods("topk, qsgd,topk"), len(methods("all")) > 20
     (['topk', 'qsgd'], True)
     """
-    pass
-
     found = list(dict.fromkeys(every_method() if text.strip() == "all" else split(text)))
     if not found and text.strip():
         raise ConfigError(f"no method is named in {text!r}; write some, separated by commas, or all")

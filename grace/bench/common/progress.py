@@ -3,13 +3,28 @@
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from grace.bench.common.quality import shown
 from grace.bench.common.text import show_rate
 
 
-class Display:
+class _Shown:
+    """Bars on a terminal, while it is entered."""
+
+    def __init__(self, console: Console, *columns: ProgressColumn):
+        self.console = console
+        self.progress = Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal)
+
+    def __enter__(self) -> Any:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.progress.stop()
+
+
+class Display(_Shown):
     """The progress of training: one bar per method and network on a terminal, else one line per run.
 
     Args:
@@ -18,22 +33,10 @@ class Display:
     """
 
     def __init__(self, console: Console, settings: Any):
-        self.console, self.task = console, settings.about()
+        quality = TextColumn("{task.fields[quality]:>7}")
+        super().__init__(console, TextColumn("{task.description:<18}"), BarColumn(bar_width=28), quality)
+        self.task = settings.about()
         self.total = self.task["epochs"] * len(settings.seeds)
-        columns = (
-            TextColumn("{task.description:<18}"),
-            BarColumn(bar_width=28),
-            TextColumn("{task.fields[quality]:>7}"),
-            TimeElapsedColumn(),
-        )
-        self.progress = Progress(*columns, console=console, disable=not console.is_terminal)
-
-    def __enter__(self) -> "Display":
-        self.progress.start()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.progress.stop()
 
     def show(self, rate: float | None, event: dict[str, Any]) -> None:
         """An event of the ranks over a network."""
@@ -48,7 +51,7 @@ class Display:
             self.console.print(f"{run['method']}, seed {run['seed']}{where}: {quality}")
 
 
-class Bar:
+class Bar(_Shown):
     """One bar for a benchmark of several scenarios on a terminal; else a line per scenario.
 
     Args:
@@ -56,22 +59,8 @@ class Bar:
     """
 
     def __init__(self, console: Console):
-        self.console = console
+        super().__init__(console, TextColumn("{task.description:<34}"), BarColumn(bar_width=20), TaskProgressColumn())
         self.bars: dict[str, TaskID] = {}
-        columns = (
-            TextColumn("{task.description:<34}"),
-            BarColumn(bar_width=20),
-            TaskProgressColumn(),
-            TimeElapsedColumn(),
-        )
-        self.progress = Progress(*columns, console=console, disable=not console.is_terminal)
-
-    def __enter__(self) -> "Bar":
-        self.progress.start()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.progress.stop()
 
     def show(self, scenario: str, event: dict[str, Any]) -> None:
         """An event of a scenario's ranks."""

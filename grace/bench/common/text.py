@@ -90,15 +90,6 @@ def of_rate(value: Any) -> str:
     return f"{value / UNITS[unit]:.4g} {unit.replace('m', 'M').replace('g', 'G')}bit/s"
 
 
-def of_ms(value: Any) -> str:
-    """Milliseconds, without the unit.
-
-    >>> of_ms(1234.5), of_ms(12.345), of_ms(0.0512)
-    ('1,234', '12.3', '0.0512')
-    """
-    return digits(value)
-
-
 def of_seconds(value: Any) -> str:
     """A duration.
 

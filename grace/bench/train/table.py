@@ -16,12 +16,7 @@ def results_table(rows: list[dict[str, Any]], results: Results) -> Table:
     plain = _plain(rows)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("method", overflow="fold")
-    headers = [
-        "sent\n/ step",
-        "bits /\nelement",
-        "step\nms",
-        f"{task['metric']}\n{task['unit']}".strip(),
-    ]
+    headers = ["sent\n/ step", "bits /\nelement", "step\nms", f"{task['metric']}\n{task['unit']}".strip()]
     headers += ["against\nnone"] if plain is not None and len(rows) > 1 else []
     headers += [f"s until\n{shown(task['target'], task)}"] if task["target"] is not None else []
     for header in headers:

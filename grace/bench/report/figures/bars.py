@@ -5,9 +5,9 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from grace.bench.common.text import clean, short
+from grace.bench.common.text import short
 from grace.bench.report.figures.labels import text_width
-from grace.bench.report.figures.style import INK, MUTED, PAPER, Look, label_axes, panel, place
+from grace.bench.report.figures.style import INK, MUTED, PAPER, Look, label_axes, panel, place, write
 
 ROW = 21
 """CSS pixels of a row."""
@@ -114,17 +114,7 @@ def _draw(axes: Any, bar: Bar, y: float, limit: float) -> None:
         for end in (bar.low, bar.high):
             axes.plot([end, end], [y - 0.16, y + 0.16], color=INK, linewidth=1.1)
     end = limit * 1.02 if cut else max(start, bar.high or 0)
-    axes.annotate(
-        clean(bar.text),
-        (end, y),
-        (5, 0),
-        textcoords="offset points",
-        va="center_baseline",
-        fontsize=10.5,
-        color=INK,
-        parse_math=False,
-        annotation_clip=False,
-    )
+    write(axes, bar.text, (end, y), (5, 0), textcoords="offset points", va="center_baseline")
 
 
 def _marks(axes: Any, drawing: Any, marks: Sequence[Mark]) -> None:
@@ -136,12 +126,4 @@ def _marks(axes: Any, drawing: Any, marks: Sequence[Mark]) -> None:
         width = text_width(drawing, name, 10)
         left = max(at - width / 2, ends + 10, frame.x0)
         ends = left + width
-        axes.annotate(
-            short(name),
-            (left, frame.y1 + 5),
-            xycoords="figure pixels",
-            fontsize=10,
-            color=MUTED,
-            parse_math=False,
-            annotation_clip=False,
-        )
+        write(axes, short(name), (left, frame.y1 + 5), size=10, color=MUTED, xycoords="figure pixels")

@@ -35,14 +35,8 @@ def _errors(rows: Rows, looks: Mapping[str, Look], name: str) -> Figure:
             look, exact = looks[str(row["method"])], row["vnmse"] <= 0
             some_exact |= exact
             at = floor if exact else row["vnmse"]
-            axes.plot(
-                row["bits_per_element"],
-                at,
-                color=look.color,
-                marker="v" if exact else look.marker,
-                markersize=7,
-                clip_on=False,
-            )
+            marker = "v" if exact else look.marker
+            axes.plot(row["bits_per_element"], at, color=look.color, marker=marker, markersize=7, clip_on=False)
             points.append((f"{row['method']}" + (" (exact)" if exact else ""), row["bits_per_element"], at))
         xs = [row["bits_per_element"] for row in known]
         axes.set_xlim(min(xs) / 1.6, max(xs) * 1.6)

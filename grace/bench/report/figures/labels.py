@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from grace.bench.common.text import clean, short
-from grace.bench.report.figures.style import INK, MUTED, Look, any_text
+from grace.bench.report.figures.style import MUTED, SIZE, Look, any_text, write
 
 Box = tuple[float, float, float, float]
 """left, bottom, right, top; in pixels."""
-SIZE = 10.5
 LINE = 13.5
 """Pixels between the middles of two labels below each other."""
 DISTANCES = (9, 16, 26, 38, 52, 70, 92)
@@ -99,16 +98,7 @@ def beside_points(axes: Any, points: Sequence[tuple[str, float, float]], obstacl
         if leader:
             between = {"arrowstyle": "-", "color": MUTED, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 4}
             axes.annotate("", (x, y), end, xycoords="figure pixels", textcoords="figure pixels", arrowprops=between)
-        axes.annotate(
-            name,
-            (left, middle),
-            xycoords="figure pixels",
-            va="center_baseline",
-            fontsize=SIZE,
-            color=INK,
-            parse_math=False,
-            annotation_clip=False,
-        )
+        write(axes, name, (left, middle), xycoords="figure pixels", va="center_baseline")
 
 
 def _leader(point: tuple[float, float], end: tuple[float, float]) -> list[Box]:
@@ -123,25 +113,10 @@ def at_the_right(axes: Any, ends: Sequence[tuple[str, float, float, Look]]) -> N
     pixels = [axes.transData.transform((x, y)) for _, x, y, _ in ends]
     heights = spread_out([y for _, y in pixels], LINE, frame.y0 + 4, frame.y1)
     for (name, _, _, look), (x, y), height in zip(ends, pixels, heights, strict=True):
-        axes.annotate(
-            "",
-            (x, y),
-            (frame.x1 + 16, height),
-            xycoords="figure pixels",
-            textcoords="figure pixels",
-            arrowprops={"arrowstyle": "-", "color": look.color, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 5},
-            annotation_clip=False,
-        )
-        axes.annotate(
-            short(name, 26),
-            (frame.x1 + 19, height),
-            xycoords="figure pixels",
-            va="center_baseline",
-            fontsize=SIZE,
-            color=INK,
-            parse_math=False,
-            annotation_clip=False,
-        )
+        line = {"arrowstyle": "-", "color": look.color, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 5}
+        start = (frame.x1 + 16, height)
+        write(axes, "", (x, y), start, xycoords="figure pixels", textcoords="figure pixels", arrowprops=line)
+        write(axes, short(name, 26), (frame.x1 + 19, height), xycoords="figure pixels", va="center_baseline")
 
 
 def keys_at_the_right(axes: Any, names: Sequence[tuple[str, Look]]) -> None:
@@ -149,16 +124,7 @@ def keys_at_the_right(axes: Any, names: Sequence[tuple[str, Look]]) -> None:
     frame = axes.get_window_extent()
     for i, (name, look) in enumerate(names):
         height = frame.y1 - 4 - i * LINE
-        axes.annotate(
-            short(name, 26),
-            (frame.x1 + 33, height),
-            xycoords="figure pixels",
-            va="center_baseline",
-            fontsize=SIZE,
-            color=INK,
-            parse_math=False,
-            annotation_clip=False,
-        )
+        write(axes, short(name, 26), (frame.x1 + 33, height), xycoords="figure pixels", va="center_baseline")
         xs, ys = zip(*axes.transData.inverted().transform([(frame.x1 + x, height) for x in (8, 18, 28)]), strict=True)
         axes.plot(xs, ys, color=look.color, linestyle=look.dash, linewidth=1.6, clip_on=False)
         axes.plot(xs[1], ys[1], color=look.color, marker=look.marker, markersize=5, clip_on=False)

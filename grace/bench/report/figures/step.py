@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from grace.bench.common.text import digits, number, of_ms, of_ranks, of_rate, short
+from grace.bench.common.text import digits, number, of_ranks, of_rate, short
 from grace.bench.report.figures.bars import REST, Bar, Mark, horizontal, outliers
 from grace.bench.report.figures.labels import at_the_right, text_width
-from grace.bench.report.figures.style import INK, MUTED, Figure, Look, Panel, label_axes, panel, place, svg
+from grace.bench.report.figures.style import INK, MUTED, Figure, Look, Panel, label_axes, panel, place, svg, write
 from grace.bench.report.rows import Rows, cases, identity, one_bound, plain, titles
 
 KEYS = (
@@ -62,7 +62,7 @@ def _bar(row: Mapping[str, Any], looks: Mapping[str, Look], group: int) -> Bar:
     if compute is not None and exposed is not None:
         parts = [(max(0.0, compute), REST), (max(0.0, codec or 0), "full"), (max(0.0, exposed), "half")]
     low, high = number(row.get("step_low_ms")), number(row.get("step_high_ms"))
-    return Bar(row["name"], parts, of_ms(total), looks[identity(row)], low, high, group)
+    return Bar(row["name"], parts, digits(total), looks[identity(row)], low, high, group)
 
 
 def _bandwidths(rows: Rows, looks: Mapping[str, Look], name: str) -> Figure:
@@ -112,15 +112,8 @@ def _ranks(rows: Rows, looks: Mapping[str, Look], name: str) -> Figure:
         if start is not None and number(start.get("samples_per_s")):
             ideal = [start["samples_per_s"] * count / counts[0] for count in counts]
             axes.plot(counts, ideal, color=INK, linewidth=1.1, linestyle=":", zorder=1)
-            axes.annotate(
-                "ideal",
-                (counts[-1], ideal[-1]),
-                (-6, 4),
-                textcoords="offset points",
-                ha="right",
-                fontsize=10.5,
-                color=MUTED,
-            )
+            end = (counts[-1], ideal[-1])
+            write(axes, "ideal", end, (-6, 4), color=MUTED, textcoords="offset points", ha="right")
         _finish(axes, lines, looks)
         title = of_rate(rate)
         about = f"Lines of samples per second against ranks, {title}: " + _said(
@@ -143,14 +136,8 @@ def _lines(lines: Mapping[str, Any], looks: Mapping[str, Look], x: str, y: str) 
         look = looks[who]
         known = sorted(point for point in points if point[1])
         if known:
-            axes.plot(
-                *zip(*known, strict=True),
-                color=look.color,
-                linestyle=look.dash,
-                marker=look.marker,
-                markersize=4.5,
-                linewidth=1.7,
-            )
+            form = {"color": look.color, "linestyle": look.dash, "marker": look.marker}
+            axes.plot(*zip(*known, strict=True), **form, markersize=4.5, linewidth=1.7)
     axes.set_yscale("log", base=2)
     label_axes(axes, x, y)
     return drawing, axes

@@ -24,6 +24,8 @@ INK, MUTED, GRID, PAPER = "#1F2328", "#59636E", "#DDE1E6", "#FFFFFF"
 VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", PAPER: "--card", PALETTE[0]: "--blue"}
 VARIABLES |= {grey: f"--grey{i}" for i, grey in enumerate(GREYS)}
 """Colours that are others where a report is read in the dark: its style sheet says which."""
+SIZE = 10.5
+"""Of letters, in CSS pixels, where nothing else is said."""
 WIDTH = 464
 """Of a panel, in CSS pixels."""
 
@@ -124,17 +126,12 @@ def label_axes(axes: Any, x: str, y: str = "") -> None:
     """What is on the axes, units included; that of y stands above it, where it can be read without turning the head."""
     axes.set_xlabel(clean(x), fontsize=11.5, color=INK, labelpad=7, parse_math=False)
     if y:
-        axes.annotate(
-            clean(y),
-            (0, 1),
-            (4, -8),
-            xycoords=("figure fraction", "figure fraction"),
-            textcoords="offset points",
-            va="top",
-            fontsize=11.5,
-            color=INK,
-            parse_math=False,
-        )
+        write(axes, y, (0, 1), (4, -8), size=11.5, xycoords="figure fraction", textcoords="offset points", va="top")
+
+
+def write(axes: Any, text: str, at: Any, offset: Any = None, size: float = SIZE, color: str = INK, **more: Any) -> None:
+    """A text, never a formula, that may stand outside the axes; ``more`` goes to ``axes.annotate``."""
+    axes.annotate(clean(text), at, offset, fontsize=size, color=color, parse_math=False, annotation_clip=False, **more)
 
 
 @contextlib.contextmanager

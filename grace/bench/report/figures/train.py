@@ -102,19 +102,9 @@ def _scatter(rows: Rows, key: str, settings: Settings, looks: Mapping, limits: A
         at = min(max(value, low), high)
         label = str(row["method"]) + (f" ({shown(row['quality'], settings)})" if outside else "")
         marker = ("v" if value < low else "^") if outside else look.marker
-        axes.errorbar(
-            row[key],
-            at,
-            yerr=None if outside or not spread else spread,
-            color=look.color,
-            marker=marker,
-            markersize=7,
-            linestyle="",
-            elinewidth=1.4,
-            capsize=3,
-            clip_on=False,
-            zorder=3,
-        )
+        whisker = {"yerr": None if outside or not spread else spread, "elinewidth": 1.4, "capsize": 3}
+        form = {"color": look.color, "marker": marker, "markersize": 7, "linestyle": ""}
+        axes.errorbar(row[key], at, **whisker, **form, clip_on=False, zorder=3)
         points.append((label, row[key], at))
         bars.append((row[key], at - spread, at + spread))
         if row["method"] == "none":

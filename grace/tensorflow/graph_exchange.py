@@ -57,7 +57,7 @@ class Run:
     def _scaled(self, name: str, value: Any) -> Any:
         """The aggregate of a shard, as a mean or a sum."""
         votes = self.exchanger.shards[name].communicator.compressor.votes
-        factor = self.session.reduction.factor(votes, self.exchanger.backend.size)
+        factor = self.session.settings.reduction.factor(votes, self.exchanger.backend.size)
         return None if value is None else scaled(value, factor)
 
     def outs(self, bucket: Bucket) -> list[Any]:

@@ -102,8 +102,8 @@ class Settings:
         }
 
     def facts(self) -> list[tuple[str, str]]:
-        """For the ranks to compare."""
-        return [(name, str(value)) for name, value in self.arguments().items()]
+        """For the ranks to compare, but the seed, which every exchanger compares."""
+        return [(name, str(value)) for name, value in self.arguments().items() if name != "seed"]
 
 
 def check_integer(name: str, value: Any) -> None:

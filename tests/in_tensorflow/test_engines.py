@@ -3,6 +3,7 @@
 # ruff: noqa: E402 - what is imported after TensorFlow needs it
 
 import functools
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -63,13 +64,12 @@ def with_tensorflow(pair: tuple[str, str], way: str) -> list[dict[str, np.ndarra
         return [mean.value for mean in exchange(gradients, variables, 0.05)]
 
     run = step if way == "eager" else tf.function(step, autograph=False)
-    session.medium_for = (
-        (lambda components: representation.Tensors()) if way == "tensors" else representation.medium_for
-    )
+    chosen = (lambda components: representation.Tensors()) if way == "tensors" else representation.medium_for
     means = []
-    for number in range(STEPS):
-        brought = run([tf.constant(g) for g in gradients_of(number).values()])
-        means.append({name: np.array(mean) for name, mean in zip(SHAPES, brought, strict=True)})
+    with mock.patch.object(session, "medium_for", chosen):
+        for number in range(STEPS):
+            brought = run([tf.constant(g) for g in gradients_of(number).values()])
+            means.append({name: np.array(mean) for name, mean in zip(SHAPES, brought, strict=True)})
     return means
 
 

@@ -33,6 +33,11 @@ def pytest_configure(config):
     settings.load_profile("fuzz" if os.environ.get("GRACE_FUZZ") else usual)  # see fuzzing.py
 
 
+def pytest_collection_finish(session):
+    """All that tests import is there."""
+    warm.collect_seldom()
+
+
 @functools.cache
 def _room(file: str) -> str:
     """Files that share pools of engines' ranks are run by one worker, one framework after the other."""

@@ -23,8 +23,9 @@ from grace.core.watch import Patience
 from grace.errors import RankError
 from grace.kernels import kernels_of
 
-SPINS, SLEEP = 50, 50e-6
-"""How often a request is looked at before the process sleeps between looks, and for how many seconds."""
+SPINS, SHORTEST, LONGEST, SHARE = 50, 50e-6, 1e-3, 0.01
+"""How often a request is looked at before the process sleeps between looks; it sleeps for a hundredth of the time that
+it has waited, between these bounds in seconds: MPI moves large messages only while somebody looks."""
 
 NUMBERS = {"float32": MPI.FLOAT, "float64": MPI.DOUBLE, "int64": MPI.INT64_T, "int32": MPI.INT32_T}
 
@@ -185,7 +186,7 @@ class MPIBackend(Backend):
         while not request.Test():
             looks += 1
             if looks > SPINS:
-                time.sleep(SLEEP)
+                time.sleep(min(max(SHARE * (time.monotonic() - patience.began), SHORTEST), LONGEST))
                 patience()
 
     def shutdown(self) -> None:

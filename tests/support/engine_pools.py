@@ -17,6 +17,7 @@ from typing import Any
 
 from tests.support import ROOT
 from tests.support.pool import RankFailure, Ranks, tell_stacks
+from tests.support.warm import collect_seldom
 
 ENGINES = {
     "horovodrun-gloo": (["horovodrun", "--gloo"], "horovod"),
@@ -134,6 +135,7 @@ def _serve(address: str, framework: str) -> None:
         import tensorflow as tf
 
         tf.config.threading.set_intra_op_parallelism_threads(1)
+    collect_seldom()
     grace.init(framework=framework)
     with Client(address) as pipe:
         pipe.send((grace.rank(), os.getpid()))

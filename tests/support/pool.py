@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.support.warm import collect_seldom
+
 MOST_THREADS = 64
 """Of a rank; Gloo has two and more for each process group."""
 
@@ -144,6 +146,7 @@ def _serve(pipe: Any, rank: int, size: int, store: str, stacks: str) -> None:
 
     import grace
 
+    collect_seldom()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     with contextlib.suppress(EOFError):

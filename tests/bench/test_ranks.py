@@ -244,6 +244,7 @@ def test_an_interrupted_tensorflow_benchmark_leaves_no_rank_behind(tmp_path, lau
 
 @linux
 @pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["mpi4py"], indirect=True)  # with Horovod ranks are started as with torch
 def test_a_killed_rank_ends_the_tensorflow_benchmark_with_its_signal_named(tmp_path, launcher):
     with _running(tmp_path, 12, "tensorflow") as (process, ranks):
         os.kill(ranks[1], signal.SIGKILL)

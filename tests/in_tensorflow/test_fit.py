@@ -11,21 +11,19 @@ tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 import grace
 from tests.support.pools import launched
-from tests.support.training import SPECS, momentum_for
+from tests.support.training import KINDS, SPECS, momentum_for
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-KINDS = ("none", "bf16", "qsgd", "topk(ratio=0.1)", "signsgd", "powersgd(rank=2)", "threshold(value=0.001)")
-"""One of each kind of exchange."""
 CASES = {
-    "mpirun-mpi": [(spec, way) for way in ("tf.function", "eager loop") for spec in SPECS]
-    + [(spec, "fit") for spec in KINDS]
+    "mpirun-mpi": [(spec, "tf.function") for spec in SPECS]
+    + [(spec, way) for way in ("eager loop", "fit") for spec in KINDS]
     + [(spec, "fit eagerly") for spec in KINDS[::2]],
     "horovodrun-gloo": [(spec, "tf.function") for spec in KINDS]
     + [(spec, "fit") for spec in SPECS if spec not in KINDS]
     + [(spec, way) for way in ("fit eagerly", "eager loop") for spec in KINDS[1::2]],
 }
-"""Every method in all ways of training, a graph's and a loop's, and every kind over both engines."""
+"""Every method in graphs of both ways of training, and every kind in all ways and over both engines."""
 EVERY = [(engine, *case) for engine, cases in CASES.items() for case in cases]
 
 

@@ -11,7 +11,7 @@ tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 import grace
 from tests.support.pools import launched
-from tests.support.training import SPECS, momentum_for
+from tests.support.training import KINDS, momentum_for
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -76,7 +76,7 @@ def in_tensorflow(spec: str) -> list[float]:
 
 
 def curves() -> dict[str, tuple[list[float], list[float]]]:
-    return {spec: (in_torch(spec), in_tensorflow(spec)) for spec in SPECS}
+    return {spec: (in_torch(spec), in_tensorflow(spec)) for spec in KINDS}
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def results():
     return launched("mpirun-mpi", 2, "tensorflow").run(curves, timeout=300)  # which moves both frameworks' tensors
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", KINDS)
 def test_both_follow_the_same_loss_curve(results, spec):
     for with_torch, with_tensorflow in (rank[spec] for rank in results):
         np.testing.assert_allclose(with_tensorflow, with_torch, rtol=1e-4)

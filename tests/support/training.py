@@ -24,6 +24,8 @@ METHODS = (
     "efsignsgd",
     "powersgd(rank=2)",
 )
+KINDS = ("none", "bf16", "qsgd", "topk(ratio=0.1)", "signsgd", "powersgd(rank=2)", "threshold(value=0.001)")
+"""One of each kind of exchange."""
 SPECS = (
     *METHODS,
     *("natural", "terngrad", "onebit", "signum", "dynamic8", "sketch", "threshold(value=0.001)", "dgc(ratio=0.1)"),

@@ -16,6 +16,7 @@ from tests.support.training import (
     state_of,
     train,
     weights,
+    with_closure,
 )
 
 pytestmark = pytest.mark.ranks
@@ -128,32 +129,10 @@ def test_a_schedule_made_before_or_after_wrapping_is_followed(two_ranks, when):
     assert digest(scheduled_ones[0]) == digest(scheduled_ones[1])
 
 
-def with_closure(how, make):
-    model = net()
-    optimizer = distributed(model, "topk(ratio=0.1)", optimizer=make)
-    losses = []
-    for step in range(3):
-
-        def closure(step=step):
-            optimizer.zero_grad()
-            loss = loss_of(model, step)
-            loss.backward()
-            return loss
-
-        if how == "keyword":
-            losses.append(optimizer.step(closure=closure).item())
-        elif how == "position":
-            losses.append(optimizer.step(closure).item())
-        else:
-            losses.append(closure().item())
-            optimizer.step()
-    return np.array(losses), digest(weights(model))
-
-
 @pytest.mark.parametrize("how", ["keyword", "position"])
 def test_step_with_a_closure_is_the_same_step_and_gives_the_mean_loss(two_ranks, how):
-    own = two_ranks.run(with_closure, "none", sgd)
-    for losses, bits in two_ranks.run(with_closure, how, sgd):
+    own = two_ranks.run(with_closure, "none")
+    for losses, bits in two_ranks.run(with_closure, how):
         assert bits == own[0][1]
         np.testing.assert_allclose(losses, (own[0][0] + own[1][0]) / 2, rtol=1e-6)
 

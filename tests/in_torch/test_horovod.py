@@ -22,6 +22,7 @@ from tests.support.training import (
     state_of,
     train,
     weights,
+    with_closure,
 )
 
 pytestmark = pytest.mark.ranks
@@ -254,26 +255,6 @@ def test_a_schedule_made_before_or_after_is_followed(horovod):
     plain, after = horovod.run(scheduled, "plain", "after"), horovod.run(scheduled, "none", "after")
     assert len(set(plain + after + horovod.run(scheduled, "none", "before"))) == 1
     assert len(set(horovod.run(scheduled, "topk", "after") + horovod.run(scheduled, "topk", "before"))) == 1
-
-
-def with_closure(how):
-    model = net()
-    optimizer = distributed(model, "topk(ratio=0.1)")
-    losses = []
-    for step in range(3):
-
-        def closure(step=step):
-            optimizer.zero_grad()
-            loss = loss_of(model, step)
-            loss.backward()
-            return loss
-
-        if how == "none":
-            losses.append(closure().item())
-            optimizer.step()
-        else:
-            losses.append((optimizer.step(closure) if how == "position" else optimizer.step(closure=closure)).item())
-    return np.array(losses), digest(weights(model))
 
 
 @pytest.mark.parametrize("how", ["keyword", "position"])

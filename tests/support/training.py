@@ -104,6 +104,29 @@ def train(model: torch.nn.Module, optimizer: Any, steps: range) -> None:
         optimizer.step()
 
 
+def with_closure(how: str) -> tuple[np.ndarray, str]:
+    """Losses and a hash of the weights after steps whose closure is given by keyword or position, or called itself."""
+    model = net()
+    optimizer = distributed(model, "topk(ratio=0.1)")
+    losses = []
+    for step in range(3):
+
+        def closure(step=step):
+            optimizer.zero_grad()
+            loss = loss_of(model, step)
+            loss.backward()
+            return loss
+
+        if how == "keyword":
+            losses.append(optimizer.step(closure=closure).item())
+        elif how == "position":
+            losses.append(optimizer.step(closure).item())
+        else:
+            losses.append(closure().item())
+            optimizer.step()
+    return np.array(losses), digest(weights(model))
+
+
 def ddp(model: torch.nn.Module, **options: Any) -> torch.nn.parallel.DistributedDataParallel:
     """The model under DDP, on CPU."""
     return torch.nn.parallel.DistributedDataParallel(model, **options)

@@ -48,3 +48,11 @@ def test_show_takes_no_longer_for_large_worlds(tmp_path, world):
     assert len(re.findall(r"^rank \d+ sends, and receives", ran.stdout, re.MULTILINE)) == 3
     assert f"each of the other {world - 3} ranks sends, and receives" in ran.stdout
     assert "the busiest link is that of rank 1: " in ran.stdout
+
+
+def test_show_lists_the_busiest_of_many_destinations(tmp_path):
+    parts = [ShardPlan(Sync("reduce_broadcast", destination=rank)) for rank in range(12)]
+    schema.dump(strategy_of(parts, 20), tmp_path / "s.json")
+    shown = CliRunner().invoke(app, ["strategy", "show", str(tmp_path / "s.json")]).stdout
+    assert len(re.findall(r"^rank \d+ sends, and receives", shown, re.MULTILINE)) == 8
+    assert "4 more destinations send, and receive, " in shown

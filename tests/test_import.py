@@ -131,6 +131,7 @@ def test_tensorflow_does_not_load_torch():
     assert run(script) == "[]"
 
 
+@pytest.mark.slow
 def test_torch_tensors_do_not_load_tensorflow():
     script = """
         import sys, torch, grace, grace.torch
@@ -141,6 +142,7 @@ def test_torch_tensors_do_not_load_tensorflow():
     assert run(script) == "False"
 
 
+@pytest.mark.slow
 def test_without_numba_torch_tensors_use_the_plain_kernels():
     script = """
         import torch, grace

@@ -143,6 +143,7 @@ def test_what_a_program_has_not_imported_is_not_there(python):
     assert found.endswith(", True, False, False, False]\n")
 
 
+@pytest.mark.slow
 @BOTH
 def test_what_a_framework_brought_along_does_not_stand_for_it(python):
     """grace.init() asks which frameworks a program has imported."""

@@ -80,6 +80,7 @@ def free_port() -> str:
         return str(listener.getsockname()[1])
 
 
+@pytest.mark.slow
 def test_torchruns_environment_joins_torch_distributed_and_shutdown_leaves_it():
     script = """
 import grace
@@ -93,6 +94,7 @@ print(dist.is_initialized())
     assert python(script, **launcher).splitlines() == ["TorchBackend 0 1 True", "True", "False"]
 
 
+@pytest.mark.slow
 def test_an_initialized_process_group_is_used_and_left_standing(tmp_path):
     script = f"""
 import torch.distributed as dist
@@ -182,6 +184,7 @@ def test_the_environment_may_name_the_backend(monkeypatch):
         grace.init()
 
 
+@pytest.mark.slow
 def test_torchruns_environment_counts_more_than_another_launchers():
     script = "import grace; print(grace.init().name); grace.shutdown()"
     launcher = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}

@@ -66,6 +66,7 @@ def test_the_command_shows_changes_differences_and_lonely_rows(one, tmp_path):
     assert out.splitlines()[-1] == "1 faster, 1 slower, 14 unchanged within the quartiles."
 
 
+@pytest.mark.slow
 def test_the_exit_code_tells_when_something_is_slower(tmp_path):
     step(bandwidths=[1e9]).save(tmp_path / "a")
     step(bandwidths=[1e9], slower={"qsgd": 1.5}).save(tmp_path / "b")

@@ -245,6 +245,7 @@ def test_one_method_far_from_the_others_does_not_stretch_the_axis(kind):
     assert sorted(ticks)[-2] < 0.1 * max(ticks)  # the number at the end of its bar is far beyond the axis
 
 
+@pytest.mark.slow
 def test_one_thread_is_no_plural():
     one, several = kernels(), kernels()
     one.settings["threads"], several.settings["threads"] = 1, 2
@@ -263,6 +264,7 @@ def test_names_do_not_cover_each_other():
     assert not [pair for pair in combinations(boxes, 2) if labels.overlap(pair[0].extents, pair[1].extents) > 4]
 
 
+@pytest.mark.slow
 def test_which_figures_there_are_depends_on_what_was_measured():
     few = ["qsgd", "topk(ratio=0.01)", "randomk(ratio=0.01)"]
     looks = methods_looks([step(few)])

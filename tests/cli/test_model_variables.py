@@ -129,6 +129,7 @@ def in_tensorflow(models: ModuleType) -> dict[str, Any]:
     return {"tensor": tf.constant, "array": array, "seed": seed, "gradients": gradients, "train": train}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=SLOW) if name in ("resnet", "lstm") else name for name in NAMES]
 )

@@ -89,6 +89,7 @@ def test_error_feedback_on_unbiased_values_stays_bounded(values):
     assert max(norms[150:]) < 1.3 * max(norms[50:100])
 
 
+@pytest.mark.slow
 def test_unbiased_compositions_and_those_of_contractions_are_not_damped():
     g = x(512)
     made = grace.make("compressor", "randomk(ratio=1.0, unbiased=true) | qsgd(levels=7)")

@@ -43,6 +43,7 @@ def exchanged(model, optimizer, factor=1.0):
     return model.weight.grad.coalesce().values()[0].numpy()
 
 
+@pytest.mark.slow
 def test_the_random_numbers_of_sparse_rows_change_from_step_to_step():
     model, optimizer = embedding("qsgd(levels=1, norm='max')")
     steps = np.array([exchanged(model, optimizer) for _ in range(400)])

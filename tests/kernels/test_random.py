@@ -109,6 +109,7 @@ def test_random_indices_are_distinct_and_in_range(it, n, part, key):
     assert k == 0 or (indices.min() >= 0 and indices.max() < n)
 
 
+@pytest.mark.slow
 @every
 def test_all_indices_of_every_small_n_are_a_permutation_and_k_of_them_its_start(it):
     sizes = [*range(1, 36), 63, 64, 65, 127, 128, 129, 1023, 1024, 1025, 4999, 5000]

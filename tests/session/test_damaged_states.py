@@ -113,6 +113,7 @@ def test_a_flipped_bit_is_refused_by_name_wherever_it_is(run):
     assert len(paths) >= 10
 
 
+@pytest.mark.slow
 def test_what_torch_refuses_of_its_own_part_changes_nothing(run):
     """Other groups, and damaged ones: Grace's part, which would fit, is not loaded either."""
     entry, refused, own = saved_form.seal({**run.own["grace"], "step": 1}), [], run.own

@@ -270,13 +270,13 @@ def DistributedOptimizer(
     check_not_horovods(optimizer, compression, compressor)
     if backend is None:
         backend = _backend(process_group, process_set)
+    reduction = ReduceOp(op, gradient_predivide_factor)
     options = {
         "passes": backward_passes_per_step,
         "groups": num_groups if groups is None else groups,
         "grad_scaler": grad_scaler,
+        "settings": Settings(reduction, group_bytes, seed, sparse_as_dense, broadcast, hierarchical),
     }
-    reduction = ReduceOp(op, gradient_predivide_factor)
-    options["settings"] = Settings(reduction, group_bytes, seed, sparse_as_dense, broadcast, hierarchical)
     choices = Choices(compressor, memory, communicator, strategy)
     if backend.name == "horovod":
         from grace.torch.horovod import distribute

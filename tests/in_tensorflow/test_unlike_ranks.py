@@ -121,3 +121,27 @@ def test_a_model_that_its_first_batch_builds_starts_equal(two):
     assert first == second
     first, second = two.run(built_late, True)
     assert first == second
+
+
+OTHERS = {"op": "sum", "gradient_predivide_factor": 2.0, "group_bytes": 100, "sparse_as_dense": True, "seed": 5}
+
+
+def unlike():
+    """What every rank is told where rank 1 alone was given another argument, for each of them."""
+    import keras
+
+    said = []
+    for name, value in OTHERS.items():
+        model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+        options = {name: value} if grace.rank() == 1 else {}
+        model.compile(grace.DistributedOptimizer(keras.optimizers.SGD(0.1), "topk", **options), "mse")
+        with pytest.raises(grace.RankError) as caught:
+            model.train_on_batch(np.ones((2, 4), "f"), np.ones((2, 1), "f"))
+        said.append(str(caught.value))
+    return said
+
+
+def test_ranks_of_other_settings_are_told_of_the_first(two):
+    for said in two.run(unlike):
+        for (name, value), words in zip(OTHERS.items(), said, strict=True):
+            assert f"{name} {value}" in words or f"the {name} {value}" in words

@@ -120,6 +120,9 @@ OPTIMIZER_DIFFERENCES = {
     "other passes": ({}, {"backward_passes_per_step": 2}, "backward_passes_per_step 2"),
     "other groups": ({}, {"group_bytes": 100}, "group_bytes 100"),
     "no broadcast": ({}, {"broadcast": False}, "broadcast False"),
+    "a sum": ({}, {"op": "sum"}, "op sum"),
+    "other predivision": ({}, {"gradient_predivide_factor": 2.0}, "gradient_predivide_factor 2.0"),
+    "sparse as dense": ({}, {"sparse_as_dense": True}, "sparse_as_dense True"),
 }
 
 

@@ -1,10 +1,13 @@
 """Sums and pre-divided means of every method: what a method computes does not depend on them."""
 
+import dataclasses
+
 import pytest
 import torch
 
 import grace
 from grace.core.registry import make
+from grace.session.settings import ReduceOp, Settings
 from tests.support.training import SPECS, Given, distributed, made_up, state_of
 
 pytestmark = pytest.mark.ranks
@@ -71,3 +74,17 @@ def test_what_a_method_computes_does_not_depend_on_the_reduction(two_ranks, comp
         for kept, of_sum, of_divided in zip(average[1], total[1], divided[1], strict=True):
             assert torch.equal(torch.as_tensor(kept), torch.as_tensor(of_sum))
             assert torch.equal(torch.as_tensor(kept), torch.as_tensor(of_divided))
+
+
+OTHERS = [
+    *[{field.name: 3} for field in dataclasses.fields(Settings) if field.name != "reduction"],
+    {"reduction": ReduceOp("sum")},
+    {"reduction": ReduceOp(predivide=2.0)},
+]
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=str)
+def test_every_setting_is_saved_and_compared(other):
+    usual, changed = Settings(), Settings(**other)
+    assert changed.arguments() != usual.arguments()
+    assert "seed" in other or changed.facts() != usual.facts()

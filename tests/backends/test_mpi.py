@@ -1,6 +1,8 @@
 """The MPI backend's own: 16-bit sums that MPI does not know, collectives on the tensors' own memory, its timeout."""
 
+import math
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -151,6 +153,39 @@ def many_at_once():
 
 def test_collectives_may_be_under_way_together(sizes):
     sizes.run(many_at_once)
+
+
+class Slow:
+    """A request that is complete after ``seconds`` of a clock that goes on while its process sleeps."""
+
+    def __init__(self, seconds):
+        self.seconds, self.now, self.looks = seconds, 0.0, 0
+
+    def Test(self):
+        self.looks += 1
+        return self.now >= self.seconds
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+    def monotonic(self):
+        return self.now
+
+
+def looks_at(seconds):
+    from grace.backends import mpi
+
+    backend, request = grace.init(), Slow(seconds)
+    with mock.patch.object(time, "sleep", request.sleep), mock.patch.object(time, "monotonic", request.monotonic):
+        backend._complete(request)
+    return request.looks, request.now - seconds, mpi.SPINS
+
+
+def test_a_rank_that_waits_looks_seldom_and_sees_the_end_soon(mpi):
+    for seconds in (1e-3, 0.01, 0.1, 1.0):
+        looks, late, spins = mpi.run(looks_at, seconds)[0]
+        assert looks < spins + 100 + 100 * math.log(max(seconds, 0.01) / 0.005) + 1000 * seconds
+        assert late <= max(0.02 * seconds, 60e-6)
 
 
 # -- a rank that does not come ----------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ pytestmark = pytest.mark.ranks
 GRACE = str(Path(sys.executable).with_name("grace"))
 METHODS = ("none", "topk(ratio=0.01)")
 FEWER = f"""
-import sys
 from grace.bench.kernels import command
 from grace.bench.step import settings as step
 from grace.bench.train import settings as train

@@ -71,7 +71,7 @@ def test_a_tensorflow_example_trains_and_prints_once_which_engine_it_is_on(examp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", [name for name in ENGINES if name != "horovodrun-mpi"])
 def test_the_example_runs_unchanged_under_every_launcher(name):
     run_under(name, EXAMPLE)
 

@@ -28,14 +28,14 @@ linked = pytest.mark.skipif(bool(REASON), reason=f"no link can be emulated here:
 WIDE = """
 import torch
 
-def wide():  # 2 M parameters that cost next to nothing to compute
-    model = torch.nn.Linear(2000, 1000)
+def wide():  # 1 M parameters that cost next to nothing to compute
+    model = torch.nn.Linear(2000, 500)
     return model, lambda model: model(torch.ones(2, 2000)).square().mean(), 2
 
 def number(): return 7
 def pair(): return torch.nn.Linear(2, 2), 3
 """
-BYTES = 4 * 2_001_000
+BYTES = 4 * 1_000_500
 
 
 @pytest.fixture(scope="module")

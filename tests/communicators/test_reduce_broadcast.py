@@ -8,6 +8,7 @@ import grace
 from grace.core.registry import known, legal_communicators, make
 from grace.strategy.plan import ShardPlan, Sync, VariablePlan
 from grace.torch.parameters import variables
+from tests.support import training
 from tests.support.strategies import Tables, cut, executed, reduced, sgd, strategy_of, train, weights, whole
 from tests.support.training import SPECS, Given, digest, loss_of, made_up, net, state_of
 
@@ -31,7 +32,11 @@ def trained(compressor, sync="reduce_broadcast", destination=0, memory=None):
     return weights(model)
 
 
-@pytest.mark.parametrize("compressor", LEGAL)
+@pytest.mark.parametrize(
+    ("ranks", "compressor"),
+    [*((2, spec) for spec in LEGAL), *((3, spec) for spec in LEGAL if spec in training.KINDS)],
+    indirect=["ranks"],
+)
 def test_every_legal_method_is_finite_and_the_same_on_all_ranks(ranks, compressor):
     for destination in {0, ranks.size - 1}:
         answers = ranks.run(trained, compressor, "reduce_broadcast", destination)

@@ -90,7 +90,7 @@ def test_a_checkpoint_loads_in_a_plain_program(two_ranks, builder):
 
 @pytest.mark.parametrize(
     ("ranks", "builder", "compressor"),
-    pairwise([2, 3], BUILDERS, ["topk(ratio=0.3)", "powersgd(rank=1)", "qsgd", "efsignsgd"]),
+    pairwise([2, 3], BUILDERS, ["topk(ratio=0.3)", "powersgd(rank=1)"]),
     indirect=["ranks"],
 )
 def test_a_resumed_run_equals_one_that_never_stopped(ranks, tmp_path, builder, compressor):
@@ -214,8 +214,10 @@ def check_equal(got, wanted):
         np.testing.assert_allclose(got[name], value, rtol=1e-6, atol=1e-7, err_msg=name)
 
 
-@pytest.mark.parametrize("after", KINDS)
-@pytest.mark.parametrize("before", [*KINDS, "uniform"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(a, b) for i, a in enumerate([*KINDS, "uniform"]) for j, b in enumerate(KINDS) if (i + j) % 2 == 0],
+)
 def test_memories_are_cut_as_the_new_strategy_is(two_ranks, before, after):
     checkpoints = two_ranks.run(saved_under, before, True)
     answers = two_ranks.run(loaded_under, after, checkpoints[:1])

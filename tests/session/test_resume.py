@@ -1,11 +1,14 @@
 """Training that is stopped and resumed in new processes equals training that never stopped; what a checkpoint may
 be loaded into, and what is refused."""
 
+import itertools
+
 import pytest
 import torch
 
 import grace
 from tests.support.checkpoints import sealed
+from tests.support.pairwise import pairwise
 from tests.support.pool import Ranks
 from tests.support.training import (
     METHODS,
@@ -87,16 +90,16 @@ class Run:
             self.schedule.step()
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("compressor", METHODS)
+@pytest.mark.parametrize(
+    ("ranks", "compressor", "optimizer"), pairwise([2, 3], METHODS, OPTIMIZERS), indirect=["ranks"]
+)
 def test_resuming_in_new_processes_continues_bit_for_bit(ranks, other_processes, tmp_path, compressor, optimizer):
     uninterrupted = ranks.run(begin, compressor, optimizer, str(tmp_path), "optimizer")
     resumed = other_processes[ranks.size].run(resume, compressor, optimizer, str(tmp_path), "optimizer")
     assert resumed == uninterrupted
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("compressor", METHODS)
+@pytest.mark.parametrize(("compressor", "optimizer"), list(zip(METHODS, itertools.cycle(OPTIMIZERS), strict=False)))
 def test_resuming_the_ddp_hook_continues_bit_for_bit(two_ranks, other_processes, tmp_path, compressor, optimizer):
     uninterrupted = two_ranks.run(begin, compressor, optimizer, str(tmp_path), "hook")
     resumed = other_processes[2].run(resume, compressor, optimizer, str(tmp_path), "hook")

@@ -23,6 +23,7 @@ from grace.core.variable import Variable
 from grace.core.version import __version__
 from grace.errors import ConfigError, ExchangeError, GraceError, MissingExtraError, RankError
 from grace.kernels import Kernels, kernels_of
+from grace.session import by_hand  # noqa: F401 - which communicators are given
 from grace.session.files import save_from_root
 
 __all__ = [

@@ -78,6 +78,20 @@ def current() -> Backend:
     return init() if _current is None else _current
 
 
+def joined() -> Backend:
+    """The backend that :func:`init` joined, or this process alone.
+
+    Raises:
+        ConfigError: a launcher has started several ranks, and nobody called ``grace.init()``.
+    """
+    if _current is None and (name := _detect()) != "local":
+        raise ConfigError(
+            f"a launcher has started several ranks (for {name}), and nobody called grace.init(): a step would be this "
+            "rank's alone. Call grace.init() first"
+        )
+    return current()
+
+
 def rank() -> int:
     """This process's number, from 0.
 

@@ -1,7 +1,7 @@
 """The communicator contract: one compressor, one memory, and the collective that carries payloads."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
 from grace.core import specs
@@ -11,12 +11,10 @@ from grace.core.compressor import Compressor, Tensor
 from grace.core.context import Context
 from grace.core.memory import Memory
 from grace.core.registry import known, legal_communicators, legal_memories, make
-from grace.core.variable import Variable
-from grace.errors import ConfigError, PayloadError, StepError
+from grace.errors import ConfigError
 from grace.exchange.background import ExchangeThread
 from grace.exchange.base import Exchange
-from grace.exchange.bucket import Bucket, Contribution, Traffic
-from grace.kernels import kernels_of
+from grace.exchange.bucket import Contribution
 
 
 class Nodes(Protocol):
@@ -26,6 +24,20 @@ class Nodes(Protocol):
     first: int
     leaders: Backend | None
     leader_of: list[int]
+
+
+class Hand(Protocol):
+    """The steps of a communicator that the user calls; see :class:`grace.session.by_hand.ByHand`."""
+
+    def step(self, tensors: Any, names: Any) -> Any: ...
+
+    def start(self, tensors: Any, names: Any) -> Any: ...
+
+    def finish(self, begun: Any) -> Any: ...
+
+    def state_dict(self, everyone: bool) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any], memory: str) -> None: ...
 
 
 class Run(Protocol):
@@ -66,6 +78,11 @@ class Communicator(Component):
     """Whether ``communicate`` is the engine's all-gather, which may take payloads of unequal sizes."""
     cost: ClassVar[str] = ""
     """What one exchange costs a rank, for a payload of p bytes and W ranks; for people."""
+    hand: ClassVar[Callable[["Communicator"], Hand]]
+    """What makes its steps by hand, which lies above."""
+    _by_hand: Hand | None = None
+    lr: float | None = None
+    """The learning rate, for memories that follow it, where steps are called by hand."""
 
     def __init__(self, compressor: Any = "none", memory: Any = None):
         self.compressor: Compressor = make("compressor", compressor)
@@ -157,7 +174,7 @@ class Communicator(Component):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: these are in no run yet."""
-        return {**super().__getstate__(), "backend": LocalBackend()}
+        return {**super().__getstate__(), "backend": LocalBackend(), "_by_hand": None}
 
     def bind(self, context: Context, backend: Backend | None = None) -> None:
         """Join a run: hand the context to both parts and remember the engine."""
@@ -169,41 +186,89 @@ class Communicator(Component):
         """Communicator, compressor and memory as specs."""
         return f"{self.spec}, {self.compressor.spec}, {self.memory.spec}"
 
-    def step(self, tensor: Tensor, name: str) -> Tensor:
-        """One blocking exchange of one tensor, GRACE's way; returns the aggregate, and commits the state.
+    # -- by hand ---------------------------------------------------------------------------------------
+
+    @property
+    def by_hand(self) -> Hand:
+        """Its steps, where the user calls them."""
+        if self._by_hand is None:
+            self._by_hand = Communicator.hand(self)
+        return self._by_hand
+
+    def step(self, tensors: Any, names: Any) -> Any:
+        """One blocking exchange, GRACE's way: the mean over ranks of what is left of a tensor after compression.
+
+        The first step joins the run that ``grace.init()`` began; every rank must exchange the same names in the same
+        order. In a ``tf.function`` the exchange is made whenever the graph runs.
+
+        Args:
+            tensors: a tensor of any shape, of float16, bfloat16, float32 or float64; or a list of such ones, of one
+                dtype, that travel together.
+            names: its name, under which memories keep what they remember; or one for each.
+
+        Returns:
+            the mean, or the list of means, of the same dtype.
 
         Raises:
-            ConfigError: it is no tensor of floating point numbers; nothing was sent.
+            ConfigError: what was given cannot be exchanged, or nobody called ``grace.init()`` in a run of several
+                ranks; nothing was sent.
+            RankError: ranks gave other tensors or names.
             PayloadError: what a rank sent cannot be decoded.
-            StepError: ranks have exchanged another number of tensors.
+            StepError: ranks have made another number of steps.
 
         >>> import numpy as np
         >>> from grace.communicators import Allgather
         >>> Allgather("topk(ratio=0.5)").step(np.float32([4, 1]), "w")
         array([4., 0.], dtype=float32)
         """
-        pass
-        try:
-            k = kernels_of(tensor)
-            tensor = k.given(tensor)
-        except (TypeError, ConfigError) as error:
-            raise ConfigError(f"cannot exchange {name!r}: {error}") from None
-        bucket = Bucket(0, self, [Variable(name, tuple(tensor.shape), k.dtype(tensor))])
-        exchange = self.begin(Contribution(bucket, [tensor], [True], self.stateful, Traffic()))
-        while exchange.advance():
-            pass
-        try:
-            (outcome,) = exchange.finish([None])
-            if exchange.astray:
-                raise StepError(exchange.astray)
-        except (PayloadError, StepError):
-            for part in self.keepers.values():
-                part.state.rollback()
-            raise
-        for part in self.keepers.values():
-            part.state.rollback() if outcome.overflow else part.state.commit()
-        self.context.step += 1
-        return k.cast(outcome.value, k.dtype(tensor))
+        return self.by_hand.step(tensors, names)
+
+    def send_step(self, tensors: Any, names: Any) -> Any:
+        """Begin a step, and do something else while its payloads travel: :meth:`receive_step` ends it. Several may be
+        under way; all of them end with the first that is received, in one step. Eager tensors only.
+
+        Args:
+            tensors, names: as for :meth:`step`.
+
+        Returns:
+            what :meth:`receive_step` takes.
+
+        >>> import numpy as np
+        >>> from grace.communicators import Allgather
+        >>> communicator = Allgather("topk(ratio=0.5)")
+        >>> begun = communicator.send_step(np.float32([4, 1]), "w")
+        >>> communicator.receive_step(begun)
+        array([4., 0.], dtype=float32)
+        """
+        return self.by_hand.start(tensors, names)
+
+    def receive_step(self, begun: Any) -> Any:
+        """The means of what :meth:`send_step` began."""
+        return self.by_hand.finish(begun)
+
+    def state_dict(self, everyone: bool = False) -> dict[str, Any]:
+        """What steps by hand have left in memories and compressors, for ``torch.save`` or pickle.
+
+        Args:
+            everyone: of all ranks, for one file that rank 0 saves; every rank must call it then.
+
+        Raises:
+            ConfigError: there was no step yet.
+        """
+        return self.by_hand.state_dict(everyone)
+
+    def load_state_dict(self, state: dict[str, Any], memory: str = "strict") -> None:
+        """Go on from what :meth:`state_dict` returned; every rank must call it.
+
+        Args:
+            state: what was saved.
+            memory: "strict" refuses what does not fit, "keep" keeps what fits, "reset" starts with empty memories.
+
+        Raises:
+            ConfigError: it is no such state, or it does not fit; nothing was changed.
+            RankError: it was refused on another rank, or the ranks load different ones.
+        """
+        self.by_hand.load_state_dict(state, memory)
 
 
 def build_communicator(compressor: Any, memory: Any, communicator: Any) -> Communicator:

@@ -45,6 +45,12 @@ TORCH = Calls(
     partial="torch.distributed.checkpoint loads only what is in the dict that it is given: save "
     "full_state_dict(packed=True), and let it load into that of the new optimizer",
 )
+BY_HAND = Calls(
+    step="step() or receive_step()",
+    save_all="state_dict(everyone=True)",
+    load="load_state_dict(state, {})",
+    partial="Save it again",
+)
 KERAS = Calls(
     step="a training step (optimizer.apply)",
     save_all="the model by grace.tensorflow.save_model, or optimizer.full_state()",

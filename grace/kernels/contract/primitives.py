@@ -2,7 +2,7 @@
 
 import abc
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -68,6 +68,11 @@ class Kernels(ValueKernels, SparseKernels):
         if self.dtype(x) not in FLOATS:
             raise ConfigError(f"it is of dtype {self.dtype(x)}; Grace exchanges {', '.join(FLOATS)}")
         return self.cast(x, self.dtype(x))
+
+    def eagerly(self, function: Callable[[list[Tensor]], list[Tensor]], tensors: list[Tensor]) -> list[Tensor]:
+        """``function(tensors)``, which returns as many tensors of the same shapes and dtypes; in a graph, when that
+        runs."""
+        return function(tensors)
 
     @abc.abstractmethod
     def zeros(self, shape: tuple[int, ...], dtype: str, like: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import tensorflow as tf
 from grace.kernels.checks import check_count, check_packed, check_quantized, check_range, check_scale
 from grace.kernels.contract.primitives import LARGEST_FACTOR, Kernels, bucket_within
 from grace.kernels.random import FEISTEL_ROUNDS, MULTIPLIERS, ROUNDS, WEYL, Stream, feistel_bits
-from grace.kernels.tensorflow.graph_numbers import LOW31, is_upper, length, number
+from grace.kernels.tensorflow.graph_numbers import LOW31, is_upper, length, number, refuse_xla
 from grace.kernels.tensorflow.interop import aligned_empty, as_tensor
 from grace.kernels.tensorflow.quantization import ValueTensorFlow
 from grace.kernels.tensorflow.sparsification import SparseTensorFlow
@@ -44,6 +44,16 @@ class TensorFlowKernels(ValueTensorFlow, SparseTensorFlow, Kernels):
 
     def cast(self, x, dtype):
         return tf.cast(x, dtype)
+
+    def eagerly(self, function, tensors):
+        tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
+        if not any(map(tf.is_symbolic_tensor, tensors)):
+            return function(tensors)
+        refuse_xla()
+        results = tf.py_function(lambda *eager: function(list(eager)), tensors, [tensor.dtype for tensor in tensors])
+        for result, tensor in zip(results, tensors, strict=True):
+            result.set_shape(tensor.shape)
+        return results
 
     def zeros(self, shape, dtype, like):
         with _beside(like):

@@ -1,0 +1,291 @@
+"""A communicator that the user calls by hand, GRACE's way: its steps, outside of any optimizer."""
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from grace.backends import runtime
+from grace.communicators.base import Communicator
+from grace.core.backend import Backend
+from grace.core.calls import BY_HAND
+from grace.core.compressor import Tensor
+from grace.core.context import Context
+from grace.core.variable import Variable
+from grace.errors import ConfigError
+from grace.exchange.bucket import Bucket
+from grace.kernels import kernels_of
+from grace.session import checkpoint, saved_form
+from grace.session.agreement import agree
+from grace.session.exchanger import Exchanger
+from grace.session.setup import build_exchanger
+from grace.session.sharding import Shard
+
+FORM = "tensors, step by step"
+"""What a saved state says that it is of."""
+
+
+class AsGiven:
+    """The plan of tensors that are exchanged as they come: whole, and each by the one communicator."""
+
+    strategy = None
+
+    def __init__(self, communicator: Communicator):
+        self.communicator, self.name = communicator, communicator.describe()
+
+    def hand_out(
+        self, variables: list[Variable], backend: Backend, error: Exception | None, later: bool
+    ) -> list[Variable]:
+        """Nothing."""
+        return variables
+
+    def shards(self, variables: Sequence[Variable]) -> list[Shard]:
+        """Each of them is one."""
+        return [Shard(variable, variable, self.communicator) for variable in variables]
+
+    def options(self) -> dict[str, Any]:
+        """The communicator."""
+        return {"communicator": self.communicator}
+
+
+class Begun:
+    """An exchange that :meth:`grace.Communicator.send_step` began."""
+
+    def __init__(self, bucket: Bucket, dtypes: list[str], single: bool):
+        self.bucket, self.dtypes, self.single = bucket, dtypes, single
+        self.means: list[Any] | None = None
+
+
+class ByHand:
+    """The steps of one communicator. It joins the run at its first step, and leaves it at ``grace.shutdown()``.
+
+    Tensors that are exchanged together are one bucket. The first time that some names come together, the ranks compare
+    them, so that they must come in the same order on all ranks.
+
+    Args:
+        communicator: whose.
+    """
+
+    def __init__(self, communicator: Communicator):
+        self._communicator = weakref.ref(communicator)
+        self.exchanger: Exchanger | None = None
+        self.buckets: dict[tuple[str, ...], Bucket] = {}
+        self.begun: list[Begun] = []
+
+    @property
+    def communicator(self) -> Communicator:
+        """Whose steps these are; it holds this object."""
+        communicator = self._communicator()
+        assert communicator is not None
+        return communicator
+
+    # -- steps -----------------------------------------------------------------------------------------
+
+    def step(self, tensors: Any, names: Any) -> Any:
+        """See :meth:`grace.Communicator.step`."""
+        given = [tensors] if isinstance(names, str) else list(tensors)
+        with _about(names):
+            kernels = kernels_of(given[0]) if given else None
+        if kernels is None:
+            raise ConfigError("step() was given no tensors")
+        means = kernels.eagerly(lambda eager: self._whole_step(eager, names), given)
+        return means[0] if isinstance(names, str) else means
+
+    def _whole_step(self, tensors: list[Tensor], names: Any) -> list[Tensor]:
+        means = self.finish(self.start(tensors[0] if isinstance(names, str) else tensors, names))
+        return [means] if isinstance(names, str) else list(means)
+
+    def start(self, tensors: Any, names: Any) -> Begun:
+        """Begin to exchange tensors; see :meth:`grace.Communicator.send_step`."""
+        single = isinstance(names, str)
+        given, called = ([tensors], (names,)) if single else (list(tensors), tuple(names))
+        exchanger, bucket, given = self._known(given, called)
+        if exchanger.under_way(bucket):
+            raise ConfigError(f"{bucket.ends!r} is under way already: call receive_step() before it is sent again")
+        begun = Begun(bucket, [variable.dtype for variable in bucket.variables], single)
+        exchanger.start(bucket, given, [True] * len(given))
+        self.begun.append(begun)
+        return begun
+
+    def finish(self, begun: Begun) -> Any:
+        """The means of what was begun; they end the step for all that is under way."""
+        if begun.means is None:
+            if self.exchanger is None or begun not in self.begun:
+                raise ConfigError("receive_step() is given what send_step() returned, once, in the same run")
+            together, self.begun = self.begun, []
+            try:
+                outcomes = self.exchanger.finish(lambda bucket: [None] * len(bucket.variables))
+            except BaseException:
+                self.exchanger.abandon()
+                raise
+            left = iter(outcomes)
+            for other in together:
+                other.means = [next(left).value for _ in other.bucket.variables]
+        means, begun.means = begun.means or [], None
+        means = [kernels_of(mean).cast(mean, dtype) for mean, dtype in zip(means, begun.dtypes, strict=True)]
+        return means[0] if begun.single else means
+
+    # -- the run ---------------------------------------------------------------------------------------
+
+    def _known(self, given: list[Any], names: tuple[str, ...]) -> tuple[Exchanger, Bucket, list[Tensor]]:
+        """The exchanger, the bucket of these names, and the tensors as it takes them. New ones are agreed on."""
+        backend = runtime.joined()
+        if self.exchanger is not None and self.exchanger.backend is not backend:
+            self.free()  # of a run that has ended, or that began since
+        bucket = self.buckets.get(names)
+        if self.exchanger is not None and bucket is not None:
+            tensors, variables = described(given, names, backend)
+            for before, now in zip(bucket.variables, variables, strict=True):
+                if before != now:
+                    raise ConfigError(
+                        f"{now.name!r} is {now.describe()} now, and was {before.describe()} at its first step. Give "
+                        "another name to what is another tensor"
+                    )
+            return self.exchanger, bucket, tensors
+        tensors = []
+
+        def variables_of() -> list[Variable]:
+            found, variables = described(given, names, backend)
+            tensors.extend(found)
+            return variables
+
+        if self.exchanger is None:
+            self.exchanger, bucket = self._joined(variables_of, backend)
+        else:
+            bucket = self._added(self.exchanger, variables_of)
+        self.buckets[names] = bucket
+        return self.exchanger, bucket, tensors
+
+    def _joined(self, variables: Any, backend: Backend) -> tuple[Exchanger, Bucket]:
+        """The first step in a run."""
+        communicator = self.communicator
+
+        def check(communicator: Communicator) -> None:
+            if communicator.delayed:
+                raise ConfigError(
+                    f"{communicator.describe()} applies means in later steps, which only an optimizer can: use "
+                    "grace.DistributedOptimizer, or leave that out"
+                )
+            if communicator.memory.needs_lr and communicator.lr is None:
+                raise ConfigError(
+                    f"the memory {communicator.memory.spec} follows the learning rate, which a communicator that is "
+                    "called by hand does not know: set its attribute lr before each step"
+                )
+
+        context = Context(
+            seed=communicator.context.seed,
+            lr=lambda name: 1.0 if communicator.lr is None else communicator.lr,
+            calls=BY_HAND,
+        )
+        plan = AsGiven(communicator)
+        exchanger = build_exchanger(variables, lambda: plan, backend, context, [("called", "by hand")], check)
+        (bucket,) = exchanger.buckets
+        free = weakref.WeakMethod(self.free)
+        backend.at_shutdown(lambda: (free() or bool)())
+        return exchanger, bucket
+
+    def _added(self, exchanger: Exchanger, variables: Any) -> Bucket:
+        """One more bucket."""
+        found, error = [], None
+        try:
+            found = variables()
+            for variable in found:
+                if variable.name in exchanger.shards:
+                    raise ConfigError(
+                        f"{variable.name!r} was exchanged with other tensors before: join the same ones in every step"
+                    )
+        except Exception as raised:
+            error = raised
+        step = ("the number of steps", str(exchanger.context.step))
+        agree(exchanger.backend, [step, *((f"the tensor {v.name!r}", v.describe()) for v in found)], error)
+        return _extend(exchanger, AsGiven(self.communicator).shards(found))
+
+    def free(self) -> None:
+        """Leave the run: nothing is remembered of it."""
+        exchanger, self.exchanger, self.buckets, self.begun = self.exchanger, None, {}, []
+        if exchanger is not None:
+            if exchanger.begun:
+                exchanger.abandon()
+            exchanger.close()
+
+    # -- checkpoints -----------------------------------------------------------------------------------
+
+    def state_dict(self, everyone: bool = False) -> dict[str, Any]:
+        """See :meth:`grace.Communicator.state_dict`."""
+        if self.exchanger is None:
+            raise ConfigError("nothing was exchanged yet, so that there is nothing to save")
+        saved = checkpoint.gather(self.exchanger) if everyone else checkpoint.save(self.exchanger)
+        groups = [
+            [[v.name, list(v.shape), v.dtype, v.device] for v in bucket.variables] for bucket in self.buckets.values()
+        ]
+        return {"of": FORM, "tensors": groups, "grace": saved}
+
+    def load_state_dict(self, state: dict[str, Any], memory: str = "strict") -> None:
+        """See :meth:`grace.Communicator.load_state_dict`."""
+        if not isinstance(state, dict) or state.get("of") != FORM:
+            raise ConfigError("this is no state of a communicator that was called by hand")
+        saved_form.check(state["grace"])
+        backend = runtime.joined()
+        self.free()
+        for group in state["tensors"]:
+            variables = [Variable(name, tuple(shape), dtype, device=device) for name, shape, dtype, device in group]
+            names = tuple(variable.name for variable in variables)
+            if self.exchanger is None:
+                self.exchanger, self.buckets[names] = self._joined(lambda found=variables: found, backend)
+            else:
+                self.buckets[names] = self._added(self.exchanger, lambda found=variables: found)
+        assert self.exchanger is not None
+        checkpoint.load(self.exchanger, lambda: state["grace"], memory)
+
+
+def _extend(exchanger: Exchanger, shards: Sequence[Shard]) -> Bucket:
+    """One more bucket of an exchanger's; every rank must add the same at the same moment."""
+    for shard in shards:
+        exchanger.variables.append(shard.variable)
+        exchanger.shards[shard.variable.name] = shard
+        exchanger.shards_of[shard.variable.name] = [shard]
+        exchanger.numel += shard.variable.numel
+    bucket = Bucket(len(exchanger.buckets), shards[0].communicator, [shard.variable for shard in shards])
+    exchanger.buckets.append(bucket)
+    return bucket
+
+
+def described(given: list[Any], names: tuple[str, ...], backend: Backend) -> tuple[list[Tensor], list[Variable]]:
+    """A user's tensors as an exchange takes them, and what the ranks compare of them.
+
+    Raises:
+        ConfigError: they are no tensors that could travel together.
+    """
+    if len(given) != len(names) or not names:
+        raise ConfigError(f"there are {len(given)} tensors and {len(names)} names; give one name for each")
+    strange = next((name for name in names if not isinstance(name, str)), None)
+    if strange is not None or len(set(names)) < len(names):
+        raise ConfigError(f"names must be strings, each another; they are {', '.join(map(repr, names))}")
+    tensors, variables = [], []
+    for tensor, name in zip(given, names, strict=True):
+        with _about(name):
+            k = kernels_of(tensor)
+            tensors.append(k.given(tensor))
+            device = str(getattr(tensor, "device", ""))
+            variables.append(Variable(name, tuple(tensor.shape), k.dtype(tensors[-1]), device=device))
+            if not k.name.startswith(backend.framework):
+                raise ConfigError(f"it is of {k.name}, and {backend.describe()} moves tensors of {backend.framework}")
+    first = variables[0]
+    for other in variables:
+        if (other.dtype, other.device) != (first.dtype, first.device):
+            raise ConfigError(
+                f"{first.name!r} is {first.dtype} on {first.device or 'the host'}, {other.name!r} is {other.dtype} on "
+                f"{other.device or 'the host'}: tensors that travel together must be alike"
+            )
+    return tensors, variables
+
+
+@contextlib.contextmanager
+def _about(name: Any) -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, ConfigError) as error:
+        raise ConfigError(f"cannot exchange {name!r}: {error}") from None
+
+
+Communicator.hand = ByHand

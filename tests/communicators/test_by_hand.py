@@ -1,0 +1,209 @@
+"""Communicators that the user calls: ``step``, ``send_step`` and ``receive_step``, over every engine."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import grace
+from grace.communicators.base import build_communicator
+from tests.support.engine_pools import environment
+from tests.support.pools import launched
+from tests.support.training import KINDS, Given, digest, distributed, made_up
+
+pytestmark = pytest.mark.ranks
+
+SHAPES = {"matrix": (40, 30), "kernel": (8, 5, 3, 3), "vector": (700,)}
+STEPS = 3
+
+
+def communicator(spec, memory=None, name=None):
+    return build_communicator(spec, memory, name)
+
+
+def together(spec):
+    """The means of a few steps, all tensors in one bucket, and those that an optimizer gives."""
+    grc, means = communicator(spec), []
+    for step in range(STEPS):
+        given = made_up(SHAPES, step, grace.rank())
+        means.append(grc.step([torch.tensor(given[name]) for name in SHAPES], list(SHAPES)))
+    model, wanted = Given(SHAPES), []
+    optimizer = distributed(model, spec, optimizer=lambda p: torch.optim.SGD(p, 0.0))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model.backward(made_up(SHAPES, step, grace.rank()))
+        optimizer.step()
+        wanted.append([p.grad.clone() for p in model.parameters()])
+    return means, wanted
+
+
+@pytest.mark.parametrize("compressor", KINDS)
+def test_steps_give_what_an_optimizer_does(two_ranks, compressor):
+    for means, wanted in two_ranks.run(together, compressor):
+        for mine, theirs in zip(means, wanted, strict=True):
+            for got, expected in zip(mine, theirs, strict=True):
+                if "powersgd" in compressor and got.ndim == 1:  # which an optimizer sends as it is
+                    torch.testing.assert_close(got, expected)
+                else:
+                    assert torch.equal(got, expected)
+
+
+def training(engine, spec="topk(ratio=0.1)"):
+    """GRACE's loop: every gradient by itself; then half the tensors by hand overlap, and the state goes round."""
+    model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 5))
+    grace.broadcast_parameters(model)
+    grc, optimizer = communicator(spec), torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(number, grc):
+        torch.manual_seed(10 * number + grace.rank())
+        optimizer.zero_grad()
+        model(torch.randn(8, 20)).square().mean().backward()
+        for name, p in model.named_parameters():
+            p.grad = grc.step(p.grad, name)
+        optimizer.step()
+
+    for number in range(2):
+        step(number, grc)
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    saved = grc.state_dict(everyone=True)
+    step(2, grc)
+    ended = digest(dict(model.named_parameters()))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(weights[name])
+    other = communicator(spec)
+    other.load_state_dict(saved)
+    step(2, other)
+    return ended, digest(dict(model.named_parameters())), saved["grace"]["step"]
+
+
+def test_graces_loop_keeps_the_ranks_equal_and_goes_on_from_a_checkpoint(engine):
+    (ended, again, steps), second = launched(engine, 2).run(training, engine)
+    assert (ended, again, steps) == second
+    assert ended == again
+    assert steps == 2 * 4
+
+
+def test_graces_loop_over_torch_distributed(two_ranks):
+    (ended, again, _), (other, *_) = two_ranks.run(training, "gloo")
+    assert ended == again == other
+
+
+def overlapping():
+    """Several under way at once, received in another order; over and over."""
+    grc, alone = communicator("topk(ratio=0.2)"), communicator("topk(ratio=0.2)")
+    seen = []
+    for step in range(STEPS):
+        given = {name: torch.tensor(value) for name, value in made_up(SHAPES, step, grace.rank()).items()}
+        begun = {name: grc.send_step(given[name], name) for name in SHAPES}
+        with pytest.raises(grace.ConfigError, match="'vector' is under way already"):
+            grc.send_step(given["vector"], "vector")
+        with pytest.raises(grace.ExchangeError, match="an exchange is under way"):
+            grc.state_dict()
+        got = {name: grc.receive_step(begun[name]) for name in reversed(SHAPES)}
+        with pytest.raises(grace.ConfigError, match="what send_step"):
+            grc.receive_step(begun["vector"])
+        seen += [torch.equal(got[name], alone.step(given[name], name)) for name in SHAPES]
+    return seen
+
+
+def test_sent_and_received_steps_give_what_steps_do(two_ranks):
+    assert two_ranks.run(overlapping) == [[True] * 9] * 2
+
+
+def refusals():
+    """What each rank is told; in between, and at the end, steps go on."""
+    grc, said = communicator("topk(ratio=0.5)"), []
+    x = torch.tensor([4.0, 1.0])
+
+    def refused(tensors, names, error=grace.ConfigError):
+        with pytest.raises(error) as caught:
+            grc.step(tensors, names)
+        said.append(str(caught.value))
+
+    rank = grace.rank()
+    refused(torch.tensor([1, 2]) if rank else x, "w", grace.ConfigError if rank else grace.RankError)
+    refused(torch.zeros(2 + rank), "w", grace.RankError)
+    refused(x, "one" if rank else "other", grace.RankError)
+    grc.step(x, "w")
+    refused(torch.zeros(3), "w")
+    refused([x, x], ["v", "v"])
+    refused([x], ["v", "u"])
+    refused([x, x.double()], ["v", "u"])
+    refused([x, x], ["v", "w"])
+    refused(np.float32([1]), "n")
+    assert grc.step(x, "w").tolist() == [4, 0]
+    return said
+
+
+def test_what_cannot_be_exchanged_is_refused_on_all_ranks(two_ranks):
+    first, second = two_ranks.run(refusals)
+    assert "rank 1 refused to start: cannot exchange 'w': it is of dtype int64" in first[0]
+    assert "cannot exchange 'w': it is of dtype int64" in second[0]
+    for said in (first, second):
+        assert "'w' float32[2], rank 1 has variable 'w' float32[3]" in said[1]
+        assert "'other' float32[2], rank 1 has variable 'one' float32[2]" in said[2]
+        assert "'w' is float32[3] now, and was float32[2] at its first step" in said[3]
+        assert "names must be strings, each another" in said[4]
+        assert "there are 1 tensors and 2 names" in said[5]
+        assert "'v' is float32 on cpu, 'u' is float64 on cpu" in said[6]
+        assert "'w' was exchanged with other tensors before" in said[7]
+        assert "it is of numpy" in said[8]
+
+
+def with_an_overflow(spec):
+    grc = communicator(spec)
+    grc.step(torch.ones(300), "w")
+    before = digest(grc.state_dict()["grace"]["state"])
+    spoilt = grc.step(torch.full((300,), np.inf if grace.rank() else 1.0), "w")
+    after = digest(grc.state_dict()["grace"]["state"])
+    return (
+        before == after,
+        bool(torch.isfinite(spoilt).all()),
+        bool(torch.isfinite(grc.step(torch.ones(300), "w")).all()),
+    )
+
+
+@pytest.mark.parametrize("spec", ["topk(ratio=0.1)", "efsignsgd", "dgc(ratio=0.1)"])
+def test_an_overflow_does_not_reach_what_is_remembered(two_ranks, spec):
+    if spec == "efsignsgd":
+        with pytest.raises(AssertionError, match="set its attribute lr"):
+            two_ranks.run(with_an_overflow, spec)
+        return
+    assert two_ranks.run(with_an_overflow, spec) == [(True, False, True)] * 2
+
+
+def after_a_shutdown():
+    grc = communicator("topk(ratio=0.5)")
+    first = [grc.step(torch.tensor(x), "w").tolist() for x in ([4.0, 1.0], [0.0, 1.0])]
+    grace.shutdown()
+    grace.init("local")
+    second = [grc.step(torch.tensor(x), "w").tolist() for x in ([4.0, 1.0], [0.0, 1.0])]
+    grace.shutdown()
+    return first, second
+
+
+def test_a_communicator_leaves_the_run_that_ends_and_starts_anew_in_another():
+    grace.init("local")
+    first, second = after_a_shutdown()
+    assert first == second == [[4, 0], [0, 2]]
+
+
+def test_who_forgets_init_in_a_launched_program_is_told(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("import torch, grace\ngrace.from_params({}).step(torch.ones(2), 'w')\n")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100)
+    assert done.returncode != 0
+    assert "nobody called grace.init()" in done.stderr
+
+
+def test_only_an_optimizer_delays_what_it_applies(two_ranks):
+    with pytest.raises(AssertionError, match="only an optimizer can"):
+        two_ranks.run(delayed)
+
+
+def delayed():
+    communicator("none", name="reduce_broadcast(staleness=1)").step(torch.ones(2), "w")

@@ -1,0 +1,56 @@
+"""Communicators that the user calls, eagerly and in a ``tf.function``."""
+
+# ruff: noqa: E402 - what is imported after TensorFlow needs it
+
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+
+import grace
+from grace.communicators.base import build_communicator
+from tests.support.pools import launched
+from tests.support.training import SPECS, made_up
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+SHAPES = {"matrix": (20, 30), "vector": (700,)}
+
+
+def both_ways(specs):
+    """The means of two steps of each method, eagerly and in a graph, and what is remembered after them."""
+    found = {}
+    for spec in specs:
+        for graph in (False, True):
+            grc = build_communicator(spec, None, None)
+            grc.lr = 0.1
+
+            def step(a, b, grc=grc):
+                return grc.step(a, "matrix"), *grc.step([b], ["vector"])
+
+            run = tf.function(step, autograph=False) if graph else step
+            for number in range(2):
+                given = made_up(SHAPES, number, grace.rank())
+                means = [mean.numpy() for mean in run(*map(tf.constant, given.values()))]
+            found[spec, graph] = means, grc.state_dict()["grace"]["step"]
+    return found
+
+
+@pytest.mark.parametrize("engine", ["horovodrun-gloo", "mpirun-mpi"])
+def test_graphs_give_what_eager_steps_do_for_every_method(engine):
+    specs = SPECS if engine == "horovodrun-gloo" else SPECS[::4]
+    first, second = launched(engine, 2, "tensorflow").run(both_ways, specs)
+    for spec in specs:
+        eager, graph = first[spec, False], first[spec, True]
+        assert eager[1] == graph[1] == 4
+        for mine, traced, others in zip(eager[0], graph[0], second[spec, True][0], strict=True):
+            np.testing.assert_array_equal(mine, traced, err_msg=spec)
+            np.testing.assert_array_equal(mine, others, err_msg=spec)
+
+
+def test_xla_is_refused():
+    grace.init("local")
+    grc = grace.from_params({"compressor": "topk"})
+    with pytest.raises(grace.ConfigError, match="XLA cannot compile an exchange"):
+        tf.function(lambda x: grc.step(x, "w"), jit_compile=True, autograph=False)(tf.ones(3))
+    grace.shutdown()

@@ -6,11 +6,12 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c const
 SETUP := setup.cfg pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check coverage docs soak fuzz horovod clean
+.PHONY: help demo test thorough check coverage docs soak fuzz horovod clean
 
 help:
 	@echo "make demo    in about a minute: does compression pay over a slow network? tables, and a report in out/demo"
-	@echo "make test    all tests"
+	@echo "make test    all tests; of large products of cases so many that every value is met"
+	@echo "make thorough  all tests in all cases"
 	@echo "make check   style, types and the fast tests"
 	@echo "make docs    the pages and the API reference as a site in out/docs, its links checked; no network once installed"
 	@echo "make coverage  all tests, and the lines and branches of grace/ that they run: out/coverage/report.txt"
@@ -29,6 +30,9 @@ test: $(VENV)/test.stamp $(VENV)/horovod.stamp
 	$(BIN)/python -m pytest -n 2 -m "not alone" --durations=10 || status=$$?; \
 	$(BIN)/python -m pytest -m alone $$(grep -lr --include="test_*.py" "mark.alone" tests) || status=$$?; \
 	exit $$status
+
+thorough:
+	@GRACE_THOROUGH=1 $(MAKE) --no-print-directory test
 
 check: $(VENV)/test.stamp
 	$(BIN)/ruff check .

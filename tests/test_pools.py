@@ -6,11 +6,15 @@ import pytest
 
 import grace
 from tests.support import engine_pools as engines
+from tests.support.drawing import THOROUGH
 from tests.support.engine_pools import ENGINES, Launched
 from tests.support.pool import RankFailure
 from tests.support.pools import launched
 
-pytestmark = [pytest.mark.ranks, pytest.mark.parametrize("engine", ["gloo", *ENGINES])]
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.parametrize("engine", ["gloo", *(ENGINES if THOROUGH else ("horovodrun-gloo", "mpirun-mpi"))]),
+]
 
 
 def stands_still_here(rank):

@@ -15,7 +15,7 @@ from tests.support.pools import launched
 pytestmark = pytest.mark.ranks
 
 PROGRAM = Path(__file__).parent.parent / "programs" / "apart.py"
-TIMEOUT, WARNED = 6, 2
+TIMEOUT, WARNED = 4, 1
 LAUNCHERS = {
     "gloo": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(PROGRAM)],
     **{name: command(name, 2, str(PROGRAM)) for name in ("mpirun-mpi", "horovodrun-gloo")},

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import grace
-from tests.support.engine_pools import ENGINES
+from tests.support.engine_pools import DRAWN
 from tests.support.pools import launched
 from tests.support.training import Given, distributed
 
@@ -81,7 +81,7 @@ def two_at_once(**choices):
     return True
 
 
-@pytest.mark.parametrize("engine", ["gloo", *ENGINES])
+@pytest.mark.parametrize("engine", ["gloo", *DRAWN])
 def test_two_optimizers_a_metric_and_a_layer_that_one_rank_leaves_out(engine):
     assert all(launched(engine, 2).run(two_at_once))
 

@@ -8,6 +8,7 @@ import torch
 
 import grace
 from grace.core.registry import known, legal_communicators, make
+from tests.support.drawing import drawn
 from tests.support.engine_pools import ENGINES
 from tests.support.pairwise import pairwise
 from tests.support.pools import launched
@@ -53,7 +54,7 @@ CHOSEN = pairwise(
     *(RUNS, METHODS + NEW, known("communicator")),
     allowed=lambda run, method, name: name in legal_communicators(make("compressor", method)),
 )
-CASES = [(*run, (method, name)) for run, method, name in CHOSEN]
+CASES = [(*run, (method, name)) for run, method, name in drawn(CHOSEN)]
 CASES += [("horovodrun-gloo", 3, pair) for pair in KINDS]  # whose three ranks wait long for each other on two cores
 
 
@@ -69,6 +70,7 @@ def results_of(engine: str, size: int):
     return launched(engine, size).run(everything, [pair for *run, pair in CASES if run == [engine, size]])
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(("engine", "size", "pair"), CASES, ids=[f"{e}-{n}ranks-{'-'.join(p)}" for e, n, p in CASES])
 def test_every_method_gives_what_it_gives_over_torch_distributed(engine, size, pair):
     ranks, wanted = results_of(engine, size), expected(size)

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import pytest
 
 from tests.striking import LAUNCHERS, run
+from tests.support.drawing import THOROUGH
 from tests.support.engine_pools import ENGINES, available
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -51,15 +52,19 @@ def ended_by(launcher: str, framework: str, fault: str, seconds: float = SECONDS
     return ended.printed
 
 
-@pytest.mark.parametrize(
-    ("launcher", "fault"),
-    [
-        *((launcher, fault) for launcher in LAUNCHERS for fault in ("kill", "leave")),
-        *((launcher, fault) for launcher in LAUNCHERS[::2] for fault in ("raise", "skip")),
-        ("torchrun", "miss"),  # test_out_of_step.py has more of it
-        ("horovodrun-mpi", "miss"),
-    ],
-)
+STRUCK = [(launcher, fault) for launcher in LAUNCHERS for fault in ("kill", "raise", "leave", "skip", "miss")]
+"""`make thorough` strikes all; test_apart.py and test_out_of_step.py have more of those that `make test` leaves out."""
+FEW = [
+    *((launcher, "kill") for launcher in LAUNCHERS),
+    *((launcher, "leave") for launcher in ("torchrun", "horovodrun-gloo", "mpirun-mpi")),
+    *(("torchrun", fault) for fault in ("raise", "skip", "miss")),
+    *(("horovodrun-mpi", "raise"), ("horovodrun-gloo", "skip"), ("mpirun-mpi", "skip"), ("mpirun-horovod", "miss")),
+]
+IN_GRAPHS = [(launcher, fault) for launcher in ("horovodrun-gloo", "mpirun-mpi") for fault in SAID_IN_GRAPHS]
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(("launcher", "fault"), STRUCK if THOROUGH else FEW)
 def test_a_fault_of_one_rank_ends_all_and_is_named(launcher, fault):
     printed = ended_by(launcher, "torch", fault)
     if launcher == "torchrun" and fault in ENDED_FIRST and re.search(ENDED_FIRST[fault], printed):
@@ -71,7 +76,10 @@ def test_a_fault_of_one_rank_ends_all_and_is_named(launcher, fault):
 
 @pytest.mark.parametrize("launcher", ["torchrun", "horovodrun-gloo", "mpirun-mpi"])
 def test_a_rank_that_stands_still_is_named_after_the_timeout(launcher):
-    printed = ended_by(launcher, "torch", "stop", TIMEOUT + SECONDS, GRACE_TIMEOUT=str(TIMEOUT))
+    variables = {"GRACE_TIMEOUT": str(TIMEOUT)}
+    if launcher == "torchrun" and not THOROUGH:  # it would wait 30 seconds until it kills a rank that does not listen
+        variables["GO_ON_SECONDS"] = str(2 * TIMEOUT)
+    printed = ended_by(launcher, "torch", "stop", TIMEOUT + SECONDS, **variables)
     said = SAID["stop"]
     if launcher == "horovodrun-gloo":
         said += r"|rank 1 does not answer \(stopped"  # when Horovod gives up first
@@ -79,8 +87,8 @@ def test_a_rank_that_stands_still_is_named_after_the_timeout(launcher):
 
 
 @pytest.mark.skipif(find_spec("tensorflow") is None, reason="TensorFlow is not installed")
-@pytest.mark.parametrize("fault", ["kill", "raise", "leave"])
-@pytest.mark.parametrize("launcher", ["horovodrun-gloo", "mpirun-mpi"])
+@pytest.mark.every
+@pytest.mark.parametrize(("launcher", "fault"), IN_GRAPHS if THOROUGH else IN_GRAPHS[:4])
 def test_a_fault_in_the_middle_of_a_graph_ends_all_and_is_named(launcher, fault):
     printed = ended_by(launcher, "keras", fault)
     assert re.search(SAID_IN_GRAPHS[fault], printed), printed

@@ -12,6 +12,7 @@ tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 import grace
 from grace.core.registry import legal_communicators, make
+from tests.support.drawing import drawn
 from tests.support.pools import launched
 from tests.support.training import METHODS, Given, made_up
 
@@ -89,7 +90,7 @@ LEGAL = [(method, name) for method in METHODS + MORE for name in legal_communica
 CHOSEN = [(("mpirun-mpi", 2, "graph") if i % 2 else ("horovodrun-gloo", 2, "graph"), *p) for i, p in enumerate(LEGAL)]
 FEW = [("mpirun-mpi", 3, "graph"), *(("mpirun-mpi", 2, way) for way in ("eager", "tensors"))]
 FEW += [("horovodrun-gloo", 3, "graph"), ("mpirun-horovod", 2, "eager")]
-CASES = [(*run, pair) for run in FEW for pair in KINDS] + [(*run, (m, name)) for run, m, name in CHOSEN]
+CASES = [(*run, pair) for run in FEW for pair in KINDS] + [(*run, (m, name)) for run, m, name in drawn(CHOSEN)]
 """The engine, its ranks, how they compute and what; the last one's ranks serve the next modules too."""
 
 
@@ -107,6 +108,7 @@ def results_of(engine, size):
     return launched(engine, size, "tensorflow").run(all_with_tensorflow, pairs, timeout=400)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("engine", "size", "way", "pair"), CASES, ids=[f"{e}-{n}-{w}-{'-'.join(p)}" for e, n, w, p in CASES]
 )

@@ -3,6 +3,7 @@
 # ruff: noqa: E402 - what is imported after TensorFlow needs it
 
 import functools
+import itertools
 
 import numpy as np
 import pytest
@@ -10,22 +11,24 @@ import pytest
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 import grace
+from tests.support.drawing import THOROUGH
 from tests.support.pools import launched
 from tests.support.training import KINDS, SPECS, momentum_for
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-CASES = {
-    "mpirun-mpi": [(spec, "tf.function") for spec in SPECS]
-    + [(spec, "eager loop") for spec in KINDS]
-    + [(spec, "fit") for spec in KINDS[::2]]
-    + [(spec, "fit eagerly") for spec in KINDS[1::3]],
-    "horovodrun-gloo": [(spec, "fit") for spec in KINDS]
-    + [(spec, "tf.function") for spec in KINDS[1::2]]
-    + [(spec, "eager loop") for spec in KINDS[1::2]]
-    + [(spec, "fit eagerly") for spec in KINDS[::3]],
+SHORT = {
+    "mpirun-mpi": [(spec, "tf.function") for spec in dict.fromkeys([*SPECS[::2], *KINDS[::2]])]
+    + [(spec, "eager loop") for spec in KINDS[::2]]
+    + [(spec, "fit") for spec in KINDS[::3]]
+    + [("topk(ratio=0.1)", "fit eagerly")],
+    "horovodrun-gloo": [(spec, "fit") for spec in SPECS[1::2]]
+    + [(spec, way) for way in ("tf.function", "eager loop") for spec in KINDS[1::2]]
+    + [("none", "fit eagerly")],
 }
-"""Every method in graphs, and every kind in all ways and over both engines."""
+"""Every method in a graph over one engine, and kinds of them in all ways and over both."""
+WAYS = ("tf.function", "fit", "eager loop", "fit eagerly")
+CASES = {engine: list(itertools.product(SPECS, WAYS)) for engine in SHORT} if THOROUGH else SHORT
 EVERY = [(engine, *case) for engine, cases in CASES.items() for case in cases]
 
 
@@ -77,6 +80,7 @@ def results(engine):
     return launched(engine, 2, "tensorflow").run(everything, CASES[engine], timeout=600)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(("engine", "spec", "way"), EVERY)
 def test_ranks_end_with_the_same_bits_and_trace_once(engine, spec, way):
     (first, losses, late), (second, _, _) = (rank[spec, way] for rank in results(engine))
@@ -86,6 +90,7 @@ def test_ranks_end_with_the_same_bits_and_trace_once(engine, spec, way):
     assert np.mean(losses[4:]) < np.mean(losses[:4])
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(("engine", "spec"), [case[:2] for case in EVERY if case[2] == "eager loop"])
 def test_graphs_and_loops_follow_the_same_curve(engine, spec):
     for rank in results(engine):

@@ -116,7 +116,8 @@ def built_late(callback):
     return digest(model.trainable_variables), digest(model.variables)
 
 
-def test_a_model_that_its_first_batch_builds_starts_equal(two):
+def test_a_model_that_its_first_batch_builds_starts_equal():
+    two = launched("horovodrun-gloo", 2, "tensorflow")
     (first, _), (second, _) = two.run(built_late, False)
     assert first == second
     first, second = two.run(built_late, True)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support import warm
+from tests.support.drawing import THOROUGH
 
 CHECKED = os.environ.get("NUMBA_BOUNDSCHECK") == "1"
 
@@ -22,6 +23,7 @@ if CHECKED:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not THOROUGH, reason="left to `make thorough`: all loops are compiled anew")
 def test_no_compiled_loop_leaves_its_arrays(tmp_path):
     selected = "fused and not torch and not tensorflow"
     run = subprocess.run(

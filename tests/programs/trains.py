@@ -2,7 +2,7 @@
 
 Usage: trains.py torch|keras METHOD FAULT, where FAULT is what rank 1 does then:
 
-kill, stop    it gets SIGKILL or SIGSTOP
+kill, stop    it gets SIGKILL or SIGSTOP (and goes on after GO_ON_SECONDS, if that is set)
 raise         a ValueError that nobody catches
 leave         training ends as if its data did, and the program ends well
 skip          no optimizer.step() after its backward pass
@@ -11,6 +11,7 @@ miss          neither a backward pass nor a step
 
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -27,6 +28,8 @@ def strike(fault: str) -> None:
     print(f"struck at {time.time()}", flush=True)
     if fault == "raise":
         raise ValueError("a mistake on rank 1")
+    if fault == "stop" and "GO_ON_SECONDS" in os.environ:
+        subprocess.Popen(["sh", "-c", f"sleep {os.environ['GO_ON_SECONDS']}; kill -CONT {os.getpid()}"])
     if fault in SIGNALS:
         os.kill(os.getpid(), SIGNALS[fault])
 

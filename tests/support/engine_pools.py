@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import ROOT
+from tests.support.drawing import THOROUGH
 from tests.support.pool import RankFailure, Ranks, tell_stacks
 from tests.support.warm import collect_seldom
 
@@ -26,6 +27,7 @@ ENGINES = {
     "mpirun-mpi": (["mpirun"], "mpi"),
 }
 """The launcher, and the backend that ``grace.init()`` is to join."""
+DRAWN = [name for name in ENGINES if THOROUGH or name != "horovodrun-mpi"]  # mpirun starts Horovod over MPI as well
 
 START_SECONDS = 90
 BIN = Path(sys.executable).parent

@@ -20,12 +20,14 @@ FEWER = f"""
 from grace.bench.kernels import command
 from grace.bench.step import settings as step
 from grace.bench.train import settings as train
+from grace.bench.workloads.digits import Digits
 command.QUICK_METHODS = step.QUICK_METHODS = train.METHODS = {METHODS}
 step.QUICK_ROUNDS = 1
+Digits.quick_epochs = 8
 from grace.cli.main import app
 app()
 """
-"""``grace`` with fewer methods and rounds: the demo as it is takes a minute of both cores."""
+"""``grace`` with fewer methods, rounds and epochs: the demo as it is takes a minute of both cores."""
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import importlib
 import sys
 from typing import Any
 
-from grace.backends.runtime import from_root, init, rank, shutdown, size
+from grace.backends.runtime import from_root, init, local_rank, rank, shutdown, size
 from grace.communicators.base import Communicator
 from grace.communicators.compat import from_params
 from grace.core.backend import Backend, Handle
@@ -51,6 +51,7 @@ __all__ = [
     "init",
     "kernels_of",
     "known",
+    "local_rank",
     "make",
     "rank",
     "register",

@@ -73,6 +73,7 @@ class OverHorovod(Backend):
         """Horovod was initialized (again): which rank is this, of how many?"""
         self.included = self.process_set.included()
         self.rank, self.size = (self.process_set.rank(), self.process_set.size()) if self.included else (-1, 1)
+        self.local_rank = self.hvd.local_rank()
         self.timeout = timeout_for()
         everyone = self.size == self.hvd.size()
         self.watched = everyone and self.size > 1 and not self.elastic

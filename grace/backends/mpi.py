@@ -78,6 +78,10 @@ class MPIBackend(Backend):
         if same not in (MPI.CONGRUENT, MPI.IDENT):
             self.members = self.comm.group.Translate_ranks(group=MPI.COMM_WORLD.group)
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
+        if comm is None:
+            node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+            self.local_rank = node.Get_rank()
+            node.Free()
         self.pending: list[Any] = []
         self.sums = _sums()
         _abort_on_errors(self.comm)

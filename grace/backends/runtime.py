@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from grace.backends import topology
 from grace.backends.signals import raise_on_sigterm
 from grace.core import watch
 from grace.core.backend import Backend, LocalBackend
@@ -100,6 +101,19 @@ def rank() -> int:
     >>> shutdown()
     """
     return current().rank
+
+
+def local_rank() -> int:
+    """This process's number among the ranks of its node, from 0: which of the node's GPUs is its own. Where neither
+    the launcher nor the engine says it (a process group that the program made, or a backend of your own), the first
+    call asks all ranks, and every rank must make it; they are on one node if their hosts' names, or GRACE_NODE, are
+    the same.
+
+    >>> init("local").rank, local_rank()
+    (0, 0)
+    >>> shutdown()
+    """
+    return topology.local_rank(current())
 
 
 def size() -> int:

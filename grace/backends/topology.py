@@ -13,6 +13,14 @@ def node_name() -> str:
     return os.environ.get("GRACE_NODE") or socket.gethostname()
 
 
+def local_rank(backend: Backend) -> int:
+    """A rank's number among those of its node, from 0; the ranks ask each other, once, where nobody says it."""
+    if backend.local_rank is None:
+        names = backend.allgather_object(node_name())
+        backend.local_rank = names[: backend.rank].count(names[backend.rank])
+    return backend.local_rank
+
+
 @dataclass(frozen=True)
 class Topology:
     """The cluster that the ranks say they are.

@@ -1,6 +1,7 @@
 """The torch.distributed backend: any process group, gloo or nccl."""
 
 import contextlib
+import os
 import time
 import uuid
 import weakref
@@ -39,6 +40,8 @@ class TorchBackend(Backend):
         if self.rank < 0:
             raise ConfigError("this process is not a member of the process group")
         self.timeout = timeout_for(_timeout(group))
+        if os.environ.get("LOCAL_RANK", "").isdigit():  # torchrun's
+            self.local_rank = int(os.environ["LOCAL_RANK"])
         members = [self._global(rank) for rank in range(self.size)]
         same = members == list(range(dist.get_world_size()))
         self.watched, self.members = same and self.size > 1, None if same else members

@@ -63,6 +63,7 @@ class Communicator(Component):
     Args:
         compressor: a compressor, or its spec.
         memory: a memory or its spec; the compressor's default if left out.
+        world_size: how many ranks will take part, for those who write it as in GRACE; checked when they begin.
 
     Raises:
         ConfigError: the parts do not go together; the message names what does.
@@ -84,7 +85,8 @@ class Communicator(Component):
     lr: float | None = None
     """The learning rate, for memories that follow it, where steps are called by hand."""
 
-    def __init__(self, compressor: Any = "none", memory: Any = None):
+    def __init__(self, compressor: Any = "none", memory: Any = None, world_size: int | None = None):
+        self.world_size = world_size
         self.compressor: Compressor = make("compressor", compressor)
         traits = self.compressor.traits
         self.memory: Memory = make("memory", traits.memory if memory is None else memory)
@@ -129,6 +131,20 @@ class Communicator(Component):
                 f"{self.compressor.spec} is not a contraction: its error can exceed the gradient, and error feedback "
                 f"({self.memory.spec}) on it can diverge. Use {self.compressor.noise_advice}",
                 stacklevel=3,
+            )
+
+    def check_world(self, size: int) -> None:
+        """Refuse a run of another number of ranks than the communicator was made for.
+
+        >>> from grace.communicators import Allgather
+        >>> Allgather("topk", "residual", 4).check_world(2)
+        Traceback (most recent call last):
+        grace.errors.ConfigError: allgather: it was made for world_size=4, and the run has 2 ranks. Leave world_size out
+        """
+        if self.world_size not in (None, size):
+            ranks = f"{size} rank{'s' * (size > 1)}"
+            raise self.refuse(
+                f"it was made for world_size={self.world_size!r}, and the run has {ranks}. Leave world_size out"
             )
 
     @property
@@ -280,6 +296,8 @@ def build_communicator(compressor: Any, memory: Any, communicator: Any) -> Commu
     >>> build_communicator("topk", None, None).describe()
     'allgather, topk, residual'
     """
+    if isinstance(compressor, Communicator) and communicator is None:  # GRACE gives it in this place
+        communicator, compressor = compressor, None
     if isinstance(communicator, Communicator):
         if compressor is not None or memory is not None:
             raise ConfigError("the communicator object holds its compressor and memory; do not pass them as well")

@@ -8,42 +8,48 @@ from grace.communicators.base import Communicator, build_communicator
 from grace.core.registry import known, make
 from grace.errors import ConfigError
 
-PARTS = {"compressor": "none", "memory": None, "communicator": None}
-"""The parts, and what is taken where the dictionary does not say (None: the compressor's default)."""
+PARTS = ("compressor", "memory", "communicator")
 
 NAMES = {
-    "compressor": {"adaq": "adaptive", "u8bit": "dynamic8"},
+    "compressor": {"adaq": "adaptive", "u8bit": "dynamic8", "qsgd_cuda": "qsgd", "natural_cuda": "natural"},
     "memory": {"powersgd": "residual"},
     "communicator": {"alltoall": "scatter_reduce"},
 }
 """GRACE's names that differ from ours. Its memory for PowerSGD is error feedback with the aggregate."""
 
-KEYS: dict[str, tuple[tuple[str, str], ...]] = {
-    "compress_ratio": (("compressor", "ratio"),),
-    "quantum_num": (("compressor", "levels"),),
-    "bucket_size": (("compressor", "bucket_size"),),
-    "threshold": (("compressor", "value"),),
-    "momentum": (("compressor", "momentum"), ("memory", "momentum")),
-    "gradient_clipping": (("memory", "clip"),),
-    "compress_rank": (("compressor", "rank"),),
-    "error_bound": (("compressor", "error_bound"),),
-    "quantiles": (("compressor", "quantiles"),),
+KEYS: dict[str, tuple[Any, tuple[tuple[str, str], ...]]] = {
+    "compress_ratio": (0.3, (("compressor", "ratio"),)),
+    "quantum_num": (127, (("compressor", "levels"),)),
+    "bucket_size": (128, (("compressor", "bucket_size"),)),
+    "threshold": (0.01, (("compressor", "value"),)),
+    "momentum": (0.9, (("compressor", "momentum"), ("memory", "momentum"))),
+    "gradient_clipping": (False, (("memory", "clip"),)),
+    "compress_rank": (1, (("compressor", "rank"),)),
+    "error_bound": (2e-10, (("compressor", "error_bound"),)),
+    "quantiles": (64, (("compressor", "quantiles"),)),
 }
-"""GRACE's keys, and which parameter of which part each one sets."""
+"""GRACE's keys, what each is where a dictionary does not say it, and which parameter of which part it sets."""
+
+LEARNING_RATE = 0.1
+"""GRACE's, where a dictionary names none."""
 
 ELSEWHERE = {
-    "lr": "the learning rate is read from the optimizer, schedules included",
     "momentum_factor": "PowerSGD has no momentum of its own here; set the optimizer's",
-    "world_size": "the number of ranks is that of the run",
+    "kernel": "which kernel selects is decided by the tensor's device",
 }
-"""GRACE's keys that say what Grace knows by itself."""
+"""GRACE's keys that say what Grace decides by itself."""
+
+OF_THE_RUN = ("lr", "world_size")
+"""Those that the communicator is told."""
 
 
 def from_params(params: Mapping[str, Any]) -> Communicator:
     """The communicator that a GRACE dictionary describes, for ``DistributedOptimizer(opt, communicator=...)``.
 
-    Where the dictionary names no memory or communicator, the compressor's defaults are taken (GRACE took none
-    and all-reduce, which is wrong for most methods).
+    What the dictionary does not say is as in GRACE (``compress_ratio`` 0.3, where the spec "topk" is 0.01), but for the
+    parts: where it names no memory or communicator the compressor's defaults are taken (GRACE took none and
+    all-reduce, which is wrong for most methods). ``lr`` is for steps that are called by hand: an optimizer's own counts
+    there. ``world_size`` is compared with the run's.
 
     Args:
         params: GRACE's keys and names.
@@ -51,39 +57,42 @@ def from_params(params: Mapping[str, Any]) -> Communicator:
     Raises:
         ConfigError: a key, name or value is not known, or the parts do not go together.
 
-    >>> from_params({"compressor": "topk", "memory": "residual", "compress_ratio": 0.05}).describe()
-    'allgather, topk(ratio=0.05), residual'
+    >>> from_params({"compressor": "topk", "memory": "residual"}).describe()
+    'allgather, topk(ratio=0.3), residual'
     """
-    for key in params:
-        if key not in PARTS and key not in KEYS and key not in ELSEWHERE:
-            raise ConfigError(
-                f"from_params does not know the key {key!r}; it knows {', '.join([*PARTS, *KEYS, *ELSEWHERE])}"
-            )
+    unknown = [key for key in params if key not in (*PARTS, *KEYS, *ELSEWHERE, *OF_THE_RUN)]
+    if unknown:
+        raise ConfigError(
+            f"from_params does not know {', '.join(map(repr, unknown))}; it knows "
+            f"{', '.join([*PARTS, *KEYS, *OF_THE_RUN, *ELSEWHERE])}"
+        )
     for key, why in ELSEWHERE.items():
         if key in params:
             warnings.warn(f"from_params: {key}={params[key]!r} is not needed: {why}", stacklevel=2)
     used: set[str] = set()
-    compressor = _part("compressor", params, used)
-    memory = _part("memory", params, used)
-    unused = [key for key in KEYS if key in params and key not in used]
-    if unused:
-        warnings.warn(f"from_params: {compressor.spec} has no use for {', '.join(unused)}", stacklevel=2)
+    compressor = _part("compressor", params.get("compressor", "none"), params, used)
+    memory = _part("memory", params.get("memory") or compressor.traits.memory, params, used)
     name = params.get("communicator") or compressor.traits.communicator
-    name = NAMES["communicator"].get(name, name)
-    return build_communicator(compressor, memory, name)
+    communicator = build_communicator(compressor, memory, NAMES["communicator"].get(name, name))
+    if communicator.memory.needs_lr:
+        used.add("lr")
+        communicator.lr = params.get("lr", LEARNING_RATE)
+        communicator.check_number("lr", 0)
+    communicator.world_size = params.get("world_size")
+    unused = [key for key in (*KEYS, "lr") if key in params and key not in used]
+    if unused:
+        warnings.warn(f"from_params: {communicator.describe()} has no use for {', '.join(unused)}", stacklevel=2)
+    return communicator
 
 
-def _part(kind: str, params: Mapping[str, Any], used: set[str]) -> Any:
-    name = params.get(kind, PARTS[kind])
-    if name is None:
-        return None
+def _part(kind: str, name: str, params: Mapping[str, Any], used: set[str]) -> Any:
     name = NAMES[kind].get(name, name)
     valid = known(kind)[name].parameters() if name in known(kind) else {}
     spec = {"name": name}
-    for key, targets in KEYS.items():
+    for key, (default, targets) in KEYS.items():
         for part, parameter in targets:
-            if part == kind and key in params and parameter in valid:
-                spec[parameter] = _value(key, params[key])
+            if part == kind and parameter in valid:
+                spec[parameter] = _value(key, params.get(key, default))
                 used.add(key)
     return make(kind, spec)
 

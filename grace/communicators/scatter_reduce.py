@@ -30,8 +30,8 @@ class ScatterReduce(Communicator):
     cost = "~2p"
     shard_memory: Memory | None = None
 
-    def __init__(self, compressor: Any = "none", memory: Any = None):
-        super().__init__(compressor, memory)
+    def __init__(self, compressor: Any = "none", memory: Any = None, world_size: int | None = None):
+        super().__init__(compressor, memory, world_size)
         self.shard_memory = make("memory", self.memory.to_dict())
         self.bind(self.context)
 

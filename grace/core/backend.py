@@ -79,6 +79,8 @@ class Backend(abc.ABC):
     name: str = ""
     rank: int = 0
     size: int = 1
+    local_rank: int | None = None
+    """Its number among the ranks of its node, if the launcher or the engine says it."""
     sent_bytes: int = 0
     pairs_by_name: ClassVar[bool] = False
     """Whether collectives of the same label find each other, in whatever order ranks start them."""

@@ -1,9 +1,42 @@
-"""What was given where an optimizer is wanted."""
+"""What was given where an optimizer is wanted, and a communicator as GRACE's users give it."""
 
+import functools
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
+from grace.core.component import Component
 from grace.errors import ConfigError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def as_in_grace(function: F) -> F:
+    """Let a function that takes ``communicator=`` be called as those of GRACE's Horovod are, too: ``f(x, grc, ...)``
+    and ``f(x, grace=grc)``.
+
+    >>> as_in_grace(lambda x, **options: options)(1, grace="topk")
+    Traceback (most recent call last):
+    grace.errors.ConfigError: grace= takes a communicator, as grace.from_params({...}) makes one, not 'topk'
+    """
+
+    @functools.wraps(function)
+    def called(given: Any, *args: Any, **options: Any) -> Any:
+        named, placed = options.pop("grace", None), None
+        if named is not None and not _is_communicator(named):
+            raise ConfigError(f"grace= takes a communicator, as grace.from_params({{...}}) makes one, not {named!r}")
+        if args and _is_communicator(args[0]):
+            placed, args = args[0], args[1:]
+        ways = [way for way in (options.pop("communicator", None), named, placed) if way is not None]
+        if len(ways) > 1:
+            raise ConfigError("the communicator is given twice: give it once, as communicator=")
+        return function(given, *args, **options, **({"communicator": ways[0]} if ways else {}))
+
+    return cast(F, called)
+
+
+def _is_communicator(value: Any) -> bool:
+    return isinstance(value, Component) and value.kind == "communicator"
 
 
 def not_an_optimizer(value: Any) -> ConfigError:

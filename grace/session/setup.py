@@ -52,6 +52,7 @@ def build_exchanger(
             raise error or AssertionError
         shards = plan.shards(found)
         for communicator in {id(shard.communicator): shard.communicator for shard in shards}.values():
+            communicator.check_world(backend.size)
             check(communicator)
         exchanger = Exchanger(found, shards, backend, context, plan.name, hierarchical)
         exchanger.claim()

@@ -7,7 +7,7 @@ try:
 except ImportError as error:
     raise missing_extra("tensorflow", "tensorflow") from error
 
-from grace.communicators import Allgather, Allreduce, Broadcast, ScatterReduce
+from grace.communicators import Allgather, Allreduce, Broadcast, ReduceBroadcast, ScatterReduce
 from grace.communicators.base import Communicator
 from grace.core.compressor import Compressor, Traits
 from grace.core.memory import Memory
@@ -29,6 +29,7 @@ __all__ = [
     "GradientExchange",
     "Memory",
     "MetricAverageCallback",
+    "ReduceBroadcast",
     "ScatterReduce",
     "Traits",
     "broadcast_variables",

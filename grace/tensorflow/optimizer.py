@@ -14,7 +14,7 @@ from grace.backends.runtime import current
 from grace.communicators.base import Communicator
 from grace.core.backend import Backend
 from grace.core.calls import KERAS
-from grace.core.given import not_an_optimizer
+from grace.core.given import as_in_grace, not_an_optimizer
 from grace.errors import ConfigError
 from grace.exchange.bucket import Traffic
 from grace.session.checkpoint import say_whose
@@ -203,6 +203,7 @@ def _usable(mean: Mean, variable: Any) -> Any:
     return tf.zeros(variable.shape, variable.dtype) if mean.value is None else mean.value
 
 
+@as_in_grace
 def DistributedOptimizer(
     optimizer: keras.optimizers.Optimizer,
     compressor: Any = None,
@@ -233,7 +234,8 @@ def DistributedOptimizer(
         optimizer: any Keras optimizer (TensorFlow backend).
         compressor: spec ("topk(ratio=0.01)"), dict or object; "none" if left out.
         memory: the same; the compressor's default if left out.
-        communicator: the same, or a Communicator object that holds all three; the compressor's default.
+        communicator: the same, or a Communicator object that holds all three; the compressor's default. Such an object
+            may also be given as in GRACE: in the second place, or as ``grace=``.
         strategy: how each variable is exchanged, instead of one method for all: a strategy file's path, a
             :class:`~grace.strategy.Strategy`, or a builder's spec ("parallax(compressor=qsgd)") or object. Rank 0's
             counts. If nothing is given, the file that ``grace launch --strategy`` names.

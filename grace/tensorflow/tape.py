@@ -7,6 +7,7 @@ import tensorflow as tf
 from grace.backends.horovod import check_not_horovods
 from grace.backends.runtime import current
 from grace.core.backend import Backend
+from grace.core.given import as_in_grace
 from grace.errors import ConfigError, ExchangeError
 from grace.session.settings import GROUP_BYTES, ReduceOp, Settings
 from grace.strategy.choices import Choices
@@ -122,6 +123,7 @@ class _Distributed(tf.GradientTape):
         return kept[key]
 
 
+@as_in_grace
 def DistributedGradientTape(
     tape: tf.GradientTape, compressor: Any = None, *, exchange: GradientExchange | None = None, **options: Any
 ) -> Any:
@@ -135,7 +137,7 @@ def DistributedGradientTape(
         tape: the tape.
         compressor: spec, dict or object; "none" if left out.
         exchange: a GradientExchange, instead of the compressor and the options.
-        options: further ones of :class:`GradientExchange`.
+        options: further ones of :class:`GradientExchange`, and GRACE's ``grace=``, a communicator object.
 
     Raises:
         ConfigError: what was given cannot work; nothing was exchanged.

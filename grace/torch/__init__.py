@@ -10,7 +10,7 @@ try:
 except ImportError as error:
     raise missing_extra("torch", "torch") from error
 
-from grace.communicators import Allgather, Allreduce, Broadcast, ScatterReduce
+from grace.communicators import Allgather, Allreduce, Broadcast, ReduceBroadcast, ScatterReduce
 from grace.communicators.base import Communicator
 from grace.core.compressor import Compressor, Traits
 from grace.core.memory import Memory
@@ -27,6 +27,7 @@ __all__ = [
     "DDPState",
     "DistributedOptimizer",
     "Memory",
+    "ReduceBroadcast",
     "ScatterReduce",
     "Traits",
     "broadcast_optimizer_state",

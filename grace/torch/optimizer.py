@@ -11,7 +11,7 @@ from grace.backends.horovod import check_not_horovods
 from grace.backends.runtime import current
 from grace.backends.torch_distributed import TorchBackend
 from grace.core.backend import Backend
-from grace.core.given import not_an_optimizer
+from grace.core.given import as_in_grace, not_an_optimizer
 from grace.errors import ConfigError, ExchangeError
 from grace.exchange.tracing import recorder
 from grace.session.settings import GROUP_BYTES, ReduceOp, Settings
@@ -182,6 +182,7 @@ class DistributedMixin(Closable, StateMixin):
         super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
 
 
+@as_in_grace
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]] | None = None,
@@ -219,7 +220,8 @@ def DistributedOptimizer(
             itself: then sparse gradients (``Embedding(sparse=True)``) are exchanged by rows, and buffers start equal.
         compressor: spec ("topk(ratio=0.01)"), dict or object; "none" if left out.
         memory: the same; the compressor's default if left out.
-        communicator: the same, or a Communicator object that holds all three; the compressor's default.
+        communicator: the same, or a Communicator object that holds all three; the compressor's default. Such an object
+            may also be given as in GRACE: in the second place, or as ``grace=``.
         strategy: how each variable is exchanged, instead of one method for all: a strategy file's path, a
             :class:`~grace.strategy.Strategy`, or a builder's spec ("parallax(compressor=qsgd)") or object. Rank 0's
             counts. If nothing is given, the file that ``grace launch --strategy`` names.

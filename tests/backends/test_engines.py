@@ -1,6 +1,7 @@
 """The whole catalogue over every engine, started by its launcher: the same results as over torch.distributed."""
 
 import functools
+import os
 
 import numpy as np
 import pytest
@@ -84,3 +85,20 @@ def test_every_method_gives_what_it_gives_over_torch_distributed(engine, size, p
         else:
             tolerance = {"fp16": 1e-3, "bf16": 1e-2}.get(pair[0].split("| ")[-1], 1e-6)
             np.testing.assert_allclose(got, weights, rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+def local_ranks():
+    """This rank's number on its node; then that of a backend which nobody told it, where ranks say other nodes."""
+    told, backend = grace.local_rank(), grace.init("auto")
+    os.environ["GRACE_NODE"] = "even" if grace.rank() % 2 == 0 else "odd"
+    backend.local_rank, before = None, backend.local_rank
+    try:
+        return told, grace.local_rank(), grace.local_rank()
+    finally:
+        backend.local_rank = before
+        del os.environ["GRACE_NODE"]
+
+
+@pytest.mark.parametrize(("engine", "size"), [("gloo", 3), ("horovodrun-gloo", 2), ("mpirun-mpi", 3)])
+def test_ranks_know_their_number_on_their_node(engine, size):
+    assert launched(engine, size).run(local_ranks) == [(rank, rank // 2, rank // 2) for rank in range(size)]

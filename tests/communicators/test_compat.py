@@ -1,18 +1,34 @@
-"""GRACE's dictionaries mean what they meant, and what is not understood is named."""
+"""GRACE's dictionaries and calls mean what they meant, and what is not understood is named."""
+
+import warnings
 
 import pytest
+import torch
 
 import grace
+from grace.communicators import Allgather, ScatterReduce
+from grace.compressors.topk import TopK
+from grace.memories.residual import Residual
+from tests.support.training import Net, distributed, net, train
 
 
 @pytest.mark.parametrize(
     ("params", "meaning"),
     [
         ({}, "allreduce, none, none"),
-        ({"compressor": "topk", "memory": "residual", "communicator": "allgather"}, "allgather, topk, residual"),
-        ({"compressor": "topk", "compress_ratio": 0.3}, "allgather, topk(ratio=0.3), residual"),
-        ({"compressor": "qsgd", "quantum_num": 64, "communicator": "broadcast"}, "broadcast, qsgd(levels=64), none"),
-        ({"compressor": "qsgd", "bucket_size": 1024}, "allgather, qsgd(bucket_size=1024), none"),
+        ({"compressor": "topk", "memory": "residual"}, "allgather, topk(ratio=0.3), residual"),
+        ({"compressor": "topk", "compress_ratio": 0.01}, "allgather, topk, residual"),
+        ({"compressor": "randomk", "communicator": "allreduce"}, "allreduce, randomk(ratio=0.3), residual"),
+        ({"compressor": "dgc", "momentum": 0.5}, "allgather, dgc(ratio=0.3), dgc(momentum=0.5)"),
+        ({"compressor": "dgc", "gradient_clipping": 0.3}, "allgather, dgc(ratio=0.3), dgc(clip=0.3)"),
+        ({"compressor": "dgc", "gradient_clipping": False}, "allgather, dgc(ratio=0.3), dgc"),
+        ({"compressor": "adaq"}, "allgather, adaptive(ratio=0.3), residual"),
+        ({"compressor": "inceptionn"}, "allgather, inceptionn(error_bound=2e-10), none"),
+        ({"compressor": "qsgd", "quantum_num": 64}, "allgather, qsgd(levels=64, bucket_size=128), none"),
+        ({"compressor": "qsgd_cuda", "bucket_size": 512, "communicator": "broadcast"}, "broadcast, qsgd, none"),
+        ({"compressor": "threshold", "threshold": 0.5}, "allgather, threshold(value=0.5), residual"),
+        ({"compressor": "signum"}, "allgather, signum, none"),
+        ({"compressor": "sketch", "quantiles": 16}, "allgather, sketch(quantiles=16), residual"),
         ({"compressor": "powersgd", "memory": "powersgd", "compress_rank": 2}, "allreduce, powersgd(rank=2), residual"),
         ({"compressor": "fp16", "communicator": "alltoall"}, "scatter_reduce, cast, none"),
     ],
@@ -33,8 +49,99 @@ def test_illegal_combinations_are_refused_as_everywhere():
         grace.from_params({"compressor": "topk", "memory": "residual", "communicator": "allreduce"})
 
 
-def test_what_grace_knows_by_itself_is_said_to_be_unneeded():
-    with pytest.warns(UserWarning, match="lr=0.1 is not needed"):
-        grace.from_params({"compressor": "efsignsgd", "lr": 0.1})
-    with pytest.warns(UserWarning, match="topk has no use for quantum_num"):
-        grace.from_params({"compressor": "topk", "quantum_num": 64})
+def test_every_unknown_key_is_named():
+    with pytest.raises(grace.ConfigError, match="does not know 'compresor', 'memry'; it knows compressor, memory"):
+        grace.from_params({"compresor": "topk", "memry": "residual"})
+
+
+@pytest.mark.parametrize("key", ["lr", "quantum_num"])
+def test_what_has_no_use_is_said(key):
+    with pytest.warns(UserWarning, match=f"topk.* has no use for {key}"):
+        grace.from_params({"compressor": "topk", key: 64})
+
+
+@pytest.mark.parametrize("key", ["momentum_factor", "kernel"])
+def test_what_grace_decides_by_itself_is_said_to_be_unneeded(key):
+    with pytest.warns(UserWarning, match=f"{key}=1 is not needed"):
+        grace.from_params({"compressor": "topk", key: 1})
+
+
+def test_the_learning_rate_is_that_of_steps_by_hand():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        half, usual = (
+            grace.from_params({"compressor": "efsignsgd", "lr": 0.5}),
+            grace.from_params({"compressor": "efsignsgd"}),
+        )
+    assert (half.lr, usual.lr) == (0.5, 0.1)
+    with pytest.raises(grace.ConfigError, match="lr must be a number"):
+        grace.from_params({"compressor": "efsignsgd", "lr": "0.5"})
+
+
+# -- calls ---------------------------------------------------------------------------------------------------------
+
+
+def as_graces_scripts_write_it():
+    """Weights after two steps, by each way to give a communicator; and what a wrong number of ranks is told."""
+    ways = {
+        "here": lambda opt, grc, named: grace.DistributedOptimizer(opt, named, communicator=grc),
+        "second": lambda opt, grc, named: grace.DistributedOptimizer(opt, grc, named_parameters=named),
+        "all by place": lambda opt, grc, named: grace.torch.DistributedOptimizer(opt, grc, named),
+        "grace=": lambda opt, grc, named: grace.DistributedOptimizer(opt, grace=grc, named_parameters=named),
+        "compressor's place": lambda opt, grc, named: grace.DistributedOptimizer(opt, named, grc),
+        "compressor=": lambda opt, grc, named: grace.DistributedOptimizer(opt, named, compressor=grc),
+    }
+    weights = {}
+    for way, make in ways.items():
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        train(
+            model, make(optimizer, Allgather(TopK(0.3), Residual(), grace.size()), model.named_parameters()), range(2)
+        )
+        weights[way] = torch.cat([p.detach().flatten() for p in model.parameters()])
+    wrong = "nothing"
+    try:  # on one rank only
+        distributed(net(), communicator=Allgather("topk", "residual", 2 + grace.rank()))
+    except grace.GraceError as error:
+        wrong = str(error)
+    return weights, wrong
+
+
+@pytest.mark.ranks
+def test_communicators_are_taken_wherever_graces_scripts_put_them(two_ranks):
+    (first, told), (second, wrong) = two_ranks.run(as_graces_scripts_write_it)
+    for way, weights in first.items():
+        assert torch.equal(weights, first["here"]), way
+        assert torch.equal(weights, second[way]), way
+    assert "allgather: it was made for world_size=3, and the run has 2 ranks" in wrong
+    assert told.startswith("rank 1 refused to start")
+    assert wrong.removeprefix("allgather: ") in told
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"grace": Allgather("topk"), "communicator": Allgather("topk")}, "given twice"),
+        ({"grace": {"compressor": "topk"}}, r"grace= takes a communicator, as grace.from_params\({...}\) makes one"),
+        ({"compressor": Allgather("topk"), "memory": "residual"}, "holds its compressor and memory"),
+    ],
+)
+def test_what_is_meant_twice_or_is_none_is_refused(given, error):
+    model = Net()
+    with pytest.raises(grace.ConfigError, match=error):
+        grace.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), model.named_parameters(), **given)
+
+
+def test_the_number_of_ranks_is_checked_for_steps_by_hand_too():
+    grace.init("local")
+    assert grace.from_params({"compressor": "none", "world_size": 1}).step(torch.ones(2), "w").tolist() == [1, 1]
+    with pytest.raises(grace.ConfigError, match="world_size=2, and the run has 1 rank"):
+        ScatterReduce("qsgd", None, 2).step(torch.ones(2), "w")
+    grace.shutdown()
+
+
+def test_all_communicators_are_in_both_frameworks():
+    names = {cls.__name__ for cls in grace.known("communicator").values() if cls.__module__.startswith("grace.")}
+    assert names <= set(grace.torch.__all__)
+    pytest.importorskip("tensorflow", exc_type=ImportError)
+    assert names <= set(grace.tensorflow.__all__)

@@ -8,6 +8,7 @@ import pytest
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 import grace
+from grace.communicators import Allgather
 from grace.communicators.base import build_communicator
 from tests.support.pools import launched
 from tests.support.training import SPECS, made_up
@@ -46,6 +47,31 @@ def test_graphs_give_what_eager_steps_do_for_every_method(engine):
         for mine, traced, others in zip(eager[0], graph[0], second[spec, True][0], strict=True):
             np.testing.assert_array_equal(mine, traced, err_msg=spec)
             np.testing.assert_array_equal(mine, others, err_msg=spec)
+
+
+def as_graces_scripts_write_it():
+    """What a step leaves of weights of 0, by each way to give a communicator."""
+    left = {}
+    for number, way in enumerate([{"communicator": True}, {"grace": True}, {}]):
+        for tape in (False, True):
+            given = [] if way else [Allgather("topk(ratio=0.25)", "residual", grace.size())]
+            named = {key: Allgather("topk(ratio=0.25)", "residual", grace.size()) for key in way}
+            optimizer, w = tf.keras.optimizers.SGD(1.0), tf.Variable(tf.zeros(8))
+            with tf.GradientTape() as recorded:
+                loss = tf.reduce_sum(w * tf.range(8, dtype=tf.float32) * (1.0 + grace.rank()))
+            if tape:
+                recorded = grace.tensorflow.DistributedGradientTape(recorded, *given, **named)
+            else:
+                optimizer = grace.DistributedOptimizer(optimizer, *given, **named)
+            optimizer.apply_gradients([(recorded.gradient(loss, w), w)])
+            left[number, tape] = w.numpy().tolist()
+    return left
+
+
+def test_communicators_are_taken_wherever_graces_scripts_put_them():
+    for left in launched("horovodrun-gloo", 2, "tensorflow").run(as_graces_scripts_write_it):
+        assert len(left) == 6
+        assert all(weights == [0, 0, 0, 0, 0, 0, -9, -10.5] for weights in left.values())
 
 
 def test_xla_is_refused():

@@ -8,7 +8,9 @@ import shlex
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import typer
@@ -16,20 +18,27 @@ import typer
 import grace
 from grace.cli import main as cli
 from tests.support.command import grace_command
-from tests.support.pools import launched
+from tests.support.pools import launched, ranks_of
 
 ROOT = Path(__file__).parent.parent
-WRITTEN = sorted(set((ROOT / "docs").glob("*.md")) - {ROOT / "docs" / "methods.md"})
-PAGES = [page for page in WRITTEN if "```python" in page.read_text()]
-KERAS = [page for page in PAGES if "import keras" in page.read_text()]
-HOROVOD = [page for page in PAGES if "import horovod" in page.read_text()]
-TORCH = [page for page in PAGES if page not in KERAS + HOROVOD]
-LONGEST = 250
-NAMED = {"ids": lambda page: page.stem}
 
 
 def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.S | re.M)
+
+
+def imports(page: Path, module: str) -> bool:
+    """Whether its program does."""
+    return any(f"import {module}" in block for block in blocks(page, "python"))
+
+
+WRITTEN = sorted(set((ROOT / "docs").glob("*.md")) - {ROOT / "docs" / "methods.md"})
+PAGES = [page for page in WRITTEN if "```python" in page.read_text()]
+KERAS = [page for page in PAGES if imports(page, "keras")]
+HOROVOD = [page for page in PAGES if imports(page, "horovod")]
+TORCH = [page for page in PAGES if page not in KERAS + HOROVOD]
+LONGEST = 250
+NAMED = {"ids": lambda page: page.stem}
 
 
 def write_files(page: Path, folder: Path) -> None:
@@ -40,13 +49,17 @@ def write_files(page: Path, folder: Path) -> None:
                 (folder / name[1]).write_text(block)
 
 
-def run_page(page: Path, folder: Path, last: bool = True) -> None:
+def run_page(page: Path, folder: Path, last: bool = True, programs: list[str] | None = None) -> dict[str, Any]:
     """All code of a page, in order, as one program; on every rank, as torchrun starts it.
 
     Args:
         page: its file.
         folder: where it runs.
         last: whether the run ends with it.
+        programs: what to run instead of all Python blocks.
+
+    Returns:
+        the names that the program has made.
     """
     write_files(page, folder) if grace.rank() == 0 else None
     before, environment = Path.cwd(), dict(os.environ)
@@ -54,7 +67,7 @@ def run_page(page: Path, folder: Path, last: bool = True) -> None:
     os.chdir(folder)
     module = sys.modules["a_page"] = types.ModuleType("a_page")  # where dataclasses look for names
     try:
-        for block in blocks(page, "python"):
+        for block in blocks(page, "python") if programs is None else programs:
             exec(compile(block, str(page), "exec"), vars(module))
     finally:
         os.chdir(before)
@@ -63,6 +76,7 @@ def run_page(page: Path, folder: Path, last: bool = True) -> None:
         del sys.modules["a_page"]
         if last:
             grace.shutdown()
+    return vars(module)
 
 
 @pytest.fixture
@@ -92,14 +106,52 @@ def test_a_pages_code_runs(page, alone, tmp_path, monkeypatch):
 @pytest.mark.ranks
 @pytest.mark.parametrize("page", TORCH, **NAMED)
 def test_a_pages_code_runs_on_two_ranks(page, two_ranks, tmp_path):
-    two_ranks.run(run_page, page, tmp_path)
+    two_ranks.run(ran, page, tmp_path)
+
+
+def ran(page: Path, folder: Path, last: bool = True) -> None:
+    """A page's code did."""
+    run_page(page, folder, last)
+
+
+def before_and_after(diff: str) -> tuple[str, str]:
+    """The two programs of which a block is the difference."""
+    lines = diff.splitlines()
+    return tuple("\n".join(line[1:] for line in lines if line[:1] != other) for other in "+-")
+
+
+def weights_after(page: Path, folder: Path, program: str, last: bool) -> list[list[float]]:
+    """What a rank has trained with a program."""
+    model = run_page(page, folder, last, [program])["model"]
+    return [np.ravel(getattr(value, "detach", lambda value=value: value)()).tolist() for value in weights_of(model)]
+
+
+def weights_of(model: Any) -> list[Any]:
+    return list(model.parameters() if hasattr(model, "parameters") else model.trainable_variables)
+
+
+WHOLE = [ROOT / "docs" / "from-grace.md"]
+"""Those whose differences are complete programs."""
+DIFFERENCES = [(page, number) for page in WHOLE for number, _ in enumerate(blocks(page, "diff"))]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("page", "number"), DIFFERENCES, ids=[f"{page.stem}-{number}" for page, number in DIFFERENCES])
+def test_what_a_page_makes_of_a_program_trains_two_ranks_alike(page, number, tmp_path):
+    before, after = before_and_after(blocks(page, "diff")[number])
+    compile(before, str(page), "exec")
+    keras = "import tensorflow" in after
+    ranks = launched("horovodrun-gloo", 2, "tensorflow") if keras else ranks_of(2)
+    first, second = ranks.run(weights_after, page, tmp_path, after, not keras)
+    assert first == second
+    assert all(any(values) for values in first)  # biases, too, which begin with zeros in Keras
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("page", HOROVOD, **NAMED)
 def test_a_pages_code_runs_over_horovod(page, tmp_path):
-    launched("horovodrun-gloo", 2).run(run_page, page, tmp_path, False)
+    launched("horovodrun-gloo", 2).run(ran, page, tmp_path, False)
 
 
 def commands(page: Path) -> list[list[str]]:

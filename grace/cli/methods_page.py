@@ -34,8 +34,7 @@ def methods_page() -> str:
 
 def _own(kind: str) -> dict[str, Any]:
     """Grace's own components: what else is registered here is none of the page's business."""
-    package = {"compressor": "compressors", "memory": "memories", "communicator": "communicators"}[kind]
-    return {name: cls for name, cls in known(kind).items() if cls.__module__.startswith(f"grace.{package}.")}
+    return {name: cls for name, cls in known(kind).items() if cls.__module__.startswith("grace.")}
 
 
 def _table() -> str:

@@ -1,8 +1,9 @@
 """The registry: which compressors, memories and communicators there are.
 
 Built-in ones are the classes in ``grace/compressors``, ``grace/memories``, ``grace/communicators`` and
-``grace/strategy/builders``, found by looking; others register themselves (:func:`register`) or are found through the
-entry point groups ``grace.compressors``, ``grace.memories``, ``grace.communicators`` and ``grace.strategy.builders``.
+``grace/strategy/builders``, found by looking (a compressor and its memory may share a file); others register themselves
+(:func:`register`) or are found through the entry point groups ``grace.compressors``, ``grace.memories``,
+``grace.communicators`` and ``grace.strategy.builders``.
 """
 
 import dataclasses
@@ -10,6 +11,7 @@ import difflib
 import functools
 import importlib
 import pkgutil
+import warnings
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -143,16 +145,25 @@ def _checked(kind: str, name: str, parameters: dict[str, Any]) -> dict[str, Any]
 @functools.cache
 def _found(kind: str) -> tuple[dict[str, type[Component]], dict[str, dict[str, Any]]]:
     """Built-in and entry point components of a kind, and the aliases that built-in modules define."""
-    package = importlib.import_module(f"grace.{KINDS[kind]}")
     classes: dict[str, type[Component]] = {}
     aliases: dict[str, dict[str, Any]] = {}
-    for info in pkgutil.iter_modules(package.__path__):
-        module = importlib.import_module(f"{package.__name__}.{info.name}")
-        aliases.update(getattr(module, "ALIASES", {}))
-        for value in vars(module).values():
-            here = isinstance(value, type) and issubclass(value, Component) and value.__module__ == module.__name__
-            if here and "name" in vars(value):  # else it is a base, or one that names no method
-                classes[value.name] = value
-    for point in entry_points(group=f"grace.{KINDS[kind]}"):
-        classes.setdefault(point.name, point.load())
+    for other, folder in KINDS.items():
+        if kind != other and "builder" in (kind, other):  # which need more than NumPy
+            continue
+        package = importlib.import_module(f"grace.{folder}")
+        for info in pkgutil.iter_modules(package.__path__):
+            module = importlib.import_module(f"{package.__name__}.{info.name}")
+            if kind == other:
+                aliases.update(getattr(module, "ALIASES", {}))
+            for value in vars(module).values():
+                here = isinstance(value, type) and issubclass(value, Component) and value.__module__ == module.__name__
+                if here and "name" in vars(value) and value.kind == kind:  # else a base, or one that names no method
+                    classes[value.name] = value
+    group = f"grace.{KINDS[kind]}"
+    for point in entry_points(group=group):
+        value = point.load()
+        if getattr(value, "kind", None) != kind:
+            warnings.warn(f"the entry point {point.name} = {point.value} of {group} is no {kind}", stacklevel=2)
+        else:
+            classes.setdefault(point.name, value)
     return classes, aliases

@@ -92,7 +92,17 @@ POINTS = """
 
     [grace.memories]
     forgetful = grace_plugin:Forgetful
+    misplaced = grace_plugin:Half
 """
+
+
+def run(script, folder):
+    """A program that finds what is in a folder."""
+    path = os.pathsep.join([str(folder), str(Path(grace.__file__).parents[1])])
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], env={**os.environ, "PYTHONPATH": path},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
 
 
 def test_an_installed_package_s_entry_points_are_found(tmp_path):
@@ -112,13 +122,30 @@ def test_an_installed_package_s_entry_points_are_found(tmp_path):
         except grace.ConfigError as error:
             print(error)
     """
-    path = os.pathsep.join([str(tmp_path), str(Path(grace.__file__).parents[1])])
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], env={**os.environ, "PYTHONPATH": path},
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    done = run(script, tmp_path)
     assert done.stdout.splitlines() == [
         "allgather, half(scale=2.0), forgetful [2.0, 1.0]",
         "grace.compressors.topk",
         "compressor half needs scale",
     ], done.stderr
+    assert "entry point misplaced = grace_plugin:Half of grace.memories is no memory" in done.stderr
+
+
+def test_a_compressor_and_its_memory_may_share_a_file(tmp_path):
+    (tmp_path / "half.py").write_text(textwrap.dedent(PLUGIN).replace("topk", "usurper"))
+    script = f"""
+        import numpy as np, grace, grace.compressors
+        grace.compressors.__path__.append({str(tmp_path)!r})
+        from grace.communicators import Allgather
+        allgather = Allgather("half(scale=2.0)")
+        print(allgather.describe(), allgather.step(np.float32([1, 0.5]), "w").tolist())
+        print("forgetful" in grace.known("memory"), "forgetful" in grace.known("compressor"))
+        from grace.cli.main import app
+        app(["list"])
+    """
+    done = run(script, tmp_path)
+    assert done.stdout.splitlines()[:2] == ["allgather, half(scale=2.0), forgetful [2.0, 1.0]", "True False"], (
+        done.stderr
+    )
+    assert any(line.split()[:2] == ["forgetful", "memory"] for line in done.stdout.splitlines()), done.stdout
+    assert done.returncode == 0, done.stderr

@@ -1,7 +1,6 @@
 """Specs: the text and dict forms that name a component and its parameters."""
 
 import ast
-import re
 from typing import Any
 
 from grace.errors import ConfigError
@@ -49,31 +48,59 @@ def parse(spec: str | dict[str, Any]) -> tuple[str, dict[str, Any]]:
 def split(spec: Any) -> tuple[Any, Any] | None:
     """The two parts of a composition's spec, text or dict; None if it is not one.
 
-    >>> split("topk(ratio=0.01) | qsgd"), split("topk")
+    >>> split("topk(ratio=0.01) | qsgd"), split("parallax(compressor=topk | qsgd)")
     (('topk(ratio=0.01)', 'qsgd'), None)
     """
     if isinstance(spec, dict) and spec.get("name") == "composed" and {"sparsifier", "values"} == set(spec) - {"name"}:
         return spec["sparsifier"], spec["values"]
     if not isinstance(spec, str) or "|" not in spec:
         return None
-    parts = [part.strip() for part in re.split(r"\|(?![^(]*\))", spec)]  # not those inside parentheses
-    if len(parts) == 1 and "(" in spec:
+    parts = [part.strip() for part in _at_bars(spec)]
+    if len(parts) == 1:
         return None
     if len(parts) != 2 or not all(parts):
         raise ConfigError(f"{spec!r}: a composition has two parts, as in topk(ratio=0.01) | qsgd(levels=7)")
     return parts[0], parts[1]
 
 
+def _at_bars(text: str) -> list[str]:
+    """The text cut at bars that are in no parentheses, brackets, braces or quotes."""
+    parts, depth, quote = [""], 0, ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "'\"":
+            quote = letter
+        depth += 0 if quote else (letter in "([{") - (letter in ")]}")
+        if letter == "|" and not depth and not quote:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
 def _literal(spec: str, keyword: ast.keyword) -> Any:
     """A parameter's value: a literal, or as text a bare word (``dtype=fp16``, ``warm_start=true``) or another spec
-    (``compressor=topk(ratio=0.05)``)."""
-    if isinstance(keyword.value, ast.Call) or (
-        isinstance(keyword.value, ast.BinOp) and isinstance(keyword.value.op, ast.BitOr)
-    ):
-        return ast.get_source_segment(spec, keyword.value)
-    if isinstance(keyword.value, ast.Name):
-        return {"true": True, "false": False}.get(keyword.value.id, keyword.value.id)
+    (``compressor=topk(ratio=0.05)``), in lists and dicts too."""
     try:
-        return ast.literal_eval(keyword.value)
-    except (ValueError, TypeError, RecursionError, MemoryError):
-        raise ConfigError(f"{spec}: {keyword.arg} is not a number, a word or a literal") from None
+        return _value(spec, keyword.value)
+    except ConfigError:  # of a spec inside
+        raise
+    except (ValueError, TypeError, AttributeError, RecursionError, MemoryError):
+        raise ConfigError(f"{spec}: {keyword.arg} is not a number, a word, a spec or a literal of these") from None
+
+
+def _value(spec: str, node: ast.expr) -> Any:
+    if isinstance(node, ast.Call) or (isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr)):
+        text = str(ast.get_source_segment(spec, node))
+        for part in split(text) or (text,):
+            parse(part)  # what is wrong deep inside is said at once
+        return text
+    if isinstance(node, ast.Name):
+        return {"true": True, "false": False}.get(node.id, node.id)
+    if isinstance(node, ast.List):
+        return [_value(spec, item) for item in node.elts]
+    if isinstance(node, ast.Dict):
+        items = zip(node.keys, node.values, strict=True)
+        return {ast.literal_eval(key): _value(spec, item) for key, item in items}  # type: ignore[arg-type]
+    return ast.literal_eval(node)

@@ -70,6 +70,9 @@ def test_numpy_numbers_make_specs_that_can_be_read():
         ("topk(ratio=5e-1,)", "topk", {"ratio": 0.5}),
         ("x(a=-1, b='l2', c=l2, d=true, e=False, f=None, g=[1, 2])", "x",
          {"a": -1, "b": "l2", "c": "l2", "d": True, "e": False, "f": None, "g": [1, 2]}),
+        ("x(a=b(c=d(e=[f(g=1)])))", "x", {"a": "b(c=d(e=[f(g=1)]))"}),
+        ("x(a=b(c=1) | d(e='|'), g=[{'h': i(j=1) | k, 'l': {'m': true}}, n])", "x",
+         {"a": "b(c=1) | d(e='|')", "g": [{"h": "i(j=1) | k", "l": {"m": True}}, "n"]}),
     ],
 )  # fmt: skip
 def test_text_is_read_as(text, name, parameters):
@@ -91,8 +94,12 @@ def test_any_text_is_read_or_refused(text):
     [
         ("topk(0.1)", "write parameters by name, as in topk"),
         ("topk(**x)", "write parameters by name"),
-        ("topk(ratio=a+b)", "ratio is not a number, a word or a literal"),
-        ("topk(ratio={[]: 1})", "is not a number, a word or a literal"),
+        ("topk(ratio=a+b)", "ratio is not a number, a word, a spec or a literal"),
+        ("topk(ratio={[]: 1})", "is not a number, a word, a spec or a literal"),
+        ("a(b={**c})", "b is not a number, a word, a spec or a literal"),
+        ("a(b=[c(d=e(1))])", r"e\(1\): write parameters by name"),
+        ("a(b=c(d=1, d=1))", r"c\(d=1, d=1\): a parameter is given twice"),
+        ("a(b=c | d | e)", "'c | d | e': a composition has two parts"),
         ("topk(ratio=1, ratio=1)", "a parameter is given twice"),
         ("topk ratio", "cannot read the spec 'topk ratio'"),
         ("a.b(c=1)", "cannot read the spec"),

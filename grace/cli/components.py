@@ -154,7 +154,7 @@ def _describe(console: Console, component: Any) -> None:
         _section(console, "Parameters", [_parameter(component, key) for key in cls.parameters()])
     if component.kind == "compressor":
         _describe_compressor(console, component)
-    elif component.kind == "builder" and {"compressor", "memory"} <= cls.parameters().keys():
+    elif component.kind == "builder" and not isinstance(component.compressor, (list, tuple)):
         chosen = make("compressor", component.compressor)
         memory = component.memory or chosen.traits.memory
         _section(console, "Taken unless you choose others", [f"compressor {chosen.spec}, memory {memory}"])

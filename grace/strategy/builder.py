@@ -47,7 +47,7 @@ class Builder(Component):
     Args:
         compressor: for all variables: a spec, or a list of rules ``{"match": {...}, "compressor": ..., "memory":
             ...}``, the first of which that matches counts (as in a strategy file); what none matches travels as it is.
-        memory: a spec; the compressor's default if left out.
+        memory: a spec, for what a rule compresses without one too; the compressor's default if left out.
 
     >>> class Everything(Builder):
     ...     name = "everything"
@@ -63,6 +63,9 @@ class Builder(Component):
 
     kind = "builder"
 
+    def __post_init__(self) -> None:
+        """Parameters are checked here; see ``check_integer`` and the like."""
+
     def build(self, variables: Sequence[Variable], resources: Cluster) -> Strategy:
         """The strategy for these variables, in their order, on this cluster."""
         raise TypeError(f"{type(self).__name__} must define build(variables, resources)")
@@ -73,12 +76,10 @@ class Builder(Component):
         """Compressor and memory for a variable, as the user said."""
         if not isinstance(self.compressor, (list, tuple)):
             return self.compressor, self.memory
-        from grace.strategy.schema import match
+        from grace.strategy.schema import chosen
 
-        for rule in self.compressor:
-            if match(rule, variable):
-                return rule.get("compressor", "none"), rule.get("memory")
-        return "none", None
+        compressor, memory = chosen(self.compressor, variable)
+        return compressor, self.memory if memory is None and compressor != "none" else memory
 
     def collective(self, variable: Variable, group: int) -> ShardPlan:
         """A part that travels in a group: summed where the method can be, else as its default is."""
@@ -94,9 +95,36 @@ class Builder(Component):
 
     def strategy(self, plans: Sequence[VariablePlan], resources: Cluster) -> Strategy:
         """The plans, with this builder's name and parameters."""
-        params = {key: value for key, value in self.to_dict().items() if key not in ("name", "seed")}
+        params = {key: _said(value) for key, value in self.to_dict().items() if key not in ("name", "seed")}
         made = {"name": self.name, "params": params, "seed": getattr(self, "seed", 0)}
         return Strategy(tuple(plans), resources.world_size, len(set(resources.ranks)), made)
+
+
+def _said(value: Any) -> Any:
+    """A parameter as a file has it: components as specs."""
+    if isinstance(value, dict):
+        return {key: _said(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_said(item) for item in value]
+    return value.spec if isinstance(value, Component) else value
+
+
+class Kinds:
+    """Numbers of groups, for variables of so many kinds that never share one.
+
+    >>> kinds = Kinds(2, chunk_size=2)
+    >>> [kinds.group(kind) for kind in (0, 1, 0, 0, 1)]
+    [0, 1, 0, 2, 1]
+    """
+
+    def __init__(self, kinds: int, chunk_size: int | None):
+        self.counts, self.chunk_size = [0] * kinds, chunk_size
+
+    def group(self, kind: int) -> int:
+        """That of the next variable of this kind: each has ``chunk_size`` of them, or all."""
+        count = self.counts[kind]
+        self.counts[kind] += 1
+        return kind + len(self.counts) * (count // self.chunk_size if self.chunk_size else 0)
 
 
 class Loads:

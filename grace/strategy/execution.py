@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from grace.backends.topology import Topology, node_name
-from grace.communicators.base import Communicator, build_communicator
-from grace.communicators.reduce_broadcast import ReduceBroadcast
+from grace.communicators.base import Communicator
 from grace.core import documents
 from grace.core.backend import Backend
 from grace.core.registry import make
@@ -17,7 +16,7 @@ from grace.errors import ConfigError
 from grace.session.agreement import tell
 from grace.session.sharding import Chooser, Shard
 from grace.strategy.builder import Builder
-from grace.strategy.plan import VERSION, ShardPlan, Strategy
+from grace.strategy.plan import VERSION, ShardPlan, Strategy, communicator_of
 
 REDUCED_BYTES = 25 << 20
 """Bytes of gradient that go to one destination at once."""
@@ -128,7 +127,7 @@ def compiled(strategy: Strategy, variables: Sequence[Variable]) -> list[Shard]:
         for part, own, (start, stop) in zip(plan.parts, plan.part_variables(), bounds, strict=True):
             key = _key(part)
             if key not in made:
-                made[key] = _communicator(part)
+                made[key] = communicator_of(part)
             sync = part.sync
             place: dict[str, Any] = {"axis": plan.axis, "start": start, "stop": stop}
             if sync.type == "none":
@@ -148,13 +147,3 @@ def _key(part: ShardPlan) -> Any:
         make("compressor", part.compressor).spec,
         None if part.memory is None else make("memory", part.memory).spec,
     )
-
-
-def _communicator(part: ShardPlan) -> Communicator:
-    sync = part.sync
-    if sync.type == "none":
-        return build_communicator("none", "none", "allreduce")
-    if sync.type == "reduce_broadcast":
-        options = {key: getattr(sync, key) for key in ReduceBroadcast.parameters()}
-        return build_communicator(part.compressor, part.memory, {"name": sync.type, **options})
-    return build_communicator(part.compressor, part.memory, sync.type)

@@ -39,6 +39,7 @@ class Sharding(Builder):
     min_shard_bytes: int = 1024
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.check_integer("max_shards", 1)
         self.check_integer("min_shard_bytes", 0)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
-from grace.communicators.base import build_communicator
+from grace.communicators.base import Communicator, build_communicator
 from grace.communicators.reduce_broadcast import AHEAD
 from grace.core.registry import make
 from grace.core.variable import Variable
@@ -266,15 +266,27 @@ def part_faults(part: ShardPlan, variable: Variable, world_size: int) -> Iterato
         if part.compressor != "none" or part.memory not in (None, "none"):
             yield "compressor", "ranks that train on their own average variables, uncompressed: use none"
         return
-    kind = sync.type if sync.type in COLLECTIVES else None
     try:
-        made: Any = make("compressor", part.compressor)
-        communicator = build_communicator(made, part.memory, kind or made.traits.communicator)
+        communicator = communicator_of(part)
     except ConfigError as error:
-        yield ("sync" if "cannot carry" in str(error) else "compressor"), str(error)
+        of_sync = "cannot carry" in str(error) or str(error).startswith(f"{sync.type}:")
+        yield ("sync" if of_sync else "compressor"), str(error)
         return
     if variable.sparse and unfit(communicator.compressor, communicator.memory):
         yield "compressor", f"the variable is sparse, and {unfit(communicator.compressor, communicator.memory)}"
+
+
+def communicator_of(part: ShardPlan) -> Communicator:
+    """What carries a part; of one that is not exchanged, its averages now and then.
+
+    Raises:
+        ConfigError: its synchronization, compressor and memory do not go together.
+    """
+    sync = part.sync
+    if sync.type == "none":
+        return build_communicator("none", "none", "allreduce")
+    options = {key: getattr(sync, key) for key in FIELDS[sync.type] if key != "group"}
+    return build_communicator(part.compressor, part.memory, {"name": sync.type, **options})
 
 
 def bits_of(part: ShardPlan, variable: Variable) -> float | None:

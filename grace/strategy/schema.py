@@ -259,16 +259,31 @@ def _compiled(read: Document, variables: Sequence[Variable] | None) -> Strategy:
     return strategy
 
 
-def match(rule: dict[str, Any], variable: Variable) -> bool:
-    """Whether a builder's rule, ``{"match": {...}, ...}``, is for a variable.
+class Choice(_Strict):
+    """A rule of a builder's."""
+
+    match: Match = Match()
+    compressor: Any = "none"
+    memory: Any = None
+
+
+def chosen(rules: Sequence[Any], variable: Variable) -> tuple[Any, Any]:
+    """Compressor and memory of the first of a builder's rules, ``{"match": {...}, "compressor": ...}``, that matches.
 
     Raises:
-        ConfigError: it is no rule.
+        ConfigError: a rule cannot be read.
     """
-    try:
-        return Match.model_validate(rule.get("match", {})).fits(variable)
-    except (ValidationError, AttributeError, re.error) as error:
-        raise ConfigError(f"cannot read the rule {rule!r}: {error}") from None
+    for i, rule in enumerate(rules):
+        try:
+            choice = Choice.model_validate(rule)
+            if choice.match.fits(variable):
+                return choice.compressor, choice.memory
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ConfigError(f"rule {i}, {_place(first['loc']) or 'as a whole'}: {first['msg']}") from None
+        except re.error as error:
+            raise ConfigError(f"rule {i}, match.regex: it cannot be read: {error}") from None
+    return "none", None
 
 
 def _ruled(rules: Sequence[Rule], variable: Variable) -> VariablePlan:

@@ -122,12 +122,102 @@ def test_rules_choose_the_compressor():
     assert [p.parts[0].compressor for p in plans] == ["fp16", "topk", "none", "none", "fp16"]
 
 
+def test_rules_without_a_memory_take_the_builders():
+    rules = [
+        {"match": {"name": "odd"}, "compressor": "topk", "memory": "none"},
+        {"match": {"ndim": 2}, "compressor": "topk"},
+    ]
+    builder = make("builder", {"name": "all_reduce", "compressor": rules, "memory": "residual(beta=0.5)"})
+    plans = builder.build(LIST[1:], OneNode(2)).plans
+    assert [p.parts[0].memory for p in plans] == ["residual(beta=0.5)", "none", None, *["residual(beta=0.5)"] * 2]
+
+
 @pytest.mark.parametrize(
-    "spec", ["by_type(compressor='topk')", "size_threshold(compressor='topk')", "ps(destination=-1)"]
+    ("rule", "message"),
+    [
+        ({"match": {"nmae": "w"}}, r"rule 1, match.nmae: Extra inputs"),
+        ({"compresor": "topk"}, r"rule 1, compresor: Extra inputs"),
+        ({"match": {"regex": "("}}, r"rule 1, match.regex: it cannot be read"),
+        (7, r"rule 1, as a whole: "),
+    ],
 )
-def test_parameters_that_would_be_ignored_or_cannot_be_are_refused(spec):
-    with pytest.raises(grace.ConfigError):
+def test_a_rule_that_cannot_be_read_is_refused(rule, message):
+    rules = [{"match": {"name": "nothing"}}, rule]
+    with pytest.raises(grace.ConfigError, match=message):
+        make("builder", {"name": "all_reduce", "compressor": rules}).build(LIST, OneNode(2))
+
+
+WITH_DESTINATIONS = ["ps", "ps_load_balancing", "partitioned_ps", "uneven_partitioned_ps", "parallax"]
+
+
+@pytest.mark.parametrize("builder", WITH_DESTINATIONS)
+def test_builders_with_destinations_take_what_their_sync_can_say(builder):
+    caps = "min_shard_bytes=0, " if "partitioned" in builder else ""
+    for said, wanted in (
+        ("staleness=2, local_replication=true", {"staleness": 2, "local_replication": True, "sync": True}),
+        ("sync=false, ahead=3", {"sync": False, "ahead": 3, "staleness": 0}),
+    ):
+        plans = built(f"{builder}({caps}{said}, compressor=topk(ratio=0.5), memory=none)")
+        parts = [part for p in plans for part in p.parts if part.sync.type == "reduce_broadcast"]
+        assert len(parts) >= (1 if builder == "parallax" else len(LIST))
+        assert all(wanted.items() <= part.to_dict()["sync"].items() for part in parts)
+        assert {(part.compressor, part.memory) for part in parts} == {("topk(ratio=0.5)", "none")}
+
+
+@pytest.mark.parametrize(
+    ("spec", "wanted"),
+    [
+        ("uniform(chunk_size=2)", [0, 0, 1, 1, 2, 2]),
+        ("size_threshold(chunk_size=2, bytes=100, compressor=none)", [1, 1, 0, 0, 2, 3]),
+        ("by_type(chunk_size=1, compressor=none)", [2, 1, 4, 0, 7, 10]),
+    ],
+)
+def test_groups_have_as_many_variables_as_chunk_size_says(spec, wanted):
+    assert [p.parts[0].sync.group for p in built(spec)] == wanted
+
+
+def test_size_threshold_and_by_type_take_a_compressor_and_a_memory():
+    dense = [Variable("w", (500, 500)), Variable("b", (500,))]
+    for spec in ("size_threshold({}, memory=none)", "by_type({}, memory=none)"):
+        for word in ("compressor", "large" if "size" in spec else "matrices"):
+            plans = built(spec.format(f"{word}=topk(ratio=0.5)"), dense)
+            chosen = [(p.parts[0].compressor, p.parts[0].memory) for p in plans]
+            assert chosen == [("topk(ratio=0.5)", "none"), ("none", None)]
+
+
+def test_objects_are_taken_and_stand_in_files_as_specs():
+    topk, rules = (
+        make("compressor", "topk(ratio=0.5)"),
+        [{"match": {"ndim": 2}, "compressor": make("compressor", "topk")}],
+    )
+    for compressor, said in ((topk, "topk(ratio=0.5)"), (rules, [{"match": {"ndim": 2}, "compressor": "topk"}])):
+        strategy = make("builder", {"name": "all_reduce", "compressor": compressor}).build(LIST[1:], OneNode(2))
+        assert strategy.to_dict()["builder"]["params"]["compressor"] == said
+        assert len(strategy.id) == 64
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("by_type(compressor=topk, matrices=qsgd)", "matrices is another word for compressor"),
+        ("size_threshold(compressor=qsgd, large=topk)", "large is another word for compressor"),
+        ("ps(destination=-1)", "destination must be a whole number"),
+        ("uniform(chunk_size=0)", "chunk_size must be a whole number"),
+        ("parallax(staleness=-1)", "staleness must be a whole number"),
+        ("partitioned_ps(sync=false, staleness=1)", "staleness goes with sync=True only"),
+        ("uneven_partitioned_ps(max_shards=0)", "max_shards must be a whole number"),
+        ("ps_load_balancing(ahead=3)", "ahead goes with sync=False only"),
+        ("ps(local_replication=1)", "local_replication must be one of True, False"),
+    ],
+)
+def test_parameters_that_would_be_ignored_or_cannot_be_are_refused(spec, message):
+    with pytest.raises(grace.ConfigError, match=message):
         make("builder", spec)
+
+
+def test_what_cannot_be_done_on_a_cluster_or_with_a_method_names_the_variable():
+    with pytest.raises(grace.ConfigError, match=r"variable 'prime', sync: reduce_broadcast: powersgd .*staleness=1"):
+        built("ps(staleness=1, compressor=powersgd)", LIST[1:])
     with pytest.raises(grace.ConfigError, match=r"variable 'emb', sync.destination: rank 2 is not one of 2"):
         built("ps(destination=2)")
 

@@ -3,6 +3,7 @@
 import functools
 
 import pytest
+import torch
 
 import grace
 from grace.strategy.builders.all_reduce import AllReduce
@@ -35,6 +36,28 @@ def test_every_builder_trains_like_plain_all_reduce(builder, size):
     answers = ranks_of(size).run(trained, builder)
     assert len(set(map(digest, answers))) == 1
     assert_close(answers[0], expected(size))
+
+
+def late(spec):
+    """What two steps changed, each by itself, and what a rank thinks the strategy is."""
+    model = mixed()
+    optimizer = executed(model, spec)
+    before, changed, strategy = strategies.weights(model), [], optimizer.strategy
+    for step in range(2):
+        strategies.train(model, optimizer, range(step, step + 1))
+        now = strategies.weights(model)
+        changed.append({name.split(".")[0] for name in now if not torch.equal(now[name], before[name])})
+        before = now
+    optimizer.close()
+    return changed, strategy.id
+
+
+def test_a_builders_staleness_holds_for_what_it_sends_to_destinations(two_ranks):
+    answers = two_ranks.run(late, "parallax(staleness=1, compressor=topk(ratio=0.9))")
+    assert answers[0] == answers[1]
+    first, second = answers[0][0]
+    assert first == {"prime", "dense", "scale"}
+    assert second == {"prime", "dense", "scale", "words"}
 
 
 class Spy(AllReduce):

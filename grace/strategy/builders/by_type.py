@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from grace.strategy.builder import Builder
+from grace.strategy.builder import Builder, Kinds
 from grace.strategy.plan import VariablePlan
 
 
@@ -13,30 +13,38 @@ class ByType(Builder):
     sparse ones in a third.
 
     Args:
-        vectors, matrices, sparse: their compressors.
+        compressor, memory: of the matrices.
+        vectors, sparse: compressors of the others.
+        matrices: another word for compressor.
+        chunk_size: variables of one type that travel together; by default all.
 
     >>> from grace.strategy.builder import OneNode
     >>> from grace.core.variable import Variable
     >>> variables = [Variable("w", (50, 50)), Variable("b", (50,)), Variable("emb", (99, 5), sparse=True)]
-    >>> strategy = ByType(matrices="powersgd(rank=2)").build(variables, OneNode(2))
+    >>> strategy = ByType("powersgd(rank=2)").build(variables, OneNode(2))
     >>> [(plan.parts[0].sync.group, plan.parts[0].compressor) for plan in strategy.plans]
     [(1, 'powersgd(rank=2)'), (0, 'none'), (2, 'none')]
     """
 
+    compressor: Any = "powersgd(rank=4)"
     vectors: Any = "none"
-    matrices: Any = "powersgd(rank=4)"
+    matrices: Any = None
     sparse: Any = "none"
+    chunk_size: int | None = None
 
     name = "by_type"
 
     def __post_init__(self):
-        if (self.compressor, self.memory) != ("none", None):
-            raise self.refuse("it takes vectors, matrices and sparse instead of compressor and memory")
+        if self.chunk_size is not None:
+            self.check_integer("chunk_size", 1)
+        if self.matrices is not None and self.compressor != "powersgd(rank=4)":
+            raise self.refuse("matrices is another word for compressor: leave one of them out")
 
     def build(self, variables, resources):
+        kinds = Kinds(3, self.chunk_size)
+        choices = Builder(self.vectors), Builder(self.matrices or self.compressor, self.memory), Builder(self.sparse)
         plans = []
         for v in variables:
-            group = 2 if v.sparse else 0 if len(v.shape) < 2 else 1
-            chosen = (self.vectors, self.matrices, self.sparse)[group]
-            plans.append(VariablePlan(v, (Builder(chosen).collective(v, group),)))
+            kind = 2 if v.sparse else 0 if len(v.shape) < 2 else 1
+            plans.append(VariablePlan(v, (choices[kind].collective(v, kinds.group(kind)),)))
         return self.strategy(plans, resources)

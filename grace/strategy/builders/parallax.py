@@ -3,17 +3,19 @@
 from dataclasses import dataclass
 from itertools import count
 
-from grace.strategy.builder import Builder, Loads
+from grace.strategy.builder import Loads
 from grace.strategy.plan import VariablePlan
+from grace.strategy.reducing import Reducing
 
 
 @dataclass
-class Parallax(Builder):
+class Parallax(Reducing):
     """Dense variables as AllReduce has them (groups by their number among the dense ones); sparse ones to the rank
     with the fewest bytes so far. Source: Kim et al., EuroSys 2019, arXiv 1808.02621.
 
     Args:
         chunk_size: dense variables that travel together.
+        sync, staleness, local_replication, ahead: of the sparse ones, as in a strategy's ``sync``.
 
     >>> from grace.strategy.builder import OneNode
     >>> from grace.core.variable import Variable
@@ -27,6 +29,7 @@ class Parallax(Builder):
     name = "parallax"
 
     def __post_init__(self):
+        super().__post_init__()
         self.check_integer("chunk_size", 1)
 
     def build(self, variables, resources):

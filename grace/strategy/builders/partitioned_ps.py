@@ -4,12 +4,17 @@ from dataclasses import dataclass
 
 from grace.strategy.builder import Loads
 from grace.strategy.partitioner import Sharding
+from grace.strategy.reducing import Reducing
 
 
 @dataclass
-class PartitionedPS(Sharding):
+class PartitionedPS(Reducing, Sharding):
     """Cuts axis 0 into the smallest divisor (of at least 2) of the dimension; each shard goes to the rank with the
     fewest bytes so far. The caps keep a prime dimension from becoming shards of one row: it stays whole.
+
+    Args:
+        max_shards, min_shard_bytes: the caps: a variable whose shards would be more, or smaller, stays whole.
+        sync, staleness, local_replication, ahead: as in a strategy's ``sync``.
 
     >>> from grace.strategy.builder import OneNode
     >>> from grace.core.variable import Variable

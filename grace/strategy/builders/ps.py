@@ -2,22 +2,23 @@
 
 from dataclasses import dataclass
 
-from grace.strategy.builder import Builder
 from grace.strategy.plan import VariablePlan
+from grace.strategy.reducing import Reducing
 
 
 @dataclass
-class PS(Builder):
+class PS(Reducing):
     """Every variable to one destination: a parameter server.
 
     Args:
         destination: the rank that reduces; the first rank of the first node by default.
+        sync, staleness, local_replication, ahead: as in a strategy's ``sync``.
 
     >>> from grace.strategy.builder import OneNode
     >>> from grace.core.variable import Variable
-    >>> strategy = PS(destination=1).build([Variable("w", (4,)), Variable("b", (2,))], OneNode(2))
-    >>> [plan.parts[0].sync.destination for plan in strategy.plans]
-    [1, 1]
+    >>> strategy = PS(destination=1, staleness=2).build([Variable("w", (4,)), Variable("b", (2,))], OneNode(2))
+    >>> [(plan.parts[0].sync.destination, plan.parts[0].sync.staleness) for plan in strategy.plans]
+    [(1, 2), (1, 2)]
     """
 
     destination: int = 0
@@ -25,6 +26,7 @@ class PS(Builder):
     name = "ps"
 
     def __post_init__(self):
+        super().__post_init__()
         self.check_integer("destination", 0)
 
     def build(self, variables, resources):

@@ -2,16 +2,18 @@
 
 from dataclasses import dataclass
 
-from grace.strategy.builder import Builder, Loads
+from grace.strategy.builder import Loads
 from grace.strategy.plan import VariablePlan
+from grace.strategy.reducing import Reducing
 
 
 @dataclass
-class PSLoadBalancing(Builder):
+class PSLoadBalancing(Reducing):
     """Greedy: the next variable goes to the rank that has the fewest bytes so far, the first of several.
 
     Args:
         sorted: place the largest first (of equal ones the first declared), which balances better.
+        sync, staleness, local_replication, ahead: as in a strategy's ``sync``.
 
     >>> from grace.strategy.builder import OneNode
     >>> from grace.core.variable import Variable
@@ -27,6 +29,7 @@ class PSLoadBalancing(Builder):
     name = "ps_load_balancing"
 
     def __post_init__(self):
+        super().__post_init__()
         self.check_choice("sorted", (False, True))
 
     def build(self, variables, resources):

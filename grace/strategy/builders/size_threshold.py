@@ -3,42 +3,51 @@
 from dataclasses import dataclass
 from typing import Any
 
-from grace.strategy.builder import Builder
+from grace.strategy.builder import Builder, Kinds
 from grace.strategy.plan import VariablePlan
 
 
 @dataclass
 class SizeThreshold(Builder):
-    """Variables of at most ``bytes``, and those of fewer than two dimensions, in one group with ``small``; the rest
-    in another with ``large``.
+    """Variables of at most ``bytes``, and those of fewer than two dimensions, with ``small``; the rest, in other
+    groups, with ``compressor`` and ``memory``.
 
     Args:
+        compressor, memory: of the large ones.
         bytes: the largest small variable.
-        small, large: their compressors.
+        small: the compressor of the small ones.
+        large: another word for compressor.
+        chunk_size: small variables, or large ones, that travel together; by default all.
 
     >>> from grace.strategy.builder import OneNode
     >>> from grace.core.variable import Variable
     >>> variables = [Variable("w", (500, 500)), Variable("b", (50_000,)), Variable("v", (2, 2))]
-    >>> strategy = SizeThreshold(bytes=65536, large="topk").build(variables, OneNode(2))
+    >>> strategy = SizeThreshold("topk", bytes=65536).build(variables, OneNode(2))
     >>> [(plan.parts[0].sync.group, plan.parts[0].compressor) for plan in strategy.plans]
     [(1, 'topk'), (0, 'none'), (0, 'none')]
     """
 
+    compressor: Any = "topk"
     bytes: int = 65536
     small: Any = "none"
-    large: Any = "topk"
+    large: Any = None
+    chunk_size: int | None = None
 
     name = "size_threshold"
 
     def __post_init__(self):
         self.check_integer("bytes", 0)
-        if self.compressor != "none":
-            raise self.refuse("it takes small and large instead of compressor")
+        if self.chunk_size is not None:
+            self.check_integer("chunk_size", 1)
+        if self.large is not None and self.compressor != "topk":
+            raise self.refuse("large is another word for compressor: leave one of them out")
 
     def build(self, variables, resources):
+        kinds = Kinds(2, self.chunk_size)
+        small, large = Builder(self.small), Builder(self.large or self.compressor, self.memory)
         plans = []
         for v in variables:
-            is_small = v.nbytes <= self.bytes or len(v.shape) < 2
-            chosen = Builder(self.small) if is_small else Builder(self.large, self.memory)
-            plans.append(VariablePlan(v, (chosen.collective(v, 0 if is_small else 1),)))
+            is_large = v.nbytes > self.bytes and len(v.shape) >= 2
+            part = (large if is_large else small).collective(v, kinds.group(is_large))
+            plans.append(VariablePlan(v, (part,)))
         return self.strategy(plans, resources)

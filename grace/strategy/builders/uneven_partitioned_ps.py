@@ -4,12 +4,17 @@ from dataclasses import dataclass
 
 from grace.strategy.builder import Loads
 from grace.strategy.partitioner import Sharding, smallest_other
+from grace.strategy.reducing import Reducing
 
 
 @dataclass
-class UnevenPartitionedPS(Sharding):
+class UnevenPartitionedPS(Reducing, Sharding):
     """Cuts axis 0 into the smallest number of at least 2 that does not divide the dimension; the first shards get
     the remainder. Each goes to the rank with the fewest bytes so far.
+
+    Args:
+        max_shards, min_shard_bytes: a variable whose shards would be more, or smaller, stays whole.
+        sync, staleness, local_replication, ahead: as in a strategy's ``sync``.
 
     >>> from grace.strategy.builder import OneNode
     >>> from grace.core.variable import Variable

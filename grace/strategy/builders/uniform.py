@@ -3,17 +3,17 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from grace.strategy.builder import Builder
+from grace.strategy.builder import Builder, Kinds
 from grace.strategy.plan import VariablePlan
 
 
 @dataclass
 class Uniform(Builder):
-    """One compressor, memory and communicator for all, in one group: what ``DistributedOptimizer(opt,
-    compressor=...)`` means.
+    """One compressor, memory and communicator for all: what ``DistributedOptimizer(opt, compressor=...)`` means.
 
     Args:
         communicator: "allreduce", "allgather", "broadcast" or "scatter_reduce"; the compressor's default if left out.
+        chunk_size: variables that travel together; by default all.
 
     >>> from grace.strategy.builder import OneNode
     >>> from grace.core.variable import Variable
@@ -23,11 +23,17 @@ class Uniform(Builder):
     """
 
     communicator: Any = None
+    chunk_size: int | None = None
 
     name = "uniform"
 
+    def __post_init__(self):
+        if self.chunk_size is not None:
+            self.check_integer("chunk_size", 1)
+
     def build(self, variables, resources):
-        parts = [self.collective(v, 0) for v in variables]
+        kinds = Kinds(1, self.chunk_size)
+        parts = [self.collective(v, kinds.group(0)) for v in variables]
         if self.communicator is not None:
             parts = [replace(part, sync=replace(part.sync, type=self.communicator)) for part in parts]
         return self.strategy([VariablePlan(v, (part,)) for v, part in zip(variables, parts, strict=True)], resources)

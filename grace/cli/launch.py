@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from grace.errors import ConfigError
-from grace.launch import supervisor
+from grace.launch import copying, supervisor
 from grace.launch.command_lines import MASTER_PORT, command, default_engine, in_venv, is_python
 
 
@@ -29,6 +29,10 @@ def launch(
     strategy: Annotated[
         Path | None, typer.Option(help="A strategy's file; the ranks find it in GRACE_STRATEGY.", show_default="none")
     ] = None,
+    copy: Annotated[
+        list[Path] | None,
+        typer.Option(help="A file or folder to put on the other nodes first; may be repeated.", show_default="none"),
+    ] = None,
     port: Annotated[
         int, typer.Option(min=1, max=65535, help="The chief's port where torch's ranks of several nodes meet.")
     ] = MASTER_PORT,
@@ -42,22 +46,24 @@ def launch(
 
     Start it on the chief. torchrun is started on every node, on others by ssh;
     horovodrun and Open MPI's mpirun reach the nodes themselves. The program lies
-    in the same folder on all nodes. A rank that fails ends the job: its number
-    is printed, and its exit code (128 and the number of the signal) is ours.
-    GRACE_TIMEOUT says for how many seconds a rank waits for another (600).
+    in the same folder on all nodes, or --copy puts it there. A rank that fails
+    ends the job: its number is printed, and its exit code (128 and the number of
+    the signal) is ours. GRACE_TIMEOUT says for how many seconds a rank waits for
+    another (600).
     """
     from grace.launch.cluster import Resources
 
     cluster, chosen = Resources.load(resources, ranks), engine or default_engine()
     commands = command(cluster, chosen, program, strategy, port)
     if dry_run:
-        print(*commands, sep="\n")
+        print(*copying.commands(cluster, copy or []), *commands, sep="\n")
         return
     started = program if chosen == "torch" else in_venv(cluster, program)
     supervisor.check_program(started[0])
     if is_python(program[0]) and program[1:] and not program[1].startswith("-") and not Path(program[1]).exists():
         raise ConfigError(f"cannot start {program[1]}: there is no such file in {os.getcwd()}")
     try:
+        copying.copy(cluster, copy or [])
         end = supervisor.run(commands)
     except KeyboardInterrupt:
         print("grace launch: interrupted; the ranks are ended", file=sys.stderr)

@@ -34,7 +34,7 @@ HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@-]*")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
-Device = Annotated[int, pydantic.Field(ge=0)]
+Device = Annotated[int, pydantic.Field(ge=0, le=65535)]
 Port = Annotated[int, pydantic.Field(ge=1, le=65535)]
 
 
@@ -100,8 +100,10 @@ class SSH(_Part):
         username: by default what ssh chooses.
         port: the ssh server's.
         key_file: the private key's file, on the chief.
-        python_venv: a virtual environment's folder, on the nodes.
-        shared_envs: environment variables of the ranks.
+        python_venv: a virtual environment's folder, on the nodes; or the command that enters an environment, which
+            bash runs there (``source ~/venv/bin/activate``, ``source .../conda.sh; conda activate x``).
+        shared_envs: environment variables of the ranks; $NAME and ${NAME} are put in on each node, $$ is a dollar.
+        setup: lines that bash runs on the nodes before that (``module load cuda``); one that fails ends the job.
     """
 
     username: str | None = None
@@ -109,6 +111,7 @@ class SSH(_Part):
     key_file: str | None = None
     python_venv: str | None = None
     shared_envs: dict[str, str] = {}
+    setup: list[str] = []
 
     @pydantic.field_validator("username")
     @classmethod
@@ -121,6 +124,19 @@ class SSH(_Part):
         if path is not None and (not path or path.startswith("-") or _control(path)):
             raise ValueError(f"must be a path, not {_short(path)}")
         return path
+
+    @pydantic.field_validator("setup", mode="before")
+    @classmethod
+    def _text_as_lines(cls, setup: Any) -> Any:
+        return [line for line in setup.splitlines() if line.strip()] if isinstance(setup, str) else setup
+
+    @pydantic.field_validator("setup")
+    @classmethod
+    def _lines(cls, setup: list[str]) -> list[str]:
+        for line in setup:
+            if "\0" in line or not line.strip():
+                raise ValueError(f"must be lines for a shell, not {_short(line)}")
+        return setup
 
     @pydantic.field_validator("shared_envs", mode="before")
     @classmethod
@@ -143,7 +159,7 @@ class Resources(_Part):
     """The nodes of a run.
 
     Attributes:
-        nodes: the machines; exactly one is the chief.
+        nodes: the machines; exactly one is the chief, which a single one is without a word.
         ssh: groups of ssh settings by name.
     """
 
@@ -183,7 +199,9 @@ class Resources(_Part):
         Raises:
             ConfigError: a key, a type or a combination that cannot work.
 
-        >>> Resources.of({"nodes": [{"address": "10.0.0.1", "gpus": [0, 1]}]})
+        >>> Resources.of({"nodes": [{"address": "10.0.0.1", "gpus": [0, 1]}]}).world_size
+        2
+        >>> Resources.of({"nodes": [{"address": "10.0.0.1"}, {"address": "10.0.0.2"}]})
         Traceback (most recent call last):
         grace.errors.ConfigError: resources: no node is the chief; give one of them `chief: true`
         """
@@ -224,6 +242,11 @@ class Resources(_Part):
     def ssh_of(self, node: Node) -> SSH | None:
         """The ssh settings of a node, if it has any."""
         return None if node.ssh_config is None else self.ssh[node.ssh_config]
+
+    @pydantic.field_validator("nodes")
+    @classmethod
+    def _alone(cls, nodes: list[Node]) -> list[Node]:
+        return [nodes[0].model_copy(update={"chief": True})] if len(nodes) == 1 else nodes
 
     @pydantic.model_validator(mode="after")
     def _work_together(self) -> "Resources":

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grace.errors import ConfigError
+from grace.launch import preparing
 
 if TYPE_CHECKING:
     from grace.launch.cluster import SSH, Node, Resources
@@ -108,12 +109,16 @@ def _torch(resources: "Resources", program: list[str], environment: dict[str, st
             where = ["--nnodes", str(len(nodes)), "--node-rank", str(number), "--nproc-per-node", str(node.slots)]
             where += ["--master-addr", resources.chief.address, "--master-port", str(port)]
         argv, ssh = _torchrun(where, program), resources.ssh_of(node)
-        variables = {**(_shared(resources) if ssh is None else ssh.shared_envs), **_gpus(node), **environment}
+        shared = _shared(resources) if ssh is None else ssh.shared_envs
+        own = {**_gpus(node), **environment}
         if node.chief:
-            commands.append(Command(node.address, argv, variables))
+            variables = {**{name: preparing.here(value) for name, value in shared.items()}, **own}
+            commands.append(Command(node.address, preparing.prepared(preparing.lines(ssh), {}, argv), variables))
         else:
             assert ssh is not None
-            commands.append(Command(node.address, _over_ssh(node, ssh, [*_env(variables), *argv]), remote=True))
+            expanded, plain = _parted(shared)
+            line = preparing.prepared(preparing.lines(ssh), expanded, [*_env({**plain, **own}), *argv])
+            commands.append(Command(node.address, _over_ssh(node, ssh, line), remote=True))
     return commands
 
 
@@ -138,12 +143,21 @@ def is_python(name: str) -> bool:
 def _over_ssh(node: "Node", ssh: "SSH", argv: list[str]) -> list[str]:
     """A terminal (-tt), so that what was started there ends when the connection does."""
     steps = [f"cd {shlex.quote(os.getcwd())}"]
-    if ssh.python_venv:
+    if ssh.python_venv and not preparing.is_command(ssh.python_venv):
         steps.append(f". {_home_kept(ssh.python_venv)}/bin/activate")
-    key = ["-i", str(Path(ssh.key_file).expanduser())] if ssh.key_file else []
-    target = f"{ssh.username}@{node.address}" if ssh.username else node.address
     remote = " && ".join([*steps, shlex.join(argv)])
-    return ["ssh", "-tt", "-o", "BatchMode=yes", "-p", str(ssh.port), *key, target, remote]
+    return ["ssh", "-tt", *reaching(ssh), host(node, ssh), remote]
+
+
+def reaching(ssh: "SSH") -> list[str]:
+    """The options by which ssh reaches a node."""
+    key = ["-i", str(Path(ssh.key_file).expanduser())] if ssh.key_file else []
+    return ["-o", "BatchMode=yes", "-p", str(ssh.port), *key]
+
+
+def host(node: "Node", ssh: "SSH") -> str:
+    """Who and where, for ssh and what goes over it."""
+    return f"{ssh.username}@{node.address}" if ssh.username else node.address
 
 
 def _home_kept(path: str) -> str:
@@ -169,13 +183,15 @@ def _horovodrun(resources: "Resources", program: list[str], environment: dict[st
     reach = ["-p", str(port)] if port not in (None, 22) else []
     reach += ["-i", str(Path(key).expanduser())] if key else []
     # horovodrun hands on every variable but CUDA_VISIBLE_DEVICES
-    inside = [*_env(_same_gpus(resources)), *in_venv(resources, program)]
+    expanded, plain = _parted(_shared(resources))
+    inside = [*_env(_same_gpus(resources)), *_everywhere(resources, expanded, program)]
     argv = ["horovodrun", "-np", str(resources.world_size), "-H", _hosts(resources), *reach, *inside]
-    return Command(resources.chief.address, argv, {**_shared(resources), **environment})
+    return Command(resources.chief.address, argv, {**plain, **environment})
 
 
 def _mpirun(resources: "Resources", program: list[str], environment: dict[str, str]) -> Command:
-    variables = {"GRACE_BACKEND": "mpi", **_shared(resources), **_same_gpus(resources), **environment}
+    expanded, plain = _parted(_shared(resources))
+    variables = {"GRACE_BACKEND": "mpi", **plain, **_same_gpus(resources), **environment}
     user, port, key = (_common(resources, field) for field in ("username", "port", "key_file"))
     reach = ["-l", user] if user else []
     reach += ["-p", str(port)] if port not in (None, 22) else []
@@ -188,7 +204,7 @@ def _mpirun(resources: "Resources", program: list[str], environment: dict[str, s
     argv += ["--map-by", "slot", *(["--mca", "plm_rsh_args", " ".join(reach)] if reach else [])]
     for name in variables:
         argv += ["-x", name]
-    return Command(resources.chief.address, [*argv, *in_venv(resources, program)], variables)
+    return Command(resources.chief.address, [*argv, *_everywhere(resources, expanded, program)], variables)
 
 
 def _hosts(resources: "Resources") -> str:
@@ -210,21 +226,44 @@ def _same_gpus(resources: "Resources") -> dict[str, str]:
 def _common(resources: "Resources", field: str) -> Any:
     """What the ssh settings of all nodes but the chief say, which must be one thing."""
     said = {node.address: getattr(resources.ssh_of(node), field, None) for node in resources.ordered if not node.chief}
-    if len(set(said.values())) > 1:
+    values = list(said.values())
+    if any(value != values[0] for value in values):
         each = "; ".join(f"{address}: {value}" for address, value in said.items())
         raise ConfigError(
             f"horovodrun and mpirun reach all nodes with the same {field}, but the ssh groups differ ({each}); "
             "write them into ~/.ssh/config instead, or launch with --engine torch"
         )
-    return next(iter(said.values()), None)
+    return values[0] if values else None
 
 
 def in_venv(resources: "Resources", program: list[str]) -> list[str]:
     """All nodes start the same command line, so ``python`` becomes that of the nodes' environment."""
     venv = _common(resources, "python_venv")
-    if venv is None or program[0] not in ("python", "python3"):
+    if venv is None or preparing.is_command(venv) or program[0] not in ("python", "python3"):
         return program
     return [str(Path(venv).expanduser() / "bin" / program[0]), *program[1:]]
+
+
+def _everywhere(resources: "Resources", expanded: dict[str, str], program: list[str]) -> list[str]:
+    """The program, prepared on all nodes alike; on the chief only if it names that ssh group, too."""
+    for field in ("setup", "python_venv"):
+        _common(resources, field)
+    others = [preparing.lines(resources.ssh_of(node)) for node in resources.nodes if not node.chief]
+    own = preparing.lines(resources.ssh_of(resources.chief))
+    said = others[0] if others else own
+    if own and own != said:
+        raise ConfigError(
+            f"horovodrun and mpirun prepare all nodes alike, but the chief's ssh group has other lines ({own}) "
+            f"than the others' ({said}); use one group, or launch with --engine torch"
+        )
+    but = "" if own else preparing.this_machine()
+    return preparing.prepared(said, expanded, in_venv(resources, program), but)
+
+
+def _parted(variables: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Those whose values refer to others, which are put in on the nodes, and the rest."""
+    expanded = {name: value for name, value in variables.items() if preparing.refers(value)}
+    return expanded, {name: value for name, value in variables.items() if name not in expanded}
 
 
 def _shared(resources: "Resources") -> dict[str, str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from grace.errors import ConfigError
-from grace.launch import processes
+from grace.launch import preparing, processes
 from grace.launch.command_lines import Command
 
 KEPT = 1 << 18
@@ -177,7 +177,9 @@ class _Job:
             rank, code = found
             why = f": {reason}" if (reason := first_reason(said, rank)) else ""
             return End(_exit_code(code), f"rank {rank} {_how(code)}{why}; the others were ended")
-        if message := unreachable(said):
+        if message := preparing.unprepared(said) or unreachable(said):
+            return End(_exit_code(code), message)
+        if self.command.remote and (message := of_node(said, self.command.node)):
             return End(_exit_code(code), message)
         sys.stderr.write(self.left_out.decode(errors="replace"))  # it says all that is known
         where = f" for node {self.command.node}" if one_of_several else ""
@@ -250,6 +252,20 @@ def unreachable(said: str) -> str:
     """
     found = next((match for pattern in UNREACHABLE if (match := re.search(pattern, said))), None)
     return f"node {found['node']} cannot be reached by ssh: {found['why']}" if found else ""
+
+
+def of_node(said: str, node: str) -> str:
+    """What a node itself, or ssh to it, says that it lacks; empty if neither says anything of the kind.
+
+    >>> of_node("bash: line 1: cd: /work: No such file or directory", "b").partition(";")[0]
+    'node b lacks the working folder or a part of it (cd: /work: No such file or directory)'
+    """
+    if why := re.search(r"sh: (?:line )?\d*:? ?(cd: [^\r\n]+)", said):
+        lacks = f"node {node} lacks the working folder or a part of it ({why[1]})"
+        return f"{lacks}; grace launch --copy puts files on the nodes"
+    if "Host key verification failed" in said:
+        return f"node {node} cannot be reached by ssh: its host key is not known here; log in to it once by ssh"
+    return ""
 
 
 def _exit_code(code: int) -> int:

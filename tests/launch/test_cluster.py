@@ -52,9 +52,17 @@ def test_without_a_file_it_is_this_machine(ranks):
     assert resources.chief.gpus == []
 
 
-def test_one_node_may_be_this_machine(tmp_path):
-    text = "nodes: [{address: localhost, chief: true, gpus: [1, 3]}]"
-    assert Resources.load(written(tmp_path, text)).ranks == [0, 0]
+@pytest.mark.parametrize("chief", [", chief: true", ""])
+def test_one_node_may_be_this_machine_and_need_not_be_called_the_chief(tmp_path, chief):
+    resources = Resources.load(written(tmp_path, f"nodes: [{{address: localhost{chief}, gpus: [1, 3]}}]"))
+    assert resources.ranks == [0, 0]
+    assert resources.chief.address == "localhost"
+
+
+@pytest.mark.parametrize("setup", ['["module load a", "conda activate b"]', '"module load a\\n\\nconda activate b\\n"'])
+def test_setup_is_a_list_of_lines_or_a_text_of_lines(tmp_path, setup):
+    text = f"nodes: [{{address: a, ssh_config: x}}]\nssh: {{x: {{setup: {setup}}}}}"
+    assert Resources.load(written(tmp_path, text)).ssh["x"].setup == ["module load a", "conda activate b"]
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.yaml", "a.yml"])
@@ -77,7 +85,7 @@ CHIEF = "{address: 10.0.0.1, chief: true}"
             "node 127.0.0.1: is a loopback address, where other nodes reach only themselves; "
             "with several nodes, write the one by which the others reach it",
         ),
-        ("nodes: [{address: a}]", "no node is the chief; give one of them `chief: true`"),
+        ("nodes: [{address: a}, {address: b}]", "no node is the chief; give one of them `chief: true`"),
         (f"nodes: [{CHIEF}, {{address: b, chief: true}}]", "2 nodes are chiefs (10.0.0.1, b); there must be one"),
         (
             f"nodes: [{CHIEF}, {{address: b}}]\nssh: {{x: {{}}}}",
@@ -132,7 +140,7 @@ CHIEF = "{address: 10.0.0.1, chief: true}"
         (
             f"nodes: [{CHIEF}]\nssh: {{x: {{user: me}}}}",
             "ssh: x: user: unknown key (did you mean 'username'?); "
-            "known: username, port, key_file, python_venv, shared_envs",
+            "known: username, port, key_file, python_venv, shared_envs, setup",
         ),
         ("nodes: [{address: a, chief: 'yes'}]", "node a: chief: must be true or false, not 'yes'"),
         ("nodes: [{address: a, chief: true, gpus: 2}]", "node a: gpus: must be a list, not 2"),
@@ -173,6 +181,12 @@ CHIEF = "{address: 10.0.0.1, chief: true}"
         (
             f"nodes: [{CHIEF}]\nssh: {{x: {{shared_envs: {{A: true}}}}}}",
             "ssh: x: shared_envs: A: must be text, not True",
+        ),
+        (f"nodes: [{CHIEF}]\nssh: {{x: {{setup: [1]}}}}", "ssh: x: setup: 0: must be text, not 1"),
+        (f"nodes: [{CHIEF}]\nssh: {{x: {{setup: ['']}}}}", "ssh: x: setup: must be lines for a shell, not ''"),
+        (
+            f"nodes: [{{address: a, gpus: [{2**64}]}}]",
+            f"node a: gpus: 0: must be less than or equal to 65535, not {2**64}",
         ),
         ("- a", "must have the keys nodes and ssh, not be ['a']"),
         ("", "must have the keys nodes and ssh, not be None"),

@@ -1,11 +1,16 @@
 """``grace launch``: the command lines, and what it refuses; faults/test_launched.py runs them."""
 
 import importlib.util
+import os
+import shlex
+import subprocess
 import sys
 
 import pytest
+import yaml
 
 import grace
+from grace.launch import preparing
 from grace.launch.cluster import Resources
 from grace.launch.command_lines import command
 from grace.launch.supervisor import first_failure
@@ -96,6 +101,16 @@ def test_two_nodes_under_horovod_and_mpi(tmp_path):
     ]
 
 
+def test_what_is_copied_is_shown_first(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "b.py").touch()
+    said = lines(tmp_path, THREE, "--engine", "torch", "--copy", "data/", "--copy", "b.py")
+    folder = tmp_path.resolve()
+    assert said[0].startswith(f"ssh -o BatchMode=yes -p 2222 -i /keys/id 10.0.0.2 'mkdir -p -- {folder} && ")
+    assert shlex.split(said[1])[-3:] == [f"{folder}/data", f"{folder}/b.py", f"10.0.0.2:{folder}/"]
+    assert len(said) == 4
+
+
 def test_two_nodes_of_unequal_gpus_under_torch(tmp_path, monkeypatch):
     (tmp_path / "c.yaml").write_text(UNEVEN)
     (tmp_path / "s.json").write_text("{}")
@@ -119,6 +134,57 @@ def test_two_nodes_of_unequal_gpus_under_torch(tmp_path, monkeypatch):
         f"python -m torch.distributed.run --nnodes 2 --node-rank 1 --nproc-per-node 1 {meet}"
     )
     assert second.environment == {}
+
+
+AUTODIST = """
+nodes:
+  - {address: 10.0.0.1, cpus: [0], gpus: [0, 1], chief: true}
+  - {address: 10.0.0.2, gpus: [0, 1], ssh_config: one}
+  - {address: 10.0.0.3, gpus: [0], ssh_config: two}
+ssh:
+  one: {key_file: /keys/id, username: me, python_venv: source /home/me/venv/bin/activate}
+  two:
+    username: you
+    python_venv: 'source /opt/conda.sh;conda activate autodist'
+    shared_envs: {LIBS: '$LIBS:/usr/local/cuda/lib64'}
+"""
+
+
+def test_a_file_as_autodist_has_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIBS", "/here")
+    monkeypatch.chdir(tmp_path)
+    chief, one, two = command(Resources.of(yaml.safe_load(AUTODIST)), "torch", ["python", "a.py"])
+    assert chief.environment == {"LIBS": "/here:/usr/local/cuda/lib64", "CUDA_VISIBLE_DEVICES": "0,1"}
+    scripts = [shlex.split(node.argv[-1].partition(" && ")[2]) for node in (one, two)]
+    entered = ("source /home/me/venv/bin/activate", "source /opt/conda.sh;conda activate autodist")
+    for script, line in zip(scripts, entered, strict=True):
+        assert script[:2] == ["bash", "-c"]
+        assert script[2].splitlines()[0] == f"{{ {line}"
+        assert script[2].splitlines()[-1] == 'exec "$@"'
+    assert scripts[0][3:7] == ["grace-launch", "env", "CUDA_VISIBLE_DEVICES=0,1", "python"]
+    assert scripts[1][2].splitlines()[-2] == """export LIBS="${LIBS}":/usr/local/cuda/lib64"""
+
+
+def run_prepared(resources, engine, but):
+    """What a program prints that is started here as the engine's launcher starts it on each node."""
+    argv = command(Resources.of(resources), engine, ["sh", "-c", "echo $HELD $MADE"])[0].argv
+    argv = argv[argv.index("bash") :]
+    argv[2] = argv[2].replace(preparing.this_machine(), but)
+    done = subprocess.run(argv, capture_output=True, text=True, env={**os.environ, "HELD": "node's"})
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("engine", ["horovod", "mpi"])
+def test_launchers_of_all_nodes_prepare_them_alike_but_not_the_chief(engine):
+    nodes = [{"address": "a", "chief": True}, {"address": "b", "ssh_config": "x"}]
+    ssh = {"setup": "export MADE=by_setup", "shared_envs": {"HELD": "$HELD:more"}}
+    resources = {"nodes": nodes, "ssh": {"x": ssh}}
+    here = preparing.this_machine()
+    assert run_prepared(resources, engine, but="another") == "node's:more by_setup"
+    assert run_prepared(resources, engine, but=here) == "node's:more"
+    nodes[0]["ssh_config"] = "x"
+    assert run_prepared(resources, engine, but=here) == "node's:more by_setup"
 
 
 @pytest.mark.parametrize(
@@ -173,6 +239,12 @@ TWO = "nodes: [{address: a, chief: true}, {address: b, ssh_config: x}, {address:
             "torch",
             "shared_envs give V several values ('1', '2')",
         ),
+        (TWO + "ssh: {x: {setup: [a]}, y: {setup: [b]}}", "horovod", "the ssh groups differ (b: ['a']; c: ['b'])"),
+        (
+            TWO.replace("true", "true, ssh_config: z") + "ssh: {x: {setup: [a]}, y: {setup: [a]}, z: {setup: [b]}}",
+            "mpi",
+            "the chief's ssh group has other lines (['b']) than the others' (['a'])",
+        ),
         (THREE, "slurm", "unknown engine 'slurm'; known: horovod, torch, mpi"),
     ],
 )
@@ -199,12 +271,17 @@ def test_groups_that_say_the_same_are_used(tmp_path):
         (["--strategy", "nowhere.json", "--", "python"], "grace: there is no strategy file nowhere.json"),
         (["--engine", "jax", "--", "python"], "grace: unknown engine 'jax'; known: horovod, torch, mpi"),
         (["--engine", "torch", "--", "/no/python", "a"], "grace: cannot start /no/python: No such file or directory"),
+        (
+            ["-r", "two.yaml", "--copy", "no.py", "--engine", "torch", "--", "python", "-c", "1"],
+            "grace: cannot copy no.py to the nodes: there is no such file in ",
+        ),
         (["--engine", "mpi", "--", "./nothing"], "grace: cannot start ./nothing: No such file or directory"),
         (["--engine", "mpi", "--", sys.executable, "no.py"], "grace: cannot start no.py: there is no such file in "),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(args, message):
-    out, err = launched(*args, code=2)
+def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, args, message):
+    (tmp_path / "two.yaml").write_text(THREE)
+    out, err = launched(*args, folder=tmp_path, code=2)
     assert out == ""
     assert err.startswith(message)
     assert err.count("\n") == 1

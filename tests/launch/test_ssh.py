@@ -1,0 +1,148 @@
+"""``grace launch`` over a real sshd: a machine of its own name, whose working folder is empty."""
+
+import json
+import platform
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import grace
+from tests.support import warm
+from tests.support.engine_pools import environment
+from tests.support.ssh_server import other_machine
+
+ROOT = Path(grace.__file__).parents[1]
+SCRIPT = """
+import json, os, platform
+import grace, helper.words
+grace.init()
+said = {key: os.environ.get(key) for key in ("LIBRARIES", "PRICE", "MODULE", "ENTERED")}
+print(f"rank {grace.rank()} of {grace.size()} {json.dumps([platform.node(), helper.words.SAID, said])} is there")
+"""
+SETTINGS = {
+    "setup": '["export MODULE=loaded", "export ENTERED=$MODULE"]',
+    "shared_envs": '{LIBRARIES: "$LIBRARIES:/more", PRICE: 5$$}',
+}
+
+
+@pytest.fixture
+def work(tmp_path):
+    """The working folder: a program, and a module of a folder."""
+    (tmp_path / "work" / "helper").mkdir(parents=True)
+    (tmp_path / "work" / "train.py").write_text(SCRIPT)
+    (tmp_path / "work" / "helper" / "words.py").write_text("SAID = 'copied'\n")
+    (tmp_path / "server").mkdir()
+    return tmp_path / "work"
+
+
+def cluster(machine, folder, **settings):
+    """The file, with a chief of this machine's name."""
+    here = socket.gethostname()
+    try:
+        socket.gethostbyname(here)
+    except OSError:
+        pytest.skip("this machine's name has no address")
+    lines = [f"  x: {{port: {machine.port}, key_file: {machine.key_file}", *(f"{k}: {v}" for k, v in settings.items())]
+    (folder / "c.yaml").write_text(
+        f"nodes: [{{address: {here}, chief: true}}, {{address: {machine.address}, ssh_config: x}}]\n"
+        f"ssh:\n{', '.join(lines)}}}\n"
+    )
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return ["-r", "c.yaml", "--engine", "torch", "--port", str(free.getsockname()[1])]
+
+
+def env(machine):
+    return {**environment(), "PATH": machine.path, "PYTHONPATH": str(ROOT), "LIBRARIES": "/here", "COLUMNS": "80"}
+
+
+def launch(machine, folder, *args):
+    return subprocess.run(
+        [sys.executable, "-m", "grace.cli.main", "launch", *args, "--", "python", "train.py"],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=env(machine),
+        timeout=120,
+    )
+
+
+def enters(folder):
+    """An environment's script, as AutoDist's files name it."""
+    lines = f"export PATH={Path(warm.REAL).parent}:$PATH ENTERED=$ENTERED,entered\n[[ -n $BASH_VERSION ]]\n"
+    (folder / "activate").write_text(lines)
+    return f"source {folder / 'activate'}"
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_node_gets_files_runs_its_lines_and_expands_variables(tmp_path, work):
+    with other_machine(tmp_path / "server", empty=work) as machine:
+        args = cluster(machine, work, python_venv=f'"{enters(tmp_path)}"', **SETTINGS)
+        done = launch(machine, work, *args, "--copy", "train.py", "--copy", "helper")
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = dict(re.findall(r"rank (\d) of 2 (.*) is there", done.stdout))
+    here = {"LIBRARIES": "/here:/more", "PRICE": "5$", "MODULE": None, "ENTERED": None}
+    there = {"LIBRARIES": "/its/own:/more", "PRICE": "5$", "MODULE": "loaded", "ENTERED": "loaded,entered"}
+    assert json.loads(told["0"]) == [platform.node(), "copied", here]
+    assert json.loads(told["1"]) == ["other", "copied", there]
+
+
+@pytest.mark.ranks
+def test_scp_copies_where_rsync_is_missing_and_a_line_that_fails_is_named(tmp_path, work):
+    with other_machine(tmp_path / "server", empty=work, without="rsync") as machine:
+        args = cluster(machine, work, setup="[module load cuda/99]")
+        done = launch(machine, work, *args, "--copy", "helper")
+        target = ["-p", str(machine.port), "-i", str(machine.key_file), "other"]
+        read = [tmp_path / "server" / "bin" / "ssh", *target, f"cat {work}/helper/words.py; ls {work}"]
+        there = subprocess.run(read, capture_output=True, text=True).stdout
+    said = "grace launch: on other this failed before the program began: module load cuda/99"
+    assert done.stderr.splitlines()[-1] == said, done.stdout + done.stderr
+    assert done.returncode == 1
+    assert there == "SAID = 'copied'\nhelper\n"
+
+
+@pytest.mark.ranks
+def test_a_folder_that_a_node_lacks_and_a_key_that_is_not_known_are_named(tmp_path, work):
+    (work / "sub").mkdir()
+    (work / "sub" / "train.py").write_text("")
+    with other_machine(tmp_path / "server", empty=work) as machine:
+        args = cluster(machine, work / "sub")
+        lacking = launch(machine, work / "sub", *args)
+        (tmp_path / "server" / "known").write_text("")
+        unknown = launch(machine, work / "sub", *args)
+        copied = launch(machine, work / "sub", *args, "--copy", ".")
+    last = lacking.stderr.splitlines()[-1]
+    assert last.startswith("grace launch: node other lacks the working folder or a part of it ("), lacking
+    assert last.endswith("); grace launch --copy puts files on the nodes")
+    assert "host key" in unknown.stderr.splitlines()[-1], unknown
+    assert copied.returncode == 2
+    assert copied.stderr.startswith("grace: cannot copy to node other: "), copied
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_ending_the_command_ends_the_ranks_on_the_node(tmp_path, work):
+    begun = [tmp_path / "0", tmp_path / "1"]
+    rank = f"import os, time; open(f'{tmp_path}/' + os.environ['RANK'], 'w').write(str(os.getpid())); time.sleep(300)"
+    with other_machine(tmp_path / "server", empty=work) as machine:
+        args = cluster(machine, work, python_venv=f'"{enters(tmp_path)}"')
+        program = [warm.REAL, "-m", "grace.cli.main", "launch", *args, "--", "python", "-S", "-c", rank]
+        command = subprocess.Popen(program, cwd=work, env=env(machine), stderr=subprocess.PIPE)
+        until = time.monotonic() + 60
+        while not all(file.exists() and file.read_text() for file in begun) and time.monotonic() < until:
+            time.sleep(0.1)
+        ranks = [Path("/proc", file.read_text()) for file in begun]
+        assert all(rank.exists() for rank in ranks)
+        command.terminate()
+        assert command.wait(60) == 130
+        until = time.monotonic() + 20
+        while any(rank.exists() for rank in ranks) and time.monotonic() < until:
+            time.sleep(0.1)
+        command.stderr.close()
+        assert not any(rank.exists() for rank in ranks)

@@ -5,8 +5,7 @@ int32, 16 bits where n <= 65536, or a bitmap of n bits. The decoder tells them a
 """
 
 from grace.errors import ConfigError
-from grace.kernels import Kernels
-from grace.kernels.contract.primitives import Tensor
+from grace.kernels.contract.primitives import Kernels, Tensor
 
 NARROW, TOO_MANY = 1 << 16, 1 << 31
 

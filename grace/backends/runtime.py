@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 from grace.backends import topology
@@ -16,6 +17,8 @@ from grace.core.waiting import choose, timeout_for
 from grace.errors import ConfigError, MissingExtraError, RankError, missing_extra
 
 FRAMEWORKS = ("torch", "tensorflow")
+GROUP = "grace.backends"
+"""The entry points of engines that other packages bring."""
 BACKENDS = ("auto", "torch", "horovod", "mpi", "local")
 
 T = TypeVar("T")
@@ -28,7 +31,8 @@ def init(backend: str | Backend = "auto", framework: str | None = None, timeout:
     """Join the run. Call it once, before anything else of Grace's.
 
     Args:
-        backend: "torch", "horovod", "mpi", "local", or a :class:`~grace.Backend` of your own. "auto" is what
+        backend: "torch", "horovod", "mpi", "local", or a :class:`~grace.Backend` of your own, or its name in the entry
+            point group ``grace.backends``, whose value is called without arguments to join. "auto" is what
             the environment variable GRACE_BACKEND says; or else an engine that the program has initialized
             already; or else the launcher's: Horovod under horovodrun, torch.distributed under torchrun, and
             under mpirun and srun Horovod where it is installed, else MPI; and "local" without a launcher.
@@ -55,8 +59,7 @@ def init(backend: str | Backend = "auto", framework: str | None = None, timeout:
     if isinstance(backend, Backend):
         _current = backend
         return backend
-    if backend not in BACKENDS:
-        raise ConfigError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
+    _check_known(backend)
     if framework not in (None, *FRAMEWORKS):
         raise ConfigError(f"unknown framework {framework!r}; known: {', '.join(FRAMEWORKS)}")
     if timeout is not None or _current is None:
@@ -64,7 +67,7 @@ def init(backend: str | Backend = "auto", framework: str | None = None, timeout:
         timeout_for()
     name = _detect() if backend == "auto" else backend
     if _current is None or _current.name != name or framework not in (None, _current.framework or framework):
-        _current = _horovod(framework) if name == "horovod" else JOIN[name]()
+        _current = _horovod(framework) if name == "horovod" else JOIN[name]() if name in JOIN else _others(name)
         if name in ("horovod", "mpi"):
             raise_on_sigterm(_current)
         atexit.unregister(shutdown)
@@ -173,8 +176,7 @@ atexit.register(shutdown)
 
 def _detect() -> str:
     chosen = os.environ.get("GRACE_BACKEND", "auto")
-    if chosen not in BACKENDS:
-        raise ConfigError(f"GRACE_BACKEND={chosen}: unknown backend; known: {', '.join(BACKENDS)}")
+    _check_known(chosen, f"GRACE_BACKEND={chosen}: ")
     if chosen != "auto":
         return chosen
     if _initialized_horovod():
@@ -189,6 +191,25 @@ def _detect() -> str:
     if any(os.environ.get(key, "1") not in ("", "1") for key in MPI_SIZES):
         return "horovod" if _installed("horovod") else "mpi"
     return "local"
+
+
+def _check_known(name: str, where: str = "") -> None:
+    if name not in BACKENDS:
+        names = [*BACKENDS, *(point.name for point in entry_points(group=GROUP))]
+        if name not in names:
+            raise ConfigError(f"{where}unknown backend {name!r}; known: {', '.join(names)}")
+
+
+def _others(name: str) -> Backend:
+    """One that another package brings."""
+    (point, *_) = entry_points(group=GROUP, name=name)
+    made = point.load()()
+    if not isinstance(made, Backend) or made.name != name:
+        is_what = f"a backend of the name {made.name!r}" if isinstance(made, Backend) else f"{made!r}"
+        raise ConfigError(
+            f"the entry point {name} = {point.value} of {GROUP} must give a backend of its name, not {is_what}"
+        )
+    return made
 
 
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")

@@ -13,8 +13,8 @@ from grace.bench.common.text import of_bytes
 from grace.cli.model_variables import from_spec
 from grace.core.registry import make
 from grace.strategy.builder import OneNode
-from grace.strategy.plan import ShardPlan, Strategy
-from grace.strategy.traffic import kinds, links, payload
+from grace.strategy.plan import FIELDS, ShardPlan, Strategy
+from grace.strategy.traffic import kinds, like, links, payload
 
 app = typer.Typer(no_args_is_help=True, help="Build, show, check and compare strategies.")
 
@@ -65,6 +65,8 @@ def show(strategy: File, model: Model = None) -> None:
     console.print(table)
     console.print(f"\n{escape(_about(read))}; id {read.id[:12]}")
     console.print("wire bytes: one rank's payload in a step; ~: at most, the data decide", style="dim")
+    for own in sorted({part.sync.type for plan in read.plans for part in plan.parts} - FIELDS.keys()):
+        console.print(f"{own}: counted as {like(own)}", style="dim")
     found = kinds(read)
     if read.world_size <= MOST_ROWS:
         ways = links(read)
@@ -149,7 +151,7 @@ def _target(part: ShardPlan) -> str:
     if sync.type == "none":
         return f"average every {sync.period}"
     if sync.type != "reduce_broadcast":
-        return f"group {sync.group}"
+        return ", ".join([f"group {sync.group}", *(f"{key}={value}" for key, value in sync.options.items())])
     extra = "" if sync.sync and not sync.staleness else f", {sync.staleness if sync.sync else sync.ahead} ahead"
     extra += "" if sync.sync else " at most"
     return f"rank {sync.destination}{extra}{', replicated' if sync.local_replication else ''}"

@@ -1,5 +1,7 @@
 """The communicator contract: one compressor, one memory, and the collective that carries payloads."""
 
+import dataclasses
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
@@ -10,7 +12,7 @@ from grace.core.component import Component
 from grace.core.compressor import Compressor, Tensor
 from grace.core.context import Context
 from grace.core.memory import Memory
-from grace.core.registry import known, legal_communicators, legal_memories, make
+from grace.core.registry import checked, known, legal_communicators, legal_memories, make
 from grace.errors import ConfigError
 from grace.exchange.background import ExchangeThread
 from grace.exchange.base import Exchange
@@ -97,6 +99,28 @@ class Communicator(Component):
     def communicate(self, wire: Tensor) -> Handle:
         """Start the collective for this rank's ``wire``; see the class."""
         raise TypeError(f"{type(self).__name__} must define communicate(wire)")
+
+    @classmethod
+    def parameters(cls) -> dict[str, Any]:
+        """What its spec, and a strategy's ``sync``, may say beside compressor and memory: what ``__init__`` takes, its
+        bases' too where it passes ``**options`` on.
+
+        >>> from grace.communicators import ReduceBroadcast
+        >>> list(ReduceBroadcast.parameters())
+        ['destination', 'staleness', 'sync', 'local_replication', 'ahead']
+        """
+        found: dict[str, Any] = {}
+        for base in cls.__mro__:
+            if base is Communicator:
+                break
+            if "__init__" in vars(base):
+                taken = inspect.signature(vars(base)["__init__"]).parameters.values()
+                named = [p for p in taken if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+                for p in named:
+                    found.setdefault(p.name, dataclasses.MISSING if p.default is p.empty else p.default)
+                if all(p.kind != p.VAR_KEYWORD for p in taken):
+                    break
+        return {key: default for key, default in found.items() if key not in ("self", "compressor", "memory")}
 
     @classmethod
     def accepts(cls, compressor: Compressor) -> str | None:
@@ -307,4 +331,4 @@ def build_communicator(compressor: Any, memory: Any, communicator: Any) -> Commu
     if name not in known("communicator"):
         make("communicator", name)  # raises, naming what is known
     cls: Any = known("communicator")[name]
-    return cls(chosen, memory, **parameters)
+    return cls(chosen, memory, **checked("communicator", name, parameters))

@@ -108,11 +108,6 @@ class ReduceBroadcast(Communicator):
         self.node_groups: Nodes | None = None
         self.bind(self.context)
 
-    @classmethod
-    def parameters(cls) -> dict[str, Any]:
-        """What its spec may say."""
-        return {"destination": 0, "staleness": 0, "sync": True, "local_replication": False, "ahead": AHEAD}
-
     @property
     def delayed(self) -> bool:
         """Whether means are applied later than in their own step."""

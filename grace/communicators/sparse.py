@@ -29,6 +29,11 @@ class RowReduceBroadcast(ReduceBroadcast):
         if hasattr(kept, "compressor"):
             kept.compressor = answers
 
+    @classmethod
+    def parameters(cls) -> dict[str, Any]:
+        """Those of the same for dense gradients."""
+        return ReduceBroadcast.parameters()
+
     def _check(self) -> None:
         """Done by :func:`~grace.exchange.sparse_codec.unfit`."""
 
@@ -46,6 +51,11 @@ class RowAllgather(Allgather):
 
     def __init__(self, compressor: Compressor, memory: Memory, name: str):
         super().__init__(*by_rows(compressor, memory, name))
+
+    @classmethod
+    def parameters(cls) -> dict[str, Any]:
+        """None."""
+        return {}
 
     def _check(self) -> None:
         """Done by :func:`unfit`."""

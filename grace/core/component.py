@@ -160,7 +160,7 @@ class Component:
         changed = [
             f"{key}={getattr(self, key)!r}"
             for key, default in self.parameters().items()
-            if getattr(self, key) != default
+            if getattr(self, key, default) != default  # a communicator may keep it by another name
         ]
         name = self.name or type(self).__qualname__
         return f"{name}({', '.join(changed)})" if changed else name

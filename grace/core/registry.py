@@ -96,7 +96,7 @@ def make(kind: str, spec: Component | str | dict[str, Any]) -> Any:
     if name in _found(kind)[1]:
         alias = _found(kind)[1][name]
         name, parameters = alias["name"], {**{k: v for k, v in alias.items() if k != "name"}, **parameters}
-    return _class(kind, name)(**_checked(kind, name, parameters))
+    return _class(kind, name)(**checked(kind, name, parameters))
 
 
 def legal_communicators(compressor: Any) -> list[str]:
@@ -130,7 +130,12 @@ def _class(kind: str, name: str) -> type[Component]:
     return components[name]
 
 
-def _checked(kind: str, name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+def checked(kind: str, name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    """The parameters, if the component has all of these and needs no more.
+
+    Raises:
+        ConfigError: it has others; the message lists them.
+    """
     valid = _class(kind, name).parameters()
     for key in parameters:
         if key not in valid:

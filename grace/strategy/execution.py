@@ -55,7 +55,6 @@ class StrategyPlan:
             except Exception as raised:
                 error = raised
         self.strategy = strategy = tell(backend, what, made, error)[0]
-        self.name = f"strategy {strategy.id}"
         if self.sparse_known:
             return variables
         sparse = {plan.variable.name for plan in strategy.plans if plan.variable.sparse}
@@ -65,9 +64,10 @@ class StrategyPlan:
         """What is exchanged, and how.
 
         Raises:
-            ConfigError: the strategy is for another model.
+            ConfigError: the strategy is for another model, or has methods that this rank does not know.
         """
         assert self.strategy is not None
+        self.name = f"strategy {self.strategy.id}"  # where this rank knows its methods
         self.strategy.check_model(variables)
         return compiled(self.strategy, variables)
 

@@ -7,13 +7,14 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
 from grace.communicators.base import Communicator, build_communicator
 from grace.communicators.reduce_broadcast import AHEAD
-from grace.core.registry import make
+from grace.core import specs
+from grace.core.registry import checked, known, make
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.exchange.sparse_codec import unfit
@@ -27,7 +28,8 @@ FIELDS = {
     "reduce_broadcast": ("destination", "sync", "staleness", "local_replication", "ahead"),
     "none": ("period",),
 }
-"""The fields that each type of synchronization has."""
+"""The fields that each type of synchronization has; that of another registered communicator has a group, and its
+parameters."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Sync:
         local_replication: send the destination's answer once to each node, where one rank hands it on.
         ahead: how many steps' means may be under way with ``sync: false``.
         period: average every so many steps.
+        options: parameters of a communicator that is not Grace's own, all of them.
     """
 
     type: str = "allreduce"
@@ -54,6 +57,31 @@ class Sync:
     local_replication: bool = False
     period: int = 1
     ahead: int = AHEAD
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        own = known("communicator").get(self.type) if self.type not in FIELDS else None
+        if own is not None:
+            usual = {key: value for key, value in own.parameters().items() if value is not MISSING}
+            object.__setattr__(self, "options", {**usual, **self.options})
+
+    @classmethod
+    def of(cls, spec: str | dict[str, Any], group: int = 0) -> "Sync":
+        """What a spec means, for parts of a group.
+
+        Raises:
+            ConfigError: there is no such type, or it has no such field.
+
+        >>> Sync.of("reduce_broadcast(destination=1)").to_dict()["destination"]
+        1
+        """
+        kind, said = specs.parse(spec)
+        if kind not in FIELDS:
+            return cls(kind, group, options=checked("communicator", kind, said))
+        for key in said:
+            if key not in FIELDS[kind]:
+                raise ConfigError(f"sync {kind} has no field {key!r}; it has: {', '.join(FIELDS[kind])}")
+        return cls(kind, **({"group": group} if "group" in FIELDS[kind] else {}) | said)
 
     def to_dict(self) -> dict[str, Any]:
         """The type and the fields that it has.
@@ -61,7 +89,9 @@ class Sync:
         >>> Sync("allgather", group=3).to_dict()
         {'type': 'allgather', 'group': 3}
         """
-        return {"type": self.type, **{name: getattr(self, name) for name in FIELDS[self.type]}}
+        if self.type in FIELDS:
+            return {"type": self.type, **{name: getattr(self, name) for name in FIELDS[self.type]}}
+        return {"type": self.type, "group": self.group, **self.options}
 
 
 @dataclass(frozen=True)
@@ -250,8 +280,8 @@ def faults(plan: VariablePlan, world_size: int) -> Iterator[tuple[str, str]]:
 def part_faults(part: ShardPlan, variable: Variable, world_size: int) -> Iterator[tuple[str, str]]:
     """What is wrong with a part."""
     sync = part.sync
-    if sync.type not in FIELDS:
-        yield "sync.type", f"{sync.type!r} is not known; known: {', '.join(FIELDS)}"
+    if sync.type not in FIELDS and sync.type not in known("communicator"):
+        yield "sync.type", f"{sync.type!r} is not known; known: {', '.join({**FIELDS, **known('communicator')})}"
         return
     if not 0 <= sync.destination < world_size:
         yield "sync.destination", f"rank {sync.destination} is not one of {world_size} (0 to {world_size - 1})"
@@ -266,10 +296,19 @@ def part_faults(part: ShardPlan, variable: Variable, world_size: int) -> Iterato
         if part.compressor != "none" or part.memory not in (None, "none"):
             yield "compressor", "ranks that train on their own average variables, uncompressed: use none"
         return
+    own = sync.type not in FIELDS
+    if own and (taken := {"type", "group"} & known("communicator")[sync.type].parameters().keys()):
+        yield "sync.type", f"{sync.type} has a parameter {min(taken)!r}, which a strategy's sync has too: rename it"
+        return
+    try:
+        make("compressor", part.compressor)
+    except ConfigError as error:
+        yield "compressor", str(error)
+        return
     try:
         communicator = communicator_of(part)
-    except ConfigError as error:
-        of_sync = "cannot carry" in str(error) or str(error).startswith(f"{sync.type}:")
+    except (ValueError, TypeError) as error:  # ConfigError, or what a communicator of the user's raises
+        of_sync = own or "cannot carry" in str(error) or str(error).startswith(f"{sync.type}:")
         yield ("sync" if of_sync else "compressor"), str(error)
         return
     if variable.sparse and unfit(communicator.compressor, communicator.memory):
@@ -285,7 +324,7 @@ def communicator_of(part: ShardPlan) -> Communicator:
     sync = part.sync
     if sync.type == "none":
         return build_communicator("none", "none", "allreduce")
-    options = {key: getattr(sync, key) for key in FIELDS[sync.type] if key != "group"}
+    options = {key: getattr(sync, key) for key in FIELDS.get(sync.type, ()) if key != "group"} or sync.options
     return build_communicator(part.compressor, part.memory, {"name": sync.type, **options})
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from grace.communicators.reduce_broadcast import AHEAD
 from grace.core import documents
 from grace.core.atomic_files import replacing
+from grace.core.registry import checked, known
 from grace.core.variable import equal_sizes
 from grace.errors import ConfigError, missing_extra
 
@@ -18,20 +19,24 @@ try:
         BaseModel,
         BeforeValidator,
         ConfigDict,
+        Discriminator,
         Field,
         JsonValue,
         StrictBool,
         StrictInt,
         StrictStr,
+        Tag,
         ValidationError,
+        model_validator,
     )
+    from pydantic_core import PydanticCustomError
 except ImportError as error:
     raise missing_extra(error.name or "pydantic", "strategy") from error
 
 import re
 
 from grace.core.variable import Variable
-from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan, fingerprint
+from grace.strategy.plan import COLLECTIVES, FIELDS, ShardPlan, Strategy, Sync, VariablePlan, fingerprint
 
 Natural = Annotated[StrictInt, Field(ge=0)]
 Positive = Annotated[StrictInt, Field(ge=1)]
@@ -42,14 +47,22 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
-class Collective(_Strict):
+class Entry(_Strict):
+    """What stands as ``sync``."""
+
+    def made(self) -> Sync:
+        """The same as an object."""
+        return Sync(**self.model_dump())
+
+
+class Collective(Entry):
     """Synchronization by a collective."""
 
     type: Literal["allreduce", "allgather", "broadcast", "scatter_reduce"]
     group: Natural = 0
 
 
-class ReduceBroadcast(_Strict):
+class ReduceBroadcast(Entry):
     """Synchronization by a rank that reduces and sends round."""
 
     type: Literal["reduce_broadcast"]
@@ -60,14 +73,52 @@ class ReduceBroadcast(_Strict):
     ahead: Positive = AHEAD
 
 
-class Alone(_Strict):
+class Alone(Entry):
     """No synchronization, but an average now and then."""
 
     type: Literal["none"]
     period: Positive = 1
 
 
-Synchronization = Annotated[Collective | ReduceBroadcast | Alone, Field(discriminator="type")]
+class Own(Entry):
+    """Synchronization by a communicator that is registered; its parameters stand beside."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, JsonValue] = Field(init=False)
+
+    type: Annotated[StrictStr, Field(json_schema_extra={"not": {"enum": list(FIELDS)}})]
+    group: Natural = 0
+
+    @model_validator(mode="after")
+    def _registered(self) -> "Own":
+        if self.type not in known("communicator"):
+            names = ", ".join({**FIELDS, **known("communicator")})
+            raise PydanticCustomError("sync", "{what}", {"what": f"type {self.type!r} is not known; known: {names}"})
+        try:
+            checked("communicator", self.type, dict(self.model_extra or {}))
+        except ConfigError as error:
+            raise PydanticCustomError("sync", "{what}", {"what": str(error)}) from None
+        return self
+
+    def made(self) -> Sync:
+        return Sync(self.type, self.group, options=dict(self.model_extra or {}))
+
+
+TAGS = {**dict.fromkeys(COLLECTIVES, "collective"), "reduce_broadcast": "reduce_broadcast", "none": "none"}
+
+
+def _tag(sync: Any) -> str:
+    kind = sync.get("type") if isinstance(sync, dict) else getattr(sync, "type", None)
+    return TAGS.get(kind, "own") if isinstance(kind, str) else "own"
+
+
+Synchronization = Annotated[
+    Annotated[Collective, Tag("collective")]
+    | Annotated[ReduceBroadcast, Tag("reduce_broadcast")]
+    | Annotated[Alone, Tag("none")]
+    | Annotated[Own, Tag("own")],
+    Discriminator(_tag),
+]
 
 
 class PartEntry(_Strict):
@@ -80,7 +131,7 @@ class PartEntry(_Strict):
 
     def part(self) -> ShardPlan:
         """The same as an object."""
-        return ShardPlan(Sync(**self.sync.model_dump()), self.compressor, self.memory, self.priority)
+        return ShardPlan(self.sync.made(), self.compressor, self.memory, self.priority)
 
 
 class Cut(_Strict):
@@ -122,9 +173,7 @@ class VariableEntry(_Strict):
             raise ConfigError(f"variable {name!r}, parts: there is no partition that they would be parts of")
         if self.sync is None:
             raise ConfigError(f"variable {name!r}, sync: is missing")
-        return VariablePlan(
-            variable, (ShardPlan(Sync(**self.sync.model_dump()), self.compressor, self.memory, self.priority),)
-        )
+        return VariablePlan(variable, (ShardPlan(self.sync.made(), self.compressor, self.memory, self.priority),))
 
 
 class Match(_Strict):
@@ -214,7 +263,7 @@ def parse(document: Any, where: str = "the strategy", variables: Sequence[Variab
 
     >>> parse({"version": 1, "variables": {"w": {"shape": [2], "sync": {"type": "ring"}}}})
     Traceback (most recent call last):
-    grace.errors.ConfigError: the strategy, variables.w.sync: Input tag 'ring' found using 'type' does not match ...
+    grace.errors.ConfigError: the strategy, variables.w.sync: type 'ring' is not known; known: allreduce, ...
     """
     try:
         read = Document.model_validate(document)
@@ -233,7 +282,7 @@ def parse(document: Any, where: str = "the strategy", variables: Sequence[Variab
 
 def _place(location: Sequence[Any]) -> str:
     words = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in location]
-    tags = (".allreduce", ".allgather", ".broadcast", ".scatter_reduce", ".reduce_broadcast", ".none")
+    tags = {f".{tag}" for tag in [*TAGS.values(), "own"]}
     return "".join(word for i, word in enumerate(words) if not (word in tags and words[i - 1] == ".sync")).lstrip(".")
 
 

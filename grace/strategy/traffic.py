@@ -2,8 +2,9 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
-from grace.core.registry import make
+from grace.core.registry import known, make
 from grace.core.variable import Variable
 from grace.kernels.index_coding import index_bits
 from grace.strategy.plan import COLLECTIVES, ShardPlan, Strategy, bits_of
@@ -45,6 +46,16 @@ def most_bits(part: ShardPlan, shape: tuple[int, ...]) -> float:
     return 64.0 + (32 + index_bits(n)) * n if bits is None else math.ceil(round(bits * n, 3))
 
 
+def like(kind: str) -> str:
+    """The collective that a communicator of the user's is counted as: what it is derived from, or else an all-reduce if
+    it sums, and an all-gather if not."""
+    classes: Any = known("communicator")
+    own = classes[kind]
+    return next(
+        (name for name in COLLECTIVES if issubclass(own, classes[name])), "allreduce" if own.sums else "allgather"
+    )
+
+
 def carried_by(part: ShardPlan, variable: Variable) -> str:
     """The type of synchronization that a part really gets: what its compressor would not shrink is summed, dense.
 
@@ -53,10 +64,12 @@ def carried_by(part: ShardPlan, variable: Variable) -> str:
     'allreduce'
     """
     kind = part.sync.type
-    if kind not in COLLECTIVES:
+    if kind in ("reduce_broadcast", "none"):
         return kind
     if variable.sparse:
         return "allgather"
+    if kind not in COLLECTIVES:
+        kind = like(kind)
     compressor = make("compressor", part.compressor)
     if compressor.traits.exact:
         return kind

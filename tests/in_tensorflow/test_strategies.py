@@ -12,6 +12,7 @@ tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 import grace
 from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
+from tests.support.own_parts import InPieces, registered
 from tests.support.pools import launched
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -254,3 +255,17 @@ def test_a_tape_knows_no_steps_to_average_after():
     with pytest.raises(grace.ConfigError, match=r"none\(period\) averages variables after the optimizer's step"):
         session([tf.ones(2)], [variable])
     grace.shutdown()
+
+
+def with_own_communicator():
+    with registered(InPieces):
+        model, InPieces.sent = mixed(), 0
+        optimizer = distributed("uniform(communicator=in_pieces(most=50))")
+        return trained(model, optimizer, range(2), True)[-1], InPieces.sent
+
+
+def test_a_registered_communicator_carries_what_a_strategy_gives_it_in_a_graph():
+    for got, sent in launched("horovodrun-gloo", 2, "tensorflow").run(with_own_communicator, timeout=300):
+        for value, wanted in zip(got, on_the_mean(2, 2)[-1], strict=True):
+            np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-6)
+        assert sent > 10  # when it was traced

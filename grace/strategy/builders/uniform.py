@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from grace.strategy.builder import Builder, Kinds
-from grace.strategy.plan import VariablePlan
+from grace.strategy.plan import Sync, VariablePlan
 
 
 @dataclass
@@ -12,7 +12,8 @@ class Uniform(Builder):
     """One compressor, memory and communicator for all: what ``DistributedOptimizer(opt, compressor=...)`` means.
 
     Args:
-        communicator: "allreduce", "allgather", "broadcast" or "scatter_reduce"; the compressor's default if left out.
+        communicator: any, by its spec, as "scatter_reduce" or "reduce_broadcast(destination=1)", those of yours that
+            are registered included; the compressor's default if left out.
         chunk_size: variables that travel together; by default all.
 
     >>> from grace.strategy.builder import OneNode
@@ -35,5 +36,5 @@ class Uniform(Builder):
         kinds = Kinds(1, self.chunk_size)
         parts = [self.collective(v, kinds.group(0)) for v in variables]
         if self.communicator is not None:
-            parts = [replace(part, sync=replace(part.sync, type=self.communicator)) for part in parts]
+            parts = [replace(part, sync=Sync.of(self.communicator, part.sync.group)) for part in parts]
         return self.strategy([VariablePlan(v, (part,)) for v, part in zip(variables, parts, strict=True)], resources)

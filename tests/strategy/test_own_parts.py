@@ -1,0 +1,168 @@
+"""Communicators of users' as types of ``sync``: trained with on real ranks, and refused by name."""
+
+import pytest
+
+pytest.importorskip("pydantic", reason="pydantic is not installed")
+
+import grace
+from grace.core.registry import make
+from grace.core.variable import Variable
+from grace.strategy import schema
+from grace.strategy.builder import OneNode
+from grace.strategy.plan import Sync
+from grace.strategy.traffic import carried_by
+from tests.support.own_parts import InPieces, PiecesOf, registered
+from tests.support.pools import launched
+from tests.support.strategies import assert_close, executed, mixed, on_the_mean, train, weights
+from tests.support.training import digest
+
+STEPS = range(3)
+LIST = [Variable("w", (40, 8)), Variable("b", (8,))]
+
+
+def trained(strategy, known=(True, True)):
+    """Weights, or why not; how many pieces were sent; and the weights of plain training afterwards."""
+    with registered(*((InPieces, PiecesOf) if known[grace.rank()] else ())):
+        model, InPieces.sent = mixed(), 0
+        try:
+            optimizer = executed(model, strategy)
+        except grace.GraceError as error:
+            after = mixed()
+            train(after, executed(after, "all_reduce"), STEPS)
+            return str(error), digest(weights(after))
+        train(model, optimizer, STEPS)
+        return weights(model), InPieces.sent, optimizer.strategy.to_dict()["variables"]["dense.weight"]["sync"]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("engine", ["gloo", "horovodrun-gloo", "mpirun-mpi"])
+def test_a_registered_communicator_carries_what_a_strategy_gives_it(engine):
+    answers = launched(engine, 2).run(trained, "uniform(communicator=in_pieces(most=50))", timeout=60)
+    for got, sent, sync in answers:
+        assert_close(got, on_the_mean(mixed(), 2, STEPS))
+        assert sent > 10
+        assert sync == {"type": "in_pieces", "group": 0, "most": 50}
+
+
+@pytest.mark.ranks
+def test_a_file_and_a_builder_of_the_users_mean_the_same(two_ranks, tmp_path):
+    rule = {"match": {}, "sync": {"type": "in_pieces", "most": 16}, "compressor": "topk(ratio=0.5)"}
+    document = {"version": 1, "cluster": {"world_size": 2}, "rules": [rule]}
+    first = two_ranks.run(trained, document)
+    second = two_ranks.run(trained, "pieces_of(most=16, compressor=topk(ratio=0.5))")
+    assert digest(first[0][0]) == digest(first[1][0]) == digest(second[0][0]) == digest(second[1][0])
+    assert first[0][1:] == second[0][1:]
+
+
+@pytest.mark.ranks
+def test_a_rank_that_does_not_know_the_communicator_refuses_and_leaves_nobody_waiting(two_ranks):
+    (first, after), (second, then) = two_ranks.run(trained, "pieces_of", (True, False), timeout=30)
+    assert "rank 1 refused to start: unknown communicator 'in_pieces'" in first
+    assert "unknown communicator 'in_pieces'" in second
+    assert after == then
+
+
+def parsed(sync, **more):
+    return schema.parse({"version": 1, "variables": {"w": {"shape": [40, 8], "sync": sync, **more}}}, "s.yaml")
+
+
+def test_defaults_are_filled_in_and_survive_a_round_trip(tmp_path):
+    with registered(InPieces):
+        short, full = parsed({"type": "in_pieces"}), parsed({"type": "in_pieces", "group": 0, "most": 64})
+        assert short.id == full.id != parsed({"type": "in_pieces", "most": 65}).id
+        schema.dump(full, tmp_path / "s.yaml")
+        assert schema.load(tmp_path / "s.yaml").id == full.id
+
+
+@pytest.mark.parametrize(
+    ("sync", "message"),
+    [
+        ({"type": "in_piece"}, r"s.yaml, variables.w.sync: type 'in_piece' is not known; known: .*in_pieces"),
+        (
+            {"type": "in_pieces", "mots": 3},
+            r"w.sync: communicator in_pieces has no parameter 'mots'.*most=64",
+        ),
+        ({"type": "in_pieces", "most": 0}, r"variable 'w', sync: most must be positive"),
+        ({"type": "in_pieces", "most": "many"}, r"variable 'w', sync: .*'<' not supported"),
+        ({"type": "in_pieces", "group": -1}, r"variables.w.sync.group: Input should be greater"),
+        ({}, r"variables.w.sync.type: Field required"),
+    ],
+)
+def test_what_its_signature_does_not_take_is_refused(sync, message):
+    with registered(InPieces), pytest.raises(grace.ConfigError, match=message):
+        parsed(sync)
+
+
+def test_a_wrong_method_is_not_blamed_on_the_communicator():
+    with registered(InPieces):
+        with pytest.raises(grace.ConfigError, match=r"variable 'w', compressor: unknown compressor 'topq'"):
+            parsed({"type": "in_pieces"}, compressor="topq")
+        with pytest.raises(grace.ConfigError, match=r"variable 'w', sync: in_pieces cannot carry powersgd"):
+            parsed({"type": "in_pieces"}, compressor="powersgd")
+
+
+def test_parameters_that_a_sync_has_already_are_refused():
+    class Grouped(InPieces):
+        name = "grouped_for_the_test"
+
+        def __init__(self, compressor="none", memory=None, group=0):
+            super().__init__(compressor, memory)
+
+    with (
+        registered(Grouped),
+        pytest.raises(grace.ConfigError, match="has a parameter 'group', which a strategy"),
+    ):
+        parsed({"type": "grouped_for_the_test"})
+
+
+def test_parameters_of_bases_count_where_options_are_passed_on():
+    class Wider(InPieces):
+        name = "wider_for_the_test"
+
+        def __init__(self, *parts, least=1, **options):
+            super().__init__(*parts, **options)
+
+    with registered(Wider):
+        assert Wider.parameters() == {"least": 1, "most": 64}
+        (part,) = parsed({"type": "wider_for_the_test", "most": 7}).plans[0].parts
+        assert part.sync.options == {"least": 1, "most": 7}
+
+
+@pytest.mark.parametrize(
+    ("communicator", "wanted"),
+    [
+        ("scatter_reduce", Sync("scatter_reduce")),
+        ("reduce_broadcast(destination=1, staleness=2)", Sync("reduce_broadcast", destination=1, staleness=2)),
+        ({"name": "in_pieces", "most": 3}, Sync("in_pieces", options={"most": 3})),
+        ("none(period=4)", Sync("none", period=4)),
+    ],
+)
+def test_uniform_takes_any_communicator_with_its_parameters(communicator, wanted):
+    with registered(InPieces):
+        builder = make("builder", {"name": "uniform", "communicator": communicator})
+        assert {plan.parts[0].sync for plan in builder.build(LIST, OneNode(2)).plans} == {wanted}
+
+
+@pytest.mark.parametrize(
+    ("communicator", "message"),
+    [
+        ("allreduce(rings=2)", "sync allreduce has no field 'rings'; it has: group"),
+        ("in_pieces(rings=2)", "communicator in_pieces has no parameter 'rings'"),
+        ("ring", "unknown communicator 'ring'"),
+    ],
+)
+def test_uniform_refuses_others(communicator, message):
+    with registered(InPieces), pytest.raises(grace.ConfigError, match=message):
+        make("builder", {"name": "uniform", "communicator": communicator}).build(LIST, OneNode(2))
+
+
+def test_what_it_sends_is_counted_as_what_it_is_like():
+    class Summed(InPieces):
+        name = "summed_for_the_test"
+        sums = True
+
+    with registered(InPieces, Summed):
+        (part,) = parsed({"type": "in_pieces"}).plans[0].parts
+        assert carried_by(part, LIST[0]) == "allgather"
+        (part,) = parsed({"type": "summed_for_the_test"}).plans[0].parts
+        assert carried_by(part, LIST[0]) == "allreduce"

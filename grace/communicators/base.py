@@ -120,7 +120,8 @@ class Communicator(Component):
                     found.setdefault(p.name, dataclasses.MISSING if p.default is p.empty else p.default)
                 if all(p.kind != p.VAR_KEYWORD for p in taken):
                     break
-        return {key: default for key, default in found.items() if key not in ("self", "compressor", "memory")}
+        every = inspect.signature(Communicator.__init__).parameters  # of all communicators: the parts and the run's
+        return {key: default for key, default in found.items() if key not in every}
 
     @classmethod
     def accepts(cls, compressor: Compressor) -> str | None:

@@ -266,6 +266,7 @@ IN_REFERENCE = {
     "memory": "memories",
     "communicator": "communicators",
     "builder": "strategies",
+    "rule": "strategies",
 }
 
 

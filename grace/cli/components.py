@@ -31,7 +31,7 @@ Row = tuple[list[str], str]
 def list_components(
     long: Annotated[bool, typer.Option("--long", "-l", help="All traits, parameters and costs.")] = False,
 ) -> None:
-    """List all compressors, memories, communicators and strategy builders.
+    """List all compressors, memories, communicators, strategy builders and rules.
 
     Everything shown is read from the components' own traits, those of other installed packages included.
     """
@@ -75,6 +75,9 @@ def _list_all(console: Console) -> None:
     builders: Any = known("builder")
     _rows(console, ("strategy builder",), [([name], _summary(cls)) for name, cls in builders.items()])
     console.print()
+    rules: Any = known("rule")
+    _rows(console, ("rule of strategies",), [([_signature(cls)], _summary(cls)) for cls in rules.values()])
+    console.print()
 
 
 def _compressor_row(name: str) -> Row:
@@ -109,7 +112,9 @@ def _rows(console: Console, header: Sequence[str], rows: list[Row]) -> None:
 def describe(
     spec: Annotated[
         str,
-        typer.Argument(help="A compressor, memory, communicator or builder: topk, 'topk(ratio=0.05)', 'topk | qsgd'."),
+        typer.Argument(
+            help="A compressor, memory, communicator, builder or rule: topk, 'topk(ratio=0.05)', 'topk | qsgd'."
+        ),
     ],
 ) -> None:
     """Explain one component: formula, parameters, traits, wire bits, legal communicators."""

@@ -1,9 +1,10 @@
-"""The registry: which compressors, memories and communicators there are.
+"""The registry: which compressors, memories, communicators, strategy builders and rules there are.
 
-Built-in ones are the classes in ``grace/compressors``, ``grace/memories``, ``grace/communicators`` and
-``grace/strategy/builders``, found by looking (a compressor and its memory may share a file); others register themselves
-(:func:`register`) or are found through the entry point groups ``grace.compressors``, ``grace.memories``,
-``grace.communicators`` and ``grace.strategy.builders``.
+Built-in ones are the classes in ``grace/compressors``, ``grace/memories``, ``grace/communicators``,
+``grace/strategy/builders`` and ``grace/strategy/rules``, found by looking (a compressor and its memory may share a file);
+others register themselves (:func:`register`) or are found through entry points, whose groups are called alike:
+``grace.compressors``, ``grace.memories``, ``grace.communicators``, ``grace.strategy.builders`` and
+``grace.strategy.rules``.
 """
 
 import dataclasses
@@ -25,6 +26,7 @@ KINDS = {
     "memory": "memories",
     "communicator": "communicators",
     "builder": "strategy.builders",
+    "rule": "strategy.rules",
 }
 _registered: dict[str, dict[str, type[Component]]] = {kind: {} for kind in KINDS}
 
@@ -54,7 +56,7 @@ def register(cls: type[Component]) -> type[Component]:
 
 
 def known(kind: str) -> dict[str, type[Component]]:
-    """All components of a kind ("compressor", "memory", "communicator", "builder"), by name.
+    """All components of a kind ("compressor", "memory", "communicator", "builder", "rule"), by name.
 
     >>> sorted(known("memory"))
     ['dgc', 'efsignsgd', 'none', 'residual']

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from grace.communicators.reduce_broadcast import AHEAD
 from grace.core import documents
 from grace.core.atomic_files import replacing
-from grace.core.registry import checked, known
+from grace.core.registry import checked, known, make
 from grace.core.variable import equal_sizes
 from grace.errors import ConfigError, missing_extra
 
@@ -27,6 +27,7 @@ try:
         StrictStr,
         Tag,
         ValidationError,
+        field_validator,
         model_validator,
     )
     from pydantic_core import PydanticCustomError
@@ -188,6 +189,17 @@ class Match(_Strict):
     ndim: Natural | None = None
     dtype: StrictStr | None = None
     sparse: StrictBool | None = None
+    rule: Spec | None = None
+    """One of a user's, or of another package: a registered :class:`~grace.strategy.rule.Rule`."""
+
+    @field_validator("rule")
+    @classmethod
+    def _registered(cls, rule: Any) -> Any:
+        try:
+            make("rule", rule)
+        except ConfigError as error:
+            raise PydanticCustomError("rule", "{what}", {"what": str(error)}) from None
+        return rule
 
     def fits(self, variable: Variable) -> bool:
         """Whether the rule is for this variable."""
@@ -199,7 +211,15 @@ class Match(_Strict):
             and (self.ndim is None or len(variable.shape) == self.ndim)
             and (self.dtype is None or variable.dtype == self.dtype)
             and (self.sparse is None or variable.sparse == self.sparse)
+            and (self.rule is None or _fits(self.rule, variable))
         )
+
+
+def _fits(rule: str | dict[str, Any], variable: Variable) -> bool:
+    try:
+        return bool(make("rule", rule).fits(variable))
+    except Exception as error:
+        raise ConfigError(f"rule {rule} cannot tell whether it is for {variable.name!r}: {error}") from error
 
 
 class Shards(_Strict):

@@ -41,7 +41,7 @@ RESOURCES = {
     ],
     "ssh": {"default": {"username": "me", "port": 22, "key_file": "~/.ssh/id", "shared_envs": {"A": "B"}}},
 }
-KINDS = ("compressor", "memory", "communicator", "builder")
+KINDS = ("compressor", "memory", "communicator", "builder", "rule")
 SIGNS = ["(", ")", "=", ",", "|", " ", "[", "]", "ratio", "levels", "clip", "true", "'x'"]
 WORDS = st.sampled_from(
     [*SIGNS, "0.5", "7", "1e999", "-1", "nan", "9" * 300, *(name for kind in KINDS for name in known(kind))]

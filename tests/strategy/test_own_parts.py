@@ -11,7 +11,7 @@ from grace.strategy import schema
 from grace.strategy.builder import OneNode
 from grace.strategy.plan import Sync
 from grace.strategy.traffic import carried_by
-from tests.support.own_parts import InPieces, PiecesOf, registered
+from tests.support.own_parts import InPieces, Named, PiecesOf, registered
 from tests.support.pools import launched
 from tests.support.strategies import assert_close, executed, mixed, on_the_mean, train, weights
 from tests.support.training import digest
@@ -154,6 +154,44 @@ def test_uniform_takes_any_communicator_with_its_parameters(communicator, wanted
 def test_uniform_refuses_others(communicator, message):
     with registered(InPieces), pytest.raises(grace.ConfigError, match=message):
         make("builder", {"name": "uniform", "communicator": communicator}).build(LIST, OneNode(2))
+
+
+RULES = [
+    {"match": {"rule": "named(end=w)"}, "sync": {"type": "allgather"}, "compressor": "topk"},
+    {"match": {}, "sync": {"type": "allreduce"}},
+]
+
+
+def test_a_rule_of_the_users_chooses_in_files_and_in_builders():
+    with registered(Named):
+        read = schema.parse({"version": 1, "rules": RULES}, "s.yaml", LIST)
+        built = make(
+            "builder", {"name": "all_reduce", "compressor": [{"match": RULES[0]["match"], "compressor": "topk"}]}
+        )
+        for strategy in (read, built.build(LIST, OneNode(1))):
+            assert [plan.parts[0].sync.type for plan in strategy.plans] == ["allgather", "allreduce"]
+            assert [plan.parts[0].compressor for plan in strategy.plans] == ["topk", "none"]
+
+
+def test_the_rule_of_rows_counts_them():
+    rules = [{**RULES[0], "match": {"rule": {"name": "rows", "least": 20, "most": 40}}}, RULES[1]]
+    found = [Variable("a", (20, 9)), Variable("b", (19, 9)), Variable("c", (41, 9)), Variable("d", ())]
+    read = schema.parse({"version": 1, "rules": rules}, "s.yaml", found)
+    assert [plan.parts[0].sync.type for plan in read.plans] == ["allgather", *["allreduce"] * 3]
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ("nmaed(end=w)", r"s.yaml, rules\[0\].match.rule: unknown rule 'nmaed' \(did you mean 'named'"),
+        ("named", r"s.yaml, rules\[0\].match.rule: rule named needs end"),
+        ("rows(least=5, most=2)", r"match.rule: rows: most must be a whole number in \[5"),
+        ("named(end=3)", r"s.yaml: rule named\(end=3\) cannot tell whether it is for 'w': endswith"),
+    ],
+)
+def test_rules_that_cannot_be_are_refused(rule, message):
+    with registered(Named), pytest.raises(grace.ConfigError, match=message):
+        schema.parse({"version": 1, "rules": [{**RULES[0], "match": {"rule": rule}}, RULES[1]]}, "s.yaml", LIST)
 
 
 def test_what_it_sends_is_counted_as_what_it_is_like():

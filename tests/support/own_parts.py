@@ -11,6 +11,7 @@ from grace.core.backend import Handle
 from grace.kernels import kernels_of
 from grace.strategy.builder import Builder
 from grace.strategy.plan import ShardPlan, Sync, VariablePlan
+from grace.strategy.rule import Rule
 
 
 class InPieces(Communicator):
@@ -54,6 +55,22 @@ class PiecesOf(Builder):
         sync = Sync("in_pieces", options={"most": self.most})
         parts = [ShardPlan(sync, *self.choice(v)) for v in variables]
         return self.strategy([VariablePlan(v, (part,)) for v, part in zip(variables, parts, strict=True)], resources)
+
+
+@dataclass
+class Named(Rule):
+    """Variables whose names end so.
+
+    Args:
+        end: of the name.
+    """
+
+    end: str
+
+    name = "named"
+
+    def fits(self, variable):
+        return variable.name.endswith(self.end)
 
 
 @contextlib.contextmanager

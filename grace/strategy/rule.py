@@ -1,0 +1,23 @@
+"""The rule contract: which variables a strategy's template is for, where name, size and shape do not say it."""
+
+from grace.core.component import Component
+from grace.core.variable import Variable
+
+
+class Rule(Component):
+    """A condition on variables, for ``match: {rule: ...}`` in files of rules and in the rules of builders. Write
+    ``fits``; parameters are the fields of a dataclass.
+
+    >>> class Square(Rule):
+    ...     name = "square"
+    ...     def fits(self, variable):
+    ...         return len(variable.shape) == 2 and len(set(variable.shape)) == 1
+    >>> Square().fits(Variable("w", (3, 3)))
+    True
+    """
+
+    kind = "rule"
+
+    def fits(self, variable: Variable) -> bool:
+        """Whether the rule is for this variable."""
+        raise TypeError(f"{type(self).__name__} must define fits(variable)")

@@ -22,6 +22,16 @@ def local_rank(backend: Backend) -> int:
 
 
 @dataclass(frozen=True)
+class Host:
+    """What is known of a node without a file that describes it."""
+
+    address: str
+    gpus: Sequence[int] = ()
+    cpus: Sequence[int] = ()
+    network_bandwidth: float | None = None
+
+
+@dataclass(frozen=True)
 class Topology:
     """The cluster that the ranks say they are.
 
@@ -44,6 +54,11 @@ class Topology:
         """The number of the node that each runs on."""
         order = list(dict.fromkeys(self.names))
         return [order.index(name) for name in self.names]
+
+    @property
+    def nodes(self) -> list[Host]:
+        """The nodes, of which no more than the names is known."""
+        return [Host(name) for name in dict.fromkeys(self.names)]
 
     def members(self, leader: int | None = None) -> list[list[int]]:
         """The ranks of each node, the one first that speaks for the node: ``leader`` on its own, else the lowest.

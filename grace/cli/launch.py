@@ -54,7 +54,7 @@ def launch(
     from grace.launch.cluster import Resources
 
     cluster, chosen = Resources.load(resources, ranks), engine or default_engine()
-    commands = command(cluster, chosen, program, strategy, port)
+    commands = command(cluster, chosen, program, strategy, port, resources)
     if dry_run:
         print(*copying.commands(cluster, copy or []), *commands, sep="\n")
         return

@@ -61,6 +61,7 @@ def command(
     program: Sequence[str],
     strategy: Path | str | None = None,
     port: int = MASTER_PORT,
+    file: Path | str | None = None,
 ) -> list[Command]:
     """The command lines that start a program on all ranks.
 
@@ -69,6 +70,7 @@ def command(
         engine: "horovod", "torch" or "mpi".
         program: the program and its arguments, as in ``["python", "train.py"]``.
         strategy: a file for GRACE_STRATEGY.
+        file: that of the resources, for GRACE_RESOURCES.
         port: where torch's ranks find each other on the chief, if there are several nodes.
 
     Returns:
@@ -91,6 +93,8 @@ def command(
         if not Path(strategy).is_file():
             raise ConfigError(f"there is no strategy file {strategy}")
         environment["GRACE_STRATEGY"] = str(Path(strategy).resolve())
+    if file is not None:
+        environment["GRACE_RESOURCES"] = str(Path(file).resolve())
     if engine == "torch":
         return _torch(resources, list(program), environment, port)
     build = {"horovod": _horovodrun, "mpi": _mpirun}[engine]

@@ -1,17 +1,48 @@
 """The builder contract: from a model's variables and a cluster to a strategy."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from grace.backends.topology import Host, Topology
 from grace.core.component import Component
 from grace.core.registry import legal_communicators, make
 from grace.core.variable import Variable
 from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
 
 
+class Machine(Protocol):
+    """What builders may ask of a node; see :class:`grace.launch.cluster.Node`."""
+
+    @property
+    def address(self) -> str:
+        """Its host's name or address."""
+        ...
+
+    @property
+    def gpus(self) -> Sequence[int]:
+        """The numbers of its GPUs; none where no file tells them."""
+        ...
+
+    @property
+    def cpus(self) -> Sequence[int]:
+        """The numbers of its CPUs, likewise."""
+        ...
+
+    @property
+    def network_bandwidth(self) -> float | None:
+        """Gbit/s; None where no file tells it."""
+        ...
+
+
 class Cluster(Protocol):
     """What builders ask of a resource spec; see :class:`grace.launch.cluster.Resources`."""
+
+    @property
+    def nodes(self) -> Sequence[Machine]:
+        """The machines."""
+        ...
 
     @property
     def world_size(self) -> int:
@@ -33,6 +64,11 @@ class OneNode:
     """
 
     world_size: int
+
+    @property
+    def nodes(self) -> list[Host]:
+        """This machine."""
+        return Topology(["localhost"]).nodes
 
     @property
     def ranks(self) -> list[int]:
@@ -67,8 +103,24 @@ class Builder(Component):
         """Parameters are checked here; see ``check_integer`` and the like."""
 
     def build(self, variables: Sequence[Variable], resources: Cluster) -> Strategy:
-        """The strategy for these variables, in their order, on this cluster."""
+        """The strategy for these variables, in their order, on this cluster.
+
+        Args:
+            variables: what the model knows of them: ``name``, ``shape``, ``dtype``, ``sparse``, ``nbytes``, ``device``;
+                in the order of declaration, which :meth:`ready` turns into that in which gradients come.
+            resources: how many ranks, the node of each, and the nodes: addresses, devices, ``network_bandwidth``.
+        """
         raise TypeError(f"{type(self).__name__} must define build(variables, resources)")
+
+    @staticmethod
+    def ready(variables: Sequence[Variable]) -> list[Variable]:
+        """The variables in the order in which their gradients are expected: backward goes from the last declared to
+        the first, and so do exchanges of equal ``priority``.
+
+        >>> [variable.name for variable in Builder.ready([Variable("first", (1,)), Variable("last", (1,))])]
+        ['last', 'first']
+        """
+        return list(reversed(variables))
 
     # -- what builders are made of ---------------------------------------------------------------------
 
@@ -127,19 +179,38 @@ class Kinds:
         return kind + len(self.counts) * (count // self.chunk_size if self.chunk_size else 0)
 
 
-class Loads:
-    """Bytes given to each destination so far.
+def bandwidths(resources: Cluster) -> list[float] | None:
+    """Gbit/s that each rank has for itself: its node's, divided among the node's ranks. A node of which nothing is
+    said counts as the slowest of the others; None if nothing is said of any.
 
-    >>> loads = Loads(2)
+    >>> from grace.launch.cluster import Resources
+    >>> nodes = [{"address": "a", "chief": True, "cpus": [0, 1], "network_bandwidth": 10}, {"address": "b"}]
+    >>> nodes[1]["ssh_config"] = "x"
+    >>> bandwidths(Resources.of({"nodes": nodes, "ssh": {"x": {}}})), bandwidths(OneNode(2))
+    ([5.0, 5.0, 10.0], None)
+    """
+    told = [node.network_bandwidth for node in resources.nodes if node.network_bandwidth is not None]
+    if not told:
+        return None
+    ranks = Counter(resources.ranks)
+    return [(resources.nodes[node].network_bandwidth or min(told)) / ranks[node] for node in resources.ranks]
+
+
+class Loads:
+    """Bytes given to each destination so far, and how fast each takes them.
+
+    >>> loads = Loads(OneNode(2))
     >>> [loads.place(nbytes) for nbytes in (8, 4, 3, 2)]
     [0, 1, 1, 1]
     """
 
-    def __init__(self, destinations: int):
-        self.bytes = [0] * destinations
+    def __init__(self, resources: Cluster):
+        self.bytes = [0] * resources.world_size
+        self.speed = bandwidths(resources) or [1.0] * resources.world_size
 
     def place(self, nbytes: int) -> int:
-        """The destination with the least, the first of several; it gets these too."""
-        lightest = self.bytes.index(min(self.bytes))
-        self.bytes[lightest] += nbytes
-        return lightest
+        """The destination that will have these too soonest, the first of several; where nothing is known of
+        bandwidths, the one with the fewest bytes. It gets them."""
+        soonest = min(range(len(self.bytes)), key=lambda rank: (self.bytes[rank] + nbytes) / self.speed[rank])
+        self.bytes[soonest] += nbytes
+        return soonest

@@ -19,6 +19,7 @@ class Choices(NamedTuple):
     memory: Any = None
     communicator: Any = None
     strategy: Any = None
+    resources: Any = None
 
     def plan(
         self,
@@ -34,17 +35,19 @@ class Choices(NamedTuple):
             sparse_known: whether the variables tell which gradients are sparse; else a strategy does.
 
         Raises:
-            ConfigError: a strategy, and one method for all as well.
+            ConfigError: a strategy, and one method for all as well; or resources, and no strategy to build for them.
         """
         strategy = self.strategy
         given = [key for key in ("compressor", "memory", "communicator") if getattr(self, key) is not None]
         source = "strategy="
         if strategy is None and os.environ.get(STRATEGY):
             strategy, source = os.environ[STRATEGY], f"the strategy of {STRATEGY} ({os.environ[STRATEGY]})"
+        if strategy is None and self.resources is not None:
+            raise ConfigError("resources= is what a strategy's builder builds for: give strategy= too")
         if strategy is None:
             return UniformPlan(self.compressor, self.memory, self.communicator, group_bytes, together)
         if given:
             raise ConfigError(
                 f"{source} says how each variable is exchanged, and {given[0]}= for all of them: leave one of them out"
             )
-        return StrategyPlan(strategy, sparse_known)
+        return StrategyPlan(strategy, sparse_known, self.resources)

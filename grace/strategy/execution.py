@@ -17,6 +17,7 @@ from grace.session.agreement import tell
 from grace.session.sharding import Chooser, Shard
 from grace.strategy.builder import Builder
 from grace.strategy.plan import VERSION, ShardPlan, Strategy, communicator_of
+from grace.strategy.resources import cluster_of, plain
 
 REDUCED_BYTES = 25 << 20
 """Bytes of gradient that go to one destination at once."""
@@ -28,10 +29,12 @@ class StrategyPlan:
     Args:
         given: a strategy, a document, a file's path, or a builder or its spec; only rank 0's counts.
         sparse_known: whether the model's variables tell which are sparse; else the strategy does.
+        resources: what a builder builds for, beside the ranks that there are; likewise. By default the file that
+            ``grace launch -r`` names.
     """
 
-    def __init__(self, given: Any, sparse_known: bool = True):
-        self.given, self.sparse_known = given, sparse_known
+    def __init__(self, given: Any, sparse_known: bool = True, resources: Any = None):
+        self.given, self.sparse_known, self.resources = given, sparse_known, resources
         self.name = ""
         self.strategy: Strategy | None = None
 
@@ -51,7 +54,7 @@ class StrategyPlan:
         made: Strategy | None = None
         if backend.rank == 0:
             try:
-                made = resolve(self.given, variables, Topology(nodes), self.sparse_known)
+                made = resolve(self.given, variables, Topology(nodes), self.sparse_known, self.resources)
             except Exception as raised:
                 error = raised
         self.strategy = strategy = tell(backend, what, made, error)[0]
@@ -74,11 +77,16 @@ class StrategyPlan:
     def options(self) -> dict[str, Any]:
         """The strategy as a document."""
         given = self.given if self.strategy is None else self.strategy
-        return {"strategy": given.to_dict() if isinstance(given, (Strategy, Builder)) else given}
+        options = {"strategy": given.to_dict() if isinstance(given, (Strategy, Builder)) else given}
+        if self.strategy is None and self.resources is not None:
+            options["resources"] = plain(self.resources)
+        return options
 
 
-def resolve(given: Any, variables: Sequence[Variable], cluster: Any, sparse_known: bool = True) -> Strategy:
-    """The strategy that is meant: rules are resolved, and builders build.
+def resolve(
+    given: Any, variables: Sequence[Variable], cluster: Topology, sparse_known: bool = True, resources: Any = None
+) -> Strategy:
+    """The strategy that is meant: rules are resolved, and builders build, for the resources if there are any.
 
     Raises:
         ConfigError: there is no such file or builder, or the strategy is for another number of ranks.
@@ -91,7 +99,9 @@ def resolve(given: Any, variables: Sequence[Variable], cluster: Any, sparse_know
     if isinstance(given, str) and not _is_file(given):
         given = make("builder", given)
     if isinstance(given, Builder):
-        return given.build(variables, cluster)
+        return given.build(variables, cluster_of(resources, cluster))
+    if resources is not None:
+        raise ConfigError("resources= is what a builder builds for, and this strategy is built: leave one of them out")
     if not isinstance(given, Strategy):
         from grace.strategy import schema
 

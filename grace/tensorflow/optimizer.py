@@ -211,6 +211,7 @@ def DistributedOptimizer(
     communicator: Any = None,
     *,
     strategy: Any = None,
+    resources: Any = None,
     op: Any = "average",
     gradient_predivide_factor: float = 1.0,
     process_set: Any = None,
@@ -239,6 +240,9 @@ def DistributedOptimizer(
         strategy: how each variable is exchanged, instead of one method for all: a strategy file's path, a
             :class:`~grace.strategy.Strategy`, or a builder's spec ("parallax(compressor=qsgd)") or object. Rank 0's
             counts. If nothing is given, the file that ``grace launch --strategy`` names.
+        resources: the cluster that a builder builds for: a resource file's path, or
+            :class:`~grace.launch.cluster.Resources`; it must describe the ranks that there are. Rank 0's counts. If
+            nothing is given, the file that ``grace launch -r`` names.
         op: "average" or "sum" over ranks (or Horovod's constants; Adasum is refused).
         gradient_predivide_factor: divide gradients by it before the exchange, and multiply the average with it.
         process_set: a Horovod process set; all ranks if left out.
@@ -279,7 +283,7 @@ def DistributedOptimizer(
     known: Any = weakref.ref(inner)  # which holds the session
     cls = type(inner)
     session = Session(
-        Choices(compressor, memory, communicator, strategy),
+        Choices(compressor, memory, communicator, strategy, resources),
         backend,
         Settings(ReduceOp(op, gradient_predivide_factor), group_bytes, seed, sparse_as_dense, broadcast, hierarchical),
         check=lambda chosen: check_momentum([chosen], known()),

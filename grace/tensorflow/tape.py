@@ -23,8 +23,8 @@ class GradientExchange(Session):
     restores what this rank remembers.
 
     Args:
-        compressor, memory, communicator, strategy, backend: as for :func:`~grace.tensorflow.DistributedOptimizer`.
-        op, gradient_predivide_factor, sparse_as_dense, broadcast, hierarchical, seed, group_bytes: likewise.
+        compressor, memory, communicator, strategy, resources: as for :func:`~grace.tensorflow.DistributedOptimizer`.
+        backend, op, gradient_predivide_factor, sparse_as_dense, broadcast, hierarchical, seed, group_bytes: likewise.
 
     >>> import grace
     >>> engine = grace.init("local")
@@ -43,6 +43,7 @@ class GradientExchange(Session):
         communicator: Any = None,
         *,
         strategy: Any = None,
+        resources: Any = None,
         op: Any = "average",
         gradient_predivide_factor: float = 1.0,
         backend: Backend | None = None,
@@ -53,7 +54,7 @@ class GradientExchange(Session):
         group_bytes: int = GROUP_BYTES,
     ):
         super().__init__(
-            Choices(compressor, memory, communicator, strategy),
+            Choices(compressor, memory, communicator, strategy, resources),
             current() if backend is None else backend,
             Settings(
                 ReduceOp(op, gradient_predivide_factor), group_bytes, seed, sparse_as_dense, broadcast, hierarchical

@@ -191,6 +191,7 @@ def DistributedOptimizer(
     communicator: Any = None,
     *,
     strategy: Any = None,
+    resources: Any = None,
     backward_passes_per_step: int = 1,
     op: Any = "average",
     gradient_predivide_factor: float = 1.0,
@@ -225,6 +226,9 @@ def DistributedOptimizer(
         strategy: how each variable is exchanged, instead of one method for all: a strategy file's path, a
             :class:`~grace.strategy.Strategy`, or a builder's spec ("parallax(compressor=qsgd)") or object. Rank 0's
             counts. If nothing is given, the file that ``grace launch --strategy`` names.
+        resources: the cluster that a builder builds for: a resource file's path, or
+            :class:`~grace.launch.cluster.Resources`; it must describe the ranks that there are. Rank 0's counts. If
+            nothing is given, the file that ``grace launch -r`` names.
         backward_passes_per_step: exchange after this many backward passes, whose gradients add up.
         op: "average" or "sum" over ranks (or Horovod's constants; Adasum is refused).
         gradient_predivide_factor: divide gradients by it before the exchange, and multiply the average with it.
@@ -279,7 +283,7 @@ def DistributedOptimizer(
         "grad_scaler": grad_scaler,
         "settings": Settings(reduction, group_bytes, seed, sparse_as_dense, broadcast, hierarchical),
     }
-    choices = Choices(compressor, memory, communicator, strategy)
+    choices = Choices(compressor, memory, communicator, strategy, resources)
     if backend.name == "horovod":
         from grace.torch.horovod import distribute
 

@@ -269,3 +269,17 @@ def test_a_registered_communicator_carries_what_a_strategy_gives_it_in_a_graph()
         for value, wanted in zip(got, on_the_mean(2, 2)[-1], strict=True):
             np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-6)
         assert sent > 10  # when it was traced
+
+
+def destinations(resources):
+    optimizer = distributed("ps_load_balancing", resources=resources)
+    os.environ["GRACE_NODE"] = "ab"[grace.rank()]
+    trained(mixed(), optimizer, range(1), graph=False)
+    return {part.sync.destination for plan in optimizer.strategy.plans for part in plan.parts}
+
+
+@pytest.mark.parametrize("engine", ["horovodrun-gloo"])
+def test_builders_get_the_resources_of_a_document(engine):
+    near, far = ({"address": str(bandwidth), "network_bandwidth": bandwidth} for bandwidth in (99, 1))
+    resources = {"nodes": [{**far, "chief": True}, {**near, "ssh_config": "x"}], "ssh": {"x": {}}}
+    assert launched(engine, 2, "tensorflow").run(destinations, resources) == [{1}, {1}]

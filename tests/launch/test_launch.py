@@ -41,7 +41,8 @@ def launched(*args, folder=None, code=0):
 def lines(folder, text, *args):
     (folder / "cluster.yaml").write_text(text)
     program = ["--", "python", "my train.py", "--name", "it's"]
-    return launched("-r", "cluster.yaml", "--dry-run", *args, *program, folder=folder)[0].splitlines()
+    out = launched("-r", "cluster.yaml", "--dry-run", *args, *program, folder=folder)[0]
+    return out.replace(str(folder.resolve() / "cluster.yaml"), "CLUSTER").splitlines()
 
 
 PROGRAM = "'my train.py' --name 'it'\"'\"'s'"
@@ -72,13 +73,18 @@ def test_without_a_file_this_machine_is_used(engine, expected):
     [
         (
             "torch",
-            "env CUDA_VISIBLE_DEVICES=0,1 python -m torch.distributed.run --standalone --nproc-per-node 2 " + PROGRAM,
+            "env CUDA_VISIBLE_DEVICES=0,1 GRACE_RESOURCES=CLUSTER python -m torch.distributed.run --standalone "
+            f"--nproc-per-node 2 {PROGRAM}",
         ),
-        ("horovod", f"horovodrun -np 2 -H 10.0.0.1:2 env CUDA_VISIBLE_DEVICES=0,1 python {PROGRAM}"),
+        (
+            "horovod",
+            f"env GRACE_RESOURCES=CLUSTER horovodrun -np 2 -H 10.0.0.1:2 env CUDA_VISIBLE_DEVICES=0,1 python {PROGRAM}",
+        ),
         (
             "mpi",
-            "env GRACE_BACKEND=mpi CUDA_VISIBLE_DEVICES=0,1 mpirun -np 2 -H 10.0.0.1:2 --bind-to none --map-by slot "
-            f"-x GRACE_BACKEND -x CUDA_VISIBLE_DEVICES python {PROGRAM}",
+            "env GRACE_BACKEND=mpi CUDA_VISIBLE_DEVICES=0,1 GRACE_RESOURCES=CLUSTER mpirun -np 2 "
+            f"-H 10.0.0.1:2 --bind-to none --map-by slot -x GRACE_BACKEND -x CUDA_VISIBLE_DEVICES "
+            f"-x GRACE_RESOURCES python {PROGRAM}",
         ),
     ],
 )
@@ -91,13 +97,13 @@ def test_two_nodes_under_horovod_and_mpi(tmp_path):
     strategy = ["--strategy", "s.json"]
     path = tmp_path.resolve() / "s.json"
     assert lines(tmp_path, THREE, "--engine", "horovod", *strategy) == [
-        f"env 'A=x y' GRACE_STRATEGY={path} horovodrun -np 4 -H 10.0.0.1:2,10.0.0.2:2 -p 2222 -i /keys/id "
-        f"env CUDA_VISIBLE_DEVICES=0,1 python {PROGRAM}"
+        f"env 'A=x y' GRACE_STRATEGY={path} GRACE_RESOURCES=CLUSTER horovodrun -np 4 -H 10.0.0.1:2,10.0.0.2:2 "
+        f"-p 2222 -i /keys/id env CUDA_VISIBLE_DEVICES=0,1 python {PROGRAM}"
     ]
     assert lines(tmp_path, THREE, "--engine", "mpi", *strategy) == [
-        f"env GRACE_BACKEND=mpi 'A=x y' CUDA_VISIBLE_DEVICES=0,1 GRACE_STRATEGY={path} "
+        f"env GRACE_BACKEND=mpi 'A=x y' CUDA_VISIBLE_DEVICES=0,1 GRACE_STRATEGY={path} GRACE_RESOURCES=CLUSTER "
         "mpirun -np 4 -H 10.0.0.1:2,10.0.0.2:2 --bind-to none --map-by slot --mca plm_rsh_args '-p 2222 -i /keys/id' "
-        f"-x GRACE_BACKEND -x A -x CUDA_VISIBLE_DEVICES -x GRACE_STRATEGY python {PROGRAM}"
+        f"-x GRACE_BACKEND -x A -x CUDA_VISIBLE_DEVICES -x GRACE_STRATEGY -x GRACE_RESOURCES python {PROGRAM}"
     ]
 
 

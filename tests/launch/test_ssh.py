@@ -19,10 +19,15 @@ from tests.support.ssh_server import other_machine
 ROOT = Path(grace.__file__).parents[1]
 SCRIPT = """
 import json, os, platform
-import grace, helper.words
+import grace, helper.words, torch
 grace.init()
+layer = torch.nn.Linear(3, 2)
+opt = grace.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), layer, strategy="ps_load_balancing")
+to = [plan.parts[0].sync.destination for plan in opt.strategy.plans]
+layer(torch.ones(1, 3)).sum().backward()
+opt.step()
 said = {key: os.environ.get(key) for key in ("LIBRARIES", "PRICE", "MODULE", "ENTERED")}
-print(f"rank {grace.rank()} of {grace.size()} {json.dumps([platform.node(), helper.words.SAID, said])} is there")
+print(f"rank {grace.rank()} of {grace.size()} {json.dumps([platform.node(), helper.words.SAID, to, said])} is there")
 """
 SETTINGS = {
     "setup": '["export MODULE=loaded", "export ENTERED=$MODULE"]',
@@ -49,7 +54,8 @@ def cluster(machine, folder, **settings):
         pytest.skip("this machine's name has no address")
     lines = [f"  x: {{port: {machine.port}, key_file: {machine.key_file}", *(f"{k}: {v}" for k, v in settings.items())]
     (folder / "c.yaml").write_text(
-        f"nodes: [{{address: {here}, chief: true}}, {{address: {machine.address}, ssh_config: x}}]\n"
+        f"nodes: [{{address: {here}, chief: true, network_bandwidth: 1}}, "
+        f"{{address: {machine.address}, ssh_config: x, network_bandwidth: 99}}]\n"
         f"ssh:\n{', '.join(lines)}}}\n"
     )
     with socket.socket() as free:
@@ -89,8 +95,8 @@ def test_a_node_gets_files_runs_its_lines_and_expands_variables(tmp_path, work):
     told = dict(re.findall(r"rank (\d) of 2 (.*) is there", done.stdout))
     here = {"LIBRARIES": "/here:/more", "PRICE": "5$", "MODULE": None, "ENTERED": None}
     there = {"LIBRARIES": "/its/own:/more", "PRICE": "5$", "MODULE": "loaded", "ENTERED": "loaded,entered"}
-    assert json.loads(told["0"]) == [platform.node(), "copied", here]
-    assert json.loads(told["1"]) == ["other", "copied", there]
+    assert json.loads(told["0"]) == [platform.node(), "copied", [1, 1], here]
+    assert json.loads(told["1"]) == ["other", "copied", [1, 1], there]
 
 
 @pytest.mark.ranks

@@ -33,7 +33,7 @@ class Parallax(Reducing):
         self.check_integer("chunk_size", 1)
 
     def build(self, variables, resources):
-        loads, dense = Loads(resources.world_size), count()
+        loads, dense = Loads(resources), count()
         parts = [
             self.reduced(v, loads.place(v.nbytes)) if v.sparse else self.collective(v, next(dense) // self.chunk_size)
             for v in variables

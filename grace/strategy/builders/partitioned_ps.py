@@ -26,6 +26,6 @@ class PartitionedPS(Reducing, Sharding):
     name = "partitioned_ps"
 
     def build(self, variables, resources):
-        loads = Loads(resources.world_size)
+        loads = Loads(resources)
         plans = [self.cut(v, lambda shard: self.reduced(shard, loads.place(shard.nbytes))) for v in variables]
         return self.strategy(plans, resources)

@@ -9,7 +9,8 @@ from grace.strategy.reducing import Reducing
 
 @dataclass
 class PSLoadBalancing(Reducing):
-    """Greedy: the next variable goes to the rank that has the fewest bytes so far, the first of several.
+    """Greedy: the next variable goes to the rank that has the fewest bytes so far, the first of several; where the
+    resources tell ``network_bandwidth``, to the one that would have all of its bytes soonest.
 
     Args:
         sorted: place the largest first (of equal ones the first declared), which balances better.
@@ -33,7 +34,7 @@ class PSLoadBalancing(Reducing):
         self.check_choice("sorted", (False, True))
 
     def build(self, variables, resources):
-        loads = Loads(resources.world_size)
+        loads = Loads(resources)
         order = sorted(variables, key=lambda v: -v.nbytes) if self.sorted else variables
         destination = {v.name: loads.place(v.nbytes) for v in order}
         return self.strategy([VariablePlan(v, (self.reduced(v, destination[v.name]),)) for v in variables], resources)

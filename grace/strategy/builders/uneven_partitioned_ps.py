@@ -26,7 +26,7 @@ class UnevenPartitionedPS(Reducing, Sharding):
     name = "uneven_partitioned_ps"
 
     def build(self, variables, resources):
-        loads = Loads(resources.world_size)
+        loads = Loads(resources)
         plans = [
             self.cut(v, lambda shard: self.reduced(shard, loads.place(shard.nbytes)), count=smallest_other)
             for v in variables

@@ -1,10 +1,10 @@
 """The registry: which compressors, memories, communicators, strategy builders and rules there are.
 
 Built-in ones are the classes in ``grace/compressors``, ``grace/memories``, ``grace/communicators``,
-``grace/strategy/builders`` and ``grace/strategy/rules``, found by looking; a compressor and its memory may share a file.
-Others register themselves (:func:`register`) or are found through entry points, whose groups are called alike:
-``grace.compressors``, ``grace.memories``, ``grace.communicators``, ``grace.strategy.builders`` and
-``grace.strategy.rules``.
+``grace/strategy/builders`` and ``grace/strategy/rules``, found by looking (a file may hold a
+compressor and its memory); others register themselves (:func:`register`) or are
+found through entry points, whose groups are called alike: ``grace.compressors``, ``grace.memories``,
+``grace.communicators``, ``grace.strategy.builders`` and ``grace.strategy.rules``.
 """
 
 import dataclasses

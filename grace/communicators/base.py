@@ -84,6 +84,8 @@ class Communicator(Component):
     hand: ClassVar[Callable[["Communicator"], Hand]]
     """What makes its steps by hand, which lies above."""
     _by_hand: Hand | None = None
+    world_size: int | None = None
+    """How many ranks it was made for, if somebody said so."""
     lr: float | None = None
     """The learning rate, for memories that follow it, where steps are called by hand."""
 

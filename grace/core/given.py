@@ -21,21 +21,21 @@ def as_in_grace(function: F) -> F:
     """
 
     @functools.wraps(function)
-    def called(given: Any, *args: Any, **options: Any) -> Any:
+    def called(*args: Any, **options: Any) -> Any:
         named, placed = options.pop("grace", None), None
         if named is not None and not _is_communicator(named):
             raise ConfigError(f"grace= takes a communicator, as grace.from_params({{...}}) makes one, not {named!r}")
-        if args and _is_communicator(args[0]):
-            placed, args = args[0], args[1:]
+        if _is_communicator(*args[1:2]):
+            placed, args = args[1], (args[0], *args[2:])
         ways = [way for way in (options.pop("communicator", None), named, placed) if way is not None]
         if len(ways) > 1:
             raise ConfigError("the communicator is given twice: give it once, as communicator=")
-        return function(given, *args, **options, **({"communicator": ways[0]} if ways else {}))
+        return function(*args, **options, **({"communicator": ways[0]} if ways else {}))
 
     return cast(F, called)
 
 
-def _is_communicator(value: Any) -> bool:
+def _is_communicator(value: Any = None) -> bool:
     return isinstance(value, Component) and value.kind == "communicator"
 
 

@@ -90,6 +90,9 @@ def as_graces_scripts_write_it():
         "grace=": lambda opt, grc, named: grace.DistributedOptimizer(opt, grace=grc, named_parameters=named),
         "compressor's place": lambda opt, grc, named: grace.DistributedOptimizer(opt, named, grc),
         "compressor=": lambda opt, grc, named: grace.DistributedOptimizer(opt, named, compressor=grc),
+        "all by name": lambda opt, grc, named: grace.torch.DistributedOptimizer(
+            optimizer=opt, named_parameters=named, grace=grc
+        ),
     }
     weights = {}
     for way, make in ways.items():

@@ -1,5 +1,6 @@
 """``grace strategy``: build, show, check and compare strategies."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +23,10 @@ MODEL = (
     "module:function that returns a model, as in examples.torch.models:lstm, or (model, loss, samples), as for bench."
 )
 Model = Annotated[str | None, typer.Option("--model", help=MODEL)]
+Resources = Annotated[Path | None, typer.Option("-r", "--resources", help="The cluster, for a file that names none.")]
+Ranks = Annotated[
+    int | None, typer.Option("-n", "--ranks", min=1, help="Ranks on one machine, for a file that names no cluster.")
+]
 MOST_ROWS = 8
 """Ranks that are told of one by one."""
 File = Annotated[Path, typer.Argument(help="A strategy: YAML, or JSON if its name ends in .json.")]
@@ -42,20 +47,15 @@ def build(
     """Build a strategy for a model on a cluster, and write it to a file."""
     from grace.strategy import schema
 
-    cluster: Any = OneNode(ranks)
-    if resources is not None:
-        from grace.launch.cluster import Resources
-
-        cluster = Resources.load(resources)
-    strategy = make("builder", builder).build(from_spec(model), cluster)
+    strategy = make("builder", builder).build(from_spec(model), _cluster(resources, ranks))
     schema.dump(strategy, out)
     print(f"Wrote {out}: {_about(strategy)}")
 
 
 @app.command()
-def show(strategy: File, model: Model = None) -> None:
+def show(strategy: File, model: Model = None, resources: Resources = None, ranks: Ranks = None) -> None:
     """Show a strategy as a table, and what every rank sends in a step."""
-    read = _load(strategy, model)
+    read = _load(strategy, model, resources, ranks)
     console = Console(highlight=False)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("variable", "shape", "bytes", "cut", "sync", "to", "compressor, memory", "wire bytes"):
@@ -76,8 +76,8 @@ def show(strategy: File, model: Model = None) -> None:
             console.print(f"rank {rank} sends, and receives, {of_bytes(sum(way))} a step{listed}", soft_wrap=True)
     else:
         told = sorted(found[: len(found) - (not found[-1][0])], key=lambda kind: -kind[1])
-        for ranks, sent in told[:MOST_ROWS]:
-            console.print(f"rank {ranks[0]} sends, and receives, {of_bytes(sent)} a step")
+        for (rank, *_), sent in told[:MOST_ROWS]:
+            console.print(f"rank {rank} sends, and receives, {of_bytes(sent)} a step")
         if len(told) > MOST_ROWS:
             console.print(
                 f"{len(told) - MOST_ROWS} more destinations send, and receive, {of_bytes(told[-1][1])} or more"
@@ -94,18 +94,32 @@ def show(strategy: File, model: Model = None) -> None:
 
 
 @app.command()
-def check(strategy: File, model: Model = None) -> None:
+def check(strategy: File, model: Model = None, resources: Resources = None, ranks: Ranks = None) -> None:
     """Check a strategy: its form, its methods, and that it is for the model."""
-    read = _load(strategy, model)
+    read = _load(strategy, model, resources, ranks)
     print(f"{strategy}: {_about(read)}; id {read.id[:12]}")
 
 
 @app.command()
-def diff(first: File, second: File) -> None:
-    """Compare two strategies, variable by variable; exit code 1 if they differ."""
-    from grace.strategy import schema
+def schema(
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="The file to write; the screen if left out.")] = None,
+) -> None:
+    """Print the JSON Schema of strategy files, with which editors complete and check them."""
+    from grace.core.atomic_files import replacing
+    from grace.strategy.schema import json_schema
 
-    lines = list(_differences(schema.load(first), schema.load(second)))
+    text = json.dumps(json_schema(), indent=1)
+    if out is None:
+        print(text)
+        return
+    with replacing(out) as draft:
+        draft.write_text(text + "\n")
+
+
+@app.command()
+def diff(first: File, second: File, model: Model = None, resources: Resources = None, ranks: Ranks = None) -> None:
+    """Compare two strategies, variable by variable; exit code 1 if they differ."""
+    lines = list(_differences(*(_load(path, model, resources, ranks) for path in (first, second))))
     for line in lines:
         print(line)
     if lines:
@@ -113,10 +127,18 @@ def diff(first: File, second: File) -> None:
     print("the strategies are the same")
 
 
-def _load(path: Path, model: str | None) -> Strategy:
+def _load(path: Path, model: str | None, resources: Path | None, ranks: int | None) -> Strategy:
     from grace.strategy import schema
 
-    return schema.load(path, None if model is None else from_spec(model))
+    return schema.load(path, None if model is None else from_spec(model), _cluster(resources, ranks))
+
+
+def _cluster(resources: Path | None, ranks: int | None) -> Any:
+    if resources is None:
+        return None if ranks is None else OneNode(ranks)
+    from grace.launch.cluster import Resources
+
+    return Resources.load(resources)
 
 
 def _about(strategy: Strategy) -> str:

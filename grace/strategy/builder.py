@@ -128,7 +128,7 @@ class Builder(Component):
         """Compressor and memory for a variable, as the user said."""
         if not isinstance(self.compressor, (list, tuple)):
             return self.compressor, self.memory
-        from grace.strategy.schema import chosen
+        from grace.strategy.matching import chosen
 
         compressor, memory = chosen(self.compressor, variable)
         return compressor, self.memory if memory is None and compressor != "none" else memory

@@ -114,11 +114,11 @@ def resolve(
                 f"strategy must be a file's path, a Strategy, or a builder or its spec, not a {type(given).__name__}"
             )
         ruled = isinstance(document, dict) and document.get("rules")
-        given = schema.parse(document, where, variables if sparse_known or ruled else None)
+        given = schema.parse(document, where, variables if sparse_known or ruled else None, cluster)
     if given.world_size != cluster.world_size:
         raise ConfigError(
             f"the strategy is for {given.world_size} ranks, this run has {cluster.world_size}: build it again "
-            f"(grace strategy build -n {cluster.world_size}), or start as many"
+            f"(grace strategy build -n {cluster.world_size}), or start as many; a file that names no cluster is for any"
         )
     return given
 

@@ -2,21 +2,19 @@
 
 import json
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from grace.communicators.reduce_broadcast import AHEAD
 from grace.core import documents
 from grace.core.atomic_files import replacing
-from grace.core.registry import checked, known, make
+from grace.core.registry import checked, known
 from grace.core.variable import equal_sizes
 from grace.errors import ConfigError, missing_extra
 
 try:
     import yaml
     from pydantic import (
-        BaseModel,
         BeforeValidator,
         ConfigDict,
         Discriminator,
@@ -27,7 +25,6 @@ try:
         StrictStr,
         Tag,
         ValidationError,
-        field_validator,
         model_validator,
     )
     from pydantic_core import PydanticCustomError
@@ -37,18 +34,11 @@ except ImportError as error:
 import re
 
 from grace.core.variable import Variable
+from grace.strategy.matching import Match, Natural, Positive, Spec, Strict
 from grace.strategy.plan import COLLECTIVES, FIELDS, ShardPlan, Strategy, Sync, VariablePlan, fingerprint
 
-Natural = Annotated[StrictInt, Field(ge=0)]
-Positive = Annotated[StrictInt, Field(ge=1)]
-Spec = StrictStr | dict[str, Any]
 
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-
-class Entry(_Strict):
+class Entry(Strict):
     """What stands as ``sync``."""
 
     def made(self) -> Sync:
@@ -57,38 +47,50 @@ class Entry(_Strict):
 
 
 class Collective(Entry):
-    """Synchronization by a collective."""
+    """By a collective."""
 
     type: Literal["allreduce", "allgather", "broadcast", "scatter_reduce"]
+    """The communicator."""
     group: Natural = 0
+    """Parts of one group, type, compressor and memory travel in one collective."""
 
 
 class ReduceBroadcast(Entry):
-    """Synchronization by a rank that reduces and sends round."""
+    """By a rank that reduces and sends the mean round: a parameter server."""
 
     type: Literal["reduce_broadcast"]
+    """This word."""
     destination: Natural = 0
+    """The rank that reduces."""
     sync: StrictBool = True
+    """False to apply means as they come."""
     staleness: Natural = 0
+    """So many steps later means are applied; a rank may run that far ahead. With `sync: true` only."""
     local_replication: StrictBool = False
+    """Send the answer once to each node, where one rank hands it on."""
     ahead: Positive = AHEAD
+    """Steps whose means may be under way, with `sync: false` only."""
 
 
 class Alone(Entry):
-    """No synchronization, but an average now and then."""
+    """Not at all: ranks train on their own, and average the variable now and then."""
 
     type: Literal["none"]
+    """This word."""
     period: Positive = 1
+    """Average after every so many steps."""
 
 
 class Own(Entry):
-    """Synchronization by a communicator that is registered; its parameters stand beside."""
+    """By another communicator, which is registered; its parameters stand beside these."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, JsonValue] = Field(init=False)
 
     type: Annotated[StrictStr, Field(json_schema_extra={"not": {"enum": list(FIELDS)}})]
+    """Its name."""
     group: Natural = 0
+    """As with a collective."""
 
     @model_validator(mode="after")
     def _registered(self) -> "Own":
@@ -122,38 +124,57 @@ Synchronization = Annotated[
 ]
 
 
-class PartEntry(_Strict):
+class PartEntry(Strict):
     """How a part is exchanged."""
 
     sync: Synchronization
+    """How it is synchronized."""
     compressor: Spec = "none"
+    """A spec, as in `topk(ratio=0.01)`."""
     memory: Spec | None = None
+    """A spec; the compressor's default if left out."""
     priority: StrictInt = 0
+    """Parts of a lower one start first."""
 
     def part(self) -> ShardPlan:
         """The same as an object."""
         return ShardPlan(self.sync.made(), self.compressor, self.memory, self.priority)
 
 
-class Cut(_Strict):
+class Cut(Strict):
     """Lengths along an axis."""
 
     axis: Natural
+    """Which dimension is cut; 0 of a sparse variable."""
     sizes: Annotated[list[Positive], Field(min_length=1)]
+    """The lengths, which add up to the dimension."""
 
 
-class VariableEntry(_Strict):
+class VariableEntry(Strict):
     """A variable: what it is, and either its parts or, if it is whole, the four keys of its only part."""
 
+    model_config = ConfigDict(
+        json_schema_extra={"oneOf": [{"required": ["sync"]}, {"required": ["partition", "parts"]}]}
+    )
+
     shape: list[Natural]
+    """Its dimensions; none for a scalar."""
     dtype: Literal["float16", "bfloat16", "float32", "float64"] = "float32"
+    """Of its gradient."""
     sparse: StrictBool = False
+    """Whether its gradient is rows, as those of embeddings are."""
     partition: Cut | None = None
+    """How it is cut; a whole variable has none."""
     parts: list[PartEntry] | None = None
+    """One for each size of the partition."""
     sync: Synchronization | None = None
+    """How it is synchronized, if it is whole; the next three likewise."""
     compressor: Spec = "none"
+    """A spec, as in `topk(ratio=0.01)`."""
     memory: Spec | None = None
+    """A spec; the compressor's default if left out."""
     priority: StrictInt = 0
+    """Variables of a lower one start first."""
 
     def plan(self, name: str) -> VariablePlan:
         """The same as an object.
@@ -177,63 +198,22 @@ class VariableEntry(_Strict):
         return VariablePlan(variable, (ShardPlan(self.sync.made(), self.compressor, self.memory, self.priority),))
 
 
-class Match(_Strict):
-    """Which variables a rule is for: all that is given must hold."""
-
-    name: StrictStr | None = None
-    """A glob, as in ``encoder.*.weight``."""
-    regex: StrictStr | None = None
-    """A regular expression that the whole name matches."""
-    min_bytes: Natural | None = None
-    max_bytes: Natural | None = None
-    ndim: Natural | None = None
-    dtype: StrictStr | None = None
-    sparse: StrictBool | None = None
-    rule: Spec | None = None
-    """One of a user's, or of another package: a registered :class:`~grace.strategy.rule.Rule`."""
-
-    @field_validator("rule")
-    @classmethod
-    def _registered(cls, rule: Any) -> Any:
-        try:
-            make("rule", rule)
-        except ConfigError as error:
-            raise PydanticCustomError("rule", "{what}", {"what": str(error)}) from None
-        return rule
-
-    def fits(self, variable: Variable) -> bool:
-        """Whether the rule is for this variable."""
-        return (
-            (self.name is None or fnmatchcase(variable.name, self.name))
-            and (self.regex is None or re.fullmatch(self.regex, variable.name) is not None)
-            and (self.min_bytes is None or variable.nbytes >= self.min_bytes)
-            and (self.max_bytes is None or variable.nbytes <= self.max_bytes)
-            and (self.ndim is None or len(variable.shape) == self.ndim)
-            and (self.dtype is None or variable.dtype == self.dtype)
-            and (self.sparse is None or variable.sparse == self.sparse)
-            and (self.rule is None or _fits(self.rule, variable))
-        )
-
-
-def _fits(rule: str | dict[str, Any], variable: Variable) -> bool:
-    try:
-        return bool(make("rule", rule).fits(variable))
-    except Exception as error:
-        raise ConfigError(f"rule {rule} cannot tell whether it is for {variable.name!r}: {error}") from error
-
-
-class Shards(_Strict):
+class Shards(Strict):
     """A rule's partition: as many parts of (nearly) equal lengths."""
 
     axis: Natural = 0
+    """Which dimension is cut; a variable that has no such one stays whole."""
     shards: Positive
+    """How many parts, at most the dimension."""
 
 
 class Rule(PartEntry):
-    """What the variables that it matches get; the first rule that matches counts."""
+    """What the variables that it matches get."""
 
     match: Match
+    """Which variables it is for."""
     partition: Shards | None = None
+    """How they are cut; left out, they stay whole."""
 
     def plan(self, variable: Variable) -> VariablePlan:
         """The plan of a variable that it matches."""
@@ -244,39 +224,66 @@ class Rule(PartEntry):
         return VariablePlan(variable, (self.part(),) * len(sizes), self.partition.axis, sizes)
 
 
-class BuilderEntry(_Strict):
+class BuilderEntry(Strict):
     """What built the strategy."""
 
     name: StrictStr
+    """The builder."""
     params: dict[str, JsonValue] = {}
+    """Its parameters."""
     seed: StrictInt = 0
+    """Of what it drew."""
 
 
-class Cluster(_Strict):
-    """What the strategy is for."""
+class Cluster(Strict):
+    """What the strategy is for; what is left out is as in the run."""
 
-    world_size: Positive = 1
-    nodes: Positive = 1
+    world_size: Positive | None = None
+    """The number of ranks; a run of another is refused."""
+    nodes: Positive | None = None
+    """The number of machines, for the record."""
 
 
-class Document(_Strict):
-    """A strategy file."""
+class Document(Strict):
+    """A file: a strategy, with an entry for every variable, or rules for variables of any model; or both."""
 
     version: Annotated[Literal[1], BeforeValidator(lambda version: None if version is True else version)]
+    """Of this form."""
     builder: BuilderEntry | None = None
+    """What built it; for the record."""
     model: StrictStr | None = None
+    """The fingerprint of the variables: a file whose variables were changed by hand is refused, unless this goes."""
     cluster: Cluster = Cluster()
+    """The ranks that it is for; any number if left out."""
     variables: dict[StrictStr, VariableEntry] = {}
+    """By name, in the model's order: each one has its entry, or a rule matches it."""
     rules: list[Rule] = []
+    """For the variables that have no entry; the first that matches counts, and one must."""
 
 
-def parse(document: Any, where: str = "the strategy", variables: Sequence[Variable] | None = None) -> Strategy:
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of strategy files, for editors.
+
+    >>> json_schema()["properties"]["rules"]["items"]
+    {'$ref': '#/$defs/Rule'}
+    """
+    dialect = "https://json-schema.org/draft/2020-12/schema"
+    return {"$schema": dialect, **Document.model_json_schema(), "title": "Strategies of Grace"}
+
+
+def parse(
+    document: Any,
+    where: str = "the strategy",
+    variables: Sequence[Variable] | None = None,
+    cluster: Any = None,
+) -> Strategy:
     """A strategy from a document.
 
     Args:
         document: nested dicts, as JSON and YAML give them.
         where: what messages call it: the file.
         variables: the model's, which rules are resolved for and which the strategy must be for.
+        cluster: what a document that names no cluster is for; by default as few ranks as it can be for.
 
     Raises:
         ConfigError: the message names the file, the variable and the field, and what would be right.
@@ -293,7 +300,7 @@ def parse(document: Any, where: str = "the strategy", variables: Sequence[Variab
     except RecursionError:
         raise ConfigError(f"{where}: it is nested too deeply") from None
     try:
-        return _compiled(read, variables)
+        return _compiled(read, variables, cluster)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     except re.error as error:
@@ -306,7 +313,7 @@ def _place(location: Sequence[Any]) -> str:
     return "".join(word for i, word in enumerate(words) if not (word in tags and words[i - 1] == ".sync")).lstrip(".")
 
 
-def _compiled(read: Document, variables: Sequence[Variable] | None) -> Strategy:
+def _compiled(read: Document, variables: Sequence[Variable] | None, cluster: Any) -> Strategy:
     if read.rules and variables is None:
         raise ConfigError("rules: they need a model whose variables they match (--model)")
     plans = {name: entry.plan(name) for name, entry in read.variables.items()}
@@ -316,8 +323,12 @@ def _compiled(read: Document, variables: Sequence[Variable] | None) -> Strategy:
             if name not in named:
                 raise ConfigError(f"variable {name!r}: the model has none of this name")
         plans = {v.name: plans[v.name] if v.name in plans else _ruled(read.rules, v) for v in variables or ()}
-    builder = {} if read.builder is None else read.builder.model_dump()
-    strategy = Strategy(tuple(plans.values()), read.cluster.world_size, read.cluster.nodes, builder)
+    by = {} if read.builder is None else read.builder.model_dump()
+    destinations = [part.sync.destination for plan in plans.values() for part in plan.parts]
+    least = max([read.cluster.nodes or 1, *(destination + 1 for destination in destinations)])
+    size = read.cluster.world_size or (cluster.world_size if cluster else least)
+    nodes = read.cluster.nodes or (len(set(cluster.ranks)) if cluster and cluster.world_size == size else 1)
+    strategy = Strategy(tuple(plans.values()), size, nodes, by)
     if variables is not None:
         strategy.check_model(variables)
     if read.model is not None and not read.rules and read.model != fingerprint(strategy.variables):
@@ -326,33 +337,6 @@ def _compiled(read: Document, variables: Sequence[Variable] | None) -> Strategy:
             "since it was built. Build it again, or take the line out"
         )
     return strategy
-
-
-class Choice(_Strict):
-    """A rule of a builder's."""
-
-    match: Match = Match()
-    compressor: Any = "none"
-    memory: Any = None
-
-
-def chosen(rules: Sequence[Any], variable: Variable) -> tuple[Any, Any]:
-    """Compressor and memory of the first of a builder's rules, ``{"match": {...}, "compressor": ...}``, that matches.
-
-    Raises:
-        ConfigError: a rule cannot be read.
-    """
-    for i, rule in enumerate(rules):
-        try:
-            choice = Choice.model_validate(rule)
-            if choice.match.fits(variable):
-                return choice.compressor, choice.memory
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise ConfigError(f"rule {i}, {_place(first['loc']) or 'as a whole'}: {first['msg']}") from None
-        except re.error as error:
-            raise ConfigError(f"rule {i}, match.regex: it cannot be read: {error}") from None
-    return "none", None
 
 
 def _ruled(rules: Sequence[Rule], variable: Variable) -> VariablePlan:
@@ -364,9 +348,9 @@ def _ruled(rules: Sequence[Rule], variable: Variable) -> VariablePlan:
     )
 
 
-def load(path: str | Path, variables: Sequence[Variable] | None = None) -> Strategy:
+def load(path: str | Path, variables: Sequence[Variable] | None = None, cluster: Any = None) -> Strategy:
     """The strategy in a file: JSON if its name ends in .json, else YAML; see :func:`parse`."""
-    return parse(documents.parse(documents.read(Path(path)), str(path)), str(path), variables)
+    return parse(documents.parse(documents.read(Path(path)), str(path)), str(path), variables, cluster)
 
 
 def dump(strategy: Strategy, path: str | Path) -> None:

@@ -18,6 +18,14 @@ def test_the_page_of_methods_is_current():
     assert page == methods_page(), "run: python -m grace.cli.methods_page > docs/methods.md"
 
 
+def test_the_page_of_strategy_files_is_current():
+    pytest.importorskip("pydantic", reason="pydantic is not installed")
+    from grace.cli.strategy_page import strategy_page
+
+    page = (ROOT / "docs" / "strategy-files.md").read_text()
+    assert page == strategy_page(), "run: python -m grace.cli.strategy_page > docs/strategy-files.md"
+
+
 def test_the_contributors_compressor_works_as_it_stands():
     grace.init("local")
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)

@@ -1,5 +1,6 @@
 """``grace strategy``: run as a user does once, and in this process."""
 
+import json
 import os
 import re
 import subprocess
@@ -40,11 +41,11 @@ def run(folder, *args, code=0):
     return out if code in (0, 1) else err
 
 
-def run_program(folder, *args):
+def run_program(folder, *args, code=0, group=("strategy",)):
     env = {**os.environ, "COLUMNS": "140"}
-    command = [GRACE, "strategy", *args]
+    command = [GRACE, *group, *args]
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=folder, timeout=100)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == code, done.stderr
     return done.stdout
 
 
@@ -84,6 +85,101 @@ def test_differences_are_listed(folder):
     lines = run(folder, "diff", "a.yaml", "b.json", code=1).splitlines()
     assert lines[:2] == ["cluster.world_size: 1 | 2", "0.weight.compressor: none | cast"]
     assert len(lines) == 6
+
+
+RULES = """
+version: 1
+rules:
+  - {match: {sparse: true}, sync: {type: reduce_broadcast, destination: 1}}
+  - {match: {}, sync: {type: allreduce}}
+"""
+
+
+def test_files_of_rules_are_shown_for_a_model_and_any_cluster(folder):
+    (folder / "rules.yaml").write_text(RULES)
+    (folder / "cluster.yaml").write_text("nodes: [{address: 10.0.0.1, chief: true, cpus: [0, 1, 2]}]")
+    for options, size in (([], 2), (["-n", "4"], 4), (["-r", "cluster.yaml"], 3)):
+        shown = run(folder, "show", "rules.yaml", "--model", "mine:net", *options)
+        assert f"5 variables, for {size} ranks on 1 node" in shown
+        assert re.search(r"^0.weight .*reduce_broadcast +rank 1 ", shown, re.M)
+    said = run(folder, "check", "rules.yaml", "--model", "mine:net", "-n", "1", code=2)
+    assert "rules.yaml: variable '0.weight', sync.destination: rank 1 is not one of 1" in said
+    run(folder, "build", "--model", "mine:net", "--builder", "parallax", "-n", "4", "-o", "s.yaml")
+    lines = run(folder, "diff", "rules.yaml", "s.yaml", "--model", "mine:net", "-n", "4", code=1).splitlines()
+    assert lines == ["0.weight.sync.destination: 1 | 0"]
+    assert "rules: they need a model" in run(folder, "show", "rules.yaml", code=2)
+
+
+def test_the_schema_is_printed_or_written(folder):
+    run(folder, "schema", "-o", "schema.json")
+    assert json.loads((folder / "schema.json").read_text()) == json.loads(run(folder, "schema"))
+    assert "rules" in json.loads((folder / "schema.json").read_text())["properties"]
+
+
+THEIRS = """
+from dataclasses import dataclass, replace
+from grace.communicators import Allgather
+from grace.strategy.builders.all_reduce import AllReduce
+from grace.strategy.plan import Sync
+from grace.strategy.rule import Rule
+
+class Tree(Allgather):
+    "Their way round."
+    name = "tree"
+    def __init__(self, compressor="none", memory=None, fanout=2):
+        super().__init__(compressor, memory)
+        self.fanout = fanout
+
+@dataclass
+class Trees(AllReduce):
+    "Their builder."
+    fanout: int = 3
+    name = "trees"
+    def collective(self, variable, group):
+        return replace(super().collective(variable, group), sync=Sync("tree", group, options={"fanout": self.fanout}))
+
+@dataclass
+class Wide(Rule):
+    "Their rule."
+    than: int = 9
+    name = "wide"
+    def fits(self, variable):
+        return len(variable.shape) > 1 and variable.shape[1] > self.than
+"""
+POINTS = """
+[grace.communicators]
+tree = theirs:Tree
+[grace.strategy.builders]
+trees = theirs:Trees
+[grace.strategy.rules]
+wide = theirs:Wide
+"""
+
+
+@pytest.mark.slow
+def test_a_package_brings_a_synchronizer_a_builder_and_a_rule(folder, monkeypatch):
+    (folder / "theirs.py").write_text(THEIRS)
+    info = folder / "theirs-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(POINTS)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
+    listed = run_program(folder, "list", group=())
+    for name, kind, what in (
+        ("tree", "communicator", "way round"), ("trees", "builder", "builder"), ("wide", "rule", "rule")
+    ):  # fmt: skip
+        assert re.search(rf"^{name} +{kind} +Their {what}", listed, re.M)
+    (folder / "rules.yaml").write_text(
+        "version: 1\nrules:\n- {match: {rule: wide(than=50)}, sync: {type: tree, fanout: 5}}\n"
+        "- {match: {}, sync: {type: tree}}\n"
+    )
+    run_program(folder, "build", "--model", "mine:net", "--builder", "trees(fanout=4)", "-n", "2", "-o", "s.yaml")
+    shown = run_program(folder, "show", "s.yaml")
+    assert re.search(r"^2.bias +10 +40 +tree +group 0, fanout=4 ", shown, re.M)
+    assert "tree: counted as allgather" in shown
+    assert "by trees" in run_program(folder, "check", "s.yaml", "--model", "mine:net")
+    found = run_program(folder, "diff", "rules.yaml", "s.yaml", "--model", "mine:net", "-n", "2", code=1)
+    assert {"2.weight.sync.fanout: 5 | 4", "2.bias.sync.fanout: 2 | 4"} <= set(found.splitlines())
 
 
 def test_names_are_shown_as_they_are(folder):

@@ -1,5 +1,6 @@
 """Rank 0's strategy counts; where something is wrong every rank says so, and none waits for another."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -184,3 +185,29 @@ def who_answers(strategy):
     mixed_loss(model, 0).backward()
     optimizer.step()
     return bool(optimizer._grace.exchanger.state().get("answer_memory"))
+
+
+PORTABLE = {
+    "version": 1,
+    "rules": [
+        {"match": {"sparse": True}, "sync": {"type": "reduce_broadcast", "destination": 1}},
+        {
+            "match": {"rule": "rows(least=10)", "ndim": 2},
+            "sync": {"type": "allgather"},
+            "compressor": "topk(ratio=0.5)",
+        },
+        {"match": {}, "sync": {"type": "allreduce"}},
+    ],
+}
+
+
+def test_a_file_of_rules_without_a_cluster_is_for_any_number_of_ranks(ranks, tmp_path):
+    (tmp_path / "rules.json").write_text(json.dumps(PORTABLE))
+    answers = answers_of(ranks, [str(tmp_path / "rules.json")] + ["nowhere.json"] * (ranks.size - 1))
+    assert {kind for kind, _ in answers} == {"trained"}
+    assert len({digest for _, digest in answers}) == 1
+
+
+def test_a_file_for_more_ranks_says_how_it_would_be_for_any(two_ranks):
+    answers = answers_of(two_ranks, [{**PORTABLE, "cluster": {"world_size": 3}}] * 2)
+    check_refused(answers, "the strategy is for 3 ranks, this run has 2", "a file that names no cluster is for any")

@@ -167,6 +167,31 @@ def test_rules_are_resolved_for_a_model():
         schema.parse(document, variables=VARIABLES)
 
 
+def test_files_without_a_cluster_are_for_any():
+    document = {"version": 1, "rules": [{"match": {}, "sync": {"type": "reduce_broadcast", "destination": 2}}]}
+    for cluster, wanted in ((None, 3), (OneNode(5), 5)):
+        assert schema.parse(document, variables=VARIABLES, cluster=cluster).world_size == wanted
+    with pytest.raises(grace.ConfigError, match=r"sync.destination: rank 2 is not one of 2"):
+        schema.parse(document, variables=VARIABLES, cluster=OneNode(2))
+    document["cluster"] = {"world_size": 4}
+    assert schema.parse(document, variables=VARIABLES, cluster=OneNode(5)).world_size == 4  # what runs compare
+    document["cluster"] = {"nodes": 2}
+    read = schema.parse(document, variables=VARIABLES, cluster=OneNode(5))
+    assert (read.world_size, read.nodes) == (5, 2)
+
+
+def test_every_field_is_described_for_editors():
+    found = schema.json_schema()
+    models = [found, *found["$defs"].values()]
+    fields = [(key, field) for model in models for key, field in model.get("properties", {}).items()]
+    assert len(fields) > 40
+    assert [key for key, field in fields if not field.get("description")] == []
+    own, alone = found["$defs"]["Own"], found["$defs"]["Alone"]
+    assert alone["properties"]["type"]["const"] in own["properties"]["type"]["not"]["enum"]  # one form fits, not two
+    assert own["additionalProperties"] is not False
+    assert alone["additionalProperties"] is False
+
+
 SUM = "sync: {type: allreduce}"
 
 

@@ -1,0 +1,116 @@
+"""Which variables a rule is for: in files of rules, and in the rules of builders."""
+
+import re
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Annotated, Any
+
+from grace.core.registry import make
+from grace.core.variable import Variable
+from grace.errors import ConfigError, missing_extra
+
+try:
+    from pydantic import (
+        BaseModel,
+        ConfigDict,
+        Field,
+        StrictBool,
+        StrictInt,
+        StrictStr,
+        ValidationError,
+        field_validator,
+    )
+    from pydantic_core import PydanticCustomError
+except ImportError as error:
+    raise missing_extra(error.name or "pydantic", "strategy") from error
+
+Natural = Annotated[StrictInt, Field(ge=0)]
+Positive = Annotated[StrictInt, Field(ge=1)]
+Spec = StrictStr | dict[str, Any]
+
+
+class Strict(BaseModel):
+    """An object of a file, whose fields' docstrings are their descriptions in its JSON Schema."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class Match(Strict):
+    """Which variables a rule is for: all that is given must hold; an empty one is for all."""
+
+    name: StrictStr | None = None
+    """A glob, as in `encoder.*.weight`."""
+    regex: StrictStr | None = None
+    """A regular expression that the whole name matches."""
+    min_bytes: Natural | None = None
+    """The least size of the gradient."""
+    max_bytes: Natural | None = None
+    """The largest."""
+    ndim: Natural | None = None
+    """The number of dimensions."""
+    dtype: StrictStr | None = None
+    """As in `float16`."""
+    sparse: StrictBool | None = None
+    """Whether its gradient is rows, as those of embeddings are."""
+    rule: Spec | None = None
+    """A registered rule's spec, as in `rows(least=1000)`."""
+
+    @field_validator("rule")
+    @classmethod
+    def _registered(cls, rule: Any) -> Any:
+        try:
+            make("rule", rule)
+        except ConfigError as error:
+            raise PydanticCustomError("rule", "{what}", {"what": str(error)}) from None
+        return rule
+
+    def fits(self, variable: Variable) -> bool:
+        """Whether the rule is for this variable."""
+        return (
+            (self.name is None or fnmatchcase(variable.name, self.name))
+            and (self.regex is None or re.fullmatch(self.regex, variable.name) is not None)
+            and (self.min_bytes is None or variable.nbytes >= self.min_bytes)
+            and (self.max_bytes is None or variable.nbytes <= self.max_bytes)
+            and (self.ndim is None or len(variable.shape) == self.ndim)
+            and (self.dtype is None or variable.dtype == self.dtype)
+            and (self.sparse is None or variable.sparse == self.sparse)
+            and (self.rule is None or _fits(self.rule, variable))
+        )
+
+
+def _fits(rule: str | dict[str, Any], variable: Variable) -> bool:
+    try:
+        return bool(make("rule", rule).fits(variable))
+    except Exception as error:
+        raise ConfigError(f"rule {rule} cannot tell whether it is for {variable.name!r}: {error}") from error
+
+
+class Choice(Strict):
+    """A rule of a builder's."""
+
+    match: Match = Match()
+    compressor: Any = "none"
+    memory: Any = None
+
+
+def chosen(rules: Sequence[Any], variable: Variable) -> tuple[Any, Any]:
+    """Compressor and memory of the first of a builder's rules, ``{"match": {...}, "compressor": ...}``, that matches.
+
+    Raises:
+        ConfigError: a rule cannot be read.
+
+    >>> chosen([{"match": {"ndim": 1}}, {"compressor": "topk"}], Variable("w", (4, 2)))
+    ('topk', None)
+    """
+    for i, rule in enumerate(rules):
+        try:
+            choice = Choice.model_validate(rule)
+            if choice.match.fits(variable):
+                return choice.compressor, choice.memory
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"])) or "as a whole"
+            raise ConfigError(f"rule {i}, {place}: {first['msg']}") from None
+        except re.error as error:
+            raise ConfigError(f"rule {i}, match.regex: it cannot be read: {error}") from None
+    return "none", None

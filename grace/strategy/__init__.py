@@ -1,5 +1,8 @@
 """The strategy layer: how each variable's gradient is partitioned, synchronized and compressed."""
 
-from grace.strategy.plan import Strategy
+from grace.strategy import builders
+from grace.strategy.builder import Builder as StrategyBuilder
+from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
+from grace.strategy.rule import Rule
 
-__all__ = ["Strategy"]
+__all__ = ["Rule", "ShardPlan", "Strategy", "StrategyBuilder", "Sync", "VariablePlan", "builders"]

@@ -234,7 +234,7 @@ def _trait_words(compressor: Any) -> list[str]:
         *([] if t.exact else [shrinks if t.contraction else grows]),
         "payloads can be summed by the engine" if t.summable else "payloads cannot be summed by the engine",
         "a NaN or Inf travels in the payload" if t.carries_nonfinite else "a NaN or Inf is flagged beside the payload",
-        "payloads have the same size on every rank" if t.fixed_size else "payload sizes differ by rank",
+        "payload sizes differ by rank" if t.varies else "payloads have the same size on every rank",
     ]
     if t.rounds > 1:
         words.append(f"takes {t.rounds} dependent reductions per exchange")

@@ -31,6 +31,7 @@ class Cast(Compressor):
     name = "cast"
     traits = Traits(
         category="quantization",
+        fixed_size=True,
         contraction=True,
         summable=True,
         carries_nonfinite=True,

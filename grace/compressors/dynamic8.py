@@ -67,7 +67,7 @@ class Dynamic8(Compressor):
     table: str = "tree"
 
     name = "dynamic8"
-    traits = Traits(category="quantization", contraction=True, shardable=True)
+    traits = Traits(category="quantization", fixed_size=True, contraction=True, shardable=True)
 
     def __post_init__(self) -> None:
         self.check_choice("table", tuple(TABLES))

@@ -24,7 +24,7 @@ class EFSignSGD(Compressor):
     """
 
     name = "efsignsgd"
-    traits = Traits(category="quantization", contraction=True, shardable=True, memory="efsignsgd")
+    traits = Traits(category="quantization", fixed_size=True, contraction=True, shardable=True, memory="efsignsgd")
 
     def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
         k = kernels_of(tensor)

@@ -27,7 +27,7 @@ class Natural(Compressor):
     """
 
     name = "natural"
-    traits = Traits(category="quantization", unbiased=True, shardable=True)
+    traits = Traits(category="quantization", fixed_size=True, unbiased=True, shardable=True)
 
     def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
         k = kernels_of(tensor)

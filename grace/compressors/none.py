@@ -23,6 +23,7 @@ class NoCompression(Compressor):
     name = "none"
     traits = Traits(
         category="none",
+        fixed_size=True,
         unbiased=True,
         contraction=True,
         summable=True,

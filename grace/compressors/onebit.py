@@ -25,7 +25,9 @@ class OneBit(Compressor):
     """
 
     name = "onebit"
-    traits = Traits(category="quantization", contraction=True, shardable=True, memory="residual", needs_memory=True)
+    traits = Traits(
+        category="quantization", fixed_size=True, contraction=True, shardable=True, memory="residual", needs_memory=True
+    )
 
     def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
         k = kernels_of(tensor)

@@ -43,6 +43,7 @@ class PowerSGD(Compressor):
     shared_state = True
     traits = Traits(
         category="low-rank",
+        fixed_size=True,
         contraction=True,
         summable=True,
         rounds=2,

@@ -37,7 +37,7 @@ class QSGD(Compressor):
     norm: str = "l2"
 
     name = "qsgd"
-    traits = Traits(category="quantization", unbiased=True, shardable=True)
+    traits = Traits(category="quantization", fixed_size=True, unbiased=True, shardable=True)
 
     def __post_init__(self) -> None:
         self.check_integer("levels", 1, 127)

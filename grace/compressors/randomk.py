@@ -37,6 +37,7 @@ class RandomK(Compressor):
     by_position = True
     biased_traits = Traits(
         category="sparsification",
+        fixed_size=True,
         contraction=True,
         summable=True,
         communicator="allreduce",

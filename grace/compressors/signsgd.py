@@ -26,7 +26,7 @@ class SignSGD(Compressor):
 
     name = "signsgd"
     votes = True
-    traits = Traits(category="quantization")
+    traits = Traits(category="quantization", fixed_size=True)
 
     def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
         k = kernels_of(tensor)
@@ -45,6 +45,10 @@ class SignSGD(Compressor):
         k = kernels_of(out)
         votes = super().aggregate(payloads, ctx, out, 1)
         return k.divide(out, k.signs(votes), 1 / self.context.loss_scale)
+
+    def combined(self, tensors: Sequence[Tensor]) -> Tensor:
+        total = sum(tensors)
+        return kernels_of(total).signs(total)
 
     def wire_bits(self, shape: tuple[int, ...]) -> float | None:
         n = max(1, math.prod(shape))

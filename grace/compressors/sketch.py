@@ -30,7 +30,7 @@ class Sketch(Compressor):
     quantiles: int = 64
 
     name = "sketch"
-    traits = Traits(category="quantization", contraction=True, memory="residual")
+    traits = Traits(category="quantization", fixed_size=True, contraction=True, memory="residual")
 
     def __post_init__(self) -> None:
         self.check_integer("quantiles", 2, 256)

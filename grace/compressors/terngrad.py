@@ -32,7 +32,7 @@ class TernGrad(Compressor):
     clip: float = 2.5
 
     name = "terngrad"
-    traits = Traits(category="quantization", unbiased=True, shardable=True)
+    traits = Traits(category="quantization", fixed_size=True, unbiased=True, shardable=True)
 
     def __post_init__(self) -> None:
         self.check_number("clip", 0, low_open=True)

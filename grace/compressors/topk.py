@@ -39,7 +39,7 @@ class TopK(Sparsifier):
     ratio: float = 0.01
 
     name = "topk"
-    traits = Traits(category="sparsification", contraction=True, memory="residual")
+    traits = Traits(category="sparsification", fixed_size=True, contraction=True, memory="residual")
 
     def __post_init__(self) -> None:
         self.check_number("ratio", 0, 1, low_open=True)

@@ -60,7 +60,7 @@ class Composed(Compressor):
             unbiased=first.unbiased and second.unbiased,
             contraction=first.contraction and (second.contraction or self._damps),
             summable=summable,
-            fixed_size=first.fixed_size and second.fixed_size,
+            fixed_size=False if first.varies or second.varies else first.fixed_size and second.fixed_size,
             communicator="allreduce" if summable else "allgather",
             memory=first.memory,
             needs_memory=first.needs_memory,
@@ -114,7 +114,7 @@ class Composed(Compressor):
     def _decode(self, payload: Payload, ctx: Any) -> tuple[Payload, Any]:
         first_ctx, values_ctx, count = ctx
         coded, where = payload[:count], payload[count:]
-        if not self.sparsifier.traits.fixed_size:  # another rank sent another number of values
+        if self.sparsifier.traits.varies:  # another rank sent another number of values
             values_ctx = tuple(where[0].shape)
         values = self.values.decompress(coded, values_ctx)
         k = kernels_of(values)

@@ -5,7 +5,8 @@ import math
 from collections.abc import Generator, Sequence
 from typing import Any, ClassVar, Literal
 
-from grace.core.component import Component
+from grace.core.kept import Keeping
+from grace.core.ported import aggregating, check_shape, encoding
 from grace.errors import payload_of
 from grace.kernels import kernels_of
 from grace.kernels.index_coding import decode
@@ -24,7 +25,8 @@ class Traits:
         contraction: whether E||x - decompress(compress(x))||^2 < ||x||^2 for x != 0, which is what
             error feedback needs to converge.
         summable: whether the sum of payloads is the payload of the sum (legal with Allreduce).
-        fixed_size: whether the payload of a variable has the same size on every rank and at every step.
+        fixed_size: whether the payload of a variable has the same size on every rank and at every step. None where
+            nobody says: then it is taken for true, and the sizes are compared at the first step.
         carries_nonfinite: whether a NaN or Inf travels in the payload itself.
         exact: whether decompress(compress(x)) == x; the gradient then keeps its own dtype.
         rounds: how many dependent reductions one exchange takes.
@@ -38,7 +40,7 @@ class Traits:
     unbiased: bool = False
     contraction: bool = False
     summable: bool = False
-    fixed_size: bool = True
+    fixed_size: bool | None = None
     carries_nonfinite: bool = False
     exact: bool = False
     rounds: int = 1
@@ -47,16 +49,21 @@ class Traits:
     needs_memory: bool = False
     shardable: bool = False
 
+    @property
+    def varies(self) -> bool:
+        """Whether payloads may differ in size."""
+        return self.fixed_size is False
 
-class Compressor(Component):
+
+class Compressor(Keeping):
     """Turns a gradient into a small payload and back. Write ``compress`` and ``decompress``.
 
     ``compress(tensor, name) -> (payload, ctx)``: ``payload`` is the list of tensors that travels,
     ``ctx`` stays here, so that a payload from another rank must decode with the local ``ctx``.
     ``tensor`` is float32 (its own dtype if the method is exact), contiguous, of any shape, and must
-    not be changed; payload tensors may be views of it. Built-in methods are written in
-    :func:`~grace.kernels.kernels_of` primitives and work in every framework; your own may use torch
-    or TensorFlow operations directly.
+    not be changed; payload tensors may be views of it. A single tensor is a payload too. Built-in
+    methods are written in :func:`~grace.kernels.kernels_of` primitives and work in every framework;
+    your own may use torch or TensorFlow operations directly.
 
     >>> import numpy as np
     >>> class Half(Compressor):
@@ -78,13 +85,44 @@ class Compressor(Component):
     """Whether the method, or a part of it, keeps something per variable between steps."""
     owns_momentum: ClassVar[bool] = False
     """Whether the method applies momentum itself, so that the optimizer's must be 0."""
-    votes: ClassVar[bool] = False
-    """Whether the aggregate is a vote instead of a mean."""
+    votes: bool = False
+    """Whether the aggregate is a vote, or something else that is no mean."""
     sends_values: ClassVar[bool] = False
     """Whether the first payload tensor holds float32 values picked from the tensor, so that a second
     method may compress them: ``topk | qsgd``."""
     by_position: bool = False
     """Whether elements are told apart by int32 positions, so that a tensor must have fewer than 2^31 of them."""
+
+    def __init__(self, average: bool | None = None, tensors_size_are_same: bool | None = None):
+        """GRACE's way to say traits, for one object.
+
+        Args:
+            average: False if the aggregate is no mean, but the sum, or what ``aggregate`` makes of it.
+            tensors_size_are_same: ``traits.fixed_size``.
+        """
+        if average is not None:
+            self.votes = not average
+        if tensors_size_are_same is not None:
+            self.traits = dataclasses.replace(self.traits, fixed_size=tensors_size_are_same)
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        for name, wrapped in (("compress", encoding), ("aggregate", aggregating)):
+            if name in vars(cls):
+                setattr(cls, name, wrapped(vars(cls)[name]))
+
+    def keeping(self) -> None:
+        self.stateful = True
+
+    @property
+    def average(self) -> bool:
+        """Whether the aggregate is a mean."""
+        return not self.votes
+
+    @property
+    def tensors_size_are_same(self) -> bool:
+        """Whether payloads have the same size on every rank."""
+        return not self.traits.varies
 
     noise_advice: ClassVar[str] = "memory='none'"
     """What to use instead of error feedback on a noisy method."""
@@ -94,6 +132,7 @@ class Compressor(Component):
         """Whether the error can exceed the gradient, so that error feedback may diverge."""
         return (self.traits.unbiased and not self.traits.exact) or self.votes
 
+    @encoding
     def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
         """Encode; a method of several rounds runs them here as if this were the only rank."""
         rounds = self.exchange(tensor, name)
@@ -117,16 +156,25 @@ class Compressor(Component):
         """``out += weight * decompress(payload, ctx)``; override it to avoid the dense copy.
 
         Returns ``out`` (a new tensor where the framework's tensors are immutable)."""
-        return kernels_of(out).add(out, self.decompress(payload, ctx), weight)
+        return kernels_of(out).add(out, check_shape(self.decompress(payload, ctx), out), weight)
 
+    @aggregating
     def aggregate(self, payloads: Sequence[Payload], ctx: Any, out: Tensor, count: float) -> Tensor:
-        """Write the mean into ``out``: the sum of what ``payloads`` decode to, divided by ``count``. There is one
-        payload per rank, or their sum; ``count`` is the number of ranks, or what such a sum is to be divided by."""
+        """Write the mean into ``out``: the sum of what ``payloads`` decode to, divided by ``count`` (unless the method
+        ``votes``). There is one payload per rank, or their sum; ``count`` is the number of ranks, or what such a sum is
+        to be divided by.
+
+        It may be written as ``aggregate(tensors)`` instead, which adds up decoded tensors, one per rank; and may be
+        called so."""
         out = kernels_of(out).zero(out)
         for place, payload in enumerate(payloads):
             with payload_of(place):
-                out = self.accumulate(payload, ctx, out, 1.0 / count)
+                out = self.accumulate(payload, ctx, out, 1.0 / count if self.average else 1.0)
         return out
+
+    def combined(self, tensors: Sequence[Tensor]) -> Tensor:
+        """What decoded tensors, one per rank, add up to."""
+        return sum(tensors)
 
     def answering(self) -> "Compressor":
         """The method that a destination compresses the mean with, which goes back to all: this one."""

@@ -3,12 +3,13 @@
 import copy
 from typing import Any, ClassVar
 
-from grace.core.component import Component
 from grace.core.compressor import Compressor, Payload, Tensor
+from grace.core.kept import Keeping, Kept
 
 
-class Memory(Component):
-    """Error feedback. Write ``compensate`` and ``update``; keep what you remember in ``self.state[name]``.
+class Memory(Keeping):
+    """Error feedback. Write ``compensate``, and ``update`` to learn what a payload left out; keep what you remember in
+    ``self.state[name]``, or in dicts by name (``self.residuals = {}``), which become the same.
 
     Writes to ``self.state`` take effect at the end of the step, and only if no rank's gradient
     overflowed, so a memory never has to look for NaN.
@@ -42,8 +43,7 @@ class Memory(Component):
         """Remember what ``payload`` left out of ``tensor`` (the compensated one).
 
         It runs while the payload is in flight, and ``tensor`` may be overwritten.
-        For methods of several rounds it runs after them, with the aggregated payload."""
-        raise TypeError(f"{type(self).__name__} must define update(tensor, name, compressor, payload, ctx)")
+        For methods of several rounds it runs after them, with the aggregated payload. It may be left out."""
 
     def answering(self) -> "Memory":
         """The memory of a destination's answers (a mean that is compressed once more): a copy of this one."""
@@ -56,4 +56,5 @@ class Memory(Component):
 
     def rescale(self, factor: float) -> None:
         """The loss scale changed by ``factor``: bring what is remembered into the new units."""
-        self.state.map(lambda value: value * factor)
+        for state in (self.state, *(part.state for part in self.whole().values() if isinstance(part, Kept))):
+            state.map(lambda value: value * factor)

@@ -50,6 +50,10 @@ class State(MutableMapping[str, Any]):
     def __repr__(self) -> str:
         return f"State(kept={sorted(self._kept)}, staged={sorted(self._staged)})"
 
+    def changed(self, name: str) -> bool:
+        """Whether it was written since the last commit."""
+        return name in self._staged
+
     @property
     def kept(self) -> dict[str, Any]:
         """What was committed, as a dict of its own."""

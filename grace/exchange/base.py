@@ -7,7 +7,8 @@ from typing import Any
 
 from grace.core import watch
 from grace.core.backend import Backend, Handle
-from grace.core.compressor import Tensor
+from grace.core.compressor import Compressor, Tensor
+from grace.core.ported import check_decodes
 from grace.core.waiting import waiting
 from grace.errors import ExchangeError, GraceError, PayloadError
 from grace.exchange.bucket import Contribution, Outcome
@@ -39,6 +40,8 @@ class Exchange(Refusing, Judging):
         self.kernels = kernels_of(gradients[0])
         self.handle: Any = None
         self.round, self.sizing, self.concatenated = 1, False, False
+        self.comparing = self.traits.fixed_size is None and (bucket.compares or not bucket.compared)
+        """Whether nobody said that payloads are of equal sizes, and they are to be compared first."""
         self.collectives = 0
         self.traced: Any = None
         self.over: Any = None
@@ -62,6 +65,11 @@ class Exchange(Refusing, Judging):
             self._send(first, inputs, began)
             return
         self.encoded = recorder.each("compress", self.names, self.compressor.compress, inputs)
+        if (
+            self.bucket.wire is None and type(self.compressor).accumulate is Compressor.accumulate
+        ):  # it may be anybody's
+            for x, (payload, ctx), name in zip(inputs, self.encoded, self.names, strict=True):
+                check_decodes(self.compressor, payload, ctx, x, name)
         self._send([payload for payload, _ in self.encoded], inputs, began)
         began = time.perf_counter()
         recorder.each("update", self.names, self._update, inputs, self.encoded)
@@ -84,18 +92,31 @@ class Exchange(Refusing, Judging):
             buffer = self._packed(self._predivided(payloads), inputs)
         self._count(self.wire, buffer)
         self.traffic.codec_seconds += time.perf_counter() - began
-        if self.traits.fixed_size or self.communicator.sums:
-            self._launch(self.communicator.communicate, buffer)
-            return
-        sizes = self.kernels.full(self.wire.sizes(), "int64", buffer)
-        self.traffic.header_bytes += self.kernels.nbytes(sizes)
         backend = self.communicator.backend
+        if not self.comparing and (not self.traits.varies or self.communicator.sums):
+            self._go()
+            return
+        sizes = self.kernels.full(self.laid_out.marks() if self.comparing else self.wire.sizes(), "int64", buffer)
+        self.traffic.header_bytes += self.kernels.nbytes(sizes)
+        if self.comparing:
+            self.sizing = True
+            self._launch(backend.allgather, sizes)
+            return
         if backend.concatenates and self.communicator.gathers:  # the engine takes care of the lengths
             self.concatenated = True
             self._launch(backend.concatenate, self.kernels.join([self.kernels.to_bytes(sizes), buffer]))
         else:  # first the sizes of all ranks' payload tensors; advance() goes on with the payloads
             self.sizing = True
             self._launch(backend.allgather, sizes)
+
+    @property
+    def laid_out(self) -> Wire:
+        """The layout of this rank's payloads."""
+        return self.wire
+
+    def _go(self) -> None:
+        """Start the collective of what was packed."""
+        self._launch(self.communicator.communicate, self.bucket.buffer)
 
     def _predivided(self, payloads: list[Any]) -> list[Any]:
         """Payloads that the engine sums, in the range that the user wants for the sum."""
@@ -115,7 +136,10 @@ class Exchange(Refusing, Judging):
 
     def _packed(self, payloads: list[Any], inputs: list[Tensor] | None) -> Tensor:
         """The wire's buffer: the payloads, and statuses that say what is in the inputs."""
-        sums = self.communicator.sums
+        return self._filled(payloads, self._marks(payloads, inputs))
+
+    def _marks(self, payloads: list[Any], inputs: list[Tensor] | None) -> list[Any]:
+        """The statuses of the inputs; of none where they are not a first round's."""
         if inputs is not None and (not self.traits.carries_nonfinite or self.communicator.delayed):
             kept = self.communicator.stateful
             self.sound = [
@@ -123,11 +147,16 @@ class Exchange(Refusing, Judging):
                 for here, x, payload in zip(self.present, inputs, payloads, strict=True)
             ]
         finite = [True] * len(payloads) if inputs is None else self.sound
-        marks = [mark(here, ok, sums) for here, ok in zip(self.present, finite, strict=True)]
-        reusable = self.traits.fixed_size and self.traits.rounds == 1
-        if self.bucket.wire is None or not reusable:
+        return [mark(here, ok, self.communicator.sums) for here, ok in zip(self.present, finite, strict=True)]
+
+    def _filled(self, payloads: list[Any], marks: list[Any]) -> Tensor:
+        reusable = not self.traits.varies and self.traits.rounds == 1
+        if self.bucket.wire is None or not reusable or self.comparing:
             # what a method of several rounds receives may live on in its state: it gets buffers of its own
-            self.bucket.wire, self.bucket.buffer = Wire(self.kernels, payloads, sums, self.room), None
+            wire = Wire(self.kernels, payloads, self.communicator.sums, self.room)
+            self.bucket.wire, self.bucket.buffer = wire, None
+        else:
+            self._check_sizes(payloads)
         self.wire = self.bucket.wire
         self.bucket.buffer = self.wire.pack(payloads, marks, self.bucket.buffer, self.own_place())
         return self.bucket.buffer
@@ -185,6 +214,11 @@ class Exchange(Refusing, Judging):
             self.traced.end()
             self.traced = None
 
+    @property
+    def blocks(self) -> bool:
+        """Whether who awaits it must block: there is nothing of the engine's to await instead."""
+        return not self.handle.works
+
     def advance(self) -> bool:
         """Start the next dependent collective; False if there is none (left)."""
         if self.sizing:
@@ -205,6 +239,8 @@ class Exchange(Refusing, Judging):
         """All ranks' sizes are known: send the payloads, padded with zeros to the longest wire; False if they cannot
         be, which all ranks see."""
         self.wait()
+        if self.comparing:
+            return self._send_compared()
         try:
             self.layouts = [self._layout(rank, sizes) for rank, sizes in enumerate(self.handle.result())]
         except PayloadError as error:

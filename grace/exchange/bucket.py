@@ -63,6 +63,10 @@ class Bucket:
     """What the engine calls its collectives, the same on every rank."""
     carries: bool = True
     """Whether its wires carry the ranks' places; one bucket of a step does."""
+    compared: bool = False
+    """Whether all ranks' payloads were found to be of equal sizes, where nobody said that they are."""
+    compares: bool = False
+    """Whether they are compared in every step: those of a graph are all alike."""
 
     def describe(self) -> str:
         """For messages: the bucket's number, first and last variable, and its communicator."""

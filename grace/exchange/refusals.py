@@ -4,11 +4,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from grace.core.compressor import Tensor
-from grace.errors import PayloadError, payload_of
+from grace.errors import ExchangeError, PayloadError, payload_of
 from grace.exchange.wire import REFUSED, Wire
 
 MOST_BYTES, MOST_BYTES_PER_ELEMENT = 1 << 20, 64
 """What a payload may take, whatever the method: sizes that come off the wire may be anything."""
+VARIES = (
+    "Where that depends on the data the compressor must say so: traits = Traits(..., fixed_size=False), or "
+    "tensors_size_are_same=False"
+)
 
 
 class Refusing:
@@ -25,6 +29,10 @@ class Refusing:
     kernels: Any
     names: list[str]
     wire: Any
+    handle: Any
+    sizing: bool
+    comparing: bool
+    _go: Callable[[], None]
     refusal: PayloadError | None = None
     """Why nothing can come of this any more."""
     refused: str | None = None
@@ -68,6 +76,37 @@ class Refusing:
                     f"rank {context.rank} of {context.size}: rank {rank} could not decode what it was sent of "
                     f"{self.names[list(told).index(REFUSED)]!r} at step {context.step}; its own error says more"
                 )
+
+    def _check_sizes(self, payloads: Sequence[Any]) -> None:
+        """Refuse payloads that are laid out otherwise than at the first step, before they are sent."""
+        before = iter(zip(self.bucket.wire.lengths, self.names, payloads, strict=True))
+        shapes = iter(self.bucket.wire.shapes)
+        for length, name, payload in before:
+            was, now = [next(shapes) for _ in range(length)], [tuple(tensor.shape) for tensor in payload]
+            if was != now:
+                raise ExchangeError(
+                    f"{self.compressor.spec}: the payload of {name!r} has the shapes {now} at step "
+                    f"{self.communicator.context.step}, and had {was} at the first. {VARIES}"
+                )
+
+    def _send_compared(self) -> bool:
+        """All ranks have told how their payloads are laid out: send them if that is alike; False if not, which all
+        ranks see."""
+        told = [self.kernels.to_list(marks) for marks in self.handle.result()]
+        self.sizing = self.comparing = False
+        for rank, theirs in enumerate(told):
+            if theirs != told[0]:
+                i = next(i for i, (a, b) in enumerate(zip(told[0], theirs, strict=True)) if a != b) // 2
+                first, other = told[0][2 * i], theirs[2 * i]
+                sizes = "other shapes" if first == other else f"{first:.0f} bytes on rank 0, and {other:.0f}"
+                self.bucket.wire = None
+                self.refusal = PayloadError(
+                    f"{self.compressor.spec}: the payload of {self.names[i]!r} has {sizes} on rank {rank}. {VARIES}"
+                )
+                return False
+        self.bucket.compared = True
+        self._go()
+        return True
 
     def _layout(self, rank: int, sizes: Tensor) -> Wire:
         """The layout of a rank's wire, by the sizes that it sent."""

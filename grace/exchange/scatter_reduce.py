@@ -25,7 +25,8 @@ class Sharded(Compressor):
         """Those of the inner compressor."""
         return self.inner.traits
 
-    def compress(self, tensor: Tensor, name: str) -> tuple[list[Payload], Any]:
+    def compressed(self, tensor: Tensor, name: str) -> tuple[list[Payload], Any]:
+        """A payload per shard, and what decodes them."""
         flat = kernels_of(tensor).flat(tensor)
         cuts = equal_bounds(flat.shape[0], self.shards)
         coded = [self.inner.compress(flat[a:b], f"{name}/shard_{j}") for j, (a, b) in enumerate(cuts)]
@@ -57,7 +58,7 @@ class ScatterReduceExchange(Exchange):
         size, k = self.communicator.context.size, self.kernels
         self.sharded = Sharded(self.compressor, size)
         inputs = recorder.each("compensate", self.names, self._compensated, gradients)
-        self.encoded = recorder.each("compress", self.names, self.sharded.compress, inputs)
+        self.encoded = recorder.each("compress", self.names, self.sharded.compressed, inputs)
         with recorder.phase("pack", bucket=self.bucket):
             kept = self.memory.stateful
             self.sound = [

@@ -15,10 +15,10 @@ from typing import Any
 
 from grace.core.compressor import Compressor, Payload, Tensor, Traits
 from grace.core.memory import Memory
+from grace.core.ported import ITEM_SIZE
 from grace.core.state import State
 from grace.errors import ConfigError, payload_of
 from grace.exchange.sparse_rows import NOTHING
-from grace.exchange.wire import ITEM_SIZE
 from grace.kernels import kernels_of
 from grace.kernels.checks import check_count, check_range
 from grace.memories.none import NoMemory
@@ -66,7 +66,7 @@ class RowCompressor(Compressor):
 
     def _layout(self, payload: Payload) -> list[tuple[str, tuple[int, ...]]]:
         """Dtypes and shapes; a first dimension of -1 stands for as many as there are."""
-        k, fixed = kernels_of(payload[0]), self.inner.traits.fixed_size
+        k, fixed = kernels_of(payload[0]), not self.inner.traits.varies
         return [(k.dtype(p), tuple(p.shape) if fixed else (-1, *p.shape[1:])[: len(p.shape)]) for p in payload]
 
     def aggregate(self, payloads: Sequence[Payload], ctx: Any, out: Tensor, count: float) -> Tensor:

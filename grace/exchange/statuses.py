@@ -31,6 +31,7 @@ class Judging:
     traits: Any
     wire: Any
     _wires: Any
+    refusal: PayloadError | None
     astray: str = ""
     """Why the ranks cannot go on together; empty if they can."""
     unlike: bool = False
@@ -85,6 +86,8 @@ class Judging:
 
     def glance(self) -> None:
         """Compare the places that came; nothing else that came counts."""
+        if self.refusal:  # none came
+            return
         with contextlib.suppress(PayloadError):
             wires = self._wires()  # which knows the layouts only once they came
             self.look(self.layouts, wires)

@@ -14,10 +14,12 @@ each rank has elements of its own, in which all others write 0, and the sum is a
 
 import copy
 import math
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
 from grace.core.compressor import Payload, Tensor
+from grace.core.ported import ITEM_SIZE
 from grace.errors import ConfigError, PayloadError
 from grace.kernels import Kernels
 
@@ -27,12 +29,6 @@ MISSING, PRESENT, OVERFLOW, REFUSED = 0, 1, 2, 3
 LARGEST = 2.0**95
 """Of a finite tensor that a memory learns from: what a payload leaves out of it is finite, though methods may decode to
 2^31 times as much (random-k, unbiased) and sums over ranks to more."""
-ITEM_SIZE = {
-    **dict.fromkeys(("float64", "int64"), 8),
-    **dict.fromkeys(("float32", "int32"), 4),
-    **dict.fromkeys(("float16", "bfloat16", "int16"), 2),
-    **dict.fromkeys(("uint8", "int8"), 1),
-}
 
 
 def mark(present: bool, finite: Any, sums: bool) -> Any:
@@ -119,6 +115,13 @@ class Wire:
     def sizes(self) -> list[int]:
         """The first dimension of every payload tensor: what may differ between ranks; 1 of a 0-d one."""
         return [shape[0] if shape else 1 for shape in self.shapes]
+
+    def marks(self) -> list[int]:
+        """By which ranks compare their layouts: of each payload its bytes, and a digest of dtypes and shapes."""
+        rest, found = iter(zip(self.dtypes, self.shapes, strict=True)), []
+        for nbytes, length in zip(self.payload_bytes, self.lengths, strict=True):
+            found += [nbytes, zlib.crc32(repr([next(rest) for _ in range(length)]).encode())]
+        return found
 
     def resized(self, sizes: Sequence[float], most: float = math.inf) -> "Wire":
         """The layout of another rank's buffer, from its :meth:`sizes`; ``most`` is the bytes it may have.

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grace.core.backend import Backend
+from grace.core.kept import Keeping
 from grace.core.variable import unwrapped
 from grace.errors import ConfigError, ExchangeError, RankError
 from grace.exchange.sparse_rows import SparseRows
@@ -47,6 +48,7 @@ def save(exchanger: Exchanger) -> dict[str, Any]:
 
 def _saved(exchanger: Exchanger) -> dict[str, Any]:
     check_settled(exchanger)
+    _say_unsaved(exchanger)
     context = exchanger.context
     pending = exchanger.pending()  # first: what is on its way may still change what a destination keeps
     return {
@@ -64,6 +66,20 @@ def _saved(exchanger: Exchanger) -> dict[str, Any]:
         "state": exchanger.state(),
         "pending": [{name: plain(value) for name, value in step.items()} for step in pending],
     }
+
+
+def _say_unsaved(exchanger: Exchanger) -> None:
+    """Warn once of what users' parts keep elsewhere than in their state."""
+    for communicator in exchanger.communicators:
+        for part in communicator.whole().values():
+            attributes = part.unsaved() if isinstance(part, Keeping) else []
+            if attributes:
+                warnings.warn(
+                    f"the {part.kind} {part.spec} keeps something in its attribute {', '.join(attributes)} that is not "
+                    "saved, nor taken back when a step overflows: keep it in self.state[name], as a tensor, a number, "
+                    "or a dict of these",
+                    stacklevel=5,
+                )
 
 
 def check_settled(exchanger: Any) -> None:

@@ -136,6 +136,8 @@ class Exchanger:
             self._bind(self.hierarchy.backend)
         elif self.channel is not self.backend:
             self._bind(self.channel)
+        for bucket in self.buckets:
+            bucket.compared = False
         for communicator in self.communicators:
             communicator.open(self)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from grace.communicators.base import Communicator
 from grace.core.backend import Backend
 from grace.core.context import Context
+from grace.core.kept import Keeping
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.session.agreement import agree
@@ -56,6 +57,10 @@ def build_exchanger(
             check(communicator)
         exchanger = Exchanger(found, shards, backend, context, plan.name, hierarchical)
         exchanger.claim()
+        for communicator in exchanger.communicators:
+            for part in communicator.whole().values():
+                if isinstance(part, Keeping):
+                    part.look()
         _check_delays(exchanger, later)
         exchanger.settings = list(settings)
     except Exception as raised:

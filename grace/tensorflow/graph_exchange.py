@@ -213,6 +213,8 @@ class GraphRun(Run):
                 self._receive(bucket, received)
                 with self.computing(), backend.recording() as operations:
                     self.running[bucket.index].advance()
+                    if self.running[bucket.index].refusal:  # as on all ranks
+                        raise self.running[bucket.index].refusal
                 self.operations[bucket.index] = operations
                 return self._sent(operations)
 
@@ -254,6 +256,7 @@ class GraphRun(Run):
     def _rehearse(self, bucket: Bucket) -> list[list[Any]]:
         backend: Any = self.exchanger.backend
         sent, communicator = backend.sent_bytes, bucket.communicator
+        bucket.compares = True
         zeros = [self.session.inside(_zeros(variable)) for variable in bucket.variables]
         stateful = self.exchanger.stateful
         plan = []

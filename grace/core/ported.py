@@ -1,0 +1,116 @@
+"""How compressors are called, whichever contract they are written to: Grace's, or that of the original GRACE.
+
+Wrapped around the methods that a class defines, so that the exchange, memories and users' own calls get the same.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from grace.errors import ConfigError, PayloadError, payload_of
+from grace.kernels import kernels_of
+from grace.kernels.contract.primitives import FLOATS
+
+ITEM_SIZE = {
+    **dict.fromkeys(("float64", "int64"), 8),
+    **dict.fromkeys(("float32", "int32"), 4),
+    **dict.fromkeys(("float16", "bfloat16", "int16"), 2),
+    **dict.fromkeys(("uint8", "int8"), 1),
+}
+"""What payload tensors may be of, and the bytes of an element."""
+
+
+def encoding(compress: Callable[..., Any]) -> Callable[..., Any]:
+    """``compress(tensor, name)`` that gets float32 unless the method is exact, and returns a list of tensors and ctx.
+
+    Raises:
+        ConfigError: it cannot be compressed, or what came of it is no payload; the message names the variable.
+    """
+
+    @functools.wraps(compress)
+    def encoded(self: Any, tensor: Any, name: str) -> tuple[list[Any], Any]:
+        kernels = kernels_of(tensor)
+        dtype = kernels.dtype(tensor)
+        if dtype != "float32" and not self.traits.exact:
+            if dtype not in FLOATS:
+                raise self.refuse(f"cannot compress {name!r}, which is of dtype {dtype}: cast it to float32 first")
+            tensor = kernels.cast(tensor, "float32")
+        given = compress(self, tensor, name)
+        if not isinstance(given, (tuple, list)) or len(given) != 2:
+            raise self.refuse(f"compress() of {name!r} must return two things, (payload, ctx), not {_said(given)}")
+        return _payload(self, given[0], name), given[1]
+
+    return encoded
+
+
+def _payload(compressor: Any, given: Any, name: str) -> list[Any]:
+    """The payload as a list; a single tensor is one of itself."""
+    payload = list(given) if isinstance(given, (list, tuple)) else [given]
+    if not payload:
+        raise compressor.refuse(
+            f"the payload of {name!r} is empty, so that nothing would be sent. A method that reduces something itself "
+            "yields that in exchange() instead, and says traits.rounds"
+        )
+    for tensor in payload:
+        try:
+            dtype = kernels_of(tensor).dtype(tensor)
+        except TypeError:
+            raise compressor.refuse(f"the payload of {name!r} holds {_said(tensor)}, which is no tensor") from None
+        if dtype not in ITEM_SIZE:
+            raise compressor.refuse(
+                f"the payload of {name!r} holds a tensor of dtype {dtype}; what travels is of {', '.join(ITEM_SIZE)}"
+            )
+    return payload
+
+
+def _said(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def aggregating(aggregate: Callable[..., Any]) -> Callable[..., Any]:
+    """``aggregate(payloads, ctx, out, count)`` that may also be called with decoded tensors alone, GRACE's way, and of
+    which a class may define that form alone."""
+    ported = len(inspect.signature(aggregate).parameters) == 2
+
+    @functools.wraps(aggregate)
+    def aggregated(self: Any, payloads: Any, *more: Any, **named: Any) -> Any:
+        if ported:
+            return (
+                _by_tensors(self, aggregate, payloads, *more, **named) if more or named else aggregate(self, payloads)
+            )
+        return aggregate(self, payloads, *more, **named) if more or named else self.combined(payloads)
+
+    return aggregated
+
+
+def _by_tensors(compressor: Any, aggregate: Callable[..., Any], payloads: Any, ctx: Any, out: Any, count: float) -> Any:
+    """What ``aggregate(tensors)`` makes of the payloads, written into ``out``: divided, if it is to be a mean."""
+    decoded = []
+    for place, payload in enumerate(payloads):
+        with payload_of(place):
+            decoded.append(check_shape(compressor.decompress(payload, ctx), out))
+    total = check_shape(aggregate(compressor, decoded), out, "aggregate()")
+    return kernels_of(out).divide(out, total, count if compressor.average else 1)
+
+
+def check_shape(value: Any, out: Any, what: str = "decompress()") -> Any:
+    """The value, if it has the shape of ``out``; a graph may not know that.
+
+    Raises:
+        PayloadError: it has another one, and would be broadcast.
+    """
+    got, wanted = tuple(getattr(value, "shape", ("none",))), tuple(out.shape)
+    if got != wanted and None not in (*got, *wanted):
+        raise PayloadError(f"{what} gave a tensor of shape {got}, where {wanted} is wanted")
+    return value
+
+
+def check_decodes(compressor: Any, payload: Any, ctx: Any, tensor: Any, name: str) -> None:
+    """Refuse a compressor that decodes its own payload to another shape, before anything is sent."""
+    try:
+        check_shape(compressor.decompress(payload, ctx), tensor)
+    except PayloadError as error:
+        raise ConfigError(
+            f"{compressor.spec}: {error} for {name!r}. It must return a tensor of the shape that compress() was given"
+        ) from None

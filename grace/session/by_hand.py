@@ -1,6 +1,7 @@
 """A communicator that the user calls by hand, GRACE's way: its steps, outside of any optimizer."""
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ from grace.session.exchanger import Exchanger
 from grace.session.setup import build_exchanger
 from grace.session.sharding import Shard
 
+_joined = itertools.count(1)
+"""Counts communicators that join a run, which they do in one order on all ranks."""
 FORM = "tensors, step by step"
 """What a saved state says that it is of."""
 
@@ -71,6 +74,8 @@ class ByHand:
         self.exchanger: Exchanger | None = None
         self.buckets: dict[tuple[str, ...], Bucket] = {}
         self.begun: list[Begun] = []
+        self.number = 0
+        """Of this communicator in the run: several exchanges are under way at once, and some engines go by names."""
 
     @property
     def communicator(self) -> Communicator:
@@ -177,9 +182,10 @@ class ByHand:
             lr=lambda name: 1.0 if communicator.lr is None else communicator.lr,
             calls=BY_HAND,
         )
-        plan = AsGiven(communicator)
+        plan, self.number = AsGiven(communicator), next(_joined)
         exchanger = build_exchanger(variables, lambda: plan, backend, context, [("called", "by hand")], check)
         (bucket,) = exchanger.buckets
+        self._name(bucket)
         free = weakref.WeakMethod(self.free)
         backend.at_shutdown(lambda: (free() or bool)())
         return exchanger, bucket
@@ -198,7 +204,12 @@ class ByHand:
             error = raised
         step = ("the number of steps", str(exchanger.context.step))
         agree(exchanger.backend, [step, *((f"the tensor {v.name!r}", v.describe()) for v in found)], error)
-        return _extend(exchanger, AsGiven(self.communicator).shards(found))
+        bucket = _extend(exchanger, AsGiven(self.communicator).shards(found))
+        self._name(bucket)
+        return bucket
+
+    def _name(self, bucket: Bucket) -> None:
+        bucket.label = f"grace.hand{self.number}.{bucket.index}"
 
     def free(self) -> None:
         """Leave the run: nothing is remembered of it."""

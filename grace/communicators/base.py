@@ -17,6 +17,7 @@ from grace.errors import ConfigError
 from grace.exchange.background import ExchangeThread
 from grace.exchange.base import Exchange
 from grace.exchange.bucket import Contribution
+from grace.exchange.by_variable import ByVariable
 
 
 class Nodes(Protocol):
@@ -53,7 +54,8 @@ class Run(Protocol):
 
 
 class Communicator(Component):
-    """Composes a compressor and a memory, and moves payloads. Write ``communicate``.
+    """Composes a compressor and a memory, and moves payloads. Write ``communicate``, or else ``send_receive``, or else
+    ``async_send`` and ``wait_receive``.
 
     ``communicate(wire) -> Handle``: start sending the 1-d tensor ``wire`` and receiving what the
     aggregate is made of; the handle's result is a list of tensors like ``wire`` whose decoded sum is
@@ -62,13 +64,16 @@ class Communicator(Component):
     ``sums`` says which: with ``sums = True`` the wire has the payload's own dtype and the engine adds
     it up, so the compressor's payload must be summable; otherwise it is bytes (uint8).
 
+    The others are GRACE's contract: they are called for each variable, with its payload, a list of tensors, decode and
+    aggregate what came, and return the mean. They may be called with ``ctx`` and ``name`` in any order.
+
     Args:
         compressor: a compressor, or its spec.
         memory: a memory or its spec; the compressor's default if left out.
         world_size: how many ranks will take part, for those who write it as in GRACE; checked when they begin.
 
     Raises:
-        ConfigError: the parts do not go together; the message names what does.
+        ConfigError: the parts do not go together; the message names what does. Or the class defines none of these.
 
     >>> from grace.communicators import Allgather
     >>> Allgather("topk(ratio=0.01)").describe()
@@ -84,13 +89,17 @@ class Communicator(Component):
     hand: ClassVar[Callable[["Communicator"], Hand]]
     """What makes its steps by hand, which lies above."""
     _by_hand: Hand | None = None
-    world_size: int | None = None
-    """How many ranks it was made for, if somebody said so."""
+    made_for: int | None = None
+    """How many ranks, if somebody said so."""
     lr: float | None = None
     """The learning rate, for memories that follow it, where steps are called by hand."""
+    world_size: int = 1
+    """How many ranks take part, as GRACE calls it."""
 
     def __init__(self, compressor: Any = "none", memory: Any = None, world_size: int | None = None):
-        self.world_size = world_size
+        self.made_for = world_size
+        self.by_variable = _way_of(type(self)) in (("send_receive",), BOTH)
+        """Whether it moves payloads one by one."""
         self.compressor: Compressor = make("compressor", compressor)
         traits = self.compressor.traits
         self.memory: Memory = make("memory", traits.memory if memory is None else memory)
@@ -101,6 +110,24 @@ class Communicator(Component):
     def communicate(self, wire: Tensor) -> Handle:
         """Start the collective for this rank's ``wire``; see the class."""
         raise TypeError(f"{type(self).__name__} must define communicate(wire)")
+
+    def send_receive(self, tensors: list[Tensor], ctx: Any, name: str) -> Tensor:
+        """Exchange one variable's payload, and return the mean of what all ranks' decode to; may block. All ranks call
+        it for the same variables in the same order, at the end of the step."""
+        raise TypeError(f"{type(self).__name__} must define send_receive(tensors, ctx, name)")
+
+    def async_send(self, tensors: list[Tensor], name: str) -> Any:
+        """Start to exchange one variable's payload; returns what :meth:`wait_receive` takes."""
+        raise TypeError(f"{type(self).__name__} must define async_send(tensors, name)")
+
+    def wait_receive(self, handles: Any, ctx: Any, name: str) -> Tensor:
+        """Await what :meth:`async_send` has started, and return the mean."""
+        raise TypeError(f"{type(self).__name__} must define wait_receive(handles, ctx, name)")
+
+    @property
+    def blocks(self) -> bool:
+        """Whether it moves payloads by ``send_receive``."""
+        return _way_of(type(self)) == ("send_receive",)
 
     @classmethod
     def parameters(cls) -> dict[str, Any]:
@@ -168,10 +195,10 @@ class Communicator(Component):
         Traceback (most recent call last):
         grace.errors.ConfigError: allgather: it was made for world_size=4, and the run has 2 ranks. Leave world_size out
         """
-        if self.world_size not in (None, size):
+        if self.made_for not in (None, size):
             ranks = f"{size} rank{'s' * (size > 1)}"
             raise self.refuse(
-                f"it was made for world_size={self.world_size!r}, and the run has {ranks}. Leave world_size out"
+                f"it was made for world_size={self.made_for!r}, and the run has {ranks}. Leave world_size out"
             )
 
     @property
@@ -181,7 +208,7 @@ class Communicator(Component):
 
     def begin(self, contribution: Contribution) -> Exchange:
         """Start the exchange of a bucket."""
-        return Exchange(contribution)
+        return ByVariable(contribution) if self.by_variable else Exchange(contribution)
 
     @property
     def delayed(self) -> bool:
@@ -223,7 +250,7 @@ class Communicator(Component):
         """Join a run: hand the context to both parts and remember the engine."""
         super().bind(context)
         if backend is not None:
-            self.backend = backend
+            self.backend, self.world_size = backend, backend.size
 
     def describe(self) -> str:
         """Communicator, compressor and memory as specs."""
@@ -312,6 +339,38 @@ class Communicator(Component):
             RankError: it was refused on another rank, or the ranks load different ones.
         """
         self.by_hand.load_state_dict(state, memory)
+
+
+BOTH = ("async_send", "wait_receive")
+WAYS = (("begin",), ("communicate",), ("send_receive",), BOTH)
+"""How a class may say how payloads move; what its nearest base says holds."""
+
+
+def _way_of(cls: type[Communicator]) -> tuple[str, ...]:
+    """Which of the ways a class defines.
+
+    Raises:
+        ConfigError: none, or one that does not go with another.
+    """
+    bases = cls.__mro__[: cls.__mro__.index(Communicator)]
+    for base in bases:
+        for way in WAYS:
+            if not any(name in vars(base) for name in way):
+                continue
+            lacking = [name for name in way if getattr(cls, name) is getattr(Communicator, name)]
+            if lacking:
+                raise ConfigError(f"{cls.__name__} defines one of {' and '.join(way)}, and lacks {lacking[0]}()")
+            if way in WAYS[2:] and (cls.sums or cls.begin is not Communicator.begin):
+                raise ConfigError(
+                    f"{cls.__name__} defines {way[0]}(), and its base moves whole buckets: derive it from "
+                    "grace.Communicator"
+                )
+            return way
+    raise ConfigError(
+        f"{cls.__name__} does not say how payloads move: define communicate(wire), which starts moving a whole bucket, "
+        "or send_receive(tensors, ctx, name), or async_send(tensors, name) and wait_receive(handles, ctx, name), which "
+        "move one variable's payload"
+    )
 
 
 def build_communicator(compressor: Any, memory: Any, communicator: Any) -> Communicator:

@@ -217,7 +217,7 @@ class Session:
         given = [self._entering(i, gradient) for i, gradient in enumerate(gradients)]
         number = 0 if updates is None else tf.cast(updates, tf.int64) % CYCLE  # which a float32 holds
         rate = tf.stack([tf.cast(1.0 if lr is None else lr, tf.float32), tf.cast(number, tf.float32)])
-        if tf.executing_eagerly() and not self.backend.pairs_by_name:
+        if tf.executing_eagerly() and self._driven(exchanger):
             return self._leaving(HostRun(self, exchanger, present).run(given, rate))
         if not tf.executing_eagerly():
             return self._in_graph(given, present, rate)
@@ -229,9 +229,13 @@ class Session:
 
     def _in_graph(self, given: list[Any], present: tuple[bool, ...], rate: tf.Tensor) -> list[Mean]:
         assert self.exchanger is not None
-        run = GraphRun if self.backend.pairs_by_name else HostRun
+        run = HostRun if self._driven(self.exchanger) else GraphRun
         means = run(self, self.exchanger, present).in_graph(given, rate)
         return [Mean(*self._typed(i, value, found)) for i, (value, found) in enumerate(means)]
+
+    def _driven(self, exchanger: Exchanger) -> bool:
+        """Whether Python starts one collective after the other."""
+        return not self.backend.pairs_by_name or any(c.by_variable for c in exchanger.communicators)
 
     def _entering(self, i: int, gradient: Any) -> Any:
         """A gradient as the exchange takes it: a tensor, or :class:`SparseRows`."""

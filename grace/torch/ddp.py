@@ -220,10 +220,11 @@ class DDPState:
                 raise
             return future_buffer
 
-        works = [work for exchange in exchanges for work in exchange.handle.works]
-        if not works:  # a communicator of the user's own, or a single process
-            for exchange in exchanges:
+        for exchange in exchanges:
+            if exchange.blocks:  # a communicator of the user's own, or a single process
                 exchange.wait()
+        works = [work for exchange in exchanges if not exchange.blocks for work in exchange.handle.works]
+        if not works:
             waited: torch.futures.Future = torch.futures.Future()
             waited.set_result(None)
             return waited.then(finish)

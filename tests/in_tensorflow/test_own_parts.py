@@ -13,7 +13,7 @@ tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 import grace
 from grace.core.variable import Variable
 from grace.exchange.bucket import Bucket
-from grace.tensorflow import Allgather, Compressor, Memory, Traits
+from grace.tensorflow import Allgather, Communicator, Compressor, Memory, Traits
 from grace.tensorflow.representation import Arrays, Tensors, medium_for
 from tests.support.pools import launched
 from tests.support.tensorflow_training import session_of
@@ -112,3 +112,74 @@ def test_means_that_a_loop_keeps_stay_as_they_were():
     assert [np.unique(mean.numpy()).tolist() for mean in kept] == [[0, 1], [0, 3], [0, 5]]
     assert (sent[0].tolist(), sent[1].tolist()) == (list(range(100)), list(range(100, 200)))
     grace.shutdown()
+
+
+class Gathering(Communicator):
+    """GRACE's all-gather for TensorFlow: ``send_receive(tensors, ctx)``."""
+
+    def send_receive(self, tensors, ctx):
+        gathered = [self.backend.allgather(tf.reshape(tensor, [-1])).wait() for tensor in tensors]
+        decoded = [self.compressor.decompress(list(payload), ctx) for payload in zip(*gathered, strict=True)]
+        return self.compressor.aggregate(decoded) / self.world_size
+
+
+def by_variable(graph):
+    w = tf.Variable(tf.zeros([40]))
+    gradients = [np.random.default_rng((n, grace.rank())).standard_normal(40).astype(np.float32) for n in range(3)]
+    exchange = grace.tensorflow.GradientExchange(communicator=Gathering(Int8(), Decaying()))
+    step = lambda gradient: exchange([gradient], [w])[0].value  # noqa: E731
+    run = tf.function(step, autograph=False) if graph else step
+    grc = Gathering(Int8(), Decaying())
+    found = [np.array(run(tf.constant(gradient))) for gradient in gradients]
+    return found, [np.array(grc.step(tf.constant(gradient), "w")) for gradient in gradients]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["horovodrun-gloo", "mpirun-mpi"])
+def test_a_communicator_of_graces_contract_is_carried_eagerly_and_in_graphs(engine):
+    for graph in (False, True):
+        for ways in launched(engine, 2, "tensorflow").run(by_variable, graph):
+            for found in ways:
+                for mine, theirs in zip(found, expected(), strict=True):
+                    np.testing.assert_allclose(mine, theirs, atol=1e-6)
+
+
+class Ported(Compressor):
+    """Sends as many as are positive, and does not say so; a single tensor."""
+
+    def compress(self, tensor, name):
+        return tf.boolean_mask(tensor, tensor > 0), tensor.shape
+
+    def decompress(self, payload, ctx):
+        return tf.fill(ctx, tf.reduce_sum(payload[0]))
+
+
+class Kept(Memory):
+    def __init__(self):
+        self.residuals = {}
+
+    def compensate(self, tensor, name):
+        self.residuals[name] = self.residuals[name] + tensor if name in self.residuals else tensor
+        return self.residuals[name]
+
+
+def ported():
+    exchange, w = (
+        grace.tensorflow.GradientExchange(communicator=Allgather(Ported(), Kept())),
+        tf.Variable(tf.zeros([4])),
+    )
+    run = tf.function(lambda gradient: exchange([gradient], [w])[0].value, autograph=False)
+    means = [run(tf.constant([1.0, -1.0, 1.0, -1.0])).numpy().tolist() for _ in range(2)]
+    with pytest.raises(tf.errors.OpError) as caught:
+        run(tf.constant([5.0] * 4 if grace.rank() else [-5.0] * 4))
+    return means, str(caught.value)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_sizes_that_nobody_announced_are_compared_in_graphs():
+    for means, said in launched("horovodrun-gloo", 2, "tensorflow").run(ported):
+        assert means == [[2.0] * 4, [4.0] * 4]
+        assert "the payload of 'Variable' has" in said
+        assert "fixed_size=False" in said

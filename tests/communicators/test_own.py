@@ -1,0 +1,214 @@
+"""Communicators of the user's own that move payloads variable by variable, by the original GRACE's contract."""
+
+import pytest
+import torch
+from torch import distributed as dist
+
+import grace
+from grace.torch import Communicator
+from tests.support.pools import launched
+from tests.support.training import Given, digest, distributed, made_up
+
+pytestmark = pytest.mark.ranks
+
+SHAPES = {"matrix": (40, 30), "kernel": (8, 5, 3, 3), "vector": (700,)}
+
+
+class Gathering(Communicator):
+    """GRACE's all-gather for torch.distributed: a collective for each tensor, in the order of its arguments."""
+
+    def send_receive(self, tensors, name, ctx):
+        assert isinstance(tensors, list)
+        gathered = []
+        for tensor in tensors:
+            of_ranks = [torch.empty_like(tensor) for _ in range(self.world_size)]
+            dist.all_gather(of_ranks, tensor)
+            gathered.append(of_ranks)
+        decoded = [self.compressor.decompress(payload, ctx) for payload in zip(*gathered, strict=True)]
+        total = self.compressor.aggregate(decoded)
+        return total / self.world_size if self.compressor.average else total
+
+
+class InPlace(Communicator):
+    """GRACE's all-reduce for Horovod: sums overwrite what was sent; started first, and awaited later."""
+
+    def async_send(self, tensors, name):
+        return [self.backend.allreduce(tensor.view(-1)) for tensor in tensors], tensors
+
+    def wait_receive(self, handles, ctx):
+        sums, tensors = handles
+        for handle in sums:
+            handle.wait()
+        total = self.compressor.decompress(tensors, ctx)
+        return total / self.world_size if self.compressor.average else total
+
+
+class ByBackend(Communicator):
+    """Any payload over any engine, with the backend's collectives."""
+
+    def async_send(self, tensors, name):
+        return [(self.backend.allgather(tensor.reshape(-1)), tensor.shape) for tensor in tensors]
+
+    def wait_receive(self, handles, ctx, name):
+        assert name in SHAPES
+        parts = [[part.view(shape) for part in handle.wait()] for handle, shape in handles]
+        decoded = [self.compressor.decompress(list(payload), ctx) for payload in zip(*parts, strict=True)]
+        return self.compressor.aggregate(decoded) / self.world_size
+
+
+def means(choose, steps=3):
+    """What an optimizer's steps, and steps by hand, make of the same gradients; and what is remembered."""
+    model = Given(SHAPES)
+    optimizer = distributed(model, communicator=choose(), optimizer=lambda p: torch.optim.SGD(p, 0.0))
+    grc, found = choose(), []
+    for step in range(steps):
+        given = made_up(SHAPES, step, grace.rank())
+        optimizer.zero_grad()
+        model.backward(given)
+        optimizer.step()
+        found.append([p.grad.clone() for p in model.parameters()])
+        begun = [grc.send_step(torch.tensor(given[name]), name) for name in SHAPES]
+        for one, mine in zip(begun, found[-1], strict=True):
+            torch.testing.assert_close(grc.receive_step(one), mine)
+    kept = digest(optimizer.state_dict()["grace"]["state"])
+    traffic = optimizer.traffic.payload_bytes
+    optimizer.close()
+    return found, kept, traffic
+
+
+def compared(own, spec, usual):
+    theirs = means(lambda: getattr(grace.torch, usual)(*spec))
+    mine = means(lambda: own(*spec))
+    for got, wanted in zip(mine[0], theirs[0], strict=True):
+        torch.testing.assert_close(got, wanted)
+    return mine[1] == theirs[1], mine[2] == theirs[2]
+
+
+@pytest.mark.parametrize(
+    ("own", "spec", "usual"),
+    [
+        (Gathering, ("topk(ratio=0.1)", "residual"), "Allgather"),
+        (Gathering, ("signsgd", "none"), "Allgather"),
+        (InPlace, ("randomk(ratio=0.1)", "residual"), "Allreduce"),
+        (InPlace, ("none", "none"), "Allreduce"),
+        (ByBackend, ("qsgd", "none"), "Allgather"),
+    ],
+)
+def test_it_gives_what_graces_own_communicator_does(two_ranks, own, spec, usual):
+    assert two_ranks.run(compared, own, spec, usual) == [(True, True)] * 2
+
+
+def test_it_works_over_every_engine(engine):
+    spec = ("topk(ratio=0.1)", "residual")
+    assert launched(engine, 2).run(compared, ByBackend, spec, "Allgather") == [(True, True)] * 2
+
+
+class Halving(Gathering):
+    """Halves what comes, so that one sees that it did."""
+
+    def send_receive(self, tensors, name, ctx):
+        self.calls = [*getattr(self, "calls", []), name]
+        return super().send_receive(tensors, name, ctx) / 2
+
+
+def uneven():
+    """Rank 1 has no gradient of one variable, no rank of another, and one of rank 1's overflows in the second step."""
+    model = Given({"a": (30, 20), "b": (400,), "c": (300,)})
+    optimizer = distributed(model, communicator=Halving("topk(ratio=0.5)", "residual"))
+    own = optimizer._grace.exchanger.communicators[0]
+    found = []
+    for spoilt in (False, True, False):
+        optimizer.zero_grad()
+        given = made_up({"a": (30, 20)}, 0, grace.rank())
+        if grace.rank() == 0:
+            given["b"] = [2.0] * 400
+        elif spoilt:
+            given["a"][0, 0] = float("inf")
+        before = digest(optimizer.state_dict()["grace"]["state"])
+        model.backward(given)
+        optimizer.step()
+        after = digest(optimizer.state_dict()["grace"]["state"])
+        found.append((before == after, bool(model.a.grad.isfinite().all()), model.b.grad.sum().item(), model.c.grad))
+    return found, own.calls
+
+
+def test_missing_gradients_and_overflows_are_told_beside_the_payloads(two_ranks):
+    for found, calls in two_ranks.run(uneven):
+        assert [(same, finite) for same, finite, *_ in found] == [(False, True), (True, False), (False, True)]
+        assert found[0][2] == 100  # 200 entries of 2, from one rank of two, halved
+        assert all(c is None for *_, c in found)
+        assert calls == 3 * ["a", "b", "c"]
+
+
+class Nothing(Communicator):
+    pass
+
+
+class Half(Communicator):
+    def async_send(self, tensors, name):
+        return tensors
+
+
+class Mixed(grace.torch.Allreduce):
+    def send_receive(self, tensors, ctx, name):
+        return tensors[0]
+
+
+def test_who_does_not_say_how_payloads_move_is_refused_when_it_is_made():
+    with pytest.raises(grace.ConfigError, match=r"Nothing does not say how payloads move: define communicate\(wire\)"):
+        Nothing("topk")
+    with pytest.raises(grace.ConfigError, match=r"one of async_send and wait_receive, and lacks wait_receive\(\)"):
+        Half("topk")
+    with pytest.raises(grace.ConfigError, match="its base moves whole buckets"):
+        Mixed("none")
+    with pytest.raises(grace.ConfigError, match="it needs several reductions"):
+        Gathering("powersgd")
+
+
+class Misshapen(Gathering):
+    def send_receive(self, tensors, name, ctx):
+        super().send_receive(tensors, name, ctx)
+        return self.wrong
+
+    wrong = None
+
+
+def wrongs():
+    said = []
+    for wrong in (None, torch.zeros(3)):
+        grc = Misshapen("none", "none")
+        grc.wrong = wrong
+        with pytest.raises(grace.ExchangeError) as caught:
+            grc.step(torch.ones(4), "w")
+        said.append(str(caught.value))
+        grc.wrong = torch.full((4,), 7.0)
+        assert grc.step(torch.ones(4), "w").tolist() == [7.0] * 4
+    return said
+
+
+def test_what_is_no_mean_is_refused_by_name(two_ranks):
+    for nothing, other in two_ranks.run(wrongs):
+        assert "Misshapen.send_receive() of 'w' at step 0: no kernels for builtins.NoneType" in nothing
+        assert "of 'w' at step 0: it gave a tensor of shape (3,), where (4,) is wanted" in other
+
+
+def hooked():
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(40, 30))
+    state = grace.torch.register_ddp_hook(model, communicator=Gathering("topk(ratio=0.5)", "residual"))
+    other = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(40, 30))
+    other.load_state_dict(model.state_dict())
+    usual = grace.torch.register_ddp_hook(other, communicator=grace.torch.Allgather("topk(ratio=0.5)", "residual"))
+    for step in range(2):
+        x = torch.randn(4, 40, generator=torch.Generator().manual_seed(10 * step + grace.rank()))
+        for each in (model, other):
+            each.zero_grad()
+            each(x).square().sum().backward()
+        for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad)
+    state.close()
+    usual.close()
+
+
+def test_it_serves_ddps_hook(two_ranks):
+    two_ranks.run(hooked)

@@ -50,9 +50,10 @@ def steps(parts, values, dtype):
     compressor, communicator, memory = parts
     runs = [known("communicator")[communicator](compressor, memory) for _ in range(2)]
     good = [torch.randn(4, SIZE // 4, generator=torch.Generator().manual_seed(5 * n + grace.rank())) for n in range(3)]
+    good = [values.to(dtype) for values in good]
     bad = torch.tensor(values[grace.rank()]).reshape(4, -1).to(dtype)
     for run in runs:
-        run.bind(grace.Context(rank=grace.rank(), size=grace.size()), grace.init())
+        run.lr = 1.0
     kept = lambda run: {kind: copied(part.state.kept) for kind, part in run.keepers.items()}  # noqa: E731
     for run in runs:
         run.step(good[0], "w")

@@ -33,7 +33,7 @@ def refused() -> list[str]:
     wrong, backend = [], grace.init()
     for method, communicator in (*METHODS, ("fp16", "scatter_reduce")):
         made = known("communicator")[communicator](method)
-        made.bind(grace.Context(rank=backend.rank, size=backend.size), backend)
+        made.step(ONES, "layer.w")
         for said, bad in REFUSED.items() if backend.rank else ():
             try:
                 made.step(bad(), "layer.w")
@@ -52,10 +52,9 @@ def test_what_is_no_dense_tensor_of_floats_is_refused_before_it_travels(two_rank
 
 def graphs() -> list[str]:
     """Methods whose state or answer holds on to a graph."""
-    held, backend = [], grace.init()
+    held = []
     for method, communicator in METHODS:
         made = known("communicator")[communicator](method)
-        made.bind(grace.Context(rank=backend.rank, size=backend.size), backend)
         answer = made.step(torch.nn.Parameter(ONES) * 2, "w")
         model = Given({"w": (6, 6)})
         optimizer = distributed(

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.ranks
 
 def joined(communicator):
     communicator.bind(grace.Context(rank=grace.rank(), size=grace.size()), grace.init())
+    communicator.lr = 1.0
     return communicator
 
 

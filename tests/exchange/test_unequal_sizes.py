@@ -34,8 +34,9 @@ def gradient(rank: int, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def exchange(kind: str, shape: tuple[int, ...]) -> tuple[np.ndarray, list[int]]:
-    communicator, backend = getattr(grace.torch, kind)(Positive()), grace.init()
-    communicator.bind(grace.Context(rank=grace.rank(), size=grace.size()), backend)
+    communicator = getattr(grace.torch, kind)(Positive())
+    communicator.step(gradient(grace.rank(), shape), "w")  # nothing is remembered of it
+    backend = communicator.backend
     calls, gather = [], backend.allgather
     backend.allgather = lambda tensor: calls.append(tensor.nbytes) or gather(tensor)
     value = communicator.step(gradient(grace.rank(), shape), "w").numpy()

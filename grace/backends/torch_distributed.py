@@ -64,29 +64,31 @@ class TorchBackend(Backend):
 
     def allgather(self, tensor: torch.Tensor) -> Handle:
         self.count((self.size - 1) * tensor.nbytes)
-        gathered = list(tensor.new_empty((self.size, tensor.numel())).unbind())
-        return self._handle(dist.all_gather(gathered, tensor, group=self.group, async_op=True), gathered, tensor)
+        raw = _known(tensor)
+        gathered = list(raw.new_empty((self.size, raw.numel())).unbind())
+        work = dist.all_gather(gathered, raw, group=self.group, async_op=True)
+        return self._handle(work, [part.view(tensor.dtype) for part in gathered], tensor)
 
     def alltoall(self, tensor: torch.Tensor) -> Handle:
         self.count((self.size - 1) / self.size * tensor.nbytes)
         received = torch.empty_like(tensor)
-        work = dist.all_to_all_single(received, tensor, group=self.group, async_op=True)
+        work = dist.all_to_all_single(_known(received), _known(tensor), group=self.group, async_op=True)
         return self._handle(work, list(received.view(self.size, -1).unbind()), tensor)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
         if root == self.rank:
             self.count((self.size - 1) * tensor.nbytes)
-        work = dist.broadcast(tensor, self._global(root), group=self.group, async_op=True)
+        work = dist.broadcast(_known(tensor), self._global(root), group=self.group, async_op=True)
         return self._handle(work, tensor, tensor)
 
     def gather(self, tensor: torch.Tensor, root: int) -> Handle:
-        gathered: list[torch.Tensor] = []
+        raw, gathered = _known(tensor), list[torch.Tensor]()
         if root == self.rank:
-            gathered = list(tensor.new_empty((self.size, tensor.numel())).unbind())
+            gathered = list(raw.new_empty((self.size, raw.numel())).unbind())
         else:
             self.count(tensor.nbytes)
-        work = dist.gather(tensor, gathered or None, self._global(root), group=self.group, async_op=True)
-        return self._handle(work, gathered, tensor)
+        work = dist.gather(raw, gathered or None, self._global(root), group=self.group, async_op=True)
+        return self._handle(work, [part.view(tensor.dtype) for part in gathered], tensor)
 
     def duplicate(self) -> "TorchBackend":
         return self.like(group=self._new(range(self.size)), owns=False)
@@ -179,3 +181,8 @@ def _timeout(group: Any) -> float | None:
     with contextlib.suppress(AttributeError, RuntimeError):
         return group._get_backend(group._device_types[0]).options._timeout.total_seconds()
     return None
+
+
+def _known(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, as bytes if the engines have no such numbers."""
+    return tensor.view(torch.uint8) if tensor.dtype is torch.int16 else tensor

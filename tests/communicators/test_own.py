@@ -92,6 +92,7 @@ def compared(own, spec, usual):
         (InPlace, ("randomk(ratio=0.1)", "residual"), "Allreduce"),
         (InPlace, ("none", "none"), "Allreduce"),
         (ByBackend, ("qsgd", "none"), "Allgather"),
+        (ByBackend, ("topk(ratio=0.02)", "residual"), "Allgather"),  # 16-bit positions
     ],
 )
 def test_it_gives_what_graces_own_communicator_does(two_ranks, own, spec, usual):
@@ -99,7 +100,7 @@ def test_it_gives_what_graces_own_communicator_does(two_ranks, own, spec, usual)
 
 
 def test_it_works_over_every_engine(engine):
-    spec = ("topk(ratio=0.1)", "residual")
+    spec = ("topk(ratio=0.02)", "residual")
     assert launched(engine, 2).run(compared, ByBackend, spec, "Allgather") == [(True, True)] * 2
 
 

@@ -135,15 +135,16 @@ class PendingExchange:
             pass
         exchange.wait()
         memory = getattr(exchange.communicator, "answer_memory", None)
+        states = [] if memory is None else [part.state for part in memory.whole().values()]
         try:
             self.outcomes = exchange.finish([None] * len(exchange.names), wait=False)
             check([exchange], exchange.communicator.backend)
         except (PayloadError, StepError):
-            if memory is not None:
-                memory.state.rollback()
+            for state in states:
+                state.rollback()
             raise
-        if memory is not None:
-            memory.state.commit()
+        for state in states:
+            state.commit()
 
     def collect(self) -> list[Outcome]:
         """What it brought; blocks until it is there."""

@@ -139,7 +139,8 @@ class ReduceBroadcastExchange(Exchange):
             with recorder.phase("update", variable=name):
                 ok = in_range(k, mean, payload, self.communicator.answer_memory.stateful) and max(ranks) < OVERFLOW
                 if all(status == MISSING for status in ranks) or not ok:
-                    self.communicator.answer_memory.state.rollback(name)
+                    for part in self.communicator.answer_memory.whole().values():
+                        part.state.rollback(name)
                 else:
                     self.communicator.answer_memory.update(mean, name, self.back, payload, ctx)
             payloads.append(payload)

@@ -153,6 +153,36 @@ def test_graces_compressors_and_memories_run_as_they_are(two_ranks):
     assert two_ranks.run(same_as_ours) == [[True] * 3] * 2
 
 
+def answered():
+    """Through a destination, a step late, and with gradients that only come now and then: means, and what is kept."""
+    found = []
+    for parts in ((TopK(0.1), Residual()), ("topk(ratio=0.1)", "residual")):
+        model = Given(SHAPES)
+        optimizer = distributed(model, communicator=ReduceBroadcast(*parts, staleness=1))
+        for number in range(4):
+            optimizer.zero_grad()
+            given = {name: data("gaussian", shape, 100 * number + grace.rank()) for name, shape in SHAPES.items()}
+            if number == 2:
+                del given["b"]
+            model.backward(given)
+            optimizer.step()
+        state = optimizer.full_state_dict()["grace"]["ranks"][0]
+        kept = [
+            values for kind in ("memory", "answer_memory") for name, values in state.items() if kind in name.split(".")
+        ]
+        found.append(
+            [[p.detach().clone() for p in model.parameters()], [v for values in kept for v in values.values()]]
+        )
+        optimizer.close()
+    (weights, kept), (wanted, kept_by_ours) = found
+    return [torch.allclose(a, b, atol=1e-6) for a, b in zip(weights + kept, wanted + kept_by_ours, strict=True)]
+
+
+@ranks
+def test_dicts_of_answers_are_kept_too(two_ranks):
+    assert two_ranks.run(answered) == [[True] * 6] * 2
+
+
 def resumed_and_overflowed(memory):
     """Weights and memories of training, without a step that overflowed, and stopped and gone on."""
     made = {"residual": lambda: (TopK(0.1), Residual()), "two": lambda: (TopK(0.1), Accumulating(0.5))}

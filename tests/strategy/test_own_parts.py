@@ -11,7 +11,7 @@ from grace.strategy import schema
 from grace.strategy.builder import OneNode
 from grace.strategy.plan import Sync
 from grace.strategy.traffic import carried_by
-from tests.support.own_parts import InPieces, Named, PiecesOf, registered
+from tests.support.own_parts import InPieces, Named, PiecesOf, Whole, registered
 from tests.support.pools import launched
 from tests.support.strategies import assert_close, executed, mixed, on_the_mean, train, weights
 from tests.support.training import digest
@@ -22,7 +22,7 @@ LIST = [Variable("w", (40, 8)), Variable("b", (8,))]
 
 def trained(strategy, known=(True, True)):
     """Weights, or why not; how many pieces were sent; and the weights of plain training afterwards."""
-    with registered(*((InPieces, PiecesOf) if known[grace.rank()] else ())):
+    with registered(*((InPieces, PiecesOf, Whole) if known[grace.rank()] else ())):
         model, InPieces.sent = mixed(), 0
         try:
             optimizer = executed(model, strategy)
@@ -55,10 +55,14 @@ def test_a_file_and_a_builder_of_the_users_mean_the_same(two_ranks, tmp_path):
 
 
 @pytest.mark.ranks
-def test_a_rank_that_does_not_know_the_communicator_refuses_and_leaves_nobody_waiting(two_ranks):
-    (first, after), (second, then) = two_ranks.run(trained, "pieces_of", (True, False), timeout=30)
-    assert "rank 1 refused to start: unknown communicator 'in_pieces'" in first
-    assert "unknown communicator 'in_pieces'" in second
+@pytest.mark.parametrize(
+    ("strategy", "unknown"),
+    [("pieces_of", "communicator 'in_pieces'"), ("all_reduce(compressor=whole)", "compressor 'whole'")],
+)
+def test_a_rank_that_does_not_know_a_part_refuses_and_leaves_nobody_waiting(two_ranks, strategy, unknown):
+    (first, after), (second, then) = two_ranks.run(trained, strategy, (True, False), timeout=30)
+    assert f"rank 1 refused to start: unknown {unknown}" in first
+    assert f"unknown {unknown}" in second
     assert after == then
 
 

@@ -15,6 +15,10 @@ from tests.support.training import digest
 pytestmark = pytest.mark.ranks
 
 STEPS = range(4)
+WITH_MORE = (
+    "uneven_partitioned_ps(min_shard_bytes=0, local_replication=true)",
+    "size_threshold(bytes=64, compressor=none, chunk_size=1)",
+)
 
 
 def trained(builder):
@@ -31,7 +35,7 @@ def expected(size):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3], ids=["1rank", "2ranks", "2+1ranks"])
-@pytest.mark.parametrize("builder", BUILDERS)
+@pytest.mark.parametrize("builder", [*BUILDERS, *WITH_MORE])
 def test_every_builder_trains_like_plain_all_reduce(builder, size):
     answers = ranks_of(size).run(trained, builder)
     assert len(set(map(digest, answers))) == 1

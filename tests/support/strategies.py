@@ -17,14 +17,14 @@ BUILDERS = (
     "ps(destination=-1)",
     "ps_load_balancing(sorted=true)",
     "partitioned_ps(min_shard_bytes=0)",
-    "uneven_partitioned_ps(min_shard_bytes=0, local_replication=true)",
+    "uneven_partitioned_ps(min_shard_bytes=0)",
     "all_reduce(chunk_size=2)",
     "partitioned_all_reduce(min_shard_bytes=0, chunk_size=2)",
     "random_axis_partition_all_reduce(min_shard_bytes=0, seed=3)",
     "parallax",
     "uniform",
     "size_threshold(bytes=64, large=none)",
-    "by_type(compressor=none, chunk_size=1)",
+    "by_type(matrices=none)",
 )
 """Every builder, uncompressed, with options that cut small variables; destination -1 is the last rank."""
 

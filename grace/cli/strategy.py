@@ -161,7 +161,7 @@ def _table(strategy: Strategy) -> Iterator[list[str]]:
                 f"{shape}{', sparse' if variable.sparse else ''}",
                 f"{variable.nbytes:,}",
                 cut,
-                part.sync.type,
+                f"{part.sync.type}{', hierarchical' if part.sync.hierarchical else ''}",
                 _target(part),
                 f"{chosen['compressor']}, {chosen['memory']}",
                 f"{'' if traffic.exact else '~'}{traffic.nbytes:,}",

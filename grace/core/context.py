@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from grace.core.calls import TORCH, Calls
 from grace.kernels.random import Stream, stream_key
@@ -49,3 +50,26 @@ class Context:
         """Random numbers for one variable at this step, the same on all ranks if ``shared``."""
         who = "shared" if shared else str(self.rank)
         return Stream(stream_key(self.seed, name, who), self.step)
+
+
+class Among:
+    """A context for components that only some of all ranks take part in: who this rank is among them is its own, and
+    all else is the whole run's, whichever of the two it is changed by.
+
+    >>> whole = Context(rank=3, size=4)
+    >>> some = Among(whole, rank=1, size=2, names=[0, 3])
+    >>> some.loss_scale = 8.0
+    >>> some.rank, some.size, whole.rank, whole.loss_scale
+    (1, 2, 3, 8.0)
+    """
+
+    stream = Context.stream
+
+    def __init__(self, whole: Context, rank: int, size: int, names: Sequence[int]):
+        vars(self).update(_whole=whole, rank=rank, size=size, names=names)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_whole"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(vars(self)["_whole"], name, value)

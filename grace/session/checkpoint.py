@@ -346,6 +346,8 @@ def _renamed(saved: dict[str, Any], now: list[str]) -> dict[str, Any]:
                 kind: called(values) if isinstance(values, dict) else list(called(dict.fromkeys(values)))
                 for kind, values in saved[key].items()
             }
+    if isinstance(some := saved.get("hierarchical"), list):
+        renamed["hierarchical"] = list(called(dict.fromkeys(some)))
     if "ranks" in saved:
         renamed["ranks"] = [{kind: called(values) for kind, values in one.items()} for one in saved["ranks"]]
     return renamed
@@ -353,9 +355,12 @@ def _renamed(saved: dict[str, Any], now: list[str]) -> dict[str, Any]:
 
 def _check_leader(exchanger: Exchanger, saved: dict[str, Any], values: dict[str, dict[str, Any]]) -> None:
     """With hierarchical reduction memories live where a rank speaks for its node."""
-    hierarchy, before = exchanger.hierarchy, bool(saved.get("hierarchical"))
+    hierarchy, before, now = exchanger.hierarchy, saved.get("hierarchical", False), exchanger.hierarchical
+    told = [exchanger.shards if some is True else some or () for some in (before, now)]
+    led = [name for some in told for name in some]
+    held = any(f"{key}/".startswith(f"{name}/") for kind in values.values() for key in kind for name in led)
     moved = hierarchy is not None and (not hierarchy.leads or saved["size"] != exchanger.backend.size)
-    if any(values.values()) and (moved or before != exchanger.hierarchical):
+    if held and (moved or before != now):
         raise Misfit(
             "the checkpoint holds memories of ranks that speak for their nodes (hierarchical reduction), and the nodes "
             "are others now, or the reduction is. Resume on the same cluster with the same setting"

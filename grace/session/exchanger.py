@@ -23,7 +23,7 @@ from grace.exchange.sparse_rows import add, in_units
 from grace.exchange.tracing import recorder
 from grace.session.agreement import DRIFTED, agree, first_difference
 from grace.session.hierarchy import Hierarchy
-from grace.session.sharding import Shard, bucketed
+from grace.session.sharding import Shard, bucketed, hierarchical
 from grace.session.versions import versions
 
 
@@ -39,7 +39,6 @@ class Exchanger:
         context: shared by all components.
         name: what was chosen for all variables, for messages and checkpoints: a communicator's description, or a
             strategy's id.
-        hierarchical: the ranks of a node reduce among themselves first.
     """
 
     def __init__(
@@ -49,9 +48,9 @@ class Exchanger:
         backend: Backend,
         context: Context,
         name: str = "",
-        hierarchical: bool = False,
     ):
         self.variables, self.backend, self.context, self.name = list(variables), backend, context, name
+        self.hierarchical = hierarchical(shards)
         self.shards = {shard.variable.name: shard for shard in shards}
         self.shards_of: dict[str, list[Shard]] = {variable.name: [] for variable in self.variables}
         for shard in shards:
@@ -68,8 +67,8 @@ class Exchanger:
         """What exchanges travel over, since the ranks have agreed; ``backend`` is for questions to all ranks."""
         self._leases = Leases(backend)
         self.communicators = list({id(shard.communicator): shard.communicator for shard in shards}.values())
-        self.hierarchical = hierarchical
         self.hierarchy: Hierarchy | None = None
+        self._led = {id(shard.communicator) for shard in shards if shard.hierarchical}
         self.run = ""
         """The same on all ranks, and another after each start and each load: what is saved at a step is known by it."""
         self._nodes: list[str] = []
@@ -96,12 +95,16 @@ class Exchanger:
     def _bind(self, backend: Backend) -> None:
         """Who the communicators exchange with."""
         self.context.rank, self.context.size = backend.rank, backend.size
-        if self.hierarchy is not None:
-            self.context.names = self.hierarchy.leaders_of_nodes
         for communicator in self.communicators:
-            if self.hierarchy is not None:
-                communicator.use_leaders(self.hierarchy.node_groups.leader_of)
-            communicator.bind(self.context, backend)
+            if hierarchy := self.hierarchy_of(communicator):
+                communicator.use_leaders(hierarchy.node_groups.leader_of)
+                communicator.bind(hierarchy.context(self.context), hierarchy.backend)
+            else:
+                communicator.bind(self.context, backend)
+
+    def hierarchy_of(self, communicator: Any) -> Hierarchy | None:
+        """What is around its exchanges, once the ranks have agreed; None if all ranks take part in them."""
+        return self.hierarchy if id(communicator) in self._led else None
 
     @property
     def components(self) -> list[tuple[str, Component]]:
@@ -133,8 +136,7 @@ class Exchanger:
         self.channel = self._averaging.backend = self._leases.take()
         if self.hierarchical:
             self.hierarchy = Hierarchy(self.backend, self.node_names())
-            self._bind(self.hierarchy.backend)
-        elif self.channel is not self.backend:
+        if self.hierarchical or self.channel is not self.backend:
             self._bind(self.channel)
         for bucket in self.buckets:
             bucket.compared = False
@@ -174,9 +176,10 @@ class Exchanger:
 
     def start(self, bucket: Bucket, gradients: Sequence[Tensor], present: Sequence[bool]) -> Exchange:
         """Begin the exchange of one bucket. Buckets must be started in order, each once a step."""
-        over = bucket.communicator if self.hierarchy is None else self.hierarchy
-        exchange = over.begin(Contribution(bucket, gradients, present, self.stateful, self.traffic))
-        exchange.lazy = self.hierarchy is None
+        hierarchy = self.hierarchy_of(bucket.communicator)
+        contribution = Contribution(bucket, gradients, present, self.stateful, self.traffic)
+        exchange = (hierarchy or bucket.communicator).begin(contribution)
+        exchange.lazy = hierarchy is None
         self._begun.append(exchange)
         return exchange
 
@@ -193,8 +196,8 @@ class Exchanger:
         outcomes = []
         try:
             for exchange in self._begun:
-                given = outs(exchange.bucket)
-                outcomes += exchange.finish(given) if not self.hierarchy else self.hierarchy.finish(exchange, given)
+                given, hierarchy = outs(exchange.bucket), self.hierarchy_of(exchange.bucket.communicator)
+                outcomes += hierarchy.finish(exchange, given) if hierarchy else exchange.finish(given)
         except PayloadError:
             self._roll_back()
             raise
@@ -323,12 +326,12 @@ class Exchanger:
         while any([exchange.advance() for exchange in self._begun]):
             pass
         for exchange in self._begun:
-            if self.hierarchy is None:
+            if hierarchy := self.hierarchy_of(exchange.bucket.communicator):
+                with contextlib.suppress(PayloadError):  # others of the node may not discard it, and share it
+                    hierarchy.finish(exchange, [None] * len(exchange.bucket.variables))
+            else:
                 exchange.wait()
                 exchange.glance()  # other ranks may raise what they learn, and so must all
-            else:  # others of the node may not discard it, and share what it brings
-                with contextlib.suppress(PayloadError):
-                    self.hierarchy.finish(exchange, [None] * len(exchange.bucket.variables))
         self._check_begun()
         self._hand_over()
         self.end_step([], discarded=True)

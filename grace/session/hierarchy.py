@@ -17,7 +17,7 @@ from grace.communicators import Allreduce
 from grace.communicators.sparse import row_communicator
 from grace.core.backend import Backend, LocalBackend
 from grace.core.compressor import Tensor
-from grace.core.context import Context
+from grace.core.context import Among, Context
 from grace.errors import PayloadError
 from grace.exchange.base import Exchange
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
@@ -50,6 +50,10 @@ class Hierarchy:
     def leaders_of_nodes(self) -> list[int]:
         """The ranks that speak for the nodes."""
         return [self.node_groups.leader_of.index(number) for number in range(self.node_groups.nodes)]
+
+    def context(self, whole: Context) -> Any:
+        """That of what the leaders exchange: they are numbered among themselves; others are alone there."""
+        return Among(whole, self.backend.rank, self.backend.size, self.leaders_of_nodes)
 
     @property
     def leads(self) -> bool:

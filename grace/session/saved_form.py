@@ -149,6 +149,12 @@ def _mean(value: Any, where: str) -> None:
 
 _seed = _whole(-(2**1023), 2**1023)
 _text, _yes_or_no = _is(str, "text"), _is(bool, "True or False")
+
+
+def _all_or_some(value: Any, where: str) -> None:
+    (_listed(_text) if isinstance(value, (list, tuple)) else _yes_or_no)(value, where)
+
+
 _state = _table(_table(_value))
 _axis = {"axis": _or_none(_whole())}
 _cut = {
@@ -169,7 +175,7 @@ _always = {
     "state": _state,
 }
 _since_1 = {
-    "hierarchical": _yes_or_no,
+    "hierarchical": _all_or_some,
     "shared": _table(_listed(_text)),
     "pending": _listed(_table(_mean)),
     "holds": _listed(_text),
@@ -183,7 +189,7 @@ FORMS = {
 """By the version of the format."""
 _spec = _or_none(_is((str, dict), "a method's spec"))
 _options = {
-    **dict.fromkeys(("compressor", "memory", "communicator", "strategy"), _spec),
+    **dict.fromkeys(("compressor", "memory", "communicator", "strategy", "resources"), _spec),
     **dict.fromkeys(("sparse_as_dense", "broadcast", "hierarchical"), _yes_or_no),
     "op": _text,
     "gradient_predivide_factor": _scale,

@@ -1,6 +1,7 @@
 """Setting up: each rank checks what it was given, and either all of them start or none."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from grace.communicators.base import Communicator
 from grace.core.backend import Backend
@@ -52,10 +53,12 @@ def build_exchanger(
         if error is not None or plan is None:
             raise error or AssertionError
         shards = plan.shards(found)
+        if hierarchical:
+            shards = [replace(shard, hierarchical=True) for shard in shards]
         for communicator in {id(shard.communicator): shard.communicator for shard in shards}.values():
             communicator.check_world(backend.size)
             check(communicator)
-        exchanger = Exchanger(found, shards, backend, context, plan.name, hierarchical)
+        exchanger = Exchanger(found, shards, backend, context, plan.name)
         exchanger.claim()
         for communicator in exchanger.communicators:
             for part in communicator.whole().values():
@@ -80,14 +83,18 @@ def build_exchanger(
 
 def _check_delays(exchanger: Exchanger, later: bool) -> None:
     """Refuse what cannot be delayed."""
-    delayed = [c for c in exchanger.communicators if c.delayed]
-    if delayed and (later or exchanger.hierarchical):
+    delayed = [shard for shard in exchanger.shards.values() if shard.communicator.delayed]
+    delayed = [shard for shard in delayed if later or shard.hierarchical]
+    if delayed:
         where = "in elastic mode" if later else "with hierarchical reduction"
-        raise ConfigError(f"{delayed[0].describe()} applies means in later steps, which is not possible {where}")
+        what = delayed[0].communicator.describe()
+        raise ConfigError(f"{what} applies means in later steps, which is not possible {where}")
     if later and exchanger.hierarchical:
         raise ConfigError("hierarchical reduction is not possible in elastic mode")
     if exchanger.hierarchical and exchanger.backend.pairs_by_name:
+        some = exchanger.hierarchical
+        who = f"variable {some[0]!r}: " if isinstance(some, list) else ""
         raise ConfigError(
-            "hierarchical reduction is not for Horovod, whose ranks exchange in any order. Set "
+            f"{who}hierarchical reduction is not for Horovod, whose ranks exchange in any order. Set "
             "HOROVOD_HIERARCHICAL_ALLREDUCE=1 for sums, or use torch.distributed or MPI"
         )

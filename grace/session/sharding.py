@@ -28,6 +28,7 @@ class Shard:
         limit: bytes of gradient that may share one; None for no limit.
         priority: shards of a lower one start first.
         period: not exchanged; the variable itself is averaged every so many steps.
+        hierarchical: the ranks of a node reduce it among themselves first; all shards of a communicator, or none.
         axis, start, stop: where the shard lies in the variable; axis None if it is all of it.
     """
 
@@ -41,6 +42,7 @@ class Shard:
     axis: int | None = None
     start: int = 0
     stop: int = 0
+    hierarchical: bool = False
 
     def of(self, tensor: Any) -> Any:
         """This shard of a tensor of the whole variable: a view where the framework has views; of :class:`SparseRows`,
@@ -60,6 +62,17 @@ class Shard:
     def back(self, slices: SparseRows) -> SparseRows:
         """Rows of this shard, numbered as those of the whole variable."""
         return slices if self.axis is None else SparseRows(slices.values, slices.rows + self.start)
+
+
+def hierarchical(shards: Sequence[Shard]) -> bool | list[str]:
+    """Whether the ranks of a node reduce shards among themselves first; which, if only some.
+
+    >>> flat, led = (Shard(Variable(n, (1,)), Variable(n, (1,)), Allreduce(), hierarchical=n == "b") for n in "ab")
+    >>> hierarchical([flat]), hierarchical([led]), hierarchical([flat, led])
+    (False, True, ['b'])
+    """
+    led = [shard.variable.name for shard in shards if shard.hierarchical]
+    return led if 0 < len(led) < len(shards) else bool(led)
 
 
 def uniform(

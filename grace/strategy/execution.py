@@ -130,7 +130,7 @@ def _is_file(text: str) -> bool:
 def compiled(strategy: Strategy, variables: Sequence[Variable]) -> list[Shard]:
     """The shards of all variables; parts that are exchanged alike share one communicator."""
     made: dict[Any, Communicator] = {}
-    choose, shards = Chooser(), []
+    choosers, shards = {flat: Chooser() for flat in (False, True)}, []
     for plan, variable in zip(strategy.plans, variables, strict=True):
         plan = dataclasses.replace(plan, variable=variable)  # which knows its device
         bounds = plan.bounds() or [(0, 0)]
@@ -138,7 +138,7 @@ def compiled(strategy: Strategy, variables: Sequence[Variable]) -> list[Shard]:
             key = _key(part)
             if key not in made:
                 made[key] = communicator_of(part)
-            sync = part.sync
+            sync, choose = part.sync, choosers[part.sync.hierarchical]
             place: dict[str, Any] = {"axis": plan.axis, "start": start, "stop": stop}
             if sync.type == "none":
                 shards.append(Shard(own, variable, made[key], sync.period, period=sync.period, **place))
@@ -146,7 +146,8 @@ def compiled(strategy: Strategy, variables: Sequence[Variable]) -> list[Shard]:
             reduced = sync.type == "reduce_broadcast"
             limit = REDUCED_BYTES if reduced and not own.sparse else None
             travels = key if reduced else (sync.type, sync.group)
-            shards.append(Shard(own, variable, choose(own, made[key]), travels, limit, part.priority, **place))
+            carrier, place["hierarchical"] = choose(own, made[key]), sync.hierarchical
+            shards.append(Shard(own, variable, carrier, travels, limit, part.priority, **place))
     return shards
 
 

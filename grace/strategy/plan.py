@@ -24,12 +24,14 @@ VERSION = 1
 MOST_ELEMENTS = 2**56
 COLLECTIVES = ("allreduce", "allgather", "broadcast", "scatter_reduce")
 FIELDS = {
-    **dict.fromkeys(COLLECTIVES, ("group",)),
+    **dict.fromkeys(COLLECTIVES, ("group", "hierarchical")),
     "reduce_broadcast": ("destination", "sync", "staleness", "local_replication", "ahead"),
     "none": ("period",),
 }
 """The fields that each type of synchronization has; that of another registered communicator has a group, and its
 parameters."""
+OF_PARTS = ("group", "hierarchical")
+"""Those of them that are not the communicator's own parameters."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Sync:
         local_replication: send the destination's answer once to each node, where one rank hands it on.
         ahead: how many steps' means may be under way with ``sync: false``.
         period: average every so many steps.
+        hierarchical: the ranks of each node average among themselves first, uncompressed, and one of them exchanges
+            with the other nodes; else all ranks exchange with each other.
         options: parameters of a communicator that is not Grace's own, all of them.
     """
 
@@ -57,6 +61,7 @@ class Sync:
     local_replication: bool = False
     period: int = 1
     ahead: int = AHEAD
+    hierarchical: bool = False
     options: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -84,13 +89,14 @@ class Sync:
         return cls(kind, **({"group": group} if "group" in FIELDS[kind] else {}) | said)
 
     def to_dict(self) -> dict[str, Any]:
-        """The type and the fields that it has.
+        """The type and the fields that it has; ``hierarchical`` only where it is.
 
         >>> Sync("allgather", group=3).to_dict()
         {'type': 'allgather', 'group': 3}
         """
         if self.type in FIELDS:
-            return {"type": self.type, **{name: getattr(self, name) for name in FIELDS[self.type]}}
+            names = [name for name in FIELDS[self.type] if name != "hierarchical" or self.hierarchical]
+            return {"type": self.type, **{name: getattr(self, name) for name in names}}
         return {"type": self.type, "group": self.group, **self.options}
 
 
@@ -288,6 +294,8 @@ def part_faults(part: ShardPlan, variable: Variable, world_size: int) -> Iterato
     for name, low in (("group", 0), ("staleness", 0), ("period", 1), ("ahead", 1)):
         if getattr(sync, name) < low:
             yield f"sync.{name}", f"must be at least {low}, not {getattr(sync, name)}"
+    if sync.hierarchical and "hierarchical" not in FIELDS[sync.type]:
+        yield "sync.hierarchical", f"is for {', '.join(COLLECTIVES)}, not for {sync.type}"
     if not sync.sync and sync.staleness:
         yield "sync.staleness", "goes with sync: true only; without it the bound is ahead"
     if sync.sync and sync.ahead != AHEAD:
@@ -324,7 +332,7 @@ def communicator_of(part: ShardPlan) -> Communicator:
     sync = part.sync
     if sync.type == "none":
         return build_communicator("none", "none", "allreduce")
-    options = {key: getattr(sync, key) for key in FIELDS.get(sync.type, ()) if key != "group"} or sync.options
+    options = {key: getattr(sync, key) for key in FIELDS.get(sync.type, ()) if key not in OF_PARTS} or sync.options
     return build_communicator(part.compressor, part.memory, {"name": sync.type, **options})
 
 

@@ -53,6 +53,8 @@ class Collective(Entry):
     """The communicator."""
     group: Natural = 0
     """Parts of one group, type, compressor and memory travel in one collective."""
+    hierarchical: StrictBool = False
+    """The ranks of each node average among themselves first, uncompressed; one of them exchanges with other nodes."""
 
 
 class ReduceBroadcast(Entry):

@@ -103,7 +103,7 @@ def all_builders(graph, builders=BUILDERS):
         ("horovodrun-gloo", 2, True, BUILDERS[::2]),
         ("mpirun-mpi", 2, True, BUILDERS[1::2]),
         ("mpirun-mpi", 2, False, BUILDERS[::3]),
-        ("mpirun-mpi", 3, True, ("ps_load_balancing(sorted=true)", "partitioned_ps(min_shard_bytes=0)")),
+        ("mpirun-mpi", 3, True, ("ps_load_balancing(sorted=true)", "all_reduce(hierarchical=true, chunk_size=2)")),
     ],
 )
 def test_whatever_the_builder_uncompressed_training_is_plain_training(engine, size, graph, builders):

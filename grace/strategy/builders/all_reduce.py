@@ -1,6 +1,7 @@
 """AllReduce: collectives, so many variables in each."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from grace.strategy.builder import Builder
 from grace.strategy.plan import VariablePlan
@@ -12,6 +13,8 @@ class AllReduce(Builder):
 
     Args:
         chunk_size: variables that travel together.
+        hierarchical: the ranks of each node average first, and one of them exchanges with the other nodes; "auto" where
+            there are several nodes, and one has several ranks.
 
     >>> from grace.strategy.builder import OneNode
     >>> from grace.core.variable import Variable
@@ -21,12 +24,19 @@ class AllReduce(Builder):
     """
 
     chunk_size: int = 128
+    hierarchical: Any = False
 
     name = "all_reduce"
 
     def __post_init__(self):
         self.check_integer("chunk_size", 1)
+        if self.hierarchical != "auto":
+            self.check_choice("hierarchical", (False, True))
 
     def build(self, variables, resources):
-        plans = [VariablePlan(v, (self.collective(v, i // self.chunk_size),)) for i, v in enumerate(variables)]
-        return self.strategy(plans, resources)
+        hierarchical = self.hierarchical
+        if hierarchical == "auto":
+            hierarchical = 1 < len(set(resources.ranks)) < resources.world_size
+        parts = [self.collective(v, i // self.chunk_size) for i, v in enumerate(variables)]
+        parts = [replace(part, sync=replace(part.sync, hierarchical=hierarchical)) for part in parts]
+        return self.strategy([VariablePlan(v, (part,)) for v, part in zip(variables, parts, strict=True)], resources)

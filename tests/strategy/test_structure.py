@@ -1,0 +1,192 @@
+"""The structure of each variable's collective: flat, or inside the node first."""
+
+import pytest
+import torch
+
+import grace
+from grace.backends.topology import Topology
+from grace.core.registry import make
+from grace.core.variable import Variable
+from grace.strategy import schema
+from grace.strategy.builder import OneNode
+from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
+from grace.torch.parameters import sparse_of, variables
+from tests.support.pools import launched
+from tests.support.strategies import assert_close, executed, mixed, on_the_mean, train, weights
+from tests.support.training import copied, digest
+
+LED = Sync("allgather", hierarchical=True)
+FLAT = Sync("allgather")
+
+
+def by_name(model, plans, **others):
+    """A strategy: parts by variables' names, the others' plain."""
+    found = variables(dict(model.named_parameters()), sparse_of(model))
+    parts = [plans.get(v.name, ShardPlan(Sync(hierarchical=i % 2 == 0, **others))) for i, v in enumerate(found)]
+    return Strategy(tuple(VariablePlan(v, (p,)) for v, p in zip(found, parts, strict=True)), grace.size(), 2)
+
+
+def trained(how):
+    """Weights after a few steps of the mixed model; every other variable inside the node first."""
+    model = mixed()
+    plans = {"dense.weight": ShardPlan(Sync("reduce_broadcast", destination=1, staleness=0, local_replication=True))}
+    train(model, executed(model, by_name(model, plans) if how == "mixed" else how), range(3))
+    return {name: value.numpy() for name, value in weights(model).items()}, digest(weights(model))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("engine", "how"),
+    [("gloo", "mixed"), ("gloo", "all_reduce(hierarchical=true, chunk_size=2)"), ("mpirun-mpi", "mixed")],
+)
+def test_the_mean_is_that_of_all_ranks_whatever_each_variables_structure(engine, how):
+    answers = launched(engine, 3).run(trained, how)
+    assert len({bits for _, bits in answers}) == 1
+    assert_close(answers[0][0], {name: value.numpy() for name, value in on_the_mean(mixed(), 3, range(3)).items()})
+
+
+class Pair(torch.nn.Module):
+    """Two variables of one shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.led, self.flat = (torch.nn.Parameter(torch.zeros(10, 10)) for _ in range(2))
+
+
+def pair(led=("led",)):
+    """The model, and its optimizer, which compresses both."""
+    model = Pair()
+    plans = {n: ShardPlan(LED if n in led else FLAT, "topk(ratio=0.1)") for n in ("led", "flat")}
+    return model, executed(model, by_name(model, plans), lr_one)
+
+
+def lr_one(parameters):
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+def step(model, optimizer, number, leave_out=False):
+    optimizer.zero_grad()
+    generator = torch.Generator().manual_seed(10 * number + grace.rank())
+    gradients = torch.randn(2, 10, 10, generator=generator)
+    if not leave_out:
+        (model.led * gradients[0] + model.flat * gradients[1]).sum().backward()
+        optimizer.step()
+
+
+def nonzero():
+    model, optimizer = pair()
+    step(model, optimizer, 0)
+    return int((model.led != 0).sum()), int((model.flat != 0).sum())
+
+
+@pytest.mark.ranks
+def test_only_leaders_compress_what_is_hierarchical_and_all_ranks_the_rest(three_ranks):
+    for led, flat in three_ranks.run(nonzero):
+        assert 10 < led <= 20
+        assert 20 < flat <= 30
+
+
+def resumed(again_led):
+    model, optimizer = pair()
+    for number in range(2):
+        step(model, optimizer, number)
+    saved, values = copied(optimizer.state_dict()), copied(model.state_dict())
+    for number in range(2, 4):
+        step(model, optimizer, number)
+    other, optimizer = pair(again_led)
+    other.load_state_dict(values)
+    try:
+        optimizer.load_state_dict(saved)
+    except grace.GraceError as error:
+        return f"{type(error).__name__}: {error}"
+    for number in range(2, 4):
+        step(other, optimizer, number)
+    return [digest(weights(model)), digest(weights(other))]
+
+
+@pytest.mark.ranks
+def test_a_run_is_resumed_bit_for_bit_with_the_same_structure_only(three_ranks):
+    assert len({bits for both in three_ranks.run(resumed, ("led",)) for bits in both}) == 1
+    for said in three_ranks.run(resumed, ("flat",)):
+        assert "hierarchical" in said, said
+
+
+def out_of_step():
+    model, optimizer = pair()
+    step(model, optimizer, 0)
+    try:
+        for number in range(1, 4):
+            step(model, optimizer, number, leave_out=grace.rank() == 1 and number == 1)
+        optimizer.synchronize()
+    except grace.GraceError as error:
+        return type(error).__name__
+    return "nothing was noticed"
+
+
+@pytest.mark.ranks
+def test_a_rank_that_leaves_a_step_out_is_noticed_by_all(three_ranks):
+    assert three_ranks.run(out_of_step, timeout=60) == ["StepError"] * 3
+
+
+def overflowed():
+    """Rank 1 has a NaN in one of the two variables."""
+    found = []
+    for name in ("led", "flat"):
+        model, optimizer = pair()
+        gradient = torch.ones(10, 10) * (float("nan") if grace.rank() == 1 else 1.0)
+        sum((p * (gradient if n == name else 1.0)).sum() for n, p in model.named_parameters()).backward()
+        optimizer.synchronize()
+        state = optimizer._grace.exchanger.state()["memory"]
+        finite = [bool(torch.isfinite(p.grad).all()) for p in model.parameters()]
+        found.append([*finite, not any(map(len, state.values()))])
+        optimizer.close()
+    return found
+
+
+@pytest.mark.ranks
+def test_an_overflow_of_either_structure_reaches_all_ranks_and_no_memory(three_ranks):
+    for led, flat in three_ranks.run(overflowed):
+        assert led == [False, True, True]
+        assert flat == [True, False, True]
+
+
+def refused():
+    try:
+        trained("mixed")
+    except grace.GraceError as error:
+        return str(error)
+    return "nothing is wrong"
+
+
+@pytest.mark.ranks
+def test_horovod_decides_itself_and_its_own_switch_is_named():
+    for said in launched("horovodrun-gloo", 2).run(refused):
+        assert "variable 'prime': hierarchical reduction is not for Horovod" in said
+        assert "HOROVOD_HIERARCHICAL_ALLREDUCE=1" in said
+
+
+def test_the_field_is_for_collectives_and_written_only_where_it_is_set():
+    v = Variable("w", (4,))
+    with pytest.raises(grace.ConfigError, match=r"sync\.hierarchical: is for allreduce, .*, not for reduce_broadcast"):
+        Strategy((VariablePlan(v, (ShardPlan(Sync("reduce_broadcast", hierarchical=True)),)),))
+    document = Strategy((VariablePlan(v, (ShardPlan(Sync(hierarchical=True)),)),)).to_dict()
+    assert document["variables"]["w"]["sync"] == {"type": "allreduce", "group": 0, "hierarchical": True}
+    assert schema.parse(document).to_dict() == document
+    document["variables"]["w"]["sync"] = {"type": "none", "hierarchical": True}
+    with pytest.raises(grace.ConfigError, match=r"variables\.w\.sync\.hierarchical: Extra inputs"):
+        schema.parse(document)
+
+
+@pytest.mark.parametrize(
+    ("names", "said", "wanted"),
+    [("aab", "auto", True), ("ab", "auto", False), ("aa", "auto", False), ("aa", "true", True)],
+)
+def test_the_builder_knows_nodes(names, said, wanted):
+    builder = make("builder", f"all_reduce(hierarchical={said})")
+    (plan,) = builder.build([Variable("w", (4,))], Topology(list(names))).plans
+    assert plan.parts[0].sync.hierarchical is wanted
+
+
+def test_a_builder_refuses_other_words():
+    with pytest.raises(grace.ConfigError, match="hierarchical must be one of False, True, not 'ring'"):
+        make("builder", "all_reduce(hierarchical=ring)").build([Variable("w", (4,))], OneNode(1))

@@ -171,7 +171,7 @@ class ByHand:
                     f"{communicator.describe()} applies means in later steps, which only an optimizer can: use "
                     "grace.DistributedOptimizer, or leave that out"
                 )
-            if communicator.memory.needs_lr and communicator.lr is None:
+            if communicator.memory.needs_lr and communicator.lr is None and backend.size > 1:
                 raise ConfigError(
                     f"the memory {communicator.memory.spec} follows the learning rate, which a communicator that is "
                     "called by hand does not know: set its attribute lr before each step"

@@ -84,7 +84,7 @@ def _loaded(
         )
     if saved is not None:
         parts = {"compressor", "memory", "communicator", "strategy"}
-        chosen = parts if choices or options.keys() & parts else set()  # all, or none of them
+        chosen = {*parts, "resources"} if choices or options.keys() & parts else set()  # all, or none of them
         options = {**{key: value for key, value in saved["options"].items() if key not in chosen}, **options}
     DistributedOptimizer(model.optimizer, *choices, **options)
     if saved is not None and saved["state"] is not None:

@@ -111,13 +111,6 @@ class Accumulating(Memory):
         self.gradients[name] = self.gradients[name] * kept
 
 
-class Doubling(Memory):
-    """No ``update``."""
-
-    def compensate(self, tensor, name):
-        return 2 * tensor
-
-
 SHAPES = {"w": (20, 30), "b": (50,)}
 
 
@@ -288,13 +281,6 @@ def test_the_first_state_dict_says_what_is_not_saved():
         optimizer.state_dict()
 
 
-@pytest.mark.usefixtures("local")
-def test_a_memory_needs_no_update():
-    model, optimizer = one("none", Doubling())
-    stepped(model, optimizer, np.ones((20, 30), np.float32))
-    assert model.w.grad.unique().tolist() == [2.0]
-
-
 # -- what is refused --------------------------------------------------------------------------------------------
 
 
@@ -396,28 +382,6 @@ def test_sizes_that_change_later_are_found_by_the_rank_that_has_them():
     optimizer.zero_grad()
     with pytest.raises(grace.ExchangeError, match=r"'w' has the shapes \[\(0,\), \(0,\)\] at step 1.*fixed_size=False"):
         model.backward({"w": -np.ones((20, 30), np.float32)})
-
-
-# -- direct calls -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-def test_every_method_takes_every_float_directly(dtype):
-    x = torch.tensor(data("gaussian", (20, 30))).to(getattr(torch, dtype))
-    for spec in [*grace.known("compressor"), "topk | qsgd"]:
-        if spec != "composed":
-            method, same = grace.make("compressor", spec), grace.make("compressor", spec)
-            got = method.decompress(*method.compress(x, "w"))
-            wanted = same.decompress(*same.compress(x.float(), "w"))
-            assert torch.equal(got, wanted.to(got.dtype)), spec
-            assert got.dtype == (x.dtype if method.traits.exact else torch.float32), spec
-
-
-def test_whole_numbers_are_refused_with_what_to_do():
-    with pytest.raises(
-        grace.ConfigError, match="topk: cannot compress 'w', which is of dtype int32: cast it to float32"
-    ):
-        grace.make("compressor", "topk").compress(np.int32([1, 2]), "w")
 
 
 def test_aggregates_of_decoded_tensors():

@@ -37,8 +37,7 @@ class Exchanger:
         shards: of these variables, in the same order.
         backend: the engine.
         context: shared by all components.
-        name: what was chosen for all variables, for messages and checkpoints: a communicator's description, or a
-            strategy's id.
+        name: what was chosen for all variables: a communicator's description, or a strategy's id.
     """
 
     def __init__(
@@ -121,8 +120,7 @@ class Exchanger:
 
     def views(self, bucket: Bucket, tensors: Callable[[str], Any]) -> list[Any]:
         """The shards of a bucket, cut out of the whole variables' tensors."""
-        shards = [self.shards[variable.name] for variable in bucket.variables]
-        return [shard.of(tensors(shard.whole.name)) for shard in shards]
+        return [shard.of(tensors(shard.whole.name)) for shard in (self.shards[v.name] for v in bucket.variables)]
 
     def agree(self) -> None:
         """Compare with the other ranks what this one is about to do.

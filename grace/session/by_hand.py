@@ -74,6 +74,8 @@ class ByHand:
         self.exchanger: Exchanger | None = None
         self.buckets: dict[tuple[str, ...], Bucket] = {}
         self.begun: list[Begun] = []
+        self.first = True
+        """Whether it was in no run yet: then the context that it has may say seed, step and learning rate."""
         self.number = 0
         """Of this communicator in the run: several exchanges are under way at once, and some engines go by names."""
 
@@ -171,17 +173,20 @@ class ByHand:
                     f"{communicator.describe()} applies means in later steps, which only an optimizer can: use "
                     "grace.DistributedOptimizer, or leave that out"
                 )
-            if communicator.memory.needs_lr and communicator.lr is None and backend.size > 1:
+            unknown = communicator.lr is None and usual is Context.lr and backend.size > 1
+            if communicator.memory.needs_lr and unknown:
                 raise ConfigError(
                     f"the memory {communicator.memory.spec} follows the learning rate, which a communicator that is "
                     "called by hand does not know: set its attribute lr before each step"
                 )
 
-        context = Context(
-            seed=communicator.context.seed,
-            lr=lambda name: 1.0 if communicator.lr is None else communicator.lr,
-            calls=BY_HAND,
-        )
+        context = communicator.context if self.first else Context(seed=communicator.context.seed)
+        usual, self.first, context.calls = context.lr, False, BY_HAND
+
+        def lr(name: str) -> float:
+            return usual(name) if communicator.lr is None else communicator.lr
+
+        context.lr = lr
         plan, self.number = AsGiven(communicator), next(_joined)
         exchanger = build_exchanger(variables, lambda: plan, backend, context, [("called", "by hand")], check)
         (bucket,) = exchanger.buckets

@@ -262,6 +262,7 @@ def one_step_of_each() -> dict[str, torch.Tensor]:
         communicator = fidelity.communicator_of(method)
         context = grace.Context(5, fidelity.STEP, grace.rank(), grace.size())
         communicator.bind(context, grace.init())
+        communicator.lr = 1.0
         x = gradients.gaussian(SHAPE, grace.size())[grace.rank()]
         found[method] = communicator.step(x, fidelity.NAME)
     return found

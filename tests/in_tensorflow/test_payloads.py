@@ -263,7 +263,7 @@ def test_shards_accumulate_into_a_new_tensor(spec, shape):
     results = []
     for to in (np.array, to_torch, tf.constant):
         sharded = Sharded(grace.make("compressor", spec), 3)
-        payload, ctx = sharded.compress(to(x), "w")
+        payload, ctx = sharded.compressed(to(x), "w")
         results.append(np.asarray(sharded.accumulate(payload, ctx, to(out), 0.5)))
     for result in results[1:]:
         np.testing.assert_allclose(result, results[0], rtol=4 * EPSILON, atol=4 * EPSILON)

@@ -27,8 +27,6 @@ from tests.support.training import made_up
 
 pytestmark = pytest.mark.ranks
 
-COUNTED = [builder for builder in BUILDERS if "local_replication" not in builder]
-"""What one rank of each node hands on is not in the table, which knows no nodes."""
 DENSE = {"w": (13, 6), "v": (40,), "s": (), "e": (0, 3)}
 STEPS = 3
 
@@ -36,7 +34,7 @@ STEPS = 3
 def built(builder, compressor, size, found):
     """A builder of the list, with the same compressor for everything."""
     spec = make("builder", spec_for(builder, size)).to_dict()
-    keys = {"size_threshold": ("large",), "by_type": ("vectors", "compressor", "sparse")}.get(
+    keys = {"size_threshold": ("large",), "by_type": ("vectors", "matrices", "sparse")}.get(
         spec["name"], ("compressor",)
     )
     return make("builder", {**spec, **dict.fromkeys(keys, compressor)}).build(found, OneNode(size))
@@ -116,13 +114,13 @@ def cases(*dimensions):
     return pytest.mark.parametrize(names, pairwise([2, 3], *dimensions), indirect=["ranks"], ids=str)
 
 
-@cases(COUNTED, ["none", "fp16", "qsgd", "topk(ratio=0.1)"])
+@cases(BUILDERS, ["none", "fp16", "qsgd", "topk(ratio=0.1)"])
 def test_dense_variables_send_what_the_table_says(ranks, builder, compressor):
     strategy = built(builder, compressor, ranks.size, variables(dict(Tables(DENSE).named_parameters())))
     check(strategy, ranks.run(counted, strategy, True), exact=True)
 
 
-@cases(COUNTED, ["none", "fp16", "qsgd", "topk(ratio=0.1)", "topk(ratio=1.0)"])
+@cases(BUILDERS, ["none", "fp16", "qsgd", "topk(ratio=0.1)", "topk(ratio=1.0)"])
 def test_rows_of_sparse_variables_send_at_most_what_the_table_says(ranks, builder, compressor):
     model = mixed()
     found = variables(dict(model.named_parameters()), sparse_of(model))

@@ -13,7 +13,7 @@ from tests.support.pools import launched
 
 pytestmark = [
     pytest.mark.ranks,
-    pytest.mark.parametrize("engine", ["gloo", *(ENGINES if THOROUGH else ("horovodrun-gloo", "mpirun-mpi"))]),
+    pytest.mark.parametrize("engine", ["gloo", *(ENGINES if THOROUGH else ("mpirun-mpi",))]),
 ]
 
 

@@ -135,7 +135,7 @@ def test_a_launcher_that_names_no_rank_is_named():
     ("engine", "number"),
     [
         ("torch", signal.SIGTERM),
-        ("torch", signal.SIGKILL),
+        *([("torch", signal.SIGKILL)] if THOROUGH else []),
         pytest.param("horovod", signal.SIGINT, marks=pytest.mark.slow),
         pytest.param("mpi", signal.SIGKILL, marks=pytest.mark.slow),
     ],

@@ -11,7 +11,7 @@ import grace
 from grace.communicators import Allgather
 from grace.communicators.base import build_communicator
 from tests.support.pools import launched
-from tests.support.training import SPECS, made_up
+from tests.support.training import KINDS, SPECS, made_up
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -39,7 +39,7 @@ def both_ways(specs):
 
 @pytest.mark.parametrize("engine", ["horovodrun-gloo", "mpirun-mpi"])
 def test_graphs_give_what_eager_steps_do_for_every_method(engine):
-    specs = SPECS if engine == "horovodrun-gloo" else SPECS[::4]
+    specs = SPECS if engine == "mpirun-mpi" else KINDS
     first, second = launched(engine, 2, "tensorflow").run(both_ways, specs)
     for spec in specs:
         eager, graph = first[spec, False], first[spec, True]

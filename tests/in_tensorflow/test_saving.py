@@ -14,7 +14,7 @@ from tests.support.training import momentum_for
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-SPECS = ("none", "topk(ratio=0.1)", "powersgd(rank=2)", "signum", "terngrad")
+SPECS = ("none", "topk(ratio=0.1)", "powersgd(rank=2)", "signum")
 CASES = [(spec, "one file a rank") for spec in SPECS]
 CASES += [("topk(ratio=0.1)", way) for way in ("one file for all", "loss scale")]
 CASES += [("dgc(ratio=0.1)", "tf.train.Checkpoint")]

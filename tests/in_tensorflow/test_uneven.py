@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import grace
+from tests.support.drawing import THOROUGH
 from tests.support.engine_pools import ENGINES, available, command, environment
 
 pytestmark = [
@@ -44,7 +45,7 @@ def run(engine, text, folder, **variables):
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("engine", ["horovodrun-gloo", "mpirun-mpi"])
+@pytest.mark.parametrize("engine", ["horovodrun-gloo", "mpirun-mpi"] if THOROUGH else ["mpirun-mpi"])
 def test_epochs_of_unequal_lengths_time_out_and_name_variable_and_ranks(engine, tmp_path):
     if not available(engine):
         pytest.skip(f"{engine}: its packages are not installed")

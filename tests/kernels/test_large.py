@@ -14,7 +14,7 @@ from tests.support.implementations import OTHERS, InTensorFlow
 N = 2**24 + 3
 STREAM = Stream(77, 5)
 LIKE = np.zeros(1, np.float32)
-LARGE = OTHERS if THOROUGH else [it for it in OTHERS if not str(it.id).startswith("graph")]
+LARGE = OTHERS if THOROUGH else [it for it in OTHERS if it.id in ("fused", "torch", "torch-fused", "cuda")]
 
 pytestmark = pytest.mark.slow
 

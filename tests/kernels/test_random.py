@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2
 
@@ -100,6 +100,7 @@ def test_streams_differ_by_seed_variable_and_rank_unless_shared():
 
 
 @every
+@settings(max_examples=8)
 @given(n=st.integers(1, 5000), part=st.floats(0, 1), key=st.integers(0, 2**64 - 1))
 def test_random_indices_are_distinct_and_in_range(it, n, part, key):
     k = round(part * n)

@@ -28,6 +28,8 @@ KINDS = {
     "builder": "strategy.builders",
     "rule": "strategy.rules",
 }
+SHARING = {"compressor", "memory", "communicator"}
+"""Kinds that may stand in each other's files."""
 _registered: dict[str, dict[str, type[Component]]] = {kind: {} for kind in KINDS}
 
 
@@ -155,7 +157,7 @@ def _found(kind: str) -> tuple[dict[str, type[Component]], dict[str, dict[str, A
     classes: dict[str, type[Component]] = {}
     aliases: dict[str, dict[str, Any]] = {}
     for other, folder in KINDS.items():
-        if kind != other and "builder" in (kind, other):  # which need more than NumPy
+        if kind != other and not {kind, other} <= SHARING:
             continue
         package = importlib.import_module(f"grace.{folder}")
         for info in pkgutil.iter_modules(package.__path__):

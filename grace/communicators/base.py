@@ -11,6 +11,7 @@ from grace.core.backend import Backend, Handle, LocalBackend
 from grace.core.component import Component
 from grace.core.compressor import Compressor, Tensor
 from grace.core.context import Context
+from grace.core.kept import is_ours
 from grace.core.memory import Memory
 from grace.core.registry import checked, known, legal_communicators, legal_memories, make
 from grace.errors import ConfigError
@@ -101,6 +102,8 @@ class Communicator(Component):
         self.by_variable = _way_of(type(self)) in (("send_receive",), BOTH)
         """Whether it moves payloads one by one."""
         self.compressor: Compressor = make("compressor", compressor)
+        self.foreign = any(not is_ours(type(part)) for part in self.compressor.whole().values())
+        """Whether payloads are made by somebody's own compressor, and so are looked at."""
         traits = self.compressor.traits
         self.memory: Memory = make("memory", traits.memory if memory is None else memory)
         self.backend: Backend = LocalBackend()

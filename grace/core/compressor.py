@@ -5,7 +5,7 @@ import math
 from collections.abc import Generator, Sequence
 from typing import Any, ClassVar, Literal
 
-from grace.core.kept import Keeping
+from grace.core.kept import Keeping, is_ours
 from grace.core.ported import aggregating, check_shape, encoding
 from grace.errors import payload_of
 from grace.kernels import kernels_of
@@ -107,9 +107,10 @@ class Compressor(Keeping):
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        for name, wrapped in (("compress", encoding), ("aggregate", aggregating)):
-            if name in vars(cls):
-                setattr(cls, name, wrapped(vars(cls)[name]))
+        if "compress" in vars(cls):
+            cls.compress = encoding(cls.compress, is_ours(cls))  # type: ignore[method-assign]
+        if "aggregate" in vars(cls):
+            cls.aggregate = aggregating(cls.aggregate)  # type: ignore[method-assign]
 
     def keeping(self) -> None:
         self.stateful = True

@@ -101,7 +101,7 @@ class Keeping(Component):
     """What was seen of its attributes when it was taken into use."""
 
     def __setattr__(self, key: str, value: Any) -> None:
-        if isinstance(value, dict) and not key.startswith("_") and not _is_ours(type(self)):
+        if isinstance(value, dict) and not key.startswith("_") and not is_ours(type(self)):
             before = vars(self).get(key)
             if isinstance(before, Kept):
                 before.replace(value)
@@ -116,7 +116,7 @@ class Keeping(Component):
 
     def look(self) -> None:
         """It is taken into use: what changes from now on should be saved."""
-        if not _is_ours(type(self)):
+        if not is_ours(type(self)):
             object.__setattr__(self, "_looks", _looks_of(self))
 
     def unsaved(self) -> list[str]:
@@ -134,7 +134,8 @@ class Keeping(Component):
         return {key: value for key, value in super().__getstate__().items() if key != "_looks"}
 
 
-def _is_ours(cls: type) -> bool:
+def is_ours(cls: type) -> bool:
+    """Whether it is a part of Grace, and not a user's."""
     return cls.__module__.partition(".")[0] == "grace"
 
 

@@ -65,9 +65,8 @@ class Exchange(Refusing, Judging):
             self._send(first, inputs, began)
             return
         self.encoded = recorder.each("compress", self.names, self.compressor.compress, inputs)
-        if (
-            self.bucket.wire is None and type(self.compressor).accumulate is Compressor.accumulate
-        ):  # it may be anybody's
+        decodes = type(self.compressor).accumulate is Compressor.accumulate
+        if self.bucket.wire is None and self.communicator.foreign and decodes:
             for x, (payload, ctx), name in zip(inputs, self.encoded, self.names, strict=True):
                 check_decodes(self.compressor, payload, ctx, x, name)
         self._send([payload for payload, _ in self.encoded], inputs, began)
@@ -155,7 +154,7 @@ class Exchange(Refusing, Judging):
             # what a method of several rounds receives may live on in its state: it gets buffers of its own
             wire = Wire(self.kernels, payloads, self.communicator.sums, self.room)
             self.bucket.wire, self.bucket.buffer = wire, None
-        else:
+        elif self.communicator.foreign:
             self._check_sizes(payloads)
         self.wire = self.bucket.wire
         self.bucket.buffer = self.wire.pack(payloads, marks, self.bucket.buffer, self.own_place())

@@ -24,6 +24,9 @@ class Carrier(Protocol):
     def context(self) -> Context: ...
 
     @property
+    def foreign(self) -> bool: ...
+
+    @property
     def sums(self) -> bool: ...
 
     @property

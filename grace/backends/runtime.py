@@ -90,8 +90,8 @@ def joined() -> Backend:
     """
     if _current is None and (name := _detect()) != "local":
         raise ConfigError(
-            f"a launcher has started several ranks (for {name}), and nobody called grace.init(): a step would be this "
-            "rank's alone. Call grace.init() first"
+            f"a launcher has started this program as a rank (for {name}), and nobody called grace.init(): a step would "
+            "be this rank's alone. Call grace.init() first"
         )
     return current()
 

@@ -16,9 +16,10 @@ from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.exchange.bucket import Bucket
 from grace.kernels import kernels_of
-from grace.session import checkpoint, saved_form
+from grace.session import checkpoint
 from grace.session.agreement import agree
 from grace.session.exchanger import Exchanger
+from grace.session.plan import UniformPlan
 from grace.session.setup import build_exchanger
 from grace.session.sharding import Shard
 
@@ -28,27 +29,13 @@ FORM = "tensors, step by step"
 """What a saved state says that it is of."""
 
 
-class AsGiven:
-    """The plan of tensors that are exchanged as they come: whole, and each by the one communicator."""
-
-    strategy = None
-
-    def __init__(self, communicator: Communicator):
-        self.communicator, self.name = communicator, communicator.describe()
-
-    def hand_out(
-        self, variables: list[Variable], backend: Backend, error: Exception | None, later: bool
-    ) -> list[Variable]:
-        """Nothing."""
-        return variables
+class AsGiven(UniformPlan):
+    """The plan of tensors that are exchanged as they come: whole, and all by the one communicator, however small."""
 
     def shards(self, variables: Sequence[Variable]) -> list[Shard]:
-        """Each of them is one."""
-        return [Shard(variable, variable, self.communicator) for variable in variables]
-
-    def options(self) -> dict[str, Any]:
-        """The communicator."""
-        return {"communicator": self.communicator}
+        communicator = self._made()
+        self.name = communicator.describe()
+        return [Shard(variable, variable, communicator) for variable in variables]
 
 
 class Begun:
@@ -91,11 +78,11 @@ class ByHand:
     def step(self, tensors: Any, names: Any) -> Any:
         """See :meth:`grace.Communicator.step`."""
         given = [tensors] if isinstance(names, str) else list(tensors)
-        with _about(names):
-            kernels = kernels_of(given[0]) if given else None
-        if kernels is None:
-            raise ConfigError("step() was given no tensors")
-        means = kernels.eagerly(lambda eager: self._whole_step(eager, names), given)
+        try:
+            run = kernels_of(given[0]).eagerly
+        except (TypeError, IndexError):  # what is wrong the other ranks are told too, if they are to agree
+            return self._whole_step(given, names)
+        means = run(lambda eager: self._whole_step(eager, names), given)
         return means[0] if isinstance(names, str) else means
 
     def _whole_step(self, tensors: list[Tensor], names: Any) -> list[Tensor]:
@@ -142,12 +129,7 @@ class ByHand:
         bucket = self.buckets.get(names)
         if self.exchanger is not None and bucket is not None:
             tensors, variables = described(given, names, backend)
-            for before, now in zip(bucket.variables, variables, strict=True):
-                if before != now:
-                    raise ConfigError(
-                        f"{now.name!r} is {now.describe()} now, and was {before.describe()} at its first step. Give "
-                        "another name to what is another tensor"
-                    )
+            _check_same(bucket, variables)
             return self.exchanger, bucket, tensors
         tensors = []
 
@@ -187,7 +169,7 @@ class ByHand:
             return usual(name) if communicator.lr is None else communicator.lr
 
         context.lr = lr
-        plan, self.number = AsGiven(communicator), next(_joined)
+        plan, self.number = AsGiven(None, None, communicator), next(_joined)
         exchanger = build_exchanger(variables, lambda: plan, backend, context, [("called", "by hand")], check)
         (bucket,) = exchanger.buckets
         self._name(bucket)
@@ -209,7 +191,7 @@ class ByHand:
             error = raised
         step = ("the number of steps", str(exchanger.context.step))
         agree(exchanger.backend, [step, *((f"the tensor {v.name!r}", v.describe()) for v in found)], error)
-        bucket = _extend(exchanger, AsGiven(self.communicator).shards(found))
+        bucket = _extend(exchanger, AsGiven(None, None, self.communicator).shards(found))
         self._name(bucket)
         return bucket
 
@@ -231,27 +213,57 @@ class ByHand:
         if self.exchanger is None:
             raise ConfigError("nothing was exchanged yet, so that there is nothing to save")
         saved = checkpoint.gather(self.exchanger) if everyone else checkpoint.save(self.exchanger)
-        groups = [
-            [[v.name, list(v.shape), v.dtype, v.device] for v in bucket.variables] for bucket in self.buckets.values()
-        ]
+        groups = [[[v.name, list(v.shape), v.dtype] for v in bucket.variables] for bucket in self.buckets.values()]
         return {"of": FORM, "tensors": groups, "grace": saved}
 
     def load_state_dict(self, state: dict[str, Any], memory: str = "strict") -> None:
         """See :meth:`grace.Communicator.load_state_dict`."""
-        if not isinstance(state, dict) or state.get("of") != FORM:
-            raise ConfigError("this is no state of a communicator that was called by hand")
-        saved_form.check(state["grace"])
-        backend = runtime.joined()
-        self.free()
-        for group in state["tensors"]:
-            variables = [Variable(name, tuple(shape), dtype, device=device) for name, shape, dtype, device in group]
-            names = tuple(variable.name for variable in variables)
+        backend, groups, error = runtime.joined(), list[list[Variable]](), None
+        if self.exchanger is not None and self.exchanger.backend is not backend:
+            self.free()
+        try:
+            groups = _groups(state)
+            for group in groups:
+                if (bucket := self.buckets.get(tuple(v.name for v in group))) is not None:
+                    _check_same(bucket, group)
+        except Exception as raised:
+            error = raised
+        told = [f"{v.name!r} {v.describe()}" for group in groups for v in group]
+        agree(backend, [("the tensors of a state", ", ".join(told))], error)
+        for group in groups:
+            names = tuple(variable.name for variable in group)
             if self.exchanger is None:
-                self.exchanger, self.buckets[names] = self._joined(lambda found=variables: found, backend)
-            else:
-                self.buckets[names] = self._added(self.exchanger, lambda found=variables: found)
+                self.exchanger, self.buckets[names] = self._joined(lambda group=group: group, backend)
+            elif names not in self.buckets:
+                self.buckets[names] = self._added(self.exchanger, lambda group=group: group)
         assert self.exchanger is not None
         checkpoint.load(self.exchanger, lambda: state["grace"], memory)
+
+
+def _groups(state: Any) -> list[list[Variable]]:
+    """The tensors that a state is of, as they were exchanged together."""
+    if not isinstance(state, dict) or state.get("of") != FORM:
+        raise ConfigError(
+            "this is no state of a communicator that is called by hand: give what its state_dict() returned"
+        )
+    try:
+        groups = [[Variable(name, tuple(shape), dtype) for name, shape, dtype in group] for group in state["tensors"]]
+        sound = groups and all(isinstance(v.name, str) and isinstance(v.numel, int) for group in groups for v in group)
+    except (TypeError, ValueError, KeyError):
+        sound = False
+    if not sound or "grace" not in state:
+        raise ConfigError("the state of the communicator is damaged: it does not say of which tensors it is")
+    return groups
+
+
+def _check_same(bucket: Bucket, variables: Sequence[Variable]) -> None:
+    """Refuse other tensors than the names stood for before; they may lie on another device."""
+    for before, now in zip(bucket.variables, variables, strict=True):
+        if before.describe() != now.describe():
+            raise ConfigError(
+                f"{now.name!r} is {now.describe()} now, and was {before.describe()} at its first step. Give another "
+                "name to what is another tensor"
+            )
 
 
 def _extend(exchanger: Exchanger, shards: Sequence[Shard]) -> Bucket:

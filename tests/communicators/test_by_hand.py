@@ -125,6 +125,7 @@ def refusals():
 
     rank = grace.rank()
     refused(torch.tensor([1, 2]) if rank else x, "w", grace.ConfigError if rank else grace.RankError)
+    refused([1.0, 2.0] if rank else x, "w", grace.ConfigError if rank else grace.RankError)
     refused(torch.zeros(2 + rank), "w", grace.RankError)
     refused(x, "one" if rank else "other", grace.RankError)
     grc.step(x, "w")
@@ -142,6 +143,8 @@ def test_what_cannot_be_exchanged_is_refused_on_all_ranks(two_ranks):
     first, second = two_ranks.run(refusals)
     assert "rank 1 refused to start: cannot exchange 'w': it is of dtype int64" in first[0]
     assert "cannot exchange 'w': it is of dtype int64" in second[0]
+    assert "rank 1 refused to start: cannot exchange 'w': no kernels for builtins.list" in first.pop(1)
+    assert "cannot exchange 'w': no kernels for builtins.list" in second.pop(1)
     for said in (first, second):
         assert "'w' float32[2], rank 1 has variable 'w' float32[3]" in said[1]
         assert "'other' float32[2], rank 1 has variable 'one' float32[2]" in said[2]
@@ -151,6 +154,38 @@ def test_what_cannot_be_exchanged_is_refused_on_all_ranks(two_ranks):
         assert "'v' is float32 on cpu, 'u' is float64 on cpu" in said[6]
         assert "'w' was exchanged with other tensors before" in said[7]
         assert "it is of numpy" in said[8]
+
+
+def states_that_do_not_fit():
+    """What is said of states that cannot be loaded, of which one rank alone has some, and what is remembered then."""
+    grc, other, said = communicator("topk(ratio=0.5)"), communicator("dgc(ratio=0.25)"), []
+    grc.step(torch.tensor([4.0, 1.0, 2.0, 3.0]), "w")
+    other.step(torch.tensor([4.0, 1.0, 2.0, 3.0]), "w")
+    saved, before = grc.state_dict(), digest(grc.state_dict()["grace"]["state"])
+    damaged = {**saved, "grace": {**saved["grace"], "step": 5}}
+    shorter = {**saved, "tensors": [[["w", [3], "float32"]]]}
+    for state in (other.state_dict(), damaged, {**saved, "tensors": 3}, shorter, {"of": "something else"}):
+        for mine in (state, state if grace.rank() else saved):
+            with pytest.raises((grace.ConfigError, grace.RankError)) as caught:
+                grc.load_state_dict(mine)
+            said.append(str(caught.value))
+            assert digest(grc.state_dict()["grace"]["state"]) == before
+    grc.load_state_dict(saved)
+    return said, grc.step(torch.zeros(4), "w").tolist()
+
+
+def test_a_state_that_is_refused_changes_nothing_on_any_rank(two_ranks):
+    (first, brought), (second, same) = two_ranks.run(states_that_do_not_fit)
+    assert brought == same == [0, 1, 2, 0]
+    for words, place in (
+        ("was saved with allgather, dgc(ratio=0.25), dgc", 0),
+        ("its checksum differs", 2),
+        ("does not say of which tensors it is", 4),
+        ("'w' is float32[3] now, and was float32[4]", 6),
+        ("give what its state_dict() returned", 8),
+    ):
+        assert all(words in told for told in (first[place], second[place], second[place + 1]))
+        assert "rank 1" in first[place + 1]  # which alone was given it
 
 
 def with_an_overflow(spec):

@@ -54,7 +54,7 @@ def test_a_checkpoint_resumes_bit_for_bit(name):
         assert torch.equal(model.state_dict()[key], value), key
 
 
-def test_a_keras_model_resumes_bit_for_bit(tmp_path):
+def test_a_keras_model_resumes_where_it_was(tmp_path):
     pytest.importorskip("keras", reason="TensorFlow is not installed")
     shutil.copy(OLDER / "topk.keras", tmp_path)
     model = grace.tensorflow.load_model(tmp_path / "topk.keras")
@@ -62,7 +62,8 @@ def test_a_keras_model_resumes_bit_for_bit(tmp_path):
     model.fit(x, np.sin(x[:, :2] * 3), batch_size=8, epochs=2, shuffle=False, verbose=0)
     with np.load(OLDER / "keras-after.npz") as after:
         for variable, value in zip(model.trainable_variables, after.values(), strict=True):
-            assert np.array_equal(variable, value), variable.path
+            # to the last bits, in which processors differ; without its memories it would be off by 1e-2
+            np.testing.assert_allclose(variable, value, rtol=0, atol=1e-6, err_msg=variable.path)
 
 
 def test_strategy_files_are_read_and_written_as_they_were(tmp_path):

@@ -113,7 +113,8 @@ def test_an_interrupted_run_keeps_what_is_finished(tmp_path, number):
     count = len(results.rows)
     assert 0 < count < 60
     assert not results.complete
-    assert err == f"grace bench kernels: interrupted; what is finished is in {tmp_path}\n"
+    # a compiler that is interrupted may complain before
+    assert err.splitlines()[-1] == f"grace bench kernels: interrupted; what is finished is in {tmp_path}"
 
 
 @pytest.mark.parametrize(

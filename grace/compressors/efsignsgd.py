@@ -40,6 +40,9 @@ class EFSignSGD(Compressor):
         bits, scale = payload
         return k.reshape(k.add_signs(k.flat(out), bits, scale, weight), ctx)
 
+    def bucket_codec(self) -> tuple[str, dict[str, Any]]:
+        return "signs", {"scaled": True}
+
     def wire_bits(self, shape: tuple[int, ...]) -> float | None:
         n = max(1, math.prod(shape))
         return (8 * math.ceil(n / 8) + 32) / n

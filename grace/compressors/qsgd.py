@@ -72,6 +72,14 @@ class QSGD(Compressor):
             return bucket / (4 * self.levels**2)
         return min(bucket / self.levels**2, math.sqrt(bucket) / self.levels)
 
+    def bucket_codec(self) -> tuple[str, dict[str, Any]]:
+        return "levels", {
+            "levels": self.levels,
+            "bits": self.bits,
+            "bucket": self.bucket_size,
+            "l2": self.norm == "l2",
+        }
+
     def wire_bits(self, shape: tuple[int, ...]) -> float | None:
         n = max(1, math.prod(shape))
         return (8 * math.ceil(n * self.bits / 8) + 32 * math.ceil(n / self.bucket_size)) / n

@@ -50,6 +50,9 @@ class SignSGD(Compressor):
         total = sum(tensors)
         return kernels_of(total).signs(total)
 
+    def bucket_codec(self) -> tuple[str, dict[str, Any]]:
+        return "signs", {"scaled": False}
+
     def wire_bits(self, shape: tuple[int, ...]) -> float | None:
         n = max(1, math.prod(shape))
         return 8 * math.ceil(n / 8) / n

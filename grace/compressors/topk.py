@@ -55,6 +55,9 @@ class TopK(Sparsifier):
     def count(self, shape: tuple[int, ...]) -> int | None:
         return kept(self.ratio, math.prod(shape))
 
+    def bucket_codec(self) -> tuple[str, dict[str, Any]]:
+        return "largest", {}
+
     def wire_bits(self, shape: tuple[int, ...]) -> float | None:
         n = max(1, math.prod(shape))
         count = kept(self.ratio, n)

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 from grace.core.compressor import Compressor, Payload, Tensor
 from grace.core.kept import Keeping, Kept
+from grace.kernels import kernels_of
 
 
 class Memory(Keeping):
@@ -58,3 +59,40 @@ class Memory(Keeping):
         """The loss scale changed by ``factor``: bring what is remembered into the new units."""
         for state in (self.state, *(part.state for part in self.whole().values() if isinstance(part, Kept))):
             state.map(lambda value: value * factor)
+
+
+class ErrorFeedback(Memory):
+    """A memory of one residual per variable: x = a r + b g, then r = x - C(x). Write ``recall`` and ``keep``.
+
+    Exchanges of whole buckets compute this beside the payload, in the same pass.
+
+    >>> import numpy as np
+    >>> from grace.compressors.topk import TopK
+    >>> class Half(ErrorFeedback):
+    ...     def recall(self, name):
+    ...         return 0.5, self.state.get(name), 1.0
+    ...     def keep(self, name, residual):
+    ...         self.state[name] = residual
+    >>> memory, topk = Half(), TopK(ratio=0.5)
+    >>> x = memory.compensate(np.float32([3, 1]), "w")
+    >>> memory.update(x, "w", topk, *topk.compress(x, "w"))
+    >>> memory.compensate(np.float32([0, 0]), "w")
+    array([0. , 0.5], dtype=float32)
+    """
+
+    def recall(self, name: str) -> tuple[float, Tensor | None, float]:
+        """a, r and b; r is None if nothing is remembered."""
+        raise TypeError(f"{type(self).__name__} must define recall(name)")
+
+    def keep(self, name: str, residual: Tensor) -> None:
+        """Remember it."""
+        raise TypeError(f"{type(self).__name__} must define keep(name, residual)")
+
+    def compensate(self, tensor: Tensor, name: str) -> Tensor:
+        a, residual, b = self.recall(name)
+        if residual is None:
+            return kernels_of(tensor).combine(b, tensor, 0.0, tensor)
+        return kernels_of(tensor).combine(a, residual, b, tensor)
+
+    def update(self, tensor: Tensor, name: str, compressor: Compressor, payload: Payload, ctx: Any) -> None:
+        self.keep(name, compressor.accumulate(payload, ctx, tensor, -1.0))

@@ -11,6 +11,7 @@ from grace.core.compressor import Compressor, Tensor
 from grace.core.ported import check_decodes
 from grace.core.waiting import waiting
 from grace.errors import ExchangeError, GraceError, PayloadError
+from grace.exchange.at_once import AtOnce
 from grace.exchange.bucket import Contribution, Outcome
 from grace.exchange.refusals import Refusing
 from grace.exchange.statuses import Judging
@@ -19,7 +20,7 @@ from grace.exchange.wire import Wire, in_range, mark
 from grace.kernels import kernels_of
 
 
-class Exchange(Refusing, Judging):
+class Exchange(AtOnce, Refusing, Judging):
     """The round trip of one bucket; ``start`` it, ``advance`` until it says False, then ``finish``.
 
     1. compensate and compress each gradient; 2. pack all payloads and start the collective;
@@ -57,6 +58,9 @@ class Exchange(Refusing, Judging):
 
     def _start(self, gradients: Sequence[Tensor]) -> None:
         began = time.perf_counter()
+        if type(self) is Exchange and self._encoded_at_once(gradients):
+            self._leave(self.bucket.buffer, began)
+            return
         inputs = recorder.each("compensate", self.names, self._compensated, gradients)
         if self.traits.rounds > 1:
             self.inputs, self.encoded, self.spoilt = inputs, [(None, None)] * len(inputs), [False] * len(inputs)
@@ -71,6 +75,8 @@ class Exchange(Refusing, Judging):
                 check_decodes(self.compressor, payload, ctx, x, name)
         self._send([payload for payload, _ in self.encoded], inputs, began)
         began = time.perf_counter()
+        if type(self) is Exchange:
+            self.find_codec()
         recorder.each("update", self.names, self._update, inputs, self.encoded)
         self.traffic.codec_seconds += time.perf_counter() - began
 
@@ -89,6 +95,10 @@ class Exchange(Refusing, Judging):
     def _send(self, payloads: list[Any], inputs: list[Tensor] | None, began: float) -> None:
         with recorder.phase("pack", bucket=self.bucket):
             buffer = self._packed(self._predivided(payloads), inputs)
+        self._leave(buffer, began)
+
+    def _leave(self, buffer: Tensor, began: float) -> None:
+        """Start the first collective for what was packed."""
         self._count(self.wire, buffer)
         self.traffic.codec_seconds += time.perf_counter() - began
         backend = self.communicator.backend
@@ -314,9 +324,12 @@ class Exchange(Refusing, Judging):
             missing, overflow = self._statuses_of_round() if several else self._statuses_of(wires)
             if self.astray:
                 return self.nothing()
-            received: list[Any] = self._mean() if several else self._received(wires)
-        decode = self.decoding(self._last if several else self._aggregate)
-        outcomes = recorder.each("decode", self.names, decode, range(len(self.names)), received, outs)
+        outcomes = self._decoded_at_once(wires, outs)
+        if outcomes is None:
+            with recorder.phase("unpack", bucket=self.bucket):
+                received: list[Any] = self._mean() if several else self._received(wires)
+            decode = self.decoding(self._last if several else self._aggregate)
+            outcomes = recorder.each("decode", self.names, decode, range(len(self.names)), received, outs)
         if several:  # with what all ranks got
             recorder.each("update", self.names, self._update, self.inputs, self.encoded)
         for i, outcome in enumerate(outcomes):

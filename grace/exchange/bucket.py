@@ -62,6 +62,8 @@ class Bucket:
     """The layout of the payloads, kept from step to step where it cannot change."""
     buffer: Any = None
     """The wire's buffer, likewise."""
+    codec: Any = None
+    """What encodes and decodes all its variables at once (:mod:`grace.exchange.at_once`); False if there is none."""
     label: str = "grace"
     """What the engine calls its collectives, the same on every rank."""
     carries: bool = True

@@ -22,6 +22,7 @@ from grace.core.compressor import Payload, Tensor
 from grace.core.ported import ITEM_SIZE
 from grace.errors import ConfigError, PayloadError
 from grace.kernels import Kernels
+from grace.kernels.contract.primitives import Placed
 
 VERSION = 2
 """Of what travels: how payloads and statuses are packed. All ranks must have the same."""
@@ -159,6 +160,21 @@ class Wire:
         if places:
             parts.append(k.full([*places, *[0] * self.padding], self.dtype, tensors[0]))
         return k.join(parts, out)
+
+    def placed(self) -> list[list[Placed]]:
+        """Where the tensors of each variable's payload stand."""
+        size = ITEM_SIZE[self.dtype]
+        offsets, start = [0] * len(self.units), 0
+        for i in self.order:
+            offsets[i] = start * size
+            start += self.units[i]
+        rest = map(Placed, offsets, self.shapes, self.dtypes)
+        return [[next(rest) for _ in range(length)] for length in self.lengths]
+
+    def write_marks(self, buffer: Tensor, statuses: Sequence[Any], places: Sequence[int]) -> None:
+        """Write the statuses and places behind the payloads of a buffer that is there."""
+        values = self.kernels.full([*statuses, *places], self.dtype, buffer)
+        self.kernels.divide(buffer[self.body : self.body + self.header], values, 1)
 
     def unpack(self, buffer: Tensor) -> list[Payload]:
         """The payloads in a buffer laid out like this one: views of it."""

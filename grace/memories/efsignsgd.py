@@ -3,13 +3,12 @@
 from dataclasses import dataclass
 from typing import Any
 
-from grace.core.compressor import Compressor, Payload, Tensor
-from grace.core.memory import Memory
-from grace.kernels import kernels_of
+from grace.core.compressor import Tensor
+from grace.core.memory import ErrorFeedback
 
 
 @dataclass
-class EFSignSGDMemory(Memory):
+class EFSignSGDMemory(ErrorFeedback):
     """The paper's error feedback e_{t+1} = p - C(p), p = lr g + e, divided by the learning rate.
 
         x = r lr_prev / lr + g,    r = x - C(x)
@@ -34,18 +33,17 @@ class EFSignSGDMemory(Memory):
     def keeps(self, shape: tuple[int, ...]) -> Any:
         return {"residual": shape, "lr": float}
 
-    def compensate(self, tensor: Tensor, name: str) -> Tensor:
-        k = kernels_of(tensor)
+    def recall(self, name: str) -> tuple[float, Tensor | None, float]:
         lr = self.context.lr(name)
         if name not in self.state or lr == 0:
-            return k.combine(1.0, tensor, 0.0, tensor)
+            return 1.0, None, 1.0
         kept = self.state[name]
-        return k.combine(kept["lr"] / lr, kept["residual"], 1.0, tensor)
+        return kept["lr"] / lr, kept["residual"], 1.0
 
-    def update(self, tensor: Tensor, name: str, compressor: Compressor, payload: Payload, ctx: Any) -> None:
+    def keep(self, name: str, residual: Tensor) -> None:
         lr = self.context.lr(name)
         if lr != 0:
-            self.state[name] = {"residual": compressor.accumulate(payload, ctx, tensor, -1.0), "lr": float(lr)}
+            self.state[name] = {"residual": residual, "lr": float(lr)}
 
     def rescale(self, factor: float) -> None:
         self.state.map(lambda value: value if isinstance(value, float) else value * factor)

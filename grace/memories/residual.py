@@ -3,13 +3,12 @@
 from dataclasses import dataclass
 from typing import Any
 
-from grace.core.compressor import Compressor, Payload, Tensor
-from grace.core.memory import Memory
-from grace.kernels import kernels_of
+from grace.core.compressor import Tensor
+from grace.core.memory import ErrorFeedback
 
 
 @dataclass
-class Residual(Memory):
+class Residual(ErrorFeedback):
     """Adds what earlier steps left out: x = beta r + gamma g, then r = x - decompress(compress(x)).
 
     r starts at 0. With beta = gamma = 1, sent + new residual = gradient + old residual at every step.
@@ -40,11 +39,8 @@ class Residual(Memory):
     def keeps(self, shape: tuple[int, ...]) -> Any:
         return shape
 
-    def compensate(self, tensor: Tensor, name: str) -> Tensor:
-        k = kernels_of(tensor)
-        if name not in self.state:
-            return k.combine(self.gamma, tensor, 0.0, tensor)
-        return k.combine(self.beta, self.state[name], self.gamma, tensor)
+    def recall(self, name: str) -> tuple[float, Tensor | None, float]:
+        return self.beta, self.state.get(name), self.gamma
 
-    def update(self, tensor: Tensor, name: str, compressor: Compressor, payload: Payload, ctx: Any) -> None:
-        self.state[name] = compressor.accumulate(payload, ctx, tensor, -1.0)
+    def keep(self, name: str, residual: Tensor) -> None:
+        self.state[name] = residual

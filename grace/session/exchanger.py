@@ -1,6 +1,7 @@
 """The exchanger: plans the buckets of one model, and runs a step's exchanges in one fixed order."""
 
 import contextlib
+import copy
 import dataclasses
 import secrets
 from collections.abc import Callable, Sequence
@@ -41,12 +42,7 @@ class Exchanger:
     """
 
     def __init__(
-        self,
-        variables: Sequence[Variable],
-        shards: Sequence[Shard],
-        backend: Backend,
-        context: Context,
-        name: str = "",
+        self, variables: Sequence[Variable], shards: Sequence[Shard], backend: Backend, context: Context, name: str = ""
     ):
         self.variables, self.backend, self.context, self.name = list(variables), backend, context, name
         self.hierarchical = hierarchical(shards)
@@ -112,11 +108,11 @@ class Exchanger:
         return list({id(part.state): (kind, part) for kind, part in reversed(found)}.values())[::-1]
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """What the components remember, as of the last step that was kept: by kind, and by the shard's name."""
+        """Copies of what the components remember, as of the last step that was kept: by kind and shard's name."""
         merged: dict[str, dict[str, Any]] = {}
         for kind, component in self.components:
             merged.setdefault(kind, {}).update(component.state.kept)
-        return merged
+        return copy.deepcopy(merged)
 
     def views(self, bucket: Bucket, tensors: Callable[[str], Any]) -> list[Any]:
         """The shards of a bucket, cut out of the whole variables' tensors."""

@@ -3,7 +3,7 @@
 import abc
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,14 @@ def bucket_within(bucket_size: int, n: int) -> int:
     (512, 7, 1)
     """
     return max(1, min(bucket_size, n))
+
+
+class Placed(NamedTuple):
+    """Where one tensor of a payload stands in the buffer that travels: its byte offset, shape and dtype."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
 
 
 class Kernels(ValueKernels, SparseKernels):
@@ -73,6 +81,13 @@ class Kernels(ValueKernels, SparseKernels):
         """``function(tensors)``, which returns as many tensors of the same shapes and dtypes; in a graph, when that
         runs."""
         return function(tensors)
+
+    compiled: ClassVar[bool] = False
+    """Whether what is compiled (:mod:`grace.kernels.fused`) may compute with its tensors' memory."""
+
+    def addresses(self, tensors: Sequence[Tensor], dtype: str = "float32") -> list[int] | None:
+        """Where tensors lie in the CPU's memory; None if one does not, is not contiguous or of another dtype."""
+        return None
 
     @abc.abstractmethod
     def zeros(self, shape: tuple[int, ...], dtype: str, like: Tensor) -> Tensor:

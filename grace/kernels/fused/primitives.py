@@ -69,6 +69,14 @@ def _sum_abs(x):
 
 
 @njit(nogil=True, cache=True)
+def _sum_abs_by_tiles(x):
+    total = f64(0)
+    for low in range(0, x.size, TILE):
+        total += _sum_abs(x[low : min(low + TILE, x.size)])
+    return total
+
+
+@njit(nogil=True, cache=True)
 def _quantize(x, codes, scales, levels, bucket_size, l2, k0, k1, step, draw):
     random = np.empty(TILE + 4, np.uint32)
     one, top = f32(1), f32(levels)
@@ -274,8 +282,14 @@ class FusedKernels(ValueFused, SparseFused, NumpyKernels):
     """
 
     name = "fused"
+    compiled = True
     empty: Any = staticmethod(np.empty)
     """Makes the arrays that are returned: a 1-d one of so many elements; for frameworks that ask more of memory."""
+
+    def addresses(self, tensors, dtype="float32"):
+        if all(x.dtype.name == dtype and x.flags.c_contiguous for x in tensors):
+            return [x.__array_interface__["data"][0] for x in tensors]
+        return None
 
     def all_finite(self, x, most=math.inf):
         if x.dtype != np.float32:
@@ -306,7 +320,7 @@ class FusedKernels(ValueFused, SparseFused, NumpyKernels):
         return out
 
     def mean_abs(self, x):
-        return np.array([_sum_abs(x) / x.size if x.size else 0.0], np.float32)
+        return np.array([_sum_abs_by_tiles(x) / x.size if x.size else 0.0], np.float32)
 
     def random_bits(self, stream, n, like=None):
         out = self.empty((n + 3) // 4 * 4, np.uint32)

@@ -261,6 +261,7 @@ class FusedTorchKernels(TorchKernels):
     """
 
     name = "torch-fused"
+    compiled = True
     FUSED = (
         "all_finite", "mean_abs", "random_bits", "random_indices", "quantize", "dequantize", "pack", "unpack",
         "pack_signs", "add_signs", "topk", "gather", "scatter_add", "max_abs", "side_means", "clip_deviation",
@@ -269,6 +270,12 @@ class FusedTorchKernels(TorchKernels):
         "where_code",
     )  # fmt: skip
     DTYPES = frozenset({torch.float32, torch.uint8, torch.int32})
+
+    def addresses(self, tensors, dtype="float32"):
+        wanted = DTYPES[dtype]
+        if all(x.dtype == wanted and x.is_contiguous() and x.device.type == "cpu" for x in tensors):
+            return [x.data_ptr() for x in tensors]
+        return None
 
     def uniform(self, stream, n, like):
         bits = self.random_bits(stream, n, like)

@@ -1,0 +1,190 @@
+"""Whole buckets at once: where method and memory have a codec for that, one call encodes all variables of a bucket, and
+another decodes them, each in one pass over memory, to the same bits as variable by variable.
+
+The first step of a bucket goes variable by variable, which shows the layout of its wire; so does every step that is
+traced, whose phases are told apart by variable, and what a codec does not take: other tensors than the CPU's, and
+steps that follow one that is not settled. A memory's residuals lie in two buffers that take turns: the one that holds
+what is kept is not written to until the next one is kept in its place.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from grace.core.compressor import Compressor, Tensor
+from grace.core.kept import is_ours
+from grace.core.memory import ErrorFeedback, Memory
+from grace.exchange.bucket import Bucket, Outcome
+from grace.exchange.tracing import recorder
+from grace.exchange.wire import LARGEST, Wire, mark
+from grace.kernels import Kernels
+
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+class BucketCodec:
+    """The codec of one bucket, and the buffers that it keeps.
+
+    Args:
+        bucket: whose.
+        kernels: those of its gradients.
+        ctxs: what decodes its payloads, per variable, which is the same at every step.
+    """
+
+    def __init__(self, codec: Any, bucket: Bucket, kernels: Kernels, ctxs: Sequence[Any]):
+        self.codec, self.kernels, self.ctxs = codec, kernels, list(ctxs)
+        self.names = [variable.name for variable in bucket.variables]
+        self.shapes = [variable.shape for variable in bucket.variables]
+        memory = bucket.communicator.memory
+        self.memory = memory if isinstance(memory, ErrorFeedback) else None
+        self.wire, self.turns, self.places = bucket.wire, list[list[Tensor]](), list[Any]()
+        self.rows = np.zeros((len(self.names), 3), np.uint64)
+        self.factors = np.ones(len(self.names), np.float32)
+        self.streams = np.zeros((len(self.names), 4), np.uint32)
+
+    @classmethod
+    def of(cls, bucket: Bucket, kernels: Kernels, encoded: Sequence[tuple[Any, Any]]) -> "BucketCodec | None":
+        """The codec of a bucket that has been exchanged once; None if its method and memory have none."""
+        compressor, memory = bucket.communicator.compressor, bucket.communicator.memory
+        if "bucket_codec" not in vars(type(compressor)) or not _simple(memory):
+            return None
+        if not kernels.compiled or bucket.wire is None:
+            return None
+        from grace.kernels.fused.bucket_codecs import CODECS  # which needs Numba
+
+        name, chosen = compressor.bucket_codec()
+        codec = CODECS[name]([variable.numel for variable in bucket.variables], bucket.wire.placed(), **chosen)
+        return cls(codec, bucket, kernels, [ctx for _, ctx in encoded])
+
+    def encode(
+        self, gradients: Sequence[Tensor], compressor: Compressor, wire: Tensor, kept: bool
+    ) -> list[bool] | None:
+        """Write the payloads into the wire and the residuals into the memory's state; whether each is in range.
+
+        None if it cannot: nothing has changed then.
+        """
+        k = self.kernels
+        addresses = k.addresses(gradients)
+        if addresses is None:
+            gradients = [k.flat(k.cast(gradient, "float32")) for gradient in gradients]
+            addresses = k.addresses(gradients)
+        target = k.addresses([wire], "uint8")
+        if addresses is None or target is None:
+            return None
+        following = [] if self.memory is None else self._recalled(self.memory, gradients[0])
+        if following is None:
+            return None
+        self.rows[:, 0] = addresses
+        if self.codec.draws:
+            context = compressor.context
+            self.streams[:] = [context.stream(name).words for name in self.names]
+        most = np.float32(LARGEST if kept else FLOAT32_MAX).view(np.uint32)
+        sound: list[bool] = self.codec.encode(self.rows, self.factors, np.uint64(target[0]), most, self.streams)
+        for name, residual in zip(self.names, following, strict=bool(following)):
+            self.memory.keep(name, residual)  # type: ignore[union-attr]
+        return sound
+
+    def _recalled(self, memory: ErrorFeedback, like: Tensor) -> list[Tensor] | None:
+        """Fill in where the residuals are, and give where the next ones go."""
+        k, state = self.kernels, memory.state
+        if not self.turns:
+            self.turns = [[k.zeros(shape, "float32", like) for shape in self.shapes] for _ in range(2)]
+            self.places = [k.addresses(turn) for turn in self.turns]
+        following: list[Tensor] = []
+        for i, name in enumerate(self.names):
+            if state.changed(name):
+                return None
+            a, residual, b = memory.recall(name)
+            if b != 1:
+                return None
+            held = residual if residual is not None else _residual(state.get(name))
+            turn = int(held is self.turns[0][i])  # the other one
+            own = turn or held is self.turns[1][i]
+            found = None if residual is None or own else k.addresses([residual])
+            if residual is None:
+                self.rows[i, 1] = 0
+            elif own:
+                self.rows[i, 1] = self.places[1 - turn][i]
+            elif found is None:
+                return None
+            else:
+                self.rows[i, 1] = found[0]
+            self.rows[i, 2], self.factors[i] = self.places[turn][i], a
+            following.append(self.turns[turn][i])
+        return following
+
+    def decode(self, outs: Sequence[Tensor], wires: Sequence[Tensor], count: float, loss_scale: float) -> bool:
+        """Write the means into ``outs``; False if this cannot be done, or a payload is damaged."""
+        places, sources = self.kernels.addresses(outs), self.kernels.addresses(wires, "uint8")
+        if places is None or sources is None:
+            return False
+        well: bool = self.codec.decode(np.array(places, np.uint64), np.array(sources, np.uint64), count, loss_scale)
+        return well
+
+
+def _residual(held: Any) -> Any:
+    """The tensor in what a memory keeps of a variable."""
+    return held.get("residual") if isinstance(held, dict) else held
+
+
+def _simple(memory: Memory) -> bool:
+    """Whether a memory computes x = a r + g and keeps x - C(x), or nothing."""
+    return is_ours(type(memory)) and (isinstance(memory, ErrorFeedback) or not memory.stateful)
+
+
+class AtOnce:
+    """A part of :class:`grace.exchange.base.Exchange`."""
+
+    bucket: Bucket
+    communicator: Any
+    compressor: Compressor
+    comparing: bool
+    encoded: list[tuple[Any, Any]]
+    kernels: Kernels
+    names: list[str]
+    own_place: Any
+    present: list[bool]
+    sound: list[Any]
+    traits: Any
+    wire: Wire
+    codec: BucketCodec | None = None
+    """That of this round trip, if it is made at once."""
+
+    def find_codec(self) -> None:
+        """The bucket was encoded for the first time: look for a codec."""
+        codec = self.bucket.codec
+        if self.comparing or codec is False or (codec is not None and codec.wire is self.bucket.wire):
+            return
+        self.bucket.codec = BucketCodec.of(self.bucket, self.kernels, self.encoded) or False
+
+    def _encoded_at_once(self, gradients: Sequence[Tensor]) -> bool:
+        """Encode by the bucket's codec; False if that cannot be, and nothing was done."""
+        codec, wire = self.bucket.codec, self.bucket.wire
+        if not codec or wire is None or self.comparing or recorder.active is not None or self.communicator.delayed:
+            return False
+        if codec.kernels is not self.kernels or codec.wire is not wire or self.bucket.buffer is None:
+            return False
+        sound = codec.encode(gradients, self.compressor, self.bucket.buffer, self.communicator.stateful)
+        if sound is None:
+            return False
+        self.codec, self.wire = codec, wire
+        self.encoded = [(None, ctx) for ctx in codec.ctxs]
+        self.sound = [here and ok for here, ok in zip(self.present, sound, strict=True)]
+        marks = [mark(here, ok, wire.sums) for here, ok in zip(self.present, self.sound, strict=True)]
+        wire.write_marks(self.bucket.buffer, marks, self.own_place())
+        return True
+
+    def _decoded_at_once(self, wires: Sequence[Tensor], outs: Sequence[Tensor | None]) -> list[Outcome] | None:
+        """The outcomes, by the bucket's codec; None if that cannot be."""
+        if self.codec is None:
+            return None
+        variables, k = self.bucket.variables, self.kernels
+        found = [
+            k.zeros(variable.shape, "float32", self.bucket.buffer) if out is None else out
+            for variable, out in zip(variables, outs, strict=True)
+        ]
+        context = self.communicator.context
+        if not self.codec.decode(found, wires, context.size, context.loss_scale):
+            return None
+        return [Outcome(variable, out, False) for variable, out in zip(variables, found, strict=True)]

@@ -1,0 +1,121 @@
+"""The codecs of :mod:`grace.kernels.fused.buckets` by name, each for the variables of one bucket.
+
+A codec is made with the bucket's plan: for each variable its number of elements, and the shape, dtype and byte offset
+of each of its payload's tensors in the wire. Buffers are made once and kept.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from grace.kernels.contract.primitives import Placed
+from grace.kernels.fused import addresses, buckets, sparse_buckets
+from grace.kernels.fused.loops import TILE, f32
+
+
+class Codec:
+    """Encodes and decodes all variables of a bucket; addresses are of contiguous float32 tensors on the CPU.
+
+    Args:
+        sizes: elements of each variable.
+        payloads: where each variable's payload stands in a wire.
+    """
+
+    draws = False
+    """Whether encoding takes random numbers."""
+
+    def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]]):
+        self.plan = np.zeros((len(sizes), 5), np.int64)
+        self.plan[:, addresses.SIZE] = sizes
+        for row, payload in zip(self.plan, payloads, strict=True):
+            for column, tensor in enumerate(payload, addresses.FIRST):
+                row[column] = tensor.offset
+        self.sound = np.zeros(len(sizes), np.bool_)
+        self.most = max(sizes, default=0)
+
+    def encode(self, rows: Any, factors: Any, wire: int, most: Any, streams: Any) -> list[bool]:
+        """Write every payload into the wire, and the next residuals; whether each x was in range.
+
+        Args:
+            rows: addresses, uint64 of shape (variables, 3): gradient, residual, next residual.
+            factors: float32, one per variable, of its residual.
+            wire: the address of the wire.
+            most: the bit pattern of the largest magnitude that is in range.
+            streams: uint32 of shape (variables, 4): the words of each variable's random numbers.
+        """
+        raise NotImplementedError
+
+    def decode(self, outs: Any, wires: Any, count: float, loss_scale: float) -> bool:
+        """Write the mean over ``count`` ranks of what their wires hold into ``outs``; False if one cannot be decoded.
+
+        Args:
+            outs, wires: addresses, uint64.
+        """
+        raise NotImplementedError
+
+
+class Signs(Codec):
+    """One bit per element; see :class:`~grace.compressors.efsignsgd.EFSignSGD` (scaled) and ``SignSGD``."""
+
+    def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]], scaled: bool):
+        super().__init__(sizes, payloads)
+        self.scaled = scaled
+
+    def encode(self, rows: Any, factors: Any, wire: int, most: Any, streams: Any) -> list[bool]:
+        buckets.encode_signs(rows, factors, self.plan, wire, most, self.scaled, self.sound)
+        return self.sound.tolist()
+
+    def decode(self, outs: Any, wires: Any, count: float, loss_scale: float) -> bool:
+        weight, unit = f32(1 / count if self.scaled else 1), f32(1) / f32(1 / loss_scale)
+        return buckets.decode_signs(outs, wires, self.plan, weight, self.scaled, unit)
+
+
+class Levels(Codec):
+    """See :class:`~grace.compressors.qsgd.QSGD`."""
+
+    draws = True
+
+    def __init__(
+        self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]], levels: int, bits: int, bucket: int, l2: bool
+    ):
+        super().__init__(sizes, payloads)
+        self.levels, self.bits, self.bucket, self.l2 = levels, bits, bucket, l2
+        self.spare = np.empty(0 if bits == 8 else self.most, np.uint8)
+
+    def encode(self, rows: Any, factors: Any, wire: int, most: Any, streams: Any) -> list[bool]:
+        chosen = self.levels, self.bits, self.bucket, self.l2, self.spare, self.sound
+        buckets.encode_levels(rows, factors, self.plan, streams, wire, most, *chosen)
+        return self.sound.tolist()
+
+    def decode(self, outs: Any, wires: Any, count: float, loss_scale: float) -> bool:
+        chosen = self.levels, self.bits, self.bucket, self.spare
+        return buckets.decode_levels(outs, wires, self.plan, f32(1 / count), *chosen)
+
+
+class Largest(Codec):
+    """See :class:`~grace.compressors.topk.TopK`."""
+
+    WIDTHS = {"int32": 4, "int16": 2, "uint8": 1}
+
+    def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]]):
+        super().__init__(sizes, payloads)
+        self.last, room = np.zeros(len(sizes), np.uint32), 0
+        for row, n, (values, coded) in zip(self.plan, sizes, payloads, strict=True):
+            row[addresses.MORE], row[addresses.MORE + 1] = values.shape[0], self.WIDTHS[coded.dtype]
+            if n >= sparse_buckets.SAMPLED:
+                room = max(room, 4 * values.shape[0] + 1024)
+        self.indices, self.found = np.empty(room + TILE, np.int32), np.empty(room + TILE, np.uint32)
+        self.sample = np.empty(self.most if room else 0, np.uint32)  # of which as much is written to as is needed
+        self.chosen = np.empty(max((payload[0].shape[0] for payload in payloads), default=0), np.int32)
+
+    def encode(self, rows: Any, factors: Any, wire: int, most: Any, streams: Any) -> list[bool]:
+        spare = self.last, self.indices, self.found, self.sample, self.chosen
+        sparse_buckets.encode_largest(rows, factors, self.plan, wire, most, *spare, self.sound)
+        return self.sound.tolist()
+
+    def decode(self, outs: Any, wires: Any, count: float, loss_scale: float) -> bool:
+        return sparse_buckets.decode_sparse(outs, wires, self.plan, f32(1 / count))
+
+
+CODECS: dict[str, type[Codec]] = {"signs": Signs, "levels": Levels, "largest": Largest}

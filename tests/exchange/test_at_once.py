@@ -1,0 +1,188 @@
+"""Whole buckets at once: the same bits as variable by variable, whatever comes."""
+
+import resource
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import grace
+from grace.backends import runtime
+from grace.core.backend import LocalBackend
+from grace.core.context import Context
+from grace.core.variable import Variable
+from grace.errors import PayloadError
+from grace.exchange.at_once import BucketCodec
+from grace.session.plan import UniformPlan
+from grace.session.setup import build_exchanger
+from tests.support.methods import SHAPES
+
+pytest.importorskip("numba", reason="codecs of whole buckets are compiled")
+
+SPECS = [
+    ("topk", None), ("topk(ratio=0.3)", "none"), ("topk(ratio=1)", "residual(beta=0.5)"), ("efsignsgd", None),
+    ("efsignsgd", "residual"), ("signsgd", None), ("qsgd", None), ("qsgd(levels=7, bucket_size=33)", "residual"),
+    ("qsgd(norm=max, levels=64, bucket_size=5000)", "residual"),
+]  # fmt: skip
+BIG = (70_000,)  # from which a threshold is guessed, positions take four bytes, and there are several tiles
+
+
+class Trained:
+    """An exchanger of tensors of some shapes, and its gradients."""
+
+    def __init__(self, spec, memory, shapes, apart, backend=None, dtype=torch.float32):
+        backend = backend or LocalBackend()
+        found = [Variable(f"v{i}", shape, str(dtype)[6:], device="cpu") for i, shape in enumerate(shapes)]
+        self.lr = 1.0
+        context = Context(lr=lambda name: self.lr, rank=backend.rank, size=backend.size)
+        plan = UniformPlan(spec, memory, None)
+        self.exchanger = build_exchanger(lambda: found, lambda: plan, backend, context)
+        for bucket in self.exchanger.buckets:
+            bucket.codec = False if apart else None
+
+    def step(self, gradients, present, discard=False):
+        by_name = {f"v{i}": (gradient, here) for i, (gradient, here) in enumerate(zip(gradients, present, strict=True))}
+        outs = {name: gradient.clone() for name, (gradient, _) in by_name.items() if gradient.is_contiguous()}
+        for bucket in self.exchanger.buckets:
+            mine = [by_name[v.name] for v in bucket.variables]
+            self.exchanger.start(bucket, [gradient for gradient, _ in mine], [here for _, here in mine])
+        if discard:
+            return self.exchanger.discard()
+
+        def out(bucket):
+            found = [outs.get(v.name) for v in bucket.variables]
+            return [None if o is None or o.dtype != torch.float32 else o for o in found]
+
+        outcomes = self.exchanger.finish(out)
+        return {o.variable.name: None if o.value is None else bits(o.value) for o in outcomes}
+
+    def remembered(self):
+        flat = {}
+        for kind, values in self.exchanger.state().items():
+            for name, value in values.items():
+                parts = value if isinstance(value, dict) else {"": value}
+                flat |= {(kind, name, key): bits(part) for key, part in parts.items()}
+        return flat
+
+    @property
+    def codecs(self):
+        return [b.codec for b in self.exchanger.buckets if b.communicator.compressor.name != "none"]
+
+
+def bits(value):
+    return value if isinstance(value, float) else value.float().contiguous().numpy().tobytes()
+
+
+def drawn(rng, shapes, dtype):
+    """Gradients, some of them views with strides, and which of them are there."""
+    gradients, present = [], rng.random(len(shapes)) > 0.15
+    for shape in shapes:
+        x = torch.tensor(rng.standard_normal(shape) * 10.0 ** rng.integers(-6, 3)).to(dtype)
+        wide = len(shape) > 1 and rng.random() < 0.3
+        gradients.append(torch.stack([x, x], -1)[..., 0] if wide else x)
+    return [g if here else torch.zeros_like(g) for g, here in zip(gradients, present, strict=True)], present.tolist()
+
+
+@pytest.mark.filterwarnings("ignore:.*not a contraction")
+@pytest.mark.parametrize(("spec", "memory"), SPECS)
+@given(shapes=st.lists(st.sampled_from([*SHAPES, BIG]), min_size=1, max_size=6), seed=st.integers(0, 1 << 30))
+def test_whole_buckets_give_the_bits_of_their_variables(spec, memory, shapes, seed):
+    rng = np.random.default_rng(seed)
+    dtype = [torch.float32, torch.float64, torch.bfloat16][seed % 3]
+    both = [Trained(spec, memory, shapes, apart, dtype=dtype) for apart in (False, True)]
+    for step in range(6):
+        gradients, present = drawn(rng, shapes, dtype)
+        if step == 3:  # an overflow, after which all is as if the step had not been
+            for gradient in gradients[:1]:
+                gradient.reshape(-1)[:1] = [np.inf, -np.inf, np.nan][seed % 3 - 1]
+        for one in both:
+            one.lr = [0.5, 0.5, 0.25, 0.0, 0.3, 0.3][step]
+        whole, apart = (one.step(gradients, present, discard=step == 4) for one in both)
+        if step == 3:  # which of several NaN it is says nothing
+            whole, apart = ({n: v is not None and np.isnan(np.frombuffer(v, np.float32)).any() for n, v in r.items()}
+                            for r in (whole, apart))  # fmt: skip
+        assert whole == apart
+        assert both[0].remembered() == both[1].remembered()
+    assert all(isinstance(codec, BucketCodec) for codec in both[0].codecs)
+
+
+def test_every_codec_is_tried():
+    having = {name for name, cls in grace.known("compressor").items() if "bucket_codec" in vars(cls)}
+    assert having == {grace.make("compressor", spec).name for spec, _ in SPECS}
+
+
+def over_two_ranks(spec, memory, apart):
+    shapes, rng = [(40, 50), (), BIG, (7,)], np.random.default_rng(grace.rank())
+    trained = Trained(spec, memory, shapes, apart, backend=runtime.current())
+    found = [trained.step(*drawn(rng, shapes, torch.float32)) for _ in range(4)]
+    return found, trained.remembered(), [isinstance(codec, BucketCodec) for codec in trained.codecs]
+
+
+@pytest.mark.ranks
+@pytest.mark.every
+@pytest.mark.filterwarnings("ignore:.*not a contraction")
+@pytest.mark.parametrize(("spec", "memory"), SPECS)
+def test_ranks_get_the_same_means_from_whole_buckets(two_ranks, spec, memory):
+    (whole, *_), (other, *_) = two = two_ranks.run(over_two_ranks, spec, memory, False)
+    assert all(made for _, _, codecs in two for made in codecs)
+    assert whole == other
+    apart = two_ranks.run(over_two_ranks, spec, memory, True)
+    assert [found[:2] for found in two] == [found[:2] for found in apart]
+
+
+def a_damaged_position():
+    trained, rng = Trained("topk", None, [BIG], apart=False, backend=runtime.current()), np.random.default_rng(1)
+    trained.step(*drawn(rng, [BIG], torch.float32))
+    (bucket,) = trained.exchanger.buckets
+    before = trained.remembered()
+    if grace.rank():
+        encode, (_, coded) = bucket.codec.codec.encode, bucket.wire.placed()[0]
+
+        def damaging(*args):
+            sound = encode(*args)
+            bucket.buffer[coded.offset + 3] = 0x7F
+            return sound
+
+        bucket.codec.codec.encode = damaging
+    with pytest.raises(PayloadError) as caught:
+        trained.step([torch.ones(BIG)], [True])
+    assert trained.remembered() == before
+    return str(caught.value)
+
+
+@pytest.mark.ranks
+def test_what_cannot_be_decoded_is_told_by_rank_and_variable(two_ranks):
+    for said in two_ranks.run(a_damaged_position):
+        assert "what rank 1 sent of 'v0' at step 1 is no payload of topk" in said
+        assert "is not in [0, 70000)" in said
+
+
+def test_what_was_saved_stays_as_it_was():
+    trained, gradients = Trained("topk(ratio=0.1)", None, [(1000,)], apart=False), [torch.randn(1000)]
+    for _ in range(2):
+        trained.step(gradients, [True])
+    saved = trained.exchanger.state()["memory"]["v0"]
+    before = bits(saved)
+    for _ in range(3):
+        trained.step(gradients, [True])
+    assert bits(saved) == before != bits(trained.exchanger.state()["memory"]["v0"])
+
+
+@pytest.mark.parametrize("spec", ["topk", "efsignsgd"])
+def test_steps_take_no_new_memory(spec):
+    trained, gradients = Trained(spec, None, [(4 << 20,)], apart=False), [torch.randn(4 << 20)]
+    (bucket,) = trained.exchanger.buckets
+
+    def step():
+        trained.exchanger.start(bucket, gradients, [True])
+        trained.exchanger.finish(lambda bucket: gradients)
+
+    for _ in range(4):
+        step()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(5):
+        step()
+    # the residual alone is 4,096 pages, of which each step made new ones before
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 500

@@ -5,6 +5,7 @@ import pytest
 
 from grace.compressors.qsgd import QSGD
 from grace.kernels import Stream
+from grace.kernels.fused.primitives import FusedKernels
 from tests.support.data import EPSILON, REFERENCE, data, same
 from tests.support.implementations import ALL, OTHERS
 
@@ -52,6 +53,23 @@ def test_other_kernels_equal_the_reference_at_the_ends_of_what_they_take_at_a_ti
         same(it.run("round_powers", x, Stream(n)), REFERENCE.round_powers(x, Stream(n)))
         same(it.run("bucketize", x, np.float32([2]), np.float32([-1, 0, 1])),
              REFERENCE.bucketize(x, np.float32([2]), np.float32([-1, 0, 1])))  # fmt: skip
+
+
+def test_every_level_is_the_quotient_that_a_division_gives():
+    codes = np.arange(255, dtype=np.uint8)
+    for levels in range(1, 128):
+        given = codes[: 2 * levels + 1], np.float32([1]), levels, codes.size, 1.0
+        zeros = np.zeros(2 * levels + 1, np.float32)
+        same(FusedKernels().dequantize(zeros.copy(), *given), REFERENCE.dequantize(zeros, *given))
+
+
+@pytest.mark.parametrize("it", OTHERS)
+def test_random_indices_equal_the_reference_at_the_ends_of_what_is_drawn_at_a_time(it):
+    for k in (1023, 1024, 1025, 2049):
+        for n in (k, 2048, 2049, 65_537):
+            if k <= n:
+                wanted = REFERENCE.random_indices(Stream(k, n), n, k)
+                same(it.run("random_indices", Stream(k, n), n, k, np.zeros(1, np.float32)), wanted)
 
 
 @pytest.mark.parametrize("it", ALL)

@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import carray, njit, types
-from numba.extending import intrinsic
 
-from grace.kernels.fused.loops import u64
+from grace.kernels.fused.lanes import intrinsic, part
+from grace.kernels.fused.loops import compiled, u64
 
 GRADIENT, KEPT, NEXT = 0, 1, 2
 """Columns of addresses."""
@@ -25,10 +25,10 @@ def _pointer(typing: Any, address: Any) -> Any:
 
 @njit(inline="always")
 def _at(address, n, dtype):
-    return carray(_pointer(u64(address)), (n,), dtype)  # type: ignore[call-arg]
+    return carray(_pointer(u64(address)), (n,), dtype)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _add_kept(x, gradient, kept, factor):
     for i in range(x.size):
         x[i] = factor * kept[i] + gradient[i]
@@ -37,26 +37,12 @@ def _add_kept(x, gradient, kept, factor):
 @njit(inline="always")
 def _compensated(row, factor, n, low, high):
     """x between two elements: in its place as the next residual, or the gradient itself."""
-    gradient = _at(row[GRADIENT], n, np.float32)[low:high]
+    gradient = part(_at(row[GRADIENT], n, np.float32), low, high)
     if row[NEXT] == 0:
         return gradient
-    x = _at(row[NEXT], n, np.float32)[low:high]
+    x = part(_at(row[NEXT], n, np.float32), low, high)
     if row[KEPT] == 0:
         x[:] = gradient
     else:
-        _add_kept(x, gradient, _at(row[KEPT], n, np.float32)[low:high], factor)
+        _add_kept(x, gradient, part(_at(row[KEPT], n, np.float32), low, high), factor)
     return x
-
-
-@njit(inline="always")
-def _float(bits):
-    word = np.empty(1, np.uint32)
-    word[0] = bits
-    return word.view(np.float32)[0]
-
-
-@njit(inline="always")
-def _pattern(value):
-    word = np.empty(1, np.float32)
-    word[0] = value
-    return word.view(np.uint32)[0]

@@ -1,4 +1,9 @@
-"""Compiled loops that several fused kernels share: random numbers and the largest magnitude."""
+"""Compiled loops that several fused kernels share: random numbers and the largest magnitude.
+
+A loop is vectorized if its body has no branch and no call, its arrays begin with its first element (slices rather than
+offsets, whose sign is not known), and its numbers are no wider than they need to be: Numba makes 64 bits of whatever it
+adds or shifts, so results are made 32 bits again at once. ``tests/kernels/test_vectorized.py`` looks at what came out.
+"""
 
 import numpy as np
 from numba import njit
@@ -13,6 +18,10 @@ SHIFT32, SHIFT8, LOW31, INF_BITS = u64(32), u32(8), u32(0x7FFFFFFF), u32(0x7F800
 UNIT = f32(2.0**-24)
 TILE = 1024  # elements whose random numbers are drawn at a time; a multiple of 4
 
+# by Numba's own error model every division looks whether to raise
+compiled = njit(nogil=True, cache=True, error_model="numpy")
+summing = njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc"})
+
 
 @njit(inline="always")
 def _philox(c0, c1, c2, c3, k0, k1):
@@ -23,7 +32,7 @@ def _philox(c0, c1, c2, c3, k0, k1):
     return c0, c1, c2, c3
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _random_blocks(out, first, k0, k1, step, draw):
     """Fill ``out`` (a multiple of 4 long) with the blocks from ``first`` on."""
     for j in range(out.size // 4):
@@ -32,12 +41,13 @@ def _random_blocks(out, first, k0, k1, step, draw):
         out[4 * j], out[4 * j + 1], out[4 * j + 2], out[4 * j + 3] = a, b, c, d
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _max_bits(bits):
     """The largest magnitude as a bit pattern."""
     largest = u32(0)
     for i in range(bits.size):
-        largest = max(largest, bits[i] & LOW31)
+        magnitude = u32(bits[i] & LOW31)
+        largest = magnitude if magnitude > largest else largest
     return largest
 
 

@@ -7,15 +7,31 @@ from numba import njit
 
 from grace.kernels.checks import check_packed, check_scale, check_table
 from grace.kernels.contract.quantization import POWER_OFFSET
-from grace.kernels.fused.loops import LOW31, TILE, _max_bits, _random_blocks, _words, f32, f64, i32, u8, u32, u64
-from grace.kernels.reference.quantization import FLOAT32_MAX, deviation_limit, table_factor
+from grace.kernels.fused.lanes import float_of, part
+from grace.kernels.fused.loops import (
+    LOW31,
+    TILE,
+    _max_bits,
+    _random_blocks,
+    _words,
+    compiled,
+    f32,
+    f64,
+    i32,
+    summing,
+    u8,
+    u32,
+)
+from grace.kernels.fused.packing import _add_either, _add_table
+from grace.kernels.fused.rounding import MAX_BITS
+from grace.kernels.reference.quantization import deviation_limit, table_factor
 
 i64 = np.int64
-SIGN_CODE, SHIFT9, SHIFT23, SHIFT24 = u32(0x80), u32(9), u32(23), u32(24)
-MAX_BITS = FLOAT32_MAX.view(np.uint32)
+SIGN_CODE, SHIFT9, SHIFT23, SHIFT24, LOW7 = u32(0x80), u32(9), u32(23), u32(24), u32(0x7F)
+OFFSET, LOWEST, HIGHEST = i32(POWER_OFFSET), i32(1), i32(127)
 
 
-@njit(nogil=True, cache=True, fastmath={"reassoc"})
+@summing
 def _side_means(x, means):
     lower, upper, count = f64(0), f64(0), 0
     for i in range(x.size):
@@ -26,7 +42,7 @@ def _side_means(x, means):
     means[0], means[1] = lower / max(1, x.size - count), upper / max(1, count)
 
 
-@njit(nogil=True, cache=True, fastmath={"reassoc"})
+@summing
 def _sum(x):
     total = f64(0)
     for i in range(x.size):
@@ -34,7 +50,7 @@ def _sum(x):
     return total
 
 
-@njit(nogil=True, cache=True, fastmath={"reassoc"})
+@summing
 def _sum_squared_deviations(x, mean):
     total = f64(0)
     for i in range(x.size):
@@ -42,27 +58,42 @@ def _sum_squared_deviations(x, mean):
     return total
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _clip(x, limit, out):
     for i in range(x.size):
         out[i] = min(max(x[i], -limit), limit)
 
 
-@njit(nogil=True, cache=True)
+@compiled
+def _round_powers_tile(bits, random, codes):
+    for i in range(bits.size):
+        magnitude = u32(bits[i] & LOW31)
+        exponent = i32(i32(u32(magnitude + (random[i] >> SHIFT9)) >> SHIFT23) - OFFSET)
+        power = exponent if exponent > LOWEST else LOWEST
+        power = power if power < HIGHEST else HIGHEST
+        code = u8(u32(power) | u32(u32(bits[i] >> SHIFT24) & SIGN_CODE))
+        codes[i] = code if magnitude > u32(0) else u8(0)
+
+
+@compiled
 def _round_powers(bits, codes, k0, k1, step, draw):
     random = np.empty(TILE, np.uint32)
     for low in range(0, bits.size, TILE):
         high = min(low + TILE, bits.size)
-        _random_blocks(random[: (high - low + 3) // 4 * 4], low // 4, k0, k1, step, draw)
-        for i in range(high - low):
-            b = bits[low + i]
-            magnitude = b & LOW31
-            exponent = i32(u32(magnitude + (random[i] >> SHIFT9)) >> SHIFT23) - i32(POWER_OFFSET)
-            code = u32(min(max(exponent, i32(1)), i32(127))) | ((b >> SHIFT24) & SIGN_CODE)
-            codes[low + i] = u8(code if magnitude > 0 else u32(0))
+        _random_blocks(part(random, 0, (high - low + 3) // 4 * 4), low // 4, k0, k1, step, draw)
+        _round_powers_tile(part(bits, low, high), random, part(codes, low, high))
 
 
-@njit(nogil=True, cache=True)
+@compiled
+def _add_powers(out, codes, weight):
+    for i in range(out.size):
+        code = u32(codes[i])
+        power = u32(code & LOW7)
+        bits = u32(u32(u32(power + POWER_OFFSET) << SHIFT23) | u32(u32(code & SIGN_CODE) << SHIFT24))
+        out[i] += weight * float_of(bits if power > u32(0) else u32(0))
+
+
+@compiled
 def _starts(edges, shift):
     """For each pattern of a float32's bits above ``shift``: how many edges are below all numbers that begin so."""
     cells = 1 << (32 - shift)
@@ -88,7 +119,7 @@ def _below(edges, starts, shift, value, bits):
     return count
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _bucketize(x, divisor, edges, shift, codes):
     starts = _starts(edges, shift)
     tile = np.empty(TILE, np.float32)
@@ -101,25 +132,7 @@ def _bucketize(x, divisor, edges, shift, codes):
             codes[low + i] = _below(edges, starts, shift, tile[i], bits[i])
 
 
-@njit(nogil=True, cache=True)
-def _add_table(out, packed, bits, amounts):
-    mask = u64((1 << bits) - 1)
-    full = out.size // 8
-    for group in range(full):
-        word = u64(0)
-        for byte in range(bits):
-            word |= u64(packed[group * bits + byte]) << u64(8 * byte)
-        for i in range(8):
-            out[8 * group + i] += amounts[(word >> u64(bits * i)) & mask]
-    if out.size % 8:
-        word = u64(0)
-        for byte in range(packed.size - full * bits):
-            word |= u64(packed[full * bits + byte]) << u64(8 * byte)
-        for i in range(out.size % 8):
-            out[8 * full + i] += amounts[(word >> u64(bits * i)) & mask]
-
-
-@njit(nogil=True, cache=True)
+@compiled
 def _assign(x, edges, shift, first, codes, sums, counts):
     """Bucket numbers, sums and counts, from the smallest element of each bucket but the first.
 
@@ -168,7 +181,9 @@ class ValueFused:
         return codes
 
     def add_powers(self, out, codes, weight):
-        return self.add_table(out, codes, 8, POWERS, None, weight)
+        check_packed(codes.size, 8, out.size)
+        _add_powers(out, codes, f32(weight))
+        return out
 
     def bucketize(self, x, scale, edges):
         codes = self.empty(x.size, np.uint8)
@@ -184,7 +199,10 @@ class ValueFused:
             self.check_indices(self.unpack(packed, bits, out.size), table.size)
         amounts = np.zeros(256, np.float32)
         amounts[: table.size] = table_factor(scale, weight) * table
-        _add_table(out, packed, bits, amounts)
+        if bits == 1:
+            _add_either(out, packed, amounts[1], amounts[0])
+        else:
+            _add_table(out, packed, bits, amounts)
         return out
 
     def quantile_buckets(self, x, buckets):
@@ -203,12 +221,3 @@ class ValueFused:
 def _searchable(edges, n):
     """Edges ended by Inf, and the shift of :func:`_starts`: a table that n elements are worth making."""
     return np.append(edges, np.float32(np.inf)), 17 if n >= 1 << 14 else 20
-
-
-def _powers():
-    codes = np.arange(256)
-    values = np.ldexp(np.where(codes & 0x80, -1.0, 1.0), (codes & 0x7F) + POWER_OFFSET - 127)
-    return np.where(codes & 0x7F, values, 0).astype(np.float32)
-
-
-POWERS = _powers()

@@ -1,68 +1,41 @@
 """The codec of whole buckets for the largest elements; see :mod:`grace.kernels.fused.buckets`."""
 
-from typing import Any
-
 import numpy as np
-from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic
+from numba import njit
 
-from grace.kernels.fused.addresses import FIRST, GRADIENT, MORE, NEXT, SECOND, SIZE, _at, _compensated, _float, _pattern
-from grace.kernels.fused.loops import LOW31, TILE, _max_bits, f32, i32, u8, u32, u64
-from grace.kernels.fused.primitives import _collect, _kth_largest
+from grace.kernels.fused.addresses import FIRST, GRADIENT, MORE, NEXT, SECOND, SIZE, _at, _compensated
+from grace.kernels.fused.lanes import LANES, float_of, lowest, magnitudes_within, part, pattern_of
+from grace.kernels.fused.loops import LOW31, TILE, _max_bits, compiled, f32, i32, u8, u32, u64
+from grace.kernels.fused.selection import END, _collect, _kth_largest
 
-u16, i64 = np.uint16, np.int64
-BLOCK = 32
+u16 = np.uint16
 SAMPLED = 1 << 14  # elements from which on a threshold is guessed
 LOWERED = f32(0.9)
 
 
-@intrinsic
-def _reaching(typing: Any, address: Any, threshold: Any) -> Any:
-    """A bit for each of the 32 magnitudes from an address on: whether its pattern is at or above a threshold."""
-
-    def generate(context, builder, signature, args):
-        word, vector = ir.IntType(32), ir.VectorType(ir.IntType(32), BLOCK)
-        load = builder.load(builder.inttoptr(args[0], vector.as_pointer()), align=4)
-        magnitudes = builder.and_(load, ir.Constant(vector, [int(LOW31)] * BLOCK))
-        one = builder.insert_element(ir.Constant(vector, ir.Undefined), args[1], ir.Constant(word, 0))
-        every = builder.shuffle_vector(one, one, ir.Constant(vector, [0] * BLOCK))
-        return builder.bitcast(builder.icmp_signed(">=", magnitudes, every), word)
-
-    return types.uint32(types.uint64, types.uint32), generate
-
-
-@intrinsic
-def _lowest(typing: Any, mask: Any) -> Any:
-    """The number of the lowest bit that is set."""
-
-    def generate(context, builder, signature, args):
-        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
-
-    return types.uint32(types.uint32), generate
-
-
-@njit(nogil=True, cache=True)
+@compiled
 def _filter_part(x, threshold, first, indices, found, count):
     """Append positions and patterns at or above the threshold; returns how many there are then."""
-    bits, whole = x.view(np.uint32), x.size // BLOCK * BLOCK
-    address = u64(x.ctypes.data)
-    for start in range(0, whole, BLOCK):
-        mask = _reaching(address + u64(4 * start), threshold)  # type: ignore
-        while mask:
-            i = start + i64(_lowest(mask))
+    bits, full, span = x.view(np.uint32), x.size // LANES * LANES, u32(END - threshold)
+    for start in range(0, full, LANES):
+        lanes = magnitudes_within(bits, start, threshold, span)
+        i = start + lowest(lanes)  # most blocks have none or one, and a branch would often be foreseen wrongly
+        indices[count], found[count] = first + i, bits[i] & LOW31
+        count += lanes != u32(0)
+        lanes = u32(lanes & (lanes - u32(1)))
+        while lanes:
+            i = start + lowest(lanes)
             indices[count], found[count] = first + i, bits[i] & LOW31
             count += 1
-            mask &= mask - u32(1)
-    for i in range(whole, x.size):
-        b = bits[i] & LOW31
-        if b >= threshold:
-            indices[count], found[count] = first + i, b
+            lanes = u32(lanes & (lanes - u32(1)))
+    for i in range(full, x.size):
+        if bits[i] & LOW31 >= threshold:
+            indices[count], found[count] = first + i, bits[i] & LOW31
             count += 1
     return count
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _guess(x, k, sample):
     """A magnitude's pattern that a little more than k elements reach, by a sample of evenly spread ones."""
     stride = max(1, min(x.size // 2048, k // 64, 128))
@@ -71,11 +44,11 @@ def _guess(x, k, sample):
         sample[j] = bits[j * stride + (j * 7) % stride]
     expected = size * k / x.size
     rank = min(size, i32(expected + 4 * np.sqrt(expected) + 4))
-    guess, _ = _kth_largest(sample[:size], rank)
+    guess, _ = _kth_largest(part(sample, 0, size), rank)
     return guess
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def encode_largest(rows, factors, plan, wire, most, last, indices, found, sample, chosen, sound):
     """Exact top-k. What the last step's threshold, a little lowered, lets through is collected in the pass that
     computes x; if that is too little or too much, what one guessed from a sample does; else all is looked at."""
@@ -83,7 +56,7 @@ def encode_largest(rows, factors, plan, wire, most, last, indices, found, sample
         row, n, k, width = rows[v], plan[v, SIZE], plan[v, MORE], plan[v, MORE + 1]
         guessing = k * 8 <= n and n >= SAMPLED
         room = 4 * k + 1024
-        threshold = _pattern(_float(last[v]) * LOWERED)
+        threshold = pattern_of(float_of(last[v]) * LOWERED)
         largest, count = u32(0), room + 1 if last[v] == 0 else 0
         for low in range(0, n, TILE):
             x = _compensated(row, factors[v], n, low, min(low + TILE, n))
@@ -96,11 +69,11 @@ def encode_largest(rows, factors, plan, wire, most, last, indices, found, sample
             threshold, count = _guess(x, k, sample), 0
             for low in range(0, n, TILE):
                 if count <= room:
-                    count = _filter_part(x[low : min(low + TILE, n)], threshold, low, indices, found, count)
-        out = chosen[:k]
+                    count = _filter_part(part(x, low, min(low + TILE, n)), threshold, low, indices, found, count)
+        out = part(chosen, 0, k)
         if guessing and k <= count <= room:
-            last[v], larger = _kth_largest(found[:count], k)
-            _collect(found[:count], last[v], k - larger, out)
+            last[v], larger = _kth_largest(part(found, 0, count), k)
+            _collect(part(found, 0, count), last[v], k - larger, out)
             for j in range(k):
                 out[j] = indices[out[j]]
         elif k:
@@ -129,7 +102,7 @@ def _write_sparse(x, chosen, width, subtract, values_at, coded_at):
             bitmap[chosen[j] >> 3] |= u8(1 << (chosen[j] & 7))
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _add_sparse(out, values, coded, weight):
     for j in range(values.size):
         index = i32(coded[j])
@@ -139,7 +112,7 @@ def _add_sparse(out, values, coded, weight):
     return True
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _add_marked(out, values, bitmap, weight):
     used = 0
     for byte in range(bitmap.size):
@@ -154,7 +127,7 @@ def _add_marked(out, values, bitmap, weight):
     return used == values.size
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def decode_sparse(outs, wires, plan, weight):
     """Whether all positions were such ones."""
     for v in range(outs.size):

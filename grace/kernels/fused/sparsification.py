@@ -1,35 +1,19 @@
 """The hot primitives of :mod:`grace.kernels.contract.sparsification` as fused loops."""
 
+import math
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from grace.kernels.checks import check_count, check_range
-from grace.kernels.fused.loops import INF_BITS, LOW31, SHIFT32, f32, f64, i32, u8, u32, u64
+from grace.kernels.fused.lanes import LANES, equal_to, lowest
+from grace.kernels.fused.loops import SHIFT32, compiled, f32, f64, i32, u8, u32, u64
+from grace.kernels.fused.rounding import _sum_squares
+from grace.kernels.fused.selection import _above
 from grace.kernels.reference.sparsification import SparseReference, clip_factor, rounded_down
 
-BLOCK = 32  # elements that are passed over together if none is above the threshold
 
-
-@njit(nogil=True, cache=True)
-def _above(bits, threshold, out):
-    """Positions of the finite and infinite magnitudes above a bit pattern; returns how many."""
-    count = 0
-    for start in range(0, bits.size, BLOCK):
-        stop = min(start + BLOCK, bits.size)
-        largest = u32(0)
-        for i in range(start, stop):
-            largest = max(largest, bits[i] & LOW31)
-        if largest > threshold:
-            for i in range(start, stop):
-                b = bits[i] & LOW31
-                out[count] = i  # overwritten by the next one unless it counts, which costs less than a branch
-                count += (b > threshold) & (b <= INF_BITS)
-    return count
-
-
-@njit(nogil=True, cache=True)
+@compiled
 def _sample_indices(bits, n, out):
     k = u64(out.size)
     for j in range(out.size):
@@ -37,7 +21,7 @@ def _sample_indices(bits, n, out):
         out[j] = i32(start + ((stop - start) * u64(bits[j]) >> SHIFT32))
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _zero_at(out, indices):
     for i in range(indices.size):
         index = indices[i]
@@ -47,7 +31,7 @@ def _zero_at(out, indices):
     return indices.size
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _add_at(out, indices, amount):
     for i in range(indices.size):
         index = indices[i]
@@ -57,21 +41,13 @@ def _add_at(out, indices, amount):
     return indices.size
 
 
-@njit(nogil=True, cache=True, fastmath={"reassoc"})
-def _norm(x):
-    total = f64(0)
-    for i in range(x.size):
-        total += f64(x[i]) * f64(x[i])
-    return np.sqrt(total)
-
-
-@njit(nogil=True, cache=True)
+@compiled
 def _scaled(x, factor, out):
     for i in range(x.size):
         out[i] = f32(f64(x[i]) * factor)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _one_side(x, sign, out):
     count = 0
     for i in range(x.size):
@@ -82,7 +58,7 @@ def _one_side(x, sign, out):
     return count
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _fixed_tags(x, bound, top, per8, per16, out):
     for i in range(x.size):
         magnitude = abs(x[i])
@@ -95,12 +71,19 @@ def _fixed_tags(x, bound, top, per8, per16, out):
         out[i] = u8(0) if magnitude <= bound else tag
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _where_code(codes, code, out):
-    count = 0
-    for i in range(codes.size):
-        out[count] = i
-        count += codes[i] == code
+    count, whole = 0, codes.size // LANES * LANES
+    for start in range(0, whole, LANES):
+        lanes = equal_to(codes, start, code)
+        while lanes:
+            out[count] = start + lowest(lanes)
+            count += 1
+            lanes = u32(lanes & (lanes - u32(1)))
+    for i in range(whole, codes.size):
+        if codes[i] == code:
+            out[count] = i
+            count += 1
     return count
 
 
@@ -135,7 +118,7 @@ class SparseFused(SparseReference):
 
     def clip_norm(self, x, limit):
         out = self.empty(x.size, np.float32)
-        _scaled(x, clip_factor(limit, _norm(x)), out)
+        _scaled(x, clip_factor(limit, math.sqrt(_sum_squares(x))), out)
         return out
 
     def one_side(self, x, sign):
@@ -150,4 +133,4 @@ class SparseFused(SparseReference):
 
     def where_code(self, codes, code):
         out = np.empty(codes.size, np.int32)
-        return out[: _where_code(codes, code, out)].copy()
+        return out[: _where_code(codes, u8(code), out)].copy()

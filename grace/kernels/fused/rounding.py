@@ -1,0 +1,96 @@
+"""QSGD's stochastic rounding and what decodes it, a bucket at a time."""
+
+import numpy as np
+
+from grace.kernels.fused.lanes import float_of, part, pattern_of
+from grace.kernels.fused.loops import (
+    SHIFT8,
+    TILE,
+    UNIT,
+    _max_bits,
+    _random_blocks,
+    compiled,
+    f32,
+    f64,
+    i32,
+    summing,
+    u8,
+    u32,
+)
+from grace.kernels.reference.primitives import FLOAT32_MAX
+
+MAX_BITS = FLOAT32_MAX.view(np.uint32)
+UPPER16 = u32(0xFFFFFF00)  # of the 24 bits of a float32's significand
+
+
+@summing
+def _sum_squares(x):
+    total = f64(0)
+    for i in range(x.size):
+        total += f64(x[i]) * f64(x[i])
+    return total
+
+
+@compiled
+def _scale(x, l2):
+    """The norm of a bucket, at most the largest float32."""
+    if l2:
+        return f32(min(np.sqrt(_sum_squares(x)), f64(FLOAT32_MAX)))
+    return float_of(min(_max_bits(x.view(np.uint32)), MAX_BITS))
+
+
+@compiled
+def _round_bucket(x, random, divisor, levels, codes):
+    top, most = f32(levels), i32(levels)
+    for i in range(x.size):
+        raised = abs(x[i]) / divisor * top + f32(i32(random[i] >> SHIFT8)) * UNIT
+        code = i32(raised)
+        code = code if code < most else most
+        codes[i] = u8(i32(most + (code if x[i] >= 0 else i32(-code))))
+
+
+@compiled
+def _quantize(x, codes, scales, levels, bucket_size, l2, k0, k1, step, draw):
+    random = np.empty(TILE + 4, np.uint32)
+    span = max(1, TILE // bucket_size) * bucket_size  # several small buckets share a tile, a large one has several
+    for low in range(0, x.size, span):
+        high = min(low + span, x.size)
+        for start in range(low, high, bucket_size):
+            scales[start // bucket_size] = _scale(part(x, start, min(start + bucket_size, high)), l2)
+        for tile in range(low, high, TILE):
+            stop, skip = min(tile + TILE, high), tile % 4
+            _random_blocks(part(random, 0, (stop - tile + skip + 3) // 4 * 4), tile // 4, k0, k1, step, draw)
+            for start in range(tile, stop, bucket_size):
+                end, scale = min(start + bucket_size, stop), scales[start // bucket_size]
+                drawn, divisor = part(random, start - tile + skip, end - tile + skip), scale if scale > 0 else f32(1)
+                _round_bucket(part(x, start, end), drawn, divisor, levels, part(codes, start, end))
+
+
+@compiled
+def _reciprocal(levels):
+    """1 / levels as a sum of two float32s, the first of 16 bits.
+
+    Its product with a whole number of 8 bits is exact, so that the sum of both products is rounded once: it is that
+    number divided by ``levels``, bit for bit, because no such quotient is as near to the middle of two float32s as the
+    second product is inexact.
+    """
+    exact = 1.0 / levels
+    high = float_of(u32(pattern_of(f32(exact)) & UPPER16))
+    return high, f32(exact - f64(high))
+
+
+@compiled
+def _dequantize_bucket(out, codes, factor, middle, high, low):
+    for i in range(out.size):
+        level = f32(codes[i]) - middle
+        out[i] += factor * (level * high + level * low)
+
+
+@compiled
+def _dequantize(out, codes, scales, levels, bucket_size, weight):
+    middle = f32(levels)
+    reciprocal, rest = _reciprocal(levels)
+    for bucket in range(scales.size):
+        low, high = bucket * bucket_size, min((bucket + 1) * bucket_size, codes.size)
+        places = part(out, low, high), part(codes, low, high)
+        _dequantize_bucket(*places, scales[bucket] * weight, middle, reciprocal, rest)

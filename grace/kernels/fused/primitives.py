@@ -6,12 +6,12 @@ order, except that float64 sums are reassociated.
 """
 
 import math
-from typing import Any
 
 import numpy as np
 
 from grace.kernels.checks import check_count, check_packed, check_quantized, check_scale
 from grace.kernels.contract.primitives import bucket_within
+from grace.kernels.fused.halves import HalfFused
 from grace.kernels.fused.lanes import part
 from grace.kernels.fused.loops import (
     TILE,
@@ -32,7 +32,7 @@ from grace.kernels.fused.rounding import _dequantize, _quantize
 from grace.kernels.fused.selection import _topk
 from grace.kernels.fused.sparsification import SparseFused, check_used
 from grace.kernels.random import FEISTEL_ROUNDS, feistel_bits
-from grace.kernels.reference.primitives import FLOAT32_MAX, NumpyKernels
+from grace.kernels.reference.primitives import FLOAT32_MAX
 
 
 @compiled
@@ -116,7 +116,7 @@ def _plain(x, y):
     return x.shape == y.shape and all(a.dtype == np.float32 and a.flags.c_contiguous for a in (x, y))
 
 
-class FusedKernels(ValueFused, SparseFused, NumpyKernels):
+class FusedKernels(ValueFused, SparseFused, HalfFused):
     """The reference with its hot kernels compiled.
 
     >>> import numpy as np
@@ -126,8 +126,6 @@ class FusedKernels(ValueFused, SparseFused, NumpyKernels):
 
     name = "fused"
     compiled = True
-    empty: Any = staticmethod(np.empty)
-    """Makes the arrays that are returned: a 1-d one of so many elements; for frameworks that ask more of memory."""
 
     def addresses(self, tensors, dtype="float32"):
         if all(x.dtype.name == dtype and x.flags.c_contiguous for x in tensors):
@@ -153,7 +151,7 @@ class FusedKernels(ValueFused, SparseFused, NumpyKernels):
         return out
 
     def divide(self, out, x, by):
-        if out.dtype != x.dtype:
+        if out.dtype != x.dtype or x.dtype.itemsize == 2:
             return super().divide(out, x, by)
         x = x.reshape(out.shape)
         if by != 1:

@@ -8,12 +8,11 @@ import tensorflow as tf
 
 from grace.kernels.tensorflow.interop import aligned_empty, as_array, as_tensor
 
-NARROW = {"float16", "bfloat16"}
-
 
 @functools.cache
 def host_kernels() -> Any:
     """The kernels; they are made at the first call, since Numba may be missing."""
+    from grace.kernels.fused.halves import HALVES
     from grace.kernels.fused.primitives import FusedKernels
 
     class HostKernels(FusedKernels):
@@ -21,23 +20,13 @@ def host_kernels() -> Any:
 
         empty = staticmethod(aligned_empty)
 
+        half_types = {"float16": np.float16, "bfloat16": tf.bfloat16.as_numpy_dtype}
+
         def cast(self, x, dtype):
-            if x.dtype.name == dtype or not {x.dtype.name, dtype} & NARROW:
+            names = {x.dtype.name, dtype}
+            if len(names) == 1 or "float32" in names or not names & HALVES.keys():
                 return super().cast(x, dtype)
-            return as_array(tf.cast(as_tensor(x), dtype))  # which NumPy does one by one
-
-        def add(self, out, x, weight=1.0):
-            narrow = x.dtype.name in NARROW and out.dtype == np.float32
-            return super().add(out, self.cast(x, "float32") if narrow else x, weight)
-
-        def divide(self, out, x, by):
-            if x.dtype.name not in NARROW:
-                return super().divide(out, x, by)
-            wide = out if out.dtype == np.float32 else np.empty(out.shape, np.float32)
-            super().divide(wide, self.cast(x, "float32"), by)
-            if out is not wide:
-                out[...] = self.cast(wide, out.dtype.name)
-            return out
+            return as_array(tf.cast(as_tensor(x), dtype))
 
         def join(self, tensors, out=None):
             if out is None:

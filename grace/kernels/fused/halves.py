@@ -1,0 +1,204 @@
+"""float16 and bfloat16, whose patterns come as uint16, in float32 arithmetic, as compiled loops.
+
+What they are is computed with whole numbers, which any processor has vectors of. Rounding is to nearest even, beyond
+the range to Inf; NaN stays NaN.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from numba import njit
+
+from grace.kernels.fused.lanes import float_of, pattern_of
+from grace.kernels.fused.loops import INF_BITS, LOW31, compiled, f32, u32
+from grace.kernels.reference.primitives import FLOAT32_MAX, NumpyKernels
+
+u16 = np.uint16
+SIGN, SIGN16, ONE, SHIFT13, SHIFT16 = u32(0x80000000), u32(0x8000), u32(1), u32(13), u32(16)
+NAN16, INF16, NAN_BRAIN = u32(0x7E00), u32(0x7C00), u32(0x7FC0)
+SMALLEST_HALF, BEYOND_HALF = u32(113 << 23), u32(143 << 23)  # 2^-14, the smallest normal one, and 2^16
+HALF_STEP, BRAIN_STEP = u32(0xFFF), u32(0x7FFF)  # just less than half of what is cut off
+DOWN, UP, UP_MORE = u32(-(112 << 23) & 0xFFFFFFFF), u32(112 << 23), u32(113 << 23)
+MAGIC = f32(0.5)  # whose last bit counts what a denormal half's last bit does
+MAGIC_BITS, SMALLEST = MAGIC.view(np.uint32), f32(2.0**-14)
+EXPONENT13, INF13, LOW15 = u32(0x7C00 << 13), u32(0x7C00 << 13), u32(0x7FFF)
+
+
+@njit(inline="always")
+def _to_half(bits):
+    magnitude = u32(bits & LOW31)
+    odd = u32(u32(magnitude >> SHIFT13) & ONE)
+    normal = u32(u32(magnitude + DOWN + HALF_STEP + odd) >> SHIFT13)
+    small = u32(pattern_of(float_of(magnitude) + MAGIC) - MAGIC_BITS)
+    large = NAN16 if magnitude > INF_BITS else INF16
+    rounded = small if magnitude < SMALLEST_HALF else normal
+    rounded = large if magnitude >= BEYOND_HALF else rounded
+    return u16(u32(rounded | u32(u32(bits >> SHIFT16) & SIGN16)))
+
+
+@njit(inline="always")
+def _from_half(half):
+    magnitude = u32(u32(half & LOW15) << SHIFT13)
+    small = pattern_of(float_of(u32(magnitude + UP_MORE)) - SMALLEST)
+    normal = u32(magnitude + UP)
+    large = u32(magnitude + UP + UP)
+    exponent = u32(magnitude & EXPONENT13)
+    bits = small if exponent == u32(0) else normal
+    bits = large if exponent == INF13 else bits
+    return float_of(u32(bits | u32(u32(half & SIGN16) << SHIFT16)))
+
+
+@njit(inline="always")
+def _to_brain(bits):
+    odd = u32(u32(bits >> SHIFT16) & ONE)
+    rounded = u32(u32(bits + BRAIN_STEP + odd) >> SHIFT16)
+    nan = u32(u32(u32(bits >> SHIFT16) & SIGN16) | NAN_BRAIN)
+    return u16(nan if u32(bits & LOW31) > INF_BITS else rounded)
+
+
+@njit(inline="always")
+def _from_brain(half):
+    return float_of(u32(u32(half) << SHIFT16))
+
+
+@compiled
+def _narrow_half(out, x, by):
+    for i in range(out.size):
+        out[i] = _to_half(pattern_of(x[i] / by))
+
+
+@compiled
+def _narrow_brain(out, x, by):
+    for i in range(out.size):
+        out[i] = _to_brain(pattern_of(x[i] / by))
+
+
+@compiled
+def _widen_half(out, x, by):
+    for i in range(out.size):
+        out[i] = _from_half(x[i]) / by
+
+
+@compiled
+def _widen_brain(out, x, by):
+    for i in range(out.size):
+        out[i] = _from_brain(x[i]) / by
+
+
+@compiled
+def _share_half(out, x, by):
+    for i in range(out.size):
+        out[i] = _to_half(pattern_of(_from_half(x[i]) / by))
+
+
+@compiled
+def _share_brain(out, x, by):
+    for i in range(out.size):
+        out[i] = _to_brain(pattern_of(_from_brain(x[i]) / by))
+
+
+@compiled
+def _add_half(out, x, weight):
+    for i in range(out.size):
+        out[i] += weight * _from_half(x[i])
+
+
+@compiled
+def _add_brain(out, x, weight):
+    for i in range(out.size):
+        out[i] += weight * _from_brain(x[i])
+
+
+@compiled
+def _largest(x):
+    """The largest magnitude as a pattern; NaN's are above Inf's."""
+    largest = u16(0)
+    for i in range(x.size):
+        magnitude = u16(x[i] & LOW15)
+        largest = magnitude if magnitude > largest else largest
+    return largest
+
+
+class Half(NamedTuple):
+    """The loops of one format. All take 1-d contiguous arrays, its numbers as patterns (uint16), others as float32."""
+
+    narrow: Callable[[Any, Any, Any], None]
+    """``out = x / by`` in it, of float32s; by 1 it is a cast."""
+    widen: Callable[[Any, Any, Any], None]
+    """``out = x / by`` in float32."""
+    share: Callable[[Any, Any, Any], None]
+    """``out = x / by``, both in it, divided in float32."""
+    add: Callable[[Any, Any, Any], None]
+    """``out += weight x`` in float32."""
+
+    def at_most(self, x: Any, most: float) -> bool:
+        """Whether all are finite and no larger in magnitude than ``most``."""
+        largest = np.empty(1, np.float32)
+        self.widen(largest, np.array([_largest(x)], np.uint16), f32(1))
+        return bool(largest[0] <= min(most, FLOAT32_MAX))
+
+
+HALVES = {
+    "float16": Half(_narrow_half, _widen_half, _share_half, _add_half),
+    "bfloat16": Half(_narrow_brain, _widen_brain, _share_brain, _add_brain),
+}
+
+
+class HalfFused(NumpyKernels):
+    """The reference's arithmetic of 16-bit floats, compiled.
+
+    >>> HalfFused().cast(np.float32([1, 0.1, 1e5]), "float16")
+    array([1. , 0.1, inf], dtype=float16)
+    """
+
+    empty: Any = staticmethod(np.empty)
+    """Makes the arrays that are returned: a 1-d one of so many elements; for frameworks that ask more of memory."""
+    half_types: ClassVar[dict[str, Any]] = {"float16": np.float16}
+    """What arrays of a format have as their type; NumPy itself does not know bfloat16."""
+
+    def cast(self, x, dtype):
+        if x.dtype == np.float32 and dtype in self.half_types:
+            out = self.empty(x.size, np.uint16)
+            HALVES[dtype].narrow(out, x.reshape(-1), f32(1))
+            return out.view(self.half_types[dtype]).reshape(x.shape)
+        if x.dtype.name in self.half_types and dtype == "float32":
+            out = self.empty(x.size, np.float32)
+            HALVES[x.dtype.name].widen(out, _patterns(x), f32(1))
+            return out.reshape(x.shape)
+        return super().cast(x, dtype)
+
+    def all_finite(self, x, most=math.inf):
+        if x.dtype.name not in self.half_types:
+            return super().all_finite(x, most)
+        return HALVES[x.dtype.name].at_most(_patterns(x), most)
+
+    def add(self, out, x, weight=1.0):
+        half = self._half_of(x, out)
+        if half is None or out.dtype != np.float32:
+            return super().add(out, x, weight)
+        half.add(out.reshape(-1), _patterns(x), f32(weight))
+        return out
+
+    def divide(self, out, x, by):
+        x = x.reshape(out.shape)
+        given, wanted = self._half_of(x, out), self._half_of(out, x)
+        if given is not None and out.dtype == np.float32:
+            given.widen(out.reshape(-1), _patterns(x), f32(by))
+        elif wanted is not None and x.dtype == np.float32:
+            wanted.narrow(_patterns(out), x.reshape(-1), f32(by))
+        elif given is not None and given is wanted:
+            given.share(_patterns(out), _patterns(x), f32(by))
+        else:
+            return super().divide(out, x, by)
+        return out
+
+    def _half_of(self, x, other):
+        """The format of an array, if the loops take both."""
+        fit = x.shape == other.shape and x.flags.c_contiguous and other.flags.c_contiguous
+        return HALVES[x.dtype.name] if fit and x.dtype.name in self.half_types else None
+
+
+def _patterns(x):
+    return x.reshape(-1).view(np.uint16)

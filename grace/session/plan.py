@@ -6,6 +6,7 @@ from typing import Any, Protocol
 from grace.communicators.base import Communicator, build_communicator
 from grace.core.backend import Backend
 from grace.core.variable import Variable
+from grace.session.bucketing import GRADIENT_BYTES, Limits
 from grace.session.sharding import Shard, uniform
 
 
@@ -41,7 +42,7 @@ class UniformPlan:
 
     Args:
         compressor, memory, communicator: as the user gave them.
-        group_bytes: bytes of gradient that travel in one collective; None for all that there are.
+        limits: of what travels in one collective; None for all that there is.
         together: names of variables that may share a collective; asked for once the variables are known.
     """
 
@@ -50,10 +51,10 @@ class UniformPlan:
         compressor: Any,
         memory: Any,
         communicator: Any,
-        group_bytes: int | None = None,
+        limits: Limits | None = None,
         together: Callable[[], Sequence[Sequence[str]] | None] = lambda: None,
     ):
-        self.choices, self.group_bytes, self.together = (compressor, memory, communicator), group_bytes, together
+        self.choices, self.limits, self.together = (compressor, memory, communicator), limits, together
         self.name, self.strategy = "", None
         self.communicator: Communicator | None = None
 
@@ -67,7 +68,10 @@ class UniformPlan:
         """Whole variables: by the communicator what its compressor shrinks, and the others dense."""
         self.communicator = self._made()
         self.name = self.communicator.describe()
-        return uniform(variables, self.communicator, self.group_bytes, self.together())
+        together, limits = self.together(), self.limits
+        if together is not None and limits is not None and not limits.given:
+            limits = Limits(group_bytes=GRADIENT_BYTES)  # sets that somebody chose stay whole, if they can
+        return uniform(variables, self.communicator, limits, together)
 
     def _made(self) -> Communicator:
         return build_communicator(*self.choices) if self.communicator is None else self.communicator

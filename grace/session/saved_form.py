@@ -194,7 +194,7 @@ _options = {
     "op": _text,
     "gradient_predivide_factor": _scale,
     "seed": _seed,
-    "group_bytes": _whole(),
+    **dict.fromkeys(("bucket_bytes", "group_bytes"), _or_none(_whole(1))),
 }
 MODEL = _record({"options": _record({}, _options), "state": lambda value, where: value}, {})
 """Of what a model's file holds: the choices, and a state that is checked where it is loaded."""

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grace.errors import ConfigError
-
-GROUP_BYTES = 25 << 20
+from grace.session.bucketing import Limits
 
 
 @dataclass
@@ -66,7 +65,9 @@ class Settings:
 
     Args:
         reduction: mean or sum.
-        group_bytes: bytes of gradient that are exchanged in one collective.
+        bucket_bytes: bytes on the wire per collective.
+        group_bytes: bytes of gradient per collective. Without either, :class:`~grace.session.bucketing.Limits` has the
+            rule.
         seed: of the random numbers of stochastic methods.
         sparse_as_dense: exchange sparse gradients as dense ones.
         broadcast: start from rank 0's values.
@@ -74,7 +75,8 @@ class Settings:
     """
 
     reduction: ReduceOp = field(default_factory=ReduceOp)
-    group_bytes: int = GROUP_BYTES
+    bucket_bytes: int | None = None
+    group_bytes: int | None = None
     seed: int = 0
     sparse_as_dense: bool = False
     broadcast: bool = True
@@ -82,8 +84,15 @@ class Settings:
 
     def check(self) -> None:
         """Raise ConfigError if they make no sense."""
-        check_integer("group_bytes", self.group_bytes)
+        for name in ("bucket_bytes", "group_bytes"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name))
         self.reduction.check()
+
+    @property
+    def limits(self) -> Limits:
+        """How much a bucket may hold."""
+        return Limits(self.bucket_bytes, self.group_bytes)
 
     def arguments(self) -> dict[str, Any]:
         """As a DistributedOptimizer takes them.
@@ -98,6 +107,7 @@ class Settings:
             "broadcast": self.broadcast,
             "hierarchical": self.hierarchical,
             "seed": self.seed,
+            "bucket_bytes": self.bucket_bytes,
             "group_bytes": self.group_bytes,
         }
 

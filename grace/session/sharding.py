@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from grace.communicators import Allreduce
@@ -11,9 +12,7 @@ from grace.core.variable import Variable
 from grace.exchange.bucket import Bucket
 from grace.exchange.sparse_rows import SparseRows
 from grace.kernels.index_coding import check_positions
-
-FIRST_GROUP_BYTES = 1 << 20
-"""Where there are several buckets, the one that is ready first is small, so that the engine starts early."""
+from grace.session.bucketing import Limits
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class Shard:
         whole: the variable.
         communicator: what carries it; that of the averages now and then, if ``period`` is set.
         travels: shards may share a collective if this is equal.
-        limit: bytes of gradient that may share one; None for no limit.
+        limits: how much may share one; None for all.
         priority: shards of a lower one start first.
         period: not exchanged; the variable itself is averaged every so many steps.
         hierarchical: the ranks of a node reduce it among themselves first; all shards of a communicator, or none.
@@ -36,13 +35,20 @@ class Shard:
     whole: Variable
     communicator: Communicator
     travels: Hashable = None
-    limit: int | None = None
+    limits: Limits | None = None
     priority: int = 0
     period: int = 0
     axis: int | None = None
     start: int = 0
     stop: int = 0
     hierarchical: bool = False
+
+    @property
+    def wire_bytes(self) -> float:
+        """What a rank sends of it; as much as its gradient has, where that is not known."""
+        compressor = self.communicator.compressor
+        bits = None if compressor.traits.exact else compressor.wire_bits(self.variable.shape)
+        return float(self.variable.nbytes) if bits is None else bits * self.variable.numel / 8
 
     def of(self, tensor: Any) -> Any:
         """This shard of a tensor of the whole variable: a view where the framework has views; of :class:`SparseRows`,
@@ -78,7 +84,7 @@ def hierarchical(shards: Sequence[Shard]) -> bool | list[str]:
 def uniform(
     variables: Sequence[Variable],
     communicator: Communicator,
-    group_bytes: int | None = None,
+    limits: Limits | None = None,
     together: Sequence[Sequence[str]] | None = None,
 ) -> list[Shard]:
     """One communicator for all variables that its compressor shrinks; the others ride dense, together.
@@ -86,7 +92,7 @@ def uniform(
     Args:
         variables: in declaration order.
         communicator: the user's.
-        group_bytes: bytes of gradient per bucket.
+        limits: of a bucket; None for all variables in one.
         together: names of variables that may share a bucket; all may, if left out.
     """
     place = {name: i for i, names in enumerate(together or []) for name in names}
@@ -94,8 +100,8 @@ def uniform(
     shards = []
     for variable in variables:
         chosen = choose(variable, communicator)
-        limit = None if variable.sparse else group_bytes  # its rows are few, whatever the variable's size
-        shards.append(Shard(variable, variable, chosen, place.get(variable.name), limit))
+        own = None if variable.sparse else limits  # its rows are few, whatever the variable's size
+        shards.append(Shard(variable, variable, chosen, place.get(variable.name), own))
     return shards
 
 
@@ -140,26 +146,29 @@ def bucketed(shards: Sequence[Shard]) -> list[Bucket]:
     come first; among equals those with the earliest complete gradients.
     """
     position = {shard.variable.name: i for i, shard in enumerate(shards)}
-    kinds: dict[Hashable, list[list[Shard]]] = {}
-    total = sum(shard.variable.nbytes for shard in shards)
+    kinds: dict[Hashable, list[Shard]] = {}
     for shard in reversed(shards):
         variable, communicator = shard.variable, shard.communicator
         exact = communicator.compressor.traits.exact and not communicator.memory.stateful
         dtype = variable.dtype if exact else "float32"
-        buckets = kinds.setdefault((id(communicator), dtype, variable.device, shard.travels, shard.priority), [])
-        limit = shard.limit
-        if limit is not None and len(buckets) == 1 and total > limit:
-            limit = min(limit, FIRST_GROUP_BYTES)
-        full = limit is not None and buckets and _nbytes(buckets[-1]) + variable.nbytes > limit
-        if not buckets or full:
-            buckets.append([])
-        buckets[-1].append(shard)
+        kind = (id(communicator), dtype, variable.device, shard.travels, shard.priority, shard.limits)
+        kinds.setdefault(kind, []).append(shard)
     ordered = sorted(
-        (members[::-1] for buckets in kinds.values() for members in buckets),
+        (members[::-1] for alike in kinds.values() for members in cut(alike, alike[0].limits)),
         key=lambda members: (members[0].priority, -position[members[0].variable.name]),
     )
     return [Bucket(i, members[0].communicator, [p.variable for p in members]) for i, members in enumerate(ordered)]
 
 
-def _nbytes(members: Sequence[Shard]) -> int:
-    return sum(shard.variable.nbytes for shard in members)
+def cut(shards: Sequence[Shard], limits: Limits | None, first: bool = True) -> list[Sequence[Shard]]:
+    """Shards that may travel together, in the order in which they become ready, in buckets.
+
+    Args:
+        shards: of one communicator.
+        limits: of a bucket; None for all in one.
+        first: whether a smaller one goes first.
+    """
+    if limits is None:
+        return [shards]
+    lengths = limits.lengths([(shard.variable.nbytes, shard.wire_bytes) for shard in shards], first)
+    return [shards[end - length : end] for length, end in zip(lengths, accumulate(lengths), strict=True)]

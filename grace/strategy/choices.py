@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from grace.errors import ConfigError
+from grace.session.bucketing import Limits
 from grace.session.plan import ExchangePlan, UniformPlan
 from grace.strategy.execution import StrategyPlan
 
@@ -23,14 +24,14 @@ class Choices(NamedTuple):
 
     def plan(
         self,
-        group_bytes: int | None = None,
+        limits: Limits | None = None,
         together: Callable[[], Sequence[Sequence[str]] | None] = lambda: None,
         sparse_known: bool = True,
     ) -> ExchangePlan:
         """What is meant.
 
         Args:
-            group_bytes: bytes of gradient that travel in one collective, where no strategy says it.
+            limits: of what travels in one collective, where no strategy says it.
             together: names of variables that may share a collective, likewise.
             sparse_known: whether the variables tell which gradients are sparse; else a strategy does.
 
@@ -45,7 +46,7 @@ class Choices(NamedTuple):
         if strategy is None and self.resources is not None:
             raise ConfigError("resources= is what a strategy's builder builds for: give strategy= too")
         if strategy is None:
-            return UniformPlan(self.compressor, self.memory, self.communicator, group_bytes, together)
+            return UniformPlan(self.compressor, self.memory, self.communicator, limits, together)
         if given:
             raise ConfigError(
                 f"{source} says how each variable is exchanged, and {given[0]}= for all of them: leave one of them out"

@@ -14,13 +14,11 @@ from grace.core.registry import make
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.session.agreement import tell
+from grace.session.bucketing import Limits
 from grace.session.sharding import Chooser, Shard
 from grace.strategy.builder import Builder
 from grace.strategy.plan import VERSION, ShardPlan, Strategy, communicator_of
 from grace.strategy.resources import cluster_of, plain
-
-REDUCED_BYTES = 25 << 20
-"""Bytes of gradient that go to one destination at once."""
 
 
 class StrategyPlan:
@@ -144,10 +142,10 @@ def compiled(strategy: Strategy, variables: Sequence[Variable]) -> list[Shard]:
                 shards.append(Shard(own, variable, made[key], sync.period, period=sync.period, **place))
                 continue
             reduced = sync.type == "reduce_broadcast"
-            limit = REDUCED_BYTES if reduced and not own.sparse else None
+            limits = Limits() if reduced and not own.sparse else None
             travels = key if reduced else (sync.type, sync.group)
             carrier, place["hierarchical"] = choose(own, made[key]), sync.hierarchical
-            shards.append(Shard(own, variable, carrier, travels, limit, part.priority, **place))
+            shards.append(Shard(own, variable, carrier, travels, limits, part.priority, **place))
     return shards
 
 

@@ -20,7 +20,7 @@ from grace.exchange.bucket import Traffic
 from grace.session.checkpoint import say_whose
 from grace.session.hyperparameters import facts, numbers
 from grace.session.momentum import doubled, owners
-from grace.session.settings import GROUP_BYTES, ReduceOp, Settings
+from grace.session.settings import ReduceOp, Settings
 from grace.strategy.choices import Choices
 from grace.tensorflow.loss_scale import finite_everywhere
 from grace.tensorflow.optimizer_state import FILE, Remembered
@@ -220,7 +220,8 @@ def DistributedOptimizer(
     broadcast: bool = True,
     hierarchical: bool = False,
     seed: int = 0,
-    group_bytes: int = GROUP_BYTES,
+    bucket_bytes: int | None = None,
+    group_bytes: int | None = None,
     compression: Any = None,
 ) -> Any:
     """Make a Keras 3 optimizer exchange its gradients, compressed, before it applies them.
@@ -253,7 +254,9 @@ def DistributedOptimizer(
             all; for several ranks on each node of a slow network. Ranks are on one node if their hosts' names (or
             GRACE_NODE) are the same. Not for Horovod.
         seed: of the random numbers of stochastic methods; the same on all ranks.
-        group_bytes: bytes of gradient that are exchanged in one collective.
+        bucket_bytes: bytes on the wire that a collective carries; if left out, as many as keep the link busy
+            (:class:`grace.session.bucketing.Limits`): 1 to 2 MB of a model of 100 MB, and 25 MiB uncompressed.
+        group_bytes: bytes of gradient that share a collective at most, whatever is sent of them.
         compression: Horovod's; refused, because ``compressor`` is Grace's.
 
     Raises:
@@ -285,7 +288,15 @@ def DistributedOptimizer(
     session = Session(
         Choices(compressor, memory, communicator, strategy, resources),
         backend,
-        Settings(ReduceOp(op, gradient_predivide_factor), group_bytes, seed, sparse_as_dense, broadcast, hierarchical),
+        Settings(
+            ReduceOp(op, gradient_predivide_factor),
+            bucket_bytes,
+            group_bytes,
+            seed,
+            sparse_as_dense,
+            broadcast,
+            hierarchical,
+        ),
         check=lambda chosen: check_momentum([chosen], known()),
         averages=True,
         facts=lambda: facts(cls.__name__, [numbers(known().get_config())], KERAS.group),

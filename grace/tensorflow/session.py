@@ -167,7 +167,7 @@ class Session:
         return exchanger
 
     def _choose(self) -> ExchangePlan:
-        self.plan = self.choices.plan(self.settings.group_bytes)
+        self.plan = self.choices.plan(self.settings.limits)
         return self.plan
 
     def _delayed(self, exchanger: Exchanger) -> list[int]:
@@ -356,7 +356,7 @@ class Session:
 
     def options(self) -> dict[str, Any]:
         """The user's choices, as :func:`~grace.tensorflow.DistributedOptimizer` takes them."""
-        plan = self.plan or self.choices.plan(self.settings.group_bytes)
+        plan = self.plan or self.choices.plan(self.settings.limits)
         return {**plan.options(), **self.settings.arguments()}
 
     def state(self, everyone: bool = False) -> dict[str, Any] | None:

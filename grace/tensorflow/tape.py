@@ -9,7 +9,7 @@ from grace.backends.runtime import current
 from grace.core.backend import Backend
 from grace.core.given import as_in_grace
 from grace.errors import ConfigError, ExchangeError
-from grace.session.settings import GROUP_BYTES, ReduceOp, Settings
+from grace.session.settings import ReduceOp, Settings
 from grace.strategy.choices import Choices
 from grace.tensorflow.optimizer_state import Remembered
 from grace.tensorflow.session import Mean, Session
@@ -24,7 +24,8 @@ class GradientExchange(Session):
 
     Args:
         compressor, memory, communicator, strategy, resources: as for :func:`~grace.tensorflow.DistributedOptimizer`.
-        backend, op, gradient_predivide_factor, sparse_as_dense, broadcast, hierarchical, seed, group_bytes: likewise.
+        backend, op, gradient_predivide_factor, sparse_as_dense, broadcast, hierarchical, seed, bucket_bytes,
+            group_bytes: likewise.
 
     >>> import grace
     >>> engine = grace.init("local")
@@ -51,13 +52,20 @@ class GradientExchange(Session):
         broadcast: bool = True,
         hierarchical: bool = False,
         seed: int = 0,
-        group_bytes: int = GROUP_BYTES,
+        bucket_bytes: int | None = None,
+        group_bytes: int | None = None,
     ):
         super().__init__(
             Choices(compressor, memory, communicator, strategy, resources),
             current() if backend is None else backend,
             Settings(
-                ReduceOp(op, gradient_predivide_factor), group_bytes, seed, sparse_as_dense, broadcast, hierarchical
+                ReduceOp(op, gradient_predivide_factor),
+                bucket_bytes,
+                group_bytes,
+                seed,
+                sparse_as_dense,
+                broadcast,
+                hierarchical,
             ),
             check=_check,
         )

@@ -15,11 +15,14 @@ from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
 from grace.exchange.places import digest
 from grace.exchange.tracing import recorder
 from grace.session import checkpoint
+from grace.session.bucketing import Limits
 from grace.session.exchanger import Exchanger
 from grace.session.hyperparameters import facts as in_words
 from grace.session.momentum import owners
 from grace.session.plan import UniformPlan
+from grace.session.settings import check_integer
 from grace.session.setup import build_exchanger
+from grace.session.sharding import Shard, cut
 from grace.session.versions import public
 from grace.strategy.choices import STRATEGY
 from grace.torch.parameters import check_momentum, check_optimizer, hyperparameters, variables
@@ -36,13 +39,15 @@ def trainable(model: Any) -> dict[str, torch.nn.Parameter]:
 class DDPState:
     """What the hook keeps between steps, keyed by the parameters' names, and its traffic.
 
-    DDP hands over buckets, and rebuilds them after the first step; each bucket's variables are exchanged in
-    at most two collectives (compressed and dense), started in the order of the buckets, which is the same on
-    all ranks. Dependent reductions (PowerSGD's) are awaited inside the hook but for the last.
+    DDP hands over buckets, and rebuilds them after the first step; the compressed and the dense variables of
+    each are exchanged in as many collectives as :func:`_limits` says, so that what is encoded travels while
+    the rest is encoded, started in an order that is the same on all ranks. Dependent reductions (PowerSGD's)
+    are awaited inside the hook but for the last.
     """
 
-    def __init__(self, model: Any, exchanger: Exchanger, optimizer: Any, grad_scaler: Any):
+    def __init__(self, model: Any, exchanger: Exchanger, optimizer: Any, grad_scaler: Any, bucket_bytes: int | None):
         self.exchanger, self.optimizer, self.grad_scaler = exchanger, optimizer, grad_scaler
+        self.limits = _limits(exchanger, bucket_bytes)
         exchanger.follows_scaler = lambda: grad_scaler is not None and grad_scaler.is_enabled()
         self.names = {p: name for name, p in trainable(model).items()}
         self.by_name = {variable.name: variable for variable in exchanger.variables}
@@ -162,14 +167,16 @@ class DDPState:
         """The buckets of one of DDP's: compressed variables, and dense ones by dtype. One of the first one's tells the
         ranks' places."""
         if (first, names) not in self.plans:
-            kinds: dict[Any, Bucket] = {}
+            kinds: dict[Any, list[Shard]] = {}
             for name in names:
-                variable = self.by_name[name]
-                communicator = self.exchanger.shards[name].communicator
-                key = (id(communicator), variable.dtype)
-                new = Bucket(len(kinds), communicator, [], carries=first and not kinds)
-                kinds.setdefault(key, new).variables.append(variable)
-            self.plans[first, names] = list(kinds.values())
+                shard = self.exchanger.shards[name]
+                kinds.setdefault((id(shard.communicator), shard.variable.dtype), []).append(shard)
+            buckets: list[Bucket] = []
+            for shards in kinds.values():
+                for part in cut(shards, self.limits[id(shards[0].communicator)], first=False):
+                    own = [shard.variable for shard in part]
+                    buckets.append(Bucket(len(buckets), part[0].communicator, own, carries=first and not buckets))
+            self.plans[first, names] = buckets
         return self.plans[first, names]
 
     @torch.no_grad()
@@ -247,6 +254,20 @@ class DDPState:
         self.outcomes += outcomes
 
 
+def _limits(exchanger: Exchanger, bucket_bytes: int | None) -> dict[int, Limits | None]:
+    """How much of one of DDP's buckets travels in one collective, by the communicator's id: of what is compressed as
+    much as in a bucket of a DistributedOptimizer's, and all of what is not."""
+    found: dict[int, Limits | None] = {}
+    for communicator in exchanger.communicators:
+        shards = [shard for shard in exchanger.shards.values() if shard.communicator is communicator]
+        sent = sum(shard.wire_bytes for shard in shards)
+        compressed = sent < sum(shard.variable.nbytes for shard in shards)
+        wire = Limits(bucket_bytes).wire(sent, compressed)
+        cuts = compressed or bucket_bytes is not None
+        found[id(communicator)] = Limits(bucket_bytes=max(1, round(wire))) if cuts else None
+    return found
+
+
 def register_ddp_hook(
     model: Any,
     compressor: Any = None,
@@ -256,6 +277,7 @@ def register_ddp_hook(
     optimizer: torch.optim.Optimizer | None = None,
     grad_scaler: Any = None,
     seed: int = 0,
+    bucket_bytes: int | None = None,
 ) -> DDPState:
     """Compress what a DistributedDataParallel model exchanges.
 
@@ -266,6 +288,8 @@ def register_ddp_hook(
             compressor (signum) applies momentum, which the optimizer's must not double.
         grad_scaler: the ``torch.amp.GradScaler`` in use, so that memories follow the loss scale.
         seed: of the random numbers of stochastic methods; the same on all ranks.
+        bucket_bytes: bytes on the wire that a collective carries; if left out, what
+            :class:`~grace.session.bucketing.Limits` finds best for the model, or one of DDP's buckets if that is less.
 
     Returns:
         The hook's state, with ``state_dict()``, ``full_state_dict()``, ``load_state_dict()``, ``traffic``.
@@ -291,6 +315,8 @@ def register_ddp_hook(
     context = Context(seed=seed)
 
     def list_variables():
+        if bucket_bytes is not None:
+            check_integer("bucket_bytes", bucket_bytes)
         return variables(trainable(model))
 
     backend = TorchBackend(model.process_group)
@@ -314,12 +340,13 @@ def register_ddp_hook(
     facts = [
         ("torch", public(torch.__version__)),
         ("the buckets of", "DistributedDataParallel"),
+        ("bucket_bytes", str(bucket_bytes)),
         ("grad_scaler", "none" if grad_scaler is None else "given"),
         *([] if optimizer is None else in_words(type(optimizer).__name__, hyperparameters(optimizer))),
     ]
     exchanger = build_exchanger(list_variables, choose, backend, context, facts, check)
     recorder.note(waits="DistributedDataParallel")
-    state = DDPState(model, exchanger, optimizer, grad_scaler)
+    state = DDPState(model, exchanger, optimizer, grad_scaler, bucket_bytes)
     context.lr = state.lr
 
     def grace_hook(state, bucket):  # DDP inspects the names and annotations, and wants real types or none

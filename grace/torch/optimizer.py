@@ -14,7 +14,7 @@ from grace.core.backend import Backend
 from grace.core.given import as_in_grace, not_an_optimizer
 from grace.errors import ConfigError, ExchangeError
 from grace.exchange.tracing import recorder
-from grace.session.settings import GROUP_BYTES, ReduceOp, Settings
+from grace.session.settings import ReduceOp, Settings
 from grace.strategy.choices import Choices
 from grace.torch.closures import synchronized
 from grace.torch.life import Closable, begin
@@ -205,7 +205,8 @@ def DistributedOptimizer(
     broadcast: bool = True,
     hierarchical: bool = False,
     seed: int = 0,
-    group_bytes: int = GROUP_BYTES,
+    bucket_bytes: int | None = None,
+    group_bytes: int | None = None,
     compression: Any = None,
 ) -> Any:
     """Make an optimizer exchange its gradients, compressed, between backward and step.
@@ -249,7 +250,9 @@ def DistributedOptimizer(
             all; for several ranks on each node of a slow network. Ranks are on one node if their hosts' names (or
             GRACE_NODE) are the same. Not for Horovod.
         seed: of the random numbers of stochastic methods; the same on all ranks.
-        group_bytes: bytes of gradient that are exchanged in one collective.
+        bucket_bytes: bytes on the wire that a collective carries; if left out, as many as keep the link busy
+            (:class:`grace.session.bucketing.Limits`): 1 to 2 MB of a model of 100 MB, and 25 MiB uncompressed.
+        group_bytes: bytes of gradient that share a collective at most, whatever is sent of them.
         compression: Horovod's; refused, because ``compressor`` is Grace's.
 
     Raises:
@@ -281,7 +284,7 @@ def DistributedOptimizer(
         "passes": backward_passes_per_step,
         "groups": num_groups if groups is None else groups,
         "grad_scaler": grad_scaler,
-        "settings": Settings(reduction, group_bytes, seed, sparse_as_dense, broadcast, hierarchical),
+        "settings": Settings(reduction, bucket_bytes, group_bytes, seed, sparse_as_dense, broadcast, hierarchical),
     }
     choices = Choices(compressor, memory, communicator, strategy, resources)
     if backend.name == "horovod":

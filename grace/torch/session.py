@@ -115,7 +115,7 @@ class Session:
         def choose():
             together = lambda: horovod_groups(own, groups, each=backend.pairs_by_name)  # noqa: E731
             known = isinstance(parameters, torch.nn.Module)
-            self.plan = choices.plan(settings.group_bytes, together, sparse_known=known)
+            self.plan = choices.plan(settings.limits, together, sparse_known=known)
             return self.plan
 
         self.exchanger = build_exchanger(

@@ -9,7 +9,7 @@ from tests.support.training import METHODS, ddp, digest, distributed, gradients,
 pytestmark = pytest.mark.ranks
 
 
-def both_ways(compressor, bucket_cap_mb, steps):
+def both_ways(compressor, bucket_cap_mb, steps, bucket_bytes=None):
     """Weights after the same training through the optimizer and through the hook, and both states."""
     ours, hooked = net(), net()
     optimizer = distributed(ours, compressor)
@@ -17,16 +17,28 @@ def both_ways(compressor, bucket_cap_mb, steps):
 
     wrapped = ddp(hooked, bucket_cap_mb=bucket_cap_mb)
     plain = sgd(hooked.parameters())
-    state = grace.torch.register_ddp_hook(wrapped, compressor, optimizer=plain)
+    state = grace.torch.register_ddp_hook(wrapped, compressor, optimizer=plain, bucket_bytes=bucket_bytes)
     for step in range(steps):
         plain.zero_grad()
         loss_of(wrapped, step).backward()
         plain.step()
+    assert bucket_bytes is None or all(len(buckets) > 1 for buckets in state.plans.values())
     saved = state.state_dict()
     other = optimizer.state_dict()["grace"]
     assert saved["step"] == other["step"] == steps
     assert state.traffic.payload_bytes == optimizer.traffic.payload_bytes
     return weights(ours), weights(hooked), other["state"], saved["state"]
+
+
+def one_of_ddps_cut(compressor, steps):
+    return both_ways(compressor, 25, steps, bucket_bytes=100)
+
+
+@pytest.mark.parametrize("compressor", METHODS)
+def test_one_of_ddps_buckets_may_travel_in_many(two_ranks, compressor):
+    for ours, hooked, state, hook_state in two_ranks.run(one_of_ddps_cut, compressor, 3):
+        assert digest(hooked) == digest(ours)
+        assert digest(hook_state) == digest(state)
 
 
 BUCKETS = pytest.mark.parametrize("bucket_cap_mb", [25, 0.001], ids=["one bucket", "many buckets"])

@@ -7,6 +7,7 @@ from grace.core.backend import LocalBackend
 from grace.core.context import Context
 from grace.core.variable import Variable
 from grace.session.agreement import agree
+from grace.session.bucketing import Limits
 from grace.session.plan import UniformPlan
 from grace.session.setup import build_exchanger
 
@@ -79,7 +80,7 @@ def test_whatever_ranks_must_share_is_a_fact(change):
     def facts(seed=0, variables=VARIABLES, dtype="float32", compressor="topk", size=1 << 20, **s):
         listed, backend, sent = [Variable(name, shape, dtype) for name, shape in variables], LocalBackend(), []
         backend.allgather_object = lambda value: sent.append(value["value"][0]) or [value]
-        uniform = UniformPlan(compressor, None, None, size)
+        uniform = UniformPlan(compressor, None, None, Limits(group_bytes=size))
         build_exchanger(lambda: listed, lambda: uniform, backend, Context(seed=seed), list(s.items()))
         return sent
 

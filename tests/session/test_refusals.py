@@ -65,6 +65,7 @@ OPTIMIZER_ONLY = {
     "names left out": ({"names": "bare"}, "pairs of (name, parameter)"),
     "no passes": ({"backward_passes_per_step": 0}, "backward_passes_per_step must be a whole number of at least 1"),
     "half a byte": ({"group_bytes": 0.5}, "group_bytes must be a whole number of at least 1, not 0.5"),
+    "no byte": ({"bucket_bytes": 0}, "bucket_bytes must be a whole number of at least 1, not 0"),
 }
 
 
@@ -119,6 +120,7 @@ DIFFERENCES = {
 OPTIMIZER_DIFFERENCES = {
     "other passes": ({}, {"backward_passes_per_step": 2}, "backward_passes_per_step 2"),
     "other groups": ({}, {"group_bytes": 100}, "group_bytes 100"),
+    "other buckets": ({}, {"bucket_bytes": 100}, "bucket_bytes 100"),
     "no broadcast": ({}, {"broadcast": False}, "broadcast False"),
     "a sum": ({}, {"op": "sum"}, "op sum"),
     "other predivision": ({}, {"gradient_predivide_factor": 2.0}, "gradient_predivide_factor 2.0"),

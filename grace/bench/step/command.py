@@ -65,6 +65,10 @@ def command(
         int | None, typer.Option(help="Blocks of steps of each row.", show_default="8, or 3 with --quick")
     ] = None,
     ddp_hook: Annotated[bool, typer.Option("--ddp-hook", help="Measure the methods as DDP's hooks too.")] = False,
+    bucket_bytes: Annotated[
+        int | None,
+        typer.Option(help="Bytes on the wire that a collective of Grace's carries.", show_default="Grace's choice"),
+    ] = None,
     out: Annotated[
         Path, typer.Option("--out", "-o", help="Folder for results.json, results.csv and report.html.")
     ] = Path("out/step"),
@@ -96,6 +100,7 @@ def command(
         bandwidths=options.bandwidths(bandwidth),
         rounds=rounds if rounds is not None else QUICK_ROUNDS if quick else ROUNDS,
         ddp_hook=ddp_hook,
+        bucket_bytes=bucket_bytes,
     )
     here = options.launched()
     if here and bandwidth is not None:

@@ -110,22 +110,23 @@ def horovod_baselines() -> list[Contestant]:
     ]
 
 
-def method(spec: str) -> Contestant:
+def method(spec: str, bucket_bytes: int | None = None) -> Contestant:
     """A compressor with its default memory and communicator, in Grace's optimizer."""
 
     def build(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
-        optimizer = grace.DistributedOptimizer(optimizer, model.named_parameters(), compressor=spec)
+        names = model.named_parameters()
+        optimizer = grace.DistributedOptimizer(optimizer, names, compressor=spec, bucket_bytes=bucket_bytes)
         return model, optimizer, optimizer
 
     return Contestant(spec, "grace", build, spec)
 
 
-def in_hook(spec: str) -> Contestant:
+def in_hook(spec: str, bucket_bytes: int | None = None) -> Contestant:
     """The same as a communication hook of DistributedDataParallel."""
 
     def build(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
         wrapped = _ddp(model)
-        state = grace.torch.register_ddp_hook(wrapped, spec)
+        state = grace.torch.register_ddp_hook(wrapped, spec, bucket_bytes=bucket_bytes)
         return wrapped, optimizer, state
 
     return Contestant(f"{spec} in DDP's hook", "grace", build, spec)

@@ -49,6 +49,7 @@ class Settings:
         bandwidths: bits per second of emulated links, one scenario each; None for loopback.
         rounds: blocks of steps per row; the rows take turns.
         ddp_hook: whether the methods are measured as hooks of DistributedDataParallel too.
+        bucket_bytes: bytes on the wire that a collective of Grace's carries; Grace's own choice if left out.
 
     Raises:
         ConfigError: a value cannot work.
@@ -70,6 +71,7 @@ class Settings:
     bandwidths: list[float | None] = dataclasses.field(default_factory=lambda: [None])
     rounds: int = ROUNDS
     ddp_hook: bool = False
+    bucket_bytes: int | None = None
 
     def __post_init__(self) -> None:
 
@@ -93,6 +95,8 @@ class Settings:
             raise ConfigError("--ddp-hook is for --engine torch: DistributedDataParallel has no other engine")
         if self.model not in MODELS:
             load_function(self.model, "model", MODELS)
+        if self.bucket_bytes is not None and self.bucket_bytes < 1:
+            raise ConfigError(f"--bucket-bytes must be at least 1, not {self.bucket_bytes}")
         if self.rounds < 1:
             raise ConfigError(f"--rounds must be at least 1, not {self.rounds}")
 

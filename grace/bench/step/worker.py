@@ -93,9 +93,10 @@ def _contestants(settings: Settings, engine: str, ranks: int) -> list[Contestant
         if engine == "horovod" and "horovod" in settings.baselines:
             found += horovod_baselines()
     if engine == settings.engine:
-        found += [method(spec) for spec in settings.methods] + [strategy(spec) for spec in settings.strategies]
+        found += [method(spec, settings.bucket_bytes) for spec in settings.methods]
+        found += [strategy(spec) for spec in settings.strategies]
         if settings.ddp_hook and ranks > 1:
-            found += [in_hook(spec) for spec in settings.methods]
+            found += [in_hook(spec, settings.bucket_bytes) for spec in settings.methods]
     return found
 
 

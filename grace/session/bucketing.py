@@ -42,6 +42,11 @@ class Limits:
         """Whether the user has said anything."""
         return self.bucket_bytes is not None or self.group_bytes is not None
 
+    @property
+    def of_sets(self) -> "Limits":
+        """The same for sets that somebody has chosen: they stay whole, within the bound on gradients."""
+        return self if self.given else Limits(group_bytes=GRADIENT_BYTES)
+
     def wire(self, total: float, compressed: bool) -> float:
         """Bytes that one bucket may send, of so many in all."""
         if self.bucket_bytes is not None:

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from grace.communicators.base import Communicator, build_communicator
 from grace.core.backend import Backend
 from grace.core.variable import Variable
-from grace.session.bucketing import GRADIENT_BYTES, Limits
+from grace.session.bucketing import Limits
 from grace.session.sharding import Shard, uniform
 
 
@@ -68,10 +68,7 @@ class UniformPlan:
         """Whole variables: by the communicator what its compressor shrinks, and the others dense."""
         self.communicator = self._made()
         self.name = self.communicator.describe()
-        together, limits = self.together(), self.limits
-        if together is not None and limits is not None and not limits.given:
-            limits = Limits(group_bytes=GRADIENT_BYTES)  # sets that somebody chose stay whole, if they can
-        return uniform(variables, self.communicator, limits, together)
+        return uniform(variables, self.communicator, self.limits, self.together())
 
     def _made(self) -> Communicator:
         return build_communicator(*self.choices) if self.communicator is None else self.communicator

@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import horovod.torch as hvd
@@ -10,12 +10,13 @@ import torch
 from horovod.torch.optimizer import _DistributedOptimizer
 
 from grace.errors import ConfigError
+from grace.exchange.bucket import Bucket
 from grace.exchange.places import digest
 from grace.exchange.tracing import recorder
 from grace.strategy.choices import Choices
 from grace.torch import elastic  # noqa: F401  # Horovod's TorchState must know these optimizers
 from grace.torch.life import Closable, begin
-from grace.torch.parameters import broadcast_optimizer_state, broadcast_parameters
+from grace.torch.parameters import broadcast_optimizer_state, broadcast_parameters, sparse_layers_of
 from grace.torch.routes import Asked
 from grace.torch.session import Session
 from grace.torch.state_dict import StateMixin
@@ -41,7 +42,13 @@ class HorovodSession(Session):
         self.loaded()
         self._reset()
 
+    def apart(self, parameters: Mapping[str, torch.nn.Parameter]) -> Collection[str]:
+        """Those whose gradients Horovod may have to exchange: of layers that make sparse ones, in a model that was not
+        given."""
+        return () if self.settings.sparse_as_dense else sparse_layers_of(parameters)
+
     def _reset(self) -> None:
+        self.sparse: set[torch.nn.Parameter] = set()
         self.waiting = self.waiting_for()
         self.versions = {}
         self.checked = False
@@ -55,13 +62,31 @@ class HorovodSession(Session):
         """The next exchange tells of the hyperparameters, and which state this rank goes on from."""
         self.context.settings = digest((*self.hyperparameters, self.exchanger.run))
 
-    def alone(self, p: torch.nn.Parameter) -> bool:
-        """Whether Horovod may exchange a parameter's sparse gradient: nothing else travels with it."""
+    def leaves(self, p: torch.nn.Parameter) -> bool:
+        """Whether Horovod may exchange a parameter's sparse gradient: nothing travels with it that somebody wanted to.
+        A bucket of several goes without it, as if it had none."""
         name = self.name_of[p]
         whole = self.exchanger.shards.get(name)
         if whole is None or whole.variable.sparse:  # Grace exchanges it by rows
             return False
-        return all(len(bucket.variables) == 1 for bucket in self.buckets_of[name])
+        if all(len(bucket.variables) == 1 for bucket in self.buckets_of[name]):
+            return True
+        if self.chosen_sets or self.strategy is not None:
+            return False
+        self.sparse.add(p)
+        self.offer(p)
+        return True
+
+    def start(self, bucket: Bucket) -> None:
+        """Begin a bucket's exchange, without the gradients that go Horovod's way."""
+        away = {p: p.grad for p in self.sparse}
+        for p in away:
+            p.grad = None
+        try:
+            super().start(bucket)
+        finally:
+            for p, gradient in away.items():
+                p.grad = gradient
 
     def offer(self, p: torch.nn.Parameter) -> None:
         """A gradient is complete: start the exchange of its bucket if it is the last one."""
@@ -158,7 +183,7 @@ class HorovodSession(Session):
 def _allreduce_grad_async(self: Any, p: torch.nn.Parameter) -> tuple[Any, None]:
     """Exchange one gradient. A sparse one that is not to be made dense goes Horovod's way, uncompressed."""
     session = self._grace
-    if p.grad is not None and p.grad.is_sparse and not self.sparse_as_dense and session.alone(p):
+    if p.grad is not None and p.grad.is_sparse and not self.sparse_as_dense and session.leaves(p):
         session.count_sparse(p.grad)
         return self._sparse_allreduce_grad_async(p, self._parameter_names[p])
     session.offer(p)

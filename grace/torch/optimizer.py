@@ -234,8 +234,7 @@ def DistributedOptimizer(
         op: "average" or "sum" over ranks (or Horovod's constants; Adasum is refused).
         gradient_predivide_factor: divide gradients by it before the exchange, and multiply the average with it.
         num_groups, groups: parameters that may share a collective: how many sets, or lists of parameters.
-            By default all that are ready together, up to ``group_bytes``; under Horovod each for itself, and
-            Horovod joins small messages.
+            By default all that become ready one after the other, up to ``bucket_bytes``.
         process_group: a torch.distributed group; all ranks if left out.
         process_set: a Horovod process set; likewise.
         backend: a Backend object, instead of that of ``grace.init()``.

@@ -1,5 +1,6 @@
 """Names, variables and start values of torch parameters."""
 
+import gc
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -73,6 +74,19 @@ def sparse_of(model: Any) -> set[torch.nn.Parameter]:
         return set()
     layers: list[Any] = [layer for layer in model.modules() if getattr(layer, "sparse", False) is True]
     return {layer.weight for layer in layers}
+
+
+def sparse_layers_of(parameters: Mapping[str, torch.nn.Parameter]) -> list[str]:
+    """The names of parameters that a layer made with ``sparse=True`` holds, of whatever model: layers are looked for
+    among all objects that Python's collector knows.
+
+    >>> layer = torch.nn.Embedding(3, 2, sparse=True)
+    >>> sparse_layers_of({"dense": torch.nn.Linear(2, 1).weight, "sparse": layer.weight})
+    ['sparse']
+    """
+    layers: list[Any] = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module)]
+    held = {p for layer in layers if vars(layer).get("sparse") is True for p in layer._parameters.values()}
+    return [name for name, p in parameters.items() if p in held]
 
 
 def variables(
@@ -237,21 +251,25 @@ def _with_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def horovod_groups(
-    parameters: Mapping[str, torch.nn.Parameter], groups: int | Sequence[Sequence[torch.Tensor]] | None, each: bool
+    parameters: Mapping[str, torch.nn.Parameter],
+    groups: int | Sequence[Sequence[torch.Tensor]] | None,
+    apart: Collection[str] = (),
 ) -> list[list[str]] | None:
     """Names of the parameters that may share a collective, Horovod's ``groups``.
 
     Args:
         parameters: by name.
         groups: how many sets, or the sets (parameters in none of them are on their own).
-        each: if ``groups`` is None, every parameter is on its own (and the engine joins small messages).
+        apart: those on their own if ``groups`` is None.
 
     >>> weights = {name: torch.nn.Parameter(torch.zeros(2)) for name in "abc"}
-    >>> horovod_groups(weights, 2, each=True), horovod_groups(weights, [[weights["c"], weights["a"]]], each=True)
+    >>> horovod_groups(weights, 2), horovod_groups(weights, [[weights["c"], weights["a"]]])
     ([['a', 'b'], ['c']], [['c', 'a'], ['b']])
+    >>> horovod_groups(weights, None), horovod_groups(weights, None, apart={"b"})
+    (None, [['a', 'c'], ['b']])
     """
     if groups is None or groups == 0:
-        return [[name] for name in parameters] if each else None
+        return [[name for name in parameters if name not in apart], *([name] for name in apart)] if apart else None
     if isinstance(groups, int):
         check_integer("groups", groups)
         names, count = list(parameters), min(groups, len(parameters))

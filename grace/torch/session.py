@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -111,11 +111,13 @@ class Session:
         ]
 
         self.plan: ExchangePlan | None = None
+        self.chosen_sets = chosen = groups is not None and groups != 0
 
         def choose():
-            together = lambda: horovod_groups(own, groups, each=backend.pairs_by_name)  # noqa: E731
             known = isinstance(parameters, torch.nn.Module)
-            self.plan = choices.plan(settings.limits, together, sparse_known=known)
+            limits = settings.limits.of_sets if chosen else settings.limits
+            together = lambda: horovod_groups(own, groups, () if known else self.apart(own))  # noqa: E731
+            self.plan = choices.plan(limits, together, sparse_known=known)
             return self.plan
 
         self.exchanger = build_exchanger(
@@ -158,6 +160,10 @@ class Session:
     def strategy(self) -> Any:
         """The strategy that is executed, if there is one."""
         return None if self.plan is None else self.plan.strategy
+
+    def apart(self, parameters: Mapping[str, torch.nn.Parameter]) -> Collection[str]:
+        """The names of parameters that share no bucket, unless the user puts them into one."""
+        return ()
 
     @property
     def begun(self) -> bool:

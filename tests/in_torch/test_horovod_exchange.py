@@ -94,13 +94,15 @@ def grouped(method, groups, skip=()):
 @pytest.mark.parametrize("method", ["none", "topk(ratio=0.1)", "randomk(ratio=0.1)", "powersgd(rank=2)"])
 def test_groups_change_nothing_but_what_travels_together(horovod, method):
     for skip in ((), ("other", "tiny")):
-        (members, alone), _ = horovod.run(grouped, method, None, skip)
+        (members, alone), _ = horovod.run(grouped, method, 9, skip)
         assert members == {(name,) for name in SHAPES}
-        for groups in (1, 2, 9, [["other", "tiny"]], [["matrix", "vector", "tiny"], ["other"]]):
+        (shared, _), _ = horovod.run(grouped, method, None, skip)
+        assert len(shared) == (1 if method == "none" else 2)  # "tiny" rides dense
+        for groups in (None, 1, 2, [["other", "tiny"]], [["matrix", "vector", "tiny"], ["other"]]):
             answers = horovod.run(grouped, method, groups, skip)
             assert {answer for _, answer in answers} == {alone}
             # "tiny" is too small to be compressed, and rides dense, beside the others of its group
-            apart = groups == 9 or (method != "none" and groups == [["other", "tiny"]])
+            apart = method != "none" and groups == [["other", "tiny"]]
             assert (answers[0][0] == members) == apart
 
 
@@ -224,6 +226,46 @@ def test_sparse_gradients_go_horovods_way_or_are_made_dense_and_compressed(horov
     # of two ranks each sends, per step and word, an index and a row of the embedding
     layer = sum(traffic.payload_bytes.values()) + traffic.header_bytes
     assert traffic.sent_bytes - layer == 4 * 6 * (8 + 8 * 4)
+
+
+class Looked(torch.nn.Module):
+    """Makes sparse gradients of a parameter without a layer that says so."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.layer = torch.nn.Parameter(torch.zeros(50, 8)), torch.nn.Linear(8, 4)
+
+    def forward(self, words):
+        return self.layer(torch.nn.functional.embedding(words, self.table, sparse=True))
+
+
+def beside_a_shared_bucket(method, known):
+    """Two steps with sparse gradients, of a layer that says so or not; what they bring, and what travels together."""
+    torch.manual_seed(0)
+    model = Looked()
+    if known:
+        layer = torch.nn.Embedding(50, 8, sparse=True)
+        layer.weight = model.table
+        model.lookup = layer  # the same parameter, known by its first name
+    optimizer = distributed(model, method, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    for step in range(2):
+        optimizer.zero_grad()
+        model(torch.tensor([step, grace.rank() + 2])).square().sum().backward()
+        optimizer.step()
+        assert model.table.grad.is_sparse
+    return [[variable.name for variable in bucket.variables] for bucket in optimizer._grace.exchanger.buckets], weights(
+        model
+    )
+
+
+@pytest.mark.parametrize("method", ["none", "topk(ratio=0.2)"])
+def test_sparse_gradients_leave_a_bucket_that_others_share(horovod, method):
+    (shared, one), (_, two) = horovod.run(beside_a_shared_bucket, method, False)
+    (apart, three), (_, four) = horovod.run(beside_a_shared_bucket, method, True)
+    assert max(len(names) for names in shared if "table" in names) > 1
+    assert [names for names in apart if "table" in names] == [["table"]]
+    for other in (two, three, four):
+        assert same(one, other)
 
 
 def sparse_in_a_group():

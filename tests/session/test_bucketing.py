@@ -104,7 +104,7 @@ def test_what_is_sent_of_a_variable_may_be_unknown():
 
 def test_chosen_sets_are_cut_by_gradient_only():
     names = [variable.name for variable in RESNET]
-    plan = UniformPlan("qsgd", None, None, Limits(), lambda: [names[:80], names[80:]])
+    plan = UniformPlan("qsgd", None, None, Limits().of_sets, lambda: [names[:80], names[80:]])
     buckets = bucketed(plan.shards(RESNET))
     compressed = [bucket for bucket in buckets if bucket.communicator.compressor.spec != "none"]
     assert all(len({v.name in names[:80] for v in bucket.variables}) == 1 for bucket in buckets)

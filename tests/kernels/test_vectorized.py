@@ -1,0 +1,91 @@
+"""Hot compiled loops stay vectorized: their machine code has the instructions that compute with several elements.
+
+Each loop is compiled here, for what is in Numba's cache has no assembly any more. It is asked for an instruction that
+its arithmetic needs, on registers of at least 256 bits.
+"""
+
+import platform
+import re
+
+import pytest
+from llvmlite.binding import get_host_cpu_features
+from numba import float32, float64, int32, int64, njit, uint8, uint16, uint32
+
+from grace.kernels.fused import halves, loops, packing, primitives, quantization, rounding, selection, sparsification
+
+FLOATS, WORDS, HALVES, BYTES, INDICES = float32[::1], uint32[::1], uint16[::1], uint8[::1], int32[::1]
+STREAM = (uint32,) * 4
+HOT = [
+    (loops._random_blocks, (WORDS, int64, *STREAM), "pmuludq"),
+    (loops._max_bits, (WORDS,), "pmaxud"),
+    (rounding._sum_squares, (FLOATS,), "mulpd"),
+    (rounding._round_bucket, (FLOATS, WORDS, float32, int64, BYTES), "divps"),
+    (rounding._round_bucket, (FLOATS, WORDS, float32, int64, BYTES), "cvttps2dq"),
+    (rounding._dequantize_bucket, (FLOATS, BYTES, float32, float32, float32, float32), "cvtdq2ps"),
+    (primitives._sum_abs, (FLOATS,), "addpd"),
+    (primitives._feistel, (WORDS, int64, int64, *STREAM), "pmuludq"),
+    (primitives._combine, (float32, FLOATS, float32, FLOATS, FLOATS), "mulps"),
+    (primitives._add, (FLOATS, FLOATS, float32), "mulps"),
+    (packing._pack_signs, (FLOATS, BYTES), r"cmp\w*ps"),
+    (packing._add_either, (FLOATS, BYTES, float32, float32), "addps"),
+    (selection._filter, (WORDS, uint32, INDICES, WORDS), "psubd"),
+    (selection._above, (WORDS, uint32, INDICES), "psubd"),
+    (selection._collect, (WORDS, uint32, int64, INDICES), "psubd"),
+    (selection._count_digits, (WORDS, uint32, int64, int64), "psubd"),
+    (sparsification._where_code, (BYTES, uint8, INDICES), "pcmpeqb"),
+    (sparsification._scaled, (FLOATS, float64, FLOATS), "mulpd"),
+    (quantization._round_powers_tile, (WORDS, WORDS, BYTES), "psrld"),
+    (quantization._add_powers, (FLOATS, BYTES, float32), "mulps"),
+    (quantization._side_means, (FLOATS, FLOATS), "addpd"),
+    (quantization._clip, (FLOATS, float32, FLOATS), "minps"),
+    (halves._narrow_half, (HALVES, FLOATS, float32), "psrld"),
+    (halves._narrow_brain, (HALVES, FLOATS, float32), "psrld"),
+    (halves._widen_half, (FLOATS, HALVES, float32), "pslld"),
+    (halves._add_half, (FLOATS, HALVES, float32), "pslld"),
+    (halves._add_brain, (FLOATS, HALVES, float32), "mulps"),
+    (halves._largest, (HALVES,), "pmaxuw"),
+]
+
+pytestmark = [
+    pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="knows the instructions of x86-64 only"),
+    pytest.mark.skipif(not get_host_cpu_features().get("avx2"), reason="this processor has no AVX2"),
+]
+
+
+def packed(loop, given, instruction):
+    """The lines of a loop's assembly with an instruction on vectors."""
+    options = {name: value for name, value in loop.targetoptions.items() if name not in ("nopython", "cache")}
+    fresh = njit(**options)(loop.py_func)
+    fresh.compile(given)
+    return re.findall(rf"^\s+v{instruction}\s.*%[yz]mm.*$", fresh.inspect_asm(fresh.signatures[0]), re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("loop", "given", "instruction"), HOT, ids=[f"{loop.py_func.__name__}-{name}" for loop, _, name in HOT]
+)
+def test_a_hot_loop_is_vectorized(loop, given, instruction):
+    assert packed(loop, given, instruction), (
+        f"{loop.py_func.__module__}.{loop.py_func.__name__} is not vectorized: its machine code has no v{instruction} "
+        "with 256 or 512 bits. See the top of grace/kernels/fused/loops.py for what a loop must do without."
+    )
+
+
+def test_loops_that_are_not_vectorized_are_found():
+    @njit
+    def raising(x, y):
+        for i in range(x.size):
+            x[i] = x[i] / y[i]
+
+    @njit(error_model="numpy")
+    def shifted(x, low, high):
+        for i in range(low, high):  # a place below 0 counts from the end
+            x[i] = x[i] * float32(3)
+
+    @njit(error_model="numpy")
+    def vectorized(x, y):
+        for i in range(x.size):
+            x[i] = x[i] / y[i]
+
+    assert not packed(raising, (FLOATS, FLOATS), "divps")
+    assert not packed(shifted, (FLOATS, int64, int64), "mulps")
+    assert packed(vectorized, (FLOATS, FLOATS), "divps")

@@ -9,7 +9,7 @@ from grace.kernels.checks import check_count, check_range
 from grace.kernels.fused.lanes import LANES, equal_to, lowest
 from grace.kernels.fused.loops import SHIFT32, compiled, f32, f64, i32, u8, u32, u64
 from grace.kernels.fused.rounding import _sum_squares
-from grace.kernels.fused.selection import _above
+from grace.kernels.fused.selection import _above, _kth_largest
 from grace.kernels.reference.sparsification import SparseReference, clip_factor, rounded_down
 
 
@@ -101,6 +101,10 @@ class SparseFused(SparseReference):
     def above(self, x, threshold):
         out = np.empty(x.size, np.int32)  # what is not written to takes no memory, but the rest of a huge page
         return out[: _above(x.view(np.uint32), np.float32(threshold).view(np.uint32), out)].copy()
+
+    def kth_magnitude(self, x, k):
+        pattern, _ = _kth_largest(x.view(np.uint32), k)
+        return float(np.uint32(pattern).view(np.float32))
 
     def sample_indices(self, stream, n, k, like=None):
         out = self.empty(k, np.int32)

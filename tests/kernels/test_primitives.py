@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from grace.kernels import Stream, kernels_of
 from grace.kernels.torch.primitives import FusedTorchKernels, TorchKernels
 from tests.support.data import HUGE, REFERENCE, VECTORS, data, examples, same
-from tests.support.implementations import ALL, OTHERS, crossed
+from tests.support.implementations import ALL, OTHERS, Traced, crossed
 from tests.support.kernel_cases import FLOATS, SHAPES, STREAMS, WEIGHTS, close, every, others
 
 
@@ -222,6 +222,35 @@ def test_matmul_and_matmul_add_are_the_matrix_products(it, rows, columns, inner)
         out = data("gaussian", shape, 3)
         got = it.run("matmul_add", out, a, b.T.copy(), -0.5)
         close(got, out - 0.5 * exact.reshape(shape), np.abs(out) + scale.reshape(shape))
+        got = it.run("matmul_add", out, a, b.T.copy(), 1.0, 2.0)
+        close(got, 2 * out + exact.reshape(shape), 2 * np.abs(out) + scale.reshape(shape))
+        got = it.run("matmul_add", np.full_like(out, np.nan), a, b.T.copy(), 2.0, 0.0)
+        close(got, 2 * exact.reshape(shape), scale.reshape(shape))
+
+
+@crossed(ALL, ("rows", "columns", "inner"), [1, 2, 6, 33], [1, 3, 4, 7, 8, 9], [1, 5, 1025])
+def test_products_of_any_sizes_and_of_batches(it, rows, columns, inner):
+    """Those of batches have the bits of those of single matrices, in loops and in BLAS."""
+    a, b = data("gaussian", (3, rows, inner), 1), data("gaussian", (3, inner, columns), 2)
+    exact, scale = a.astype(np.float64) @ b, np.abs(a).astype(np.float64) @ np.abs(b) * inner
+    close(it.run("matmul", a, b), exact, scale)
+    close(it.run("matmul", np.swapaxes(a, 1, 2).copy(), b, True), exact, scale)
+    out = data("gaussian", (rows, inner), 3)
+    left, right = data("gaussian", (rows, columns), 4), data("gaussian", (inner, columns), 5)
+    product = left.astype(np.float64) @ right.T
+    scale = np.abs(out) + np.abs(left) @ np.abs(right.T) * columns
+    close(it.run("matmul_add", out, left, right, -1.0), out - product, scale)
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (2, 3, 5), (2000,)])
+@pytest.mark.parametrize("rank", range(1, 5))
+def test_the_loops_leave_the_bits_of_the_difference(shape, rank):
+    k, x = FusedTorchKernels(), torch.from_numpy(data("gaussian", shape))
+    a, b = (torch.from_numpy(data("gaussian", (n, rank), n)) for n in (shape[0], math.prod(shape[1:])))
+    product = k.matmul_add(torch.full(shape, math.nan), a, b, 1.0, 0.0)
+    for out in (x.clone(), torch.stack([x, x], -1)[..., 0]):
+        assert k.matmul_add(out, a, b, -1.0) is out
+        assert torch.equal(out, x - product)
 
 
 @pytest.mark.parametrize("kernels", [TorchKernels(), FusedTorchKernels()], ids=lambda k: k.name)
@@ -247,6 +276,8 @@ def test_orthonormalize_spans_the_columns_and_stays_finite(it, kind, shape):
     x = it.suited("orthonormalize", x)
     q = it.run("orthonormalize", x).astype(np.float64)
     assert q.shape == shape
+    batch = it.run("orthonormalize", np.stack([x, x[::-1], x]))
+    assert np.abs(batch - np.stack([q, batch[1], q])).max() == 0
     np.testing.assert_allclose(q.T @ q, np.eye(shape[1]), atol=2e-6)
     assert np.abs(q @ (q.T @ x) - x).max() <= 1e-5 * np.abs(x).max() + 1e-44
 
@@ -260,6 +291,16 @@ def test_fill_zero_columns_replaces_only_all_zero_columns_and_huge_ones(it):
     wanted = x.copy()
     wanted[:, [1, 3]] = other[:, [1, 3]]
     same(it.run("fill_zero_columns", x, other), wanted)
+
+
+@every
+@pytest.mark.parametrize("bad", [None, 0, 2e12, np.nan, -np.inf])
+def test_zero_columns_tells_whether_filling_changes_something(it, bad):
+    matrices = [data("gaussian", (5, 4), 1), data("gaussian", (9, 1), 2)]
+    if bad is not None:
+        matrices[1][(slice(None) if bad == 0 else 3), 0] = bad
+    told = bool(it.kernels.zero_columns([it.to(matrix) for matrix in matrices]))
+    assert told == (bad is not None) or (told and isinstance(it.kernels, Traced))  # a graph cannot tell
 
 
 # -- random numbers ----------------------------------------------------------------------------------------

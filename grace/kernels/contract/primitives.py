@@ -17,6 +17,8 @@ Tensor = Any
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 LARGEST_FACTOR = 2.0**40
+NARROW = 8
+"""Columns of a matrix whose products with wide ones are bound by memory: those of more are left to BLAS."""
 
 
 def bucket_within(bucket_size: int, n: int) -> int:
@@ -183,21 +185,27 @@ class Kernels(ValueKernels, SparseKernels):
 
     @abc.abstractmethod
     def matmul(self, a: Tensor, b: Tensor, transpose: bool = False) -> Tensor:
-        """Matrix product ``a b``, or ``a^T b``."""
+        """Matrix product ``a b``, or ``a^T b``; of each two of two batches of matrices (b, m, n) too."""
 
     @abc.abstractmethod
-    def matmul_add(self, out: Tensor, a: Tensor, b: Tensor, weight: float) -> Tensor:
-        """``out += weight a b^T`` for matrices; ``out`` may be a flat or n-d tensor of that many elements."""
+    def matmul_add(self, out: Tensor, a: Tensor, b: Tensor, weight: float, keep: float = 1.0) -> Tensor:
+        """``out = keep out + weight a b^T`` for matrices; ``out`` may be a flat or n-d tensor of that many elements.
+        Where ``keep`` is 0 it does not matter what it held, not even if that was NaN."""
 
     @abc.abstractmethod
     def orthonormalize(self, x: Tensor) -> Tensor:
-        """Orthonormal columns that span the columns of the matrix ``x`` (rows >= columns); finite, and
-        orthonormal, also for rank-deficient and all-zero matrices."""
+        """Orthonormal columns that span the columns of the matrix ``x`` (rows >= columns), or of each of a batch;
+        finite, and orthonormal, also for rank-deficient and all-zero matrices."""
 
     @abc.abstractmethod
     def fill_zero_columns(self, x: Tensor, other: Tensor) -> Tensor:
         """``x`` with each column replaced by that of ``other`` that is all zero, or has elements beyond
         :data:`LARGEST_FACTOR`, which products overflow with (matrices)."""
+
+    @abc.abstractmethod
+    def zero_columns(self, matrices: Sequence[Tensor]) -> bool:
+        """Whether :meth:`fill_zero_columns` may change one of these matrices; True where telling would wait, on GPUs
+        and in graphs."""
 
     # -- random numbers --------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from grace.kernels.fused.loops import (
     u64,
 )
 from grace.kernels.fused.packing import _add_signs, _pack, _pack_signs, _unpack
+from grace.kernels.fused.products import ProductsFused
 from grace.kernels.fused.quantization import ValueFused
 from grace.kernels.fused.rounding import _dequantize, _quantize
 from grace.kernels.fused.selection import _topk
@@ -116,7 +117,7 @@ def _plain(x, y):
     return x.shape == y.shape and all(a.dtype == np.float32 and a.flags.c_contiguous for a in (x, y))
 
 
-class FusedKernels(ValueFused, SparseFused, HalfFused):
+class FusedKernels(ValueFused, SparseFused, ProductsFused, HalfFused):
     """The reference with its hot kernels compiled.
 
     >>> import numpy as np

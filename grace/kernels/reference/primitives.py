@@ -110,10 +110,11 @@ class NumpyKernels(ValueReference, SparseReference, Kernels):
         return np.where(x >= 0, 1, -1).astype(x.dtype)
 
     def matmul(self, a, b, transpose=False):
-        return (a.T if transpose else a) @ b
+        return (np.swapaxes(a, -1, -2) if transpose else a) @ b
 
-    def matmul_add(self, out, a, b, weight):
-        out += np.float32(weight) * (a @ b.T).reshape(out.shape)
+    def matmul_add(self, out, a, b, weight, keep=1.0):
+        product = np.float32(weight) * (a @ b.T).reshape(out.shape)
+        out[...] = product if keep == 0 else np.float32(keep) * out + product
         return out
 
     def orthonormalize(self, x):
@@ -121,6 +122,10 @@ class NumpyKernels(ValueReference, SparseReference, Kernels):
 
     def fill_zero_columns(self, x, other):
         return np.where((x != 0).any(axis=0) & (np.abs(x) <= LARGEST_FACTOR).all(axis=0), x, other)
+
+    def zero_columns(self, matrices):
+        largest = [np.abs(x).max(axis=0, initial=0) for x in matrices]
+        return not all(((most > 0) & (most <= LARGEST_FACTOR)).all() for most in largest)
 
     def random_bits(self, stream: Stream, n, like=None):
         key_low, key_high, step, draw = stream.words

@@ -55,9 +55,9 @@ class FusedTensorFlowKernels(TensorFlowKernels):
         "unpack", "pack_signs", "add_signs", "topk", "gather", "scatter_add", "max_abs", "side_means",
         "clip_deviation", "round_powers", "add_powers", "bucketize", "add_table", "quantile_buckets",
         "above", "kth_magnitude", "sample_indices", "zero_at", "add_at", "clip_norm", "one_side", "fixed_tags",
-        "where_code",
+        "where_code", "matmul", "matmul_add",
     )  # fmt: skip
-    WRITES = ("dequantize", "add_signs", "scatter_add", "add_powers", "add_table", "zero_at", "add_at")
+    WRITES = ("dequantize", "add_signs", "scatter_add", "add_powers", "add_table", "zero_at", "add_at", "matmul_add")
     """Those that change their first argument, which is a copy therefore."""
     DTYPES = frozenset({tf.float32, tf.uint8, tf.int32})
     VIEWED = DTYPES | {tf.float16, tf.float64, tf.int8, tf.int16, tf.int64}

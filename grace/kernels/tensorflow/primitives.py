@@ -143,11 +143,12 @@ class TensorFlowKernels(ValueTensorFlow, SparseTensorFlow, Kernels):
 
     def matmul(self, a, b, transpose=False):
         if transpose:  # twice as fast on a CPU, where b is narrow, as a^T b
-            return tf.transpose(tf.matmul(b, a, transpose_a=True))
+            return tf.linalg.matrix_transpose(tf.matmul(b, a, transpose_a=True))
         return tf.matmul(a, b)
 
-    def matmul_add(self, out, a, b, weight):
-        return out + _times(tf.reshape(tf.matmul(a, b, transpose_b=True), tf.shape(out)), weight)
+    def matmul_add(self, out, a, b, weight, keep=1.0):
+        product = _times(tf.reshape(tf.matmul(a, b, transpose_b=True), tf.shape(out)), weight)
+        return product if keep == 0 else _times(out, keep) + product
 
     def orthonormalize(self, x):
         # in float64, where squares of large numbers do not overflow
@@ -156,6 +157,12 @@ class TensorFlowKernels(ValueTensorFlow, SparseTensorFlow, Kernels):
     def fill_zero_columns(self, x, other):
         small = tf.reduce_all(tf.abs(x) <= LARGEST_FACTOR, axis=0)
         return tf.where(tf.reduce_any(x != 0, axis=0) & small, x, other)
+
+    def zero_columns(self, matrices):
+        if any(tf.is_symbolic_tensor(x) or "CPU" not in x.device for x in matrices):
+            return True
+        largest = [np.abs(x).max(axis=0, initial=0) for x in map(np.asarray, matrices)]
+        return not all(((most > 0) & (most <= LARGEST_FACTOR)).all() for most in largest)
 
     def random_bits(self, stream: Stream, n, like):
         key_low, key_high, step, draw = words(stream)

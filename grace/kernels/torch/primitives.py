@@ -9,7 +9,7 @@ import torch
 
 from grace.errors import ConfigError
 from grace.kernels.checks import check_count, check_packed, check_quantized, check_range, check_scale
-from grace.kernels.contract.primitives import LARGEST_FACTOR, Kernels, bucket_within
+from grace.kernels.contract.primitives import LARGEST_FACTOR, NARROW, Kernels, bucket_within
 from grace.kernels.fused.availability import missing
 from grace.kernels.random import FEISTEL_ROUNDS, MULTIPLIERS, ROUNDS, WEYL, Stream, feistel_bits
 from grace.kernels.torch.quantization import ValueTorch
@@ -134,13 +134,16 @@ class TorchKernels(ValueTorch, SparseTorch, Kernels):
         return torch.where(x >= 0, 1.0, -1.0).to(x.dtype)
 
     def matmul(self, a, b, transpose=False):
+        if a.dim() > 2 and a.device.type == "cpu":  # in a batch, its bits would depend on how many there are
+            return torch.stack([self.matmul(x, y, transpose) for x, y in zip(a, b, strict=True)])
         # torch's BLAS takes a narrow factor up to ten times faster on the left than on the right (on AMD processors)
-        return (b.t() @ (a if transpose else a.t())).t().contiguous()
+        return (b.mT @ (a if transpose else a.mT)).mT.contiguous()
 
-    def matmul_add(self, out, a, b, weight):
+    def matmul_add(self, out, a, b, weight, keep=1.0):
         if not out.is_contiguous():
-            return out.add_((a @ b.t()).view(out.shape), alpha=weight)
-        out.view(a.shape[0], b.shape[0]).addmm_(a, b.t(), alpha=weight)
+            dense = self.matmul_add(torch.empty_like(out, memory_format=torch.contiguous_format), a, b, weight, 0.0)
+            return out.copy_(dense) if keep == 0 else out.mul_(keep).add_(dense)
+        out.view(a.shape[0], b.shape[0]).addmm_(a, b.t(), alpha=weight, beta=keep)
         return out
 
     def orthonormalize(self, x):
@@ -148,6 +151,12 @@ class TorchKernels(ValueTorch, SparseTorch, Kernels):
 
     def fill_zero_columns(self, x, other):
         return torch.where((x != 0).any(dim=0) & (x.abs() <= LARGEST_FACTOR).all(dim=0), x, other)
+
+    def zero_columns(self, matrices):
+        if any(x.device.type != "cpu" or not x.numel() for x in matrices):
+            return True
+        largest = torch.cat([x.abs().amax(dim=0) for x in matrices])
+        return not bool(((largest > 0) & (largest <= LARGEST_FACTOR)).all())
 
     def random_bits(self, stream: Stream, n, like):
         key_low, key_high, step, draw = stream.words
@@ -329,6 +338,30 @@ class FusedTorchKernels(HalfTorchKernels):
         if bits.dtype == torch.uint32:  # torch has no shifts for it
             bits = bits.view(torch.int32)
         return (bits >> 8 & 0xFFFFFF).to(torch.float32) * 2.0**-24
+
+    def matmul(self, a, b, transpose=False):
+        # the loops take one thread, of which BLAS needs two for as much, but for single columns; batches are small
+        loops = a.dim() == 3 or (torch.get_num_threads() <= 2 and b.shape[-1] > 1)
+        if not loops or a.dim() != b.dim() or not self._narrow(a, b):
+            return super().matmul(a, b, transpose)
+        return torch.from_numpy(_fused_kernels().matmul(a.detach().numpy(), b.detach().numpy(), transpose))
+
+    def matmul_add(self, out, a, b, weight, keep=1.0):
+        # always by the loops, so that all ranks decode to the same bits, whatever their threads are
+        if not self._narrow(out, a) or not self._narrow(out, b):
+            return super().matmul_add(out, a, b, weight, keep)
+        _fused_kernels().matmul_add(*(x.detach().numpy() for x in (out, a, b)), weight, keep)
+        return out
+
+    def zero_columns(self, matrices):
+        if not all(self._narrow(x, x) for x in matrices):
+            return super().zero_columns(matrices)
+        return _fused_kernels().zero_columns([x.detach().numpy() for x in matrices])
+
+    def _narrow(self, wide, factor):
+        """Whether the loops take these two."""
+        plain = all(x.dtype is torch.float32 and x.is_contiguous() and x.device.type == "cpu" for x in (wide, factor))
+        return plain and factor.shape[-1] <= NARROW
 
 
 def _fused(method: str):

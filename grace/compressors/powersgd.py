@@ -1,12 +1,15 @@
 """PowerSGD: low-rank compression by one step of power iteration."""
 
 import math
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from grace.core.compressor import Compressor, Payload, Tensor, Traits
-from grace.kernels import Kernels, kernels_of
+from grace.kernels import kernels_of
+
+SMALL = 1 << 14
+"""Elements up to which the matrices of one shape are joined: copying them costs less than an operation on each."""
 
 
 @dataclass
@@ -60,17 +63,22 @@ class PowerSGD(Compressor):
         _, columns, rank = self._sizes(shape)
         return columns, rank
 
-    def exchange(self, tensor: Tensor, name: str) -> Generator[Payload, Payload, tuple[Payload, Any]]:
-        k = kernels_of(tensor)
-        rows, columns, rank = self._sizes(tuple(tensor.shape))
-        matrix = k.reshape(tensor, (rows, columns))
-        q = self._start(name, columns, rank, tensor, k)
-        (p,) = yield [k.matmul(matrix, q)]
-        p = k.orthonormalize(p)
-        (q,) = yield [k.matmul(matrix, p, transpose=True)]
+    def exchange_all(
+        self, tensors: Iterable[Tensor], names: Sequence[str]
+    ) -> Generator[list[Payload], list[Payload], list[tuple[Payload, Any]]]:
+        starts, taken, products = self._starts(names), list[Tensor](), _Products()
+        for tensor, name in zip(tensors, names, strict=True):
+            rows, columns, rank = self._sizes(tuple(tensor.shape))
+            matrix = kernels_of(tensor).reshape(tensor, (rows, columns))
+            products.add(matrix, starts(name, columns, rank, tensor))
+            taken.append(tensor)
+        means = yield [[p] for p in products.first()]
+        ps = _orthonormalized([p for (p,) in means])
+        means = yield [[q] for q in products.second(ps)]
         if self.warm_start:
-            self.state[name] = q
-        return [p, q], tuple(tensor.shape)
+            for name, (q,) in zip(names, means, strict=True):
+                self.state[name] = q
+        return [([p, q], tuple(tensor.shape)) for p, (q,), tensor in zip(ps, means, taken, strict=True)]
 
     def decompress(self, payload: Payload, ctx: Any) -> Tensor:
         k = kernels_of(payload[0])
@@ -80,18 +88,102 @@ class PowerSGD(Compressor):
         p, q = payload
         return kernels_of(out).matmul_add(out, p, q, weight)
 
+    def aggregate(self, payloads: Sequence[Payload], ctx: Any, out: Tensor, count: float) -> Tensor:
+        (p, q), *others = payloads
+        out = kernels_of(out).matmul_add(out, p, q, 1.0 / count, 0.0)
+        for payload in others:
+            out = self.accumulate(payload, ctx, out, 1.0 / count)
+        return out
+
     def _sizes(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
         rows, columns = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
         return rows, columns, min(self.rank, rows, columns)
 
-    def _start(self, name: str, columns: int, rank: int, like: Tensor, k: Kernels) -> Tensor:
-        stream = self.context.stream(name, shared=True)
-        fresh = k.combine(2.0, k.uniform(stream, columns * rank, like), -1.0, k.full([1.0], "float32", like))
-        fresh = k.reshape(fresh, (columns, rank))
-        if name not in self.state:
-            return fresh
-        return k.fill_zero_columns(self.state[name], fresh)
+    def _starts(self, names: Sequence[str]) -> Callable[[str, int, int, Tensor], Tensor]:
+        """What gives each variable's first Q: that of the last step, but for zero columns, or a random one."""
+        kept = [self.state[name] for name in names if name in self.state]
+        whole = bool(kept) and not kernels_of(kept[0]).zero_columns(kept)
+
+        def start(name: str, columns: int, rank: int, like: Tensor) -> Tensor:
+            if whole and name in self.state:
+                return self.state[name]
+            k, stream = kernels_of(like), self.context.stream(name, shared=True)
+            fresh = k.combine(2.0, k.uniform(stream, columns * rank, like), -1.0, k.full([1.0], "float32", like))
+            fresh = k.reshape(fresh, (columns, rank))
+            return k.fill_zero_columns(self.state[name], fresh) if name in self.state else fresh
+
+        return start
 
     def wire_bits(self, shape: tuple[int, ...]) -> float | None:
         rows, columns, rank = self._sizes(shape)
         return 32 * rank * (rows + columns) / max(1, rows * columns)
+
+
+class _Products:
+    """The products of a bucket's matrices: of large ones at once, while they are in the cache; of small ones of one
+    shape together."""
+
+    def __init__(self) -> None:
+        self.factors: list[Tensor] = []
+        self.matrices: list[Tensor] = []
+        self.found: list[Any] = []
+        self.small: dict[tuple[int, ...], list[int]] = {}
+        """Where the small matrices of each shape are among all."""
+        self.joined: dict[tuple[int, ...], Tensor] = {}
+
+    def add(self, matrix: Tensor, factor: Tensor) -> None:
+        """One more M, and its Q."""
+        shape = tuple(matrix.shape)
+        if 0 < math.prod(shape) <= SMALL:
+            self.small.setdefault(shape, []).append(len(self.matrices))
+            self.found.append(None)
+        else:
+            self.found.append(kernels_of(matrix).matmul(matrix, factor))
+        self.matrices.append(matrix)
+        self.factors.append(factor)
+
+    def first(self) -> list[Tensor]:
+        """M Q of each."""
+        for shape, places in self.small.items():
+            self.joined[shape] = _joined([self.matrices[i] for i in places])
+            self._multiply(shape, [self.factors[i] for i in places], False)
+        return self.found
+
+    def second(self, factors: list[Tensor]) -> list[Tensor]:
+        """M^T P of each."""
+        self.found = [
+            None if tuple(m.shape) in self.joined else kernels_of(m).matmul(m, p, True)
+            for m, p in zip(self.matrices, factors, strict=True)
+        ]
+        for shape, places in self.small.items():
+            self._multiply(shape, [factors[i] for i in places], True)
+        return self.found
+
+    def _multiply(self, shape: tuple[int, ...], factors: list[Tensor], transpose: bool) -> None:
+        matrices = self.joined[shape]
+        products = kernels_of(matrices).matmul(matrices, _joined(factors), transpose)
+        for number, i in enumerate(self.small[shape]):
+            self.found[i] = products[number]
+
+
+def _orthonormalized(matrices: list[Tensor]) -> list[Tensor]:
+    """Those of one shape together."""
+    shapes: dict[tuple[int, ...], list[int]] = {}
+    for i, matrix in enumerate(matrices):
+        shapes.setdefault(tuple(matrix.shape), []).append(i)
+    found = list(matrices)
+    for places in shapes.values():
+        if len(places) == 1:
+            found[places[0]] = kernels_of(matrices[places[0]]).orthonormalize(matrices[places[0]])
+            continue
+        joined = _joined([matrices[i] for i in places])
+        joined = kernels_of(joined).orthonormalize(joined)
+        for number, i in enumerate(places):
+            found[i] = joined[number]
+    return found
+
+
+def _joined(matrices: list[Tensor]) -> Tensor:
+    """Matrices of one shape as one tensor of three dimensions."""
+    k = kernels_of(matrices[0])
+    return k.concat([k.reshape(matrix, (1, *matrix.shape)) for matrix in matrices], 0)

@@ -14,13 +14,14 @@ from grace.errors import ExchangeError, GraceError, PayloadError
 from grace.exchange.at_once import AtOnce
 from grace.exchange.bucket import Contribution, Outcome
 from grace.exchange.refusals import Refusing
+from grace.exchange.rounds import Rounds
 from grace.exchange.statuses import Judging
 from grace.exchange.tracing import recorder
 from grace.exchange.wire import Wire, in_range, mark
 from grace.kernels import kernels_of
 
 
-class Exchange(AtOnce, Refusing, Judging):
+class Exchange(AtOnce, Refusing, Judging, Rounds):
     """The round trip of one bucket; ``start`` it, ``advance`` until it says False, then ``finish``.
 
     1. compensate and compress each gradient; 2. pack all payloads and start the collective;
@@ -40,6 +41,7 @@ class Exchange(AtOnce, Refusing, Judging):
         self.names = [variable.name for variable in bucket.variables]
         self.kernels = kernels_of(gradients[0])
         self.handle: Any = None
+        self.ranged = []
         self.round, self.sizing, self.concatenated = 1, False, False
         self.comparing = self.traits.fixed_size is None and (bucket.compares or not bucket.compared)
         """Whether nobody said that payloads are of equal sizes, and they are to be compared first."""
@@ -61,13 +63,10 @@ class Exchange(AtOnce, Refusing, Judging):
         if type(self) is Exchange and self._encoded_at_once(gradients):
             self._leave(self.bucket.buffer, began)
             return
-        inputs = recorder.each("compensate", self.names, self._compensated, gradients)
         if self.traits.rounds > 1:
-            self.inputs, self.encoded, self.spoilt = inputs, [(None, None)] * len(inputs), [False] * len(inputs)
-            self.rounds = [self.compressor.exchange(x, name) for x, name in zip(inputs, self.names, strict=True)]
-            first = recorder.each("compress", self.names, lambda rounds, name: next(rounds), self.rounds)
-            self._send(first, inputs, began)
+            self._start_rounds(gradients, began)
             return
+        inputs = recorder.each("compensate", self.names, self._compensated, gradients)
         self.encoded = recorder.each("compress", self.names, self.compressor.compress, inputs)
         decodes = type(self.compressor).accumulate is Compressor.accumulate
         if self.bucket.wire is None and self.communicator.foreign and decodes:
@@ -150,10 +149,10 @@ class Exchange(AtOnce, Refusing, Judging):
     def _marks(self, payloads: list[Any], inputs: list[Tensor] | None) -> list[Any]:
         """The statuses of the inputs; of none where they are not a first round's."""
         if inputs is not None and (not self.traits.carries_nonfinite or self.communicator.delayed):
-            kept = self.communicator.stateful
+            kept, known = self.communicator.stateful, self.ranged or [None] * len(inputs)
             self.sound = [
-                here and in_range(self.kernels, x, payload, kept)
-                for here, x, payload in zip(self.present, inputs, payloads, strict=True)
+                here and in_range(self.kernels, x, payload, kept, found)
+                for here, x, payload, found in zip(self.present, inputs, payloads, known, strict=True)
             ]
         finite = [True] * len(payloads) if inputs is None else self.sound
         return [mark(here, ok, self.communicator.sums) for here, ok in zip(self.present, finite, strict=True)]
@@ -239,7 +238,7 @@ class Exchange(AtOnce, Refusing, Judging):
         with recorder.phase("unpack", bucket=self.bucket):
             self._statuses_of_round()
             means = self._mean()
-        payloads = recorder.each("compress", self.names, lambda rounds, mean, _: rounds.send(mean), self.rounds, means)
+        payloads = self._next(means)
         self.round += 1
         self._send(payloads, None, began)
         return True
@@ -328,6 +327,8 @@ class Exchange(AtOnce, Refusing, Judging):
         if outcomes is None:
             with recorder.phase("unpack", bucket=self.bucket):
                 received: list[Any] = self._mean() if several else self._received(wires)
+            if several:
+                self.encoded = self.decoding(self._returned)(received, self.bucket.ends)
             decode = self.decoding(self._last if several else self._aggregate)
             outcomes = recorder.each("decode", self.names, decode, range(len(self.names)), received, outs)
         if several:  # with what all ranks got
@@ -356,14 +357,6 @@ class Exchange(AtOnce, Refusing, Judging):
             out = self.kernels.zeros(variable.shape, dtype, self.bucket.buffer)
         return Outcome(variable, self.compressor.aggregate(payloads, self.encoded[i][1], out, self.count), False)
 
-    def _last(self, i: int, mean: Any, out: Tensor | None, name: str) -> Outcome:
-        """The payloads of the last round are aggregated already: decode them."""
-        payload, ctx = self.encoded[i] = _returned(self.rounds[i], mean)
-        variable = self.bucket.variables[i]
-        if out is None:
-            out = self.kernels.zeros(variable.shape, "float32", self.bucket.buffer)
-        return Outcome(variable, self.compressor.aggregate([payload], ctx, out, 1), False)
-
     def place(self) -> str:
         """What a rank that waits for it is said to be in."""
         return f"the exchange of {self.bucket.describe()} at step {self.communicator.context.step}"
@@ -375,12 +368,3 @@ class Exchange(AtOnce, Refusing, Judging):
             f"rank {context.rank} of {context.size}: the exchange of {self.bucket.describe()} failed at step "
             f"{context.step}; {why}. The engine says: {error}"
         )
-
-
-def _returned(rounds: Any, mean: Any) -> Any:
-    """What a method of several rounds returns when it receives its last mean."""
-    try:
-        rounds.send(mean)
-    except StopIteration as end:
-        return end.value
-    raise TypeError("a compressor's exchange() yielded more payloads than its traits.rounds")

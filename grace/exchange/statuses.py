@@ -121,9 +121,9 @@ class Judging:
             statuses = self.wire.statuses(total)
             missing = [status == 0 for status in statuses]
             self.spoilt = [was or not status < math.inf for was, status in zip(self.spoilt, statuses, strict=True)]
-        for i, payload in enumerate(self.wire.unpack(total)):
-            finite = self._finite(payload)
-            self.spoilt[i] = self.spoilt[i] or not finite
+        if not self._finite([total[: self.wire.body]]):
+            for i, payload in enumerate(self.wire.unpack(total)):
+                self.spoilt[i] = self.spoilt[i] or not self._finite(payload)
         return missing, self.spoilt
 
     def _statuses_of(self, wires: list[Tensor]) -> tuple[list[bool], list[bool]]:

@@ -45,12 +45,14 @@ def mark(present: bool, finite: Any, sums: bool) -> Any:
     return 1.0 / finite if sums else 2.0 - finite
 
 
-def in_range(k: Any, tensor: Tensor, payload: Sequence[Tensor], kept: bool) -> Any:
+def in_range(k: Any, tensor: Tensor, payload: Sequence[Tensor], kept: bool, found: Any = None) -> Any:
     """Whether a tensor and all numbers of its payload are finite (methods add, scale and round, so that a payload may
     not be); a bool, or a 0-d tensor of 1.0 or 0.0.
 
-    Where something is ``kept`` of them, what is larger than :data:`LARGEST` counts as infinite."""
-    found = k.all_finite(tensor, LARGEST if kept else math.inf)
+    Where something is ``kept`` of them, what is larger than :data:`LARGEST` counts as infinite. ``found`` is the answer
+    for the tensor alone, if that is known."""
+    if found is None:
+        found = k.all_finite(tensor, LARGEST if kept else math.inf)
     for part in payload:
         if "float" in k.dtype(part):
             found = both(found, k.all_finite(part))

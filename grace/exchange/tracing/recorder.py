@@ -272,6 +272,25 @@ def each(name: str, names: Sequence[str], function: Any, *columns: Iterable[Any]
     return results
 
 
+def shared(name: str, variables: Sequence[Any], function: Any, *args: Any) -> Any:
+    """``function(*args)``, which does something for several variables together: an event for each, of the share of the
+    time that its elements are of all elements.
+
+    >>> shared("compress", [], max, 1, 2)
+    2
+    """
+    if active is None:
+        return function(*args)
+    began = time.perf_counter_ns()
+    result = function(*args)
+    ended, total, done = time.perf_counter_ns(), sum(variable.numel for variable in variables), 0
+    for variable in variables:
+        start, done = done, done + variable.numel
+        at, until = (began + (ended - began) * n // max(1, total) for n in (start, done))
+        active.add(name, "codec", at, until, active.track(), {"variable": variable.name})
+    return result
+
+
 def payload(nbytes: dict[str, int]) -> None:
     """So many bytes of each variable were handed to the engine."""
     if active is not None:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
+from grace.communicators.choice import break_even
 from grace.core import specs
 from grace.core.composition import Composed
 from grace.core.registry import KINDS, aliases, known, legal_communicators, make
@@ -181,7 +182,10 @@ def _describe(console: Console, component: Any) -> None:
 def _describe_compressor(console: Console, compressor: Any) -> None:
     taken = f"communicator {compressor.traits.communicator}, memory {compressor.traits.memory}"
     small = "tensors that it would not shrink travel uncompressed, by allreduce"
-    _section(console, "Taken unless you choose others", [taken, *([] if compressor.traits.exact else [small])])
+    least = break_even(compressor)
+    many = [] if least is None else [f"communicator scatter_reduce from {least} ranks on, where it sends less"]
+    small_too = [] if compressor.traits.exact else [small]
+    _section(console, "Taken unless you choose others", [taken, *many, *small_too])
     _section(console, "Traits", _trait_words(compressor))
     classes: Any = known("communicator")
     default = compressor.traits.communicator

@@ -5,6 +5,7 @@ import inspect
 import re
 from typing import Any
 
+from grace.communicators.choice import SCATTER, break_even
 from grace.core.composition import Composed
 from grace.core.registry import known, legal_communicators
 
@@ -13,7 +14,9 @@ HEAD = """# Methods
 Made by `python -m grace.cli.methods_page > docs/methods.md` from the code; a test keeps it current.
 
 A spec is text, `topk(ratio=0.01)`, or a dict, `{"name": "topk", "ratio": 0.01}`; a sparsifier and a value compressor
-compose: `topk(ratio=0.01) | qsgd(levels=7)`. "Bits" are wire bits per element of a 1000 x 1000 gradient.
+compose: `topk(ratio=0.01) | qsgd(levels=7)`. "Bits" are wire bits per element of a 1000 x 1000 gradient. Where a number
+of ranks is given, `scatter_reduce` is the default from so many on, because it then sends less than `allgather`; say
+`communicator=` to have another.
 """
 SHAPE = (1000, 1000)
 
@@ -46,7 +49,12 @@ def _table() -> str:
         compressor: Any = cls()
         traits = compressor.traits
         bits = compressor.wire_bits(SHAPE)
-        legal = sorted(legal_communicators(compressor), key=lambda other: other != traits.communicator)
+        legal, least = (
+            sorted(legal_communicators(compressor), key=lambda o: o != traits.communicator),
+            break_even(compressor),
+        )
+        if least is not None:
+            legal = [f"{name} (from {least} ranks on)" if name == SCATTER else name for name in legal]
         memory = f"{traits.memory} (required)" if traits.needs_memory else traits.memory
         rows.append(
             f"| [`{name}`](#{name}) | {traits.category} | {'by the data' if bits is None else f'{bits:.4g}'} "

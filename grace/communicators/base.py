@@ -6,14 +6,13 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
-from grace.core import specs
 from grace.core.backend import Backend, Handle, LocalBackend
 from grace.core.component import Component
 from grace.core.compressor import Compressor, Tensor
 from grace.core.context import Context
 from grace.core.kept import is_ours
 from grace.core.memory import Memory
-from grace.core.registry import checked, known, legal_communicators, legal_memories, make
+from grace.core.registry import legal_communicators, legal_memories, make
 from grace.errors import ConfigError
 from grace.exchange.background import ExchangeThread
 from grace.exchange.base import Exchange
@@ -92,6 +91,8 @@ class Communicator(Component):
     _by_hand: Hand | None = None
     made_for: int | None = None
     """How many ranks, if somebody said so."""
+    by_default: bool = False
+    """Whether nobody named it: another number of ranks may get another one."""
     lr: float | None = None
     """The learning rate, for memories that follow it, where steps are called by hand."""
     world_size: int = 1
@@ -374,26 +375,3 @@ def _way_of(cls: type[Communicator]) -> tuple[str, ...]:
         "or send_receive(tensors, ctx, name), or async_send(tensors, name) and wait_receive(handles, ctx, name), which "
         "move one variable's payload"
     )
-
-
-def build_communicator(compressor: Any, memory: Any, communicator: Any) -> Communicator:
-    """The communicator that the user's three choices mean; each is a spec, an object or None (default).
-
-    Raises:
-        ConfigError: unknown names or parameters, or parts that do not go together.
-
-    >>> build_communicator("topk", None, None).describe()
-    'allgather, topk, residual'
-    """
-    if isinstance(compressor, Communicator) and communicator is None:  # GRACE gives it in this place
-        communicator, compressor = compressor, None
-    if isinstance(communicator, Communicator):
-        if compressor is not None or memory is not None:
-            raise ConfigError("the communicator object holds its compressor and memory; do not pass them as well")
-        return communicator
-    chosen: Any = make("compressor", "none" if compressor is None else compressor)
-    name, parameters = specs.parse(chosen.traits.communicator if communicator is None else communicator)
-    if name not in known("communicator"):
-        make("communicator", name)  # raises, naming what is known
-    cls: Any = known("communicator")[name]
-    return cls(chosen, memory, **checked("communicator", name, parameters))

@@ -26,7 +26,7 @@ class SignSGD(Compressor):
 
     name = "signsgd"
     votes = True
-    traits = Traits(category="quantization", fixed_size=True)
+    traits = Traits(category="quantization", fixed_size=True, shardable=True)
 
     def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
         k = kernels_of(tensor)

@@ -45,6 +45,18 @@ class Sharded(Compressor):
                 shards.append(self.inner.accumulate(shard, inner_ctx, flat[a:b], weight))
         return out if k.mutable else k.reshape(k.join(shards), tuple(out.shape))
 
+    def joined(self, answers: Payload, ctx: Any, out: Tensor) -> Tensor:
+        """The tensor whose shards the answers are: each the aggregate of one payload, so that a vote stays a vote."""
+        k = kernels_of(out)
+        flat, shards = k.flat(out), []
+        for place, ((a, b), shard, inner_ctx) in enumerate(zip(ctx[0], answers, ctx[1], strict=True)):
+            try:
+                shards.append(self.inner.aggregate([shard], inner_ctx, flat[a:b], 1))
+            except PayloadError as error:
+                error.place = place  # of all ranks, and not of the one payload
+                raise
+        return out if k.mutable else k.reshape(k.join(shards), tuple(out.shape))
+
 
 class ScatterReduceExchange(Exchange):
     """Two collectives: an all-to-all of compressed shards, and an all-gather of compressed means.
@@ -175,7 +187,7 @@ class ScatterReduceExchange(Exchange):
     def _joined(self, i: int, payloads: list[Payload], overflow: bool, out: Tensor | None, name: str) -> Outcome:
         """One variable's mean, of the means of all shards."""
         k, variable = self.kernels, self.bucket.variables[i]
-        out = k.zeros(variable.shape, "float32", payloads[0][0]) if out is None else k.zero(out)
-        out = self.sharded.accumulate(payloads, self.encoded[i][1], out)
+        out = k.zeros(variable.shape, "float32", payloads[0][0]) if out is None else out
+        out = self.sharded.joined(payloads, self.encoded[i][1], out)
         value = k.add(out, out, float("nan")) if overflow else out
         return Outcome(variable, None if self.missing[i] else value, overflow)

@@ -26,7 +26,7 @@ def arrays_by(kernels: Kernels) -> Iterator[None]:
 
 
 def _torch_kernels() -> Callable[[Any], Kernels]:
-    from grace.kernels.torch.primitives import kernels_of_tensor
+    from grace.kernels.torch.fused import kernels_of_tensor
 
     return kernels_of_tensor
 

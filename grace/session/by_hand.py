@@ -32,7 +32,7 @@ FORM = "tensors, step by step"
 class AsGiven(UniformPlan):
     """The plan of tensors that are exchanged as they come: whole, and all by the one communicator, however small."""
 
-    def shards(self, variables: Sequence[Variable]) -> list[Shard]:
+    def shards(self, variables: Sequence[Variable], ranks: int = 1) -> list[Shard]:
         communicator = self._made()
         self.name = communicator.describe()
         return [Shard(variable, variable, communicator) for variable in variables]

@@ -4,8 +4,10 @@ The rules: state is keyed by variable name; what torch's wrappers put into names
 says whether its state is the same on every rank (PowerSGD's Q), which loads anywhere, or a rank's own (residuals),
 which loads on that rank of a run of the same size. From a checkpoint that holds all ranks it also loads on a
 different number of ranks, where every rank starts with the mean over the saved ranks, which keeps the mean over ranks
-of what is still to be sent. What a destination keeps of its answers goes to the rank that is the destination now.
-Where variables are cut otherwise memories are cut and joined as the new parts are (:mod:`grace.session.reshard`).
+of what is still to be sent; what shards' memories held goes back to residuals, and a communicator that nobody named is
+chosen anew (:mod:`grace.communicators.choice`). What a destination keeps of its answers goes to the rank that is the
+destination now. Where variables are cut otherwise memories are cut and joined as the new parts are
+(:mod:`grace.session.reshard`).
 Parameters of a compressor may change; what it kept itself starts anew if it does not fit them. Everything comes into
 the units of this run's loss scale. A variable that is new starts with nothing.
 
@@ -23,6 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from grace.communicators.choice import took_default
 from grace.core.backend import Backend
 from grace.core.kept import Keeping
 from grace.core.variable import unwrapped
@@ -267,7 +270,8 @@ def prepare(
     saved, context, now = _renamed(saved, list(exchanger.shards_of)), exchanger.context, exchanger.name
     if strict:
         by_strategy = any(name.startswith("strategy ") for name in (saved["components"], now))
-        if bare(saved["components"]) != bare(now) and not by_strategy:
+        by_default = any(took_default(c, bare(saved["components"]), bare(now)) for c in exchanger.communicators)
+        if bare(saved["components"]) != bare(now) and not by_strategy and not by_default:
             raise ConfigError(
                 f"the checkpoint was saved with {saved['components']}, this run uses {now}. Use the same, {how}"
             )

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from grace.communicators.base import Communicator, build_communicator
+from grace.communicators.base import Communicator
+from grace.communicators.choice import build_communicator
 from grace.core.backend import Backend
 from grace.core.variable import Variable
 from grace.session.bucketing import Limits
@@ -28,8 +29,14 @@ class ExchangePlan(Protocol):
         """
         ...
 
-    def shards(self, variables: Sequence[Variable]) -> list[Shard]:
-        """How they are cut, and what carries each shard."""
+    def shards(self, variables: Sequence[Variable], ranks: int = 1) -> list[Shard]:
+        """How they are cut, and what carries each shard.
+
+        Args:
+            variables: in declaration order.
+            ranks: how many exchange with each other, for defaults that depend on it; 1 where that is not known yet, or
+                changes.
+        """
         ...
 
     def options(self) -> dict[str, Any]:
@@ -41,7 +48,8 @@ class UniformPlan:
     """One compressor, memory and communicator for all variables.
 
     Args:
-        compressor, memory, communicator: as the user gave them.
+        compressor, memory, communicator: as the user gave them; a communicator that is not named is chosen by the
+            number of ranks (:func:`~grace.communicators.choice.break_even`).
         limits: of what travels in one collective; None for all that there is.
         together: names of variables that may share a collective; asked for once the variables are known.
     """
@@ -64,17 +72,18 @@ class UniformPlan:
         """Nothing: every rank was given the same."""
         return variables
 
-    def shards(self, variables: Sequence[Variable]) -> list[Shard]:
+    def shards(self, variables: Sequence[Variable], ranks: int = 1) -> list[Shard]:
         """Whole variables: by the communicator what its compressor shrinks, and the others dense."""
-        self.communicator = self._made()
+        self.communicator = self._made(ranks)
         self.name = self.communicator.describe()
         return uniform(variables, self.communicator, self.limits, self.together())
 
-    def _made(self) -> Communicator:
-        return build_communicator(*self.choices) if self.communicator is None else self.communicator
+    def _made(self, ranks: int = 1) -> Communicator:
+        return build_communicator(*self.choices, ranks) if self.communicator is None else self.communicator
 
     def options(self) -> dict[str, Any]:
-        """The three, as dict specs."""
+        """The three, as dict specs; None for a communicator that was not named."""
         chosen = self._made()
-        parts = {"compressor": chosen.compressor, "memory": chosen.memory, "communicator": chosen}
-        return {kind: part.to_dict() for kind, part in parts.items()}
+        named = None if chosen.by_default else chosen
+        parts = {"compressor": chosen.compressor, "memory": chosen.memory, "communicator": named}
+        return {kind: None if part is None else part.to_dict() for kind, part in parts.items()}

@@ -4,7 +4,7 @@ variables, and cut as the run's parts are.
 A memory is carried over if it is the same one (residual, say) on both sides and keeps tensors of the gradient's shape:
 then the sum over parts is what it was. What a compressor remembers (PowerSGD's factors, signum's momentum) is carried
 over where neither the cut nor the method of a variable changed, and starts anew elsewhere. The memory of a
-destination's answers follows the destination.
+destination's answers follows the destination; that of shards goes back to residuals where the shards are others.
 """
 
 import re
@@ -14,10 +14,10 @@ from typing import Any
 
 from grace.core.variable import equal_bounds
 from grace.errors import ConfigError
-from grace.exchange.sparse_codec import floats
-from grace.exchange.sparse_rows import NOTHING
 from grace.kernels import kernels_of
 from grace.session.exchanger import Exchanger
+from grace.session.likeness import unlike, unlike_rows
+from grace.session.shard_memories import added, joined
 
 Partition = dict[str, Any]
 Partitions = dict[str, Partition]
@@ -58,6 +58,8 @@ class Resharding:
         }
         self.everyone: list[dict[str, Any]] | None = saved.get("ranks")
         self.dropped: list[str] = []
+        self.cut_anew: list[tuple[str, str]] = []
+        """Kinds of shards' memories, and variables, whose shards are others in this run."""
 
     def values(self) -> dict[str, dict[str, Any]]:
         """The state by kind, and by this run's shards.
@@ -81,6 +83,9 @@ class Resharding:
             for name, parts in parts_of.items():
                 if parts & names:
                     found[kind].update(self._try(self._carry, kind, name))
+        for kind, name in self.cut_anew:
+            of_whole = kind.removeprefix("shard_")
+            found.setdefault(of_whole, {}).update(self._try(self._given_back, kind, name, found.get(of_whole, {})))
         return found
 
     def pending(self) -> list[dict[str, Any]]:
@@ -137,18 +142,46 @@ class Resharding:
             values = {part: value for part, value in values.items() if value is not None}
             if not _same(old, cut, "axis", "sizes"):
                 values = _carried(name, old, cut, values, f"the {kind}")
+        elif base == "shard_memory" and not self._same_shards(old, cut):
+            self.cut_anew.append((kind, name))
+            return {}
         elif not _same(old, cut, "axis", "sizes", "methods", "destinations"):
-            if base == "shard_memory":
-                raise Misfit(
-                    f"the checkpoint holds memories of {name!r} for the second compression of scatter_reduce, and this "
-                    "run exchanges it otherwise. Use the same strategy for it"
-                )
             self.dropped.append(f"the {kind} of {name!r}, whose parts or method are others now")
             return {}
         else:
             values = {part: self._picked(kind, part) for part in _names(name, old)}
         fitting = {part: value for part, value in values.items() if value is not None and self._fits(kind, part, value)}
         return fitting
+
+    def _same_shards(self, old: Partition, cut: Partition) -> bool:
+        """Whether a variable's shards lie where they did."""
+        return self.saved["size"] == self.size and _same(old, cut, "axis", "sizes", "methods", "destinations")
+
+    def _given_back(self, kind: str, name: str, kept: dict[str, Any]) -> dict[str, Any]:
+        """What shards' memories held of one variable, added to what this rank keeps of it."""
+        old, cut = self.before[name], self.now[name]
+        of_whole, wholes, size = kind.removeprefix("shard_"), dict[str, Any](), self.saved["size"]
+        shape = list(cut["shape"])
+        for i, part in enumerate(_names(name, old)):
+            own = self._picked(kind, part) if self.everyone is None else None
+            alone = [own if rank == self.rank else None for rank in range(size)]
+            shards = alone if self.everyone is None else [one.get(kind, {}).get(part) for one in self.everyone]
+            if all(value is None for value in shards):
+                continue
+            axis = old["axis"]
+            of_part = shape if axis is None else [*shape[:axis], old["sizes"][i], *shape[axis + 1 :]]
+            wholes[part] = joined(shards, of_part, 1.0 if self.everyone else size)
+            if wholes[part] is None or self.saved.get("hierarchical"):
+                raise Misfit(
+                    f"the checkpoint holds memories of shards of {part!r}, of the second compression of "
+                    f"scatter_reduce, which are not those of {size} ranks. Resume as it was saved"
+                )
+        values = wholes if _same(old, cut, "axis", "sizes") else _carried(name, old, cut, wholes, f"the {kind}")
+        fitting = {part: value for part, value in values.items() if self._fits(of_whole, part, value)}
+        sums = {part: added(kept.get(part), value) for part, value in fitting.items()}
+        if any(value is None for value in sums.values()):
+            raise Misfit(f"the checkpoint's memories of {name!r} and of its shards were kept at other learning rates")
+        return sums
 
     def _check_shape(self, what: str, name: str) -> dict[str, Any]:
         old, cut = self.before[name].get("shape"), self.now[name]["shape"]
@@ -188,11 +221,6 @@ class Resharding:
         if len(self.everyone) == self.size:
             return self.everyone[self.rank].get(kind, {}).get(part)
         values = [state[kind][part] for state in self.everyone if part in state.get(kind, {})]
-        if values and kind.startswith("shard_memory"):
-            raise Misfit(
-                f"the checkpoint holds {len(self.everyone)} shards' memories of {part!r}, of the second compression of "
-                f"scatter_reduce, and this run has {self.size} ranks. Resume on {len(self.everyone)}"
-            )
         return _mean_value(values, len(self.everyone), f"the {kind} of {part!r}") if values else None
 
     def _is_shared(self, kind: str, part: str) -> bool:
@@ -211,9 +239,10 @@ class Resharding:
             raise Misfit(f"the checkpoint holds the {kind} of {part!r}, and {shard.communicator.describe()} has none")
         shape = shard.variable.shape
         if kind.startswith("shard_memory"):
-            a, b = equal_bounds(shard.variable.numel, self.size)[self.rank]
+            here = shard.communicator.context
+            a, b = equal_bounds(shard.variable.numel, here.size)[here.rank]
             shape = (b - a,)
-        why = _unlike(value, component.keeps(shape))
+        why = unlike(value, component.keeps(shape))
         if not why:
             return True
         whole = shard.whole.name
@@ -258,7 +287,7 @@ class Resharding:
             values = _carried(name, old, cut, step, "a mean")
         for part, value in values.items():
             variable = self.exchanger.shards[part].variable
-            why = _unlike_rows(value, variable.shape) if variable.sparse else _unlike(value, variable.shape, None)
+            why = unlike_rows(value, variable.shape) if variable.sparse else unlike(value, variable.shape, None)
             if why:
                 raise Misfit(f"the checkpoint holds a mean of {part!r} that was still to be applied, which {why}")
         return values
@@ -277,39 +306,6 @@ def _same(old: Partition, cut: Partition, *keys: str) -> bool:
 
 def _names(name: str, cut: Partition) -> list[str]:
     return [name] if cut["axis"] is None else [f"{name}/part_{i}" for i in range(len(cut["sizes"]))]
-
-
-def _unlike(value: Any, wanted: Any, dtype: str | None = "float32") -> str:
-    """How a value differs from what is kept (see ``Component.keeps``); empty if it does not."""
-    if wanted is None:
-        return ""
-    if isinstance(wanted, dict):
-        if not isinstance(value, dict) or value.keys() != wanted.keys():
-            return f"should be {' and '.join(wanted)}, and is not"
-        return next((why for key, one in wanted.items() if (why := _unlike(value[key], one, dtype))), "")
-    if wanted is float:
-        return "" if isinstance(value, (int, float)) else f"should be a number, and is a {type(value).__name__}"
-    if not hasattr(value, "shape"):
-        return f"should be a tensor, and is a {type(value).__name__}"
-    if tuple(value.shape) != tuple(wanted):
-        return f"should have the shape {list(wanted)}, and has {list(value.shape)}"
-    kind = kernels_of(value).dtype(value)
-    right = kind == dtype if dtype else floats(kind)
-    return "" if right else f"should be {dtype or 'of floats'}, and is {kind}"
-
-
-def _unlike_rows(value: Any, shape: tuple[int, ...]) -> str:
-    """How a value differs from distinct rows of a variable; empty if it does not."""
-    if not isinstance(value, dict):
-        return "should be rows and their values, and is not"
-    rows, values = value["rows"], value["values"]
-    why = _unlike(values, (values.shape[0] if len(values.shape) else 0, *shape[1:]), None)
-    if why or len(rows.shape) != 1 or not kernels_of(rows).dtype(rows).startswith("int"):
-        return why or "should have one whole number for each row, and has not"
-    numbers = kernels_of(rows).to_list(rows)
-    if len(numbers) != values.shape[0] or not (numbers == [NOTHING] or all(0 <= n < shape[0] for n in numbers)):
-        return f"should have row numbers below {shape[0]}, one for each of its {values.shape[0]} rows, and has not"
-    return ""
 
 
 def _layout(value: Any) -> Any:
@@ -340,7 +336,7 @@ def _carried(name: str, old: Partition, cut: Partition, values: dict[str, Any], 
     for part, value, n in zip(parts, kept, old.get("sizes") or [0], strict=False):
         own = shape if old["axis"] is None else [*shape[: old["axis"]], n, *shape[old["axis"] + 1 :]]
         wanted = {key: own if hasattr(one, "shape") else float for key, one in some.items()} if nested else own
-        why = "" if value is None else _unlike(value, wanted, dtype)
+        why = "" if value is None else unlike(value, wanted, dtype)
         if why:
             raise Misfit(f"the checkpoint holds {what} of {part!r}, which {why}")
     whole = _joined(kept, old["axis"], old.get("sizes", []))

@@ -52,7 +52,7 @@ def build_exchanger(
     try:
         if error is not None or plan is None:
             raise error or AssertionError
-        shards = plan.shards(found)
+        shards = plan.shards(found, 1 if later or hierarchical else backend.size)
         if hierarchical:
             shards = [replace(shard, hierarchical=True) for shard in shards]
         for communicator in {id(shard.communicator): shard.communicator for shard in shards}.values():

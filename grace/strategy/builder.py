@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from grace.backends.topology import Host, Topology
+from grace.communicators.choice import default_communicator
 from grace.core.component import Component
 from grace.core.registry import legal_communicators, make
 from grace.core.variable import Variable
@@ -133,11 +134,13 @@ class Builder(Component):
         compressor, memory = chosen(self.compressor, variable)
         return compressor, self.memory if memory is None and compressor != "none" else memory
 
-    def collective(self, variable: Variable, group: int) -> ShardPlan:
-        """A part that travels in a group: summed where the method can be, else as its default is."""
+    def collective(self, variable: Variable, group: int, ranks: int = 1) -> ShardPlan:
+        """A part that travels in a group: summed where the method can be, else by its default communicator for so many
+        ranks."""
         compressor, memory = self.choice(variable)
         made: Any = make("compressor", compressor)
-        kind = "allreduce" if "allreduce" in legal_communicators(made) else made.traits.communicator
+        summed = "allreduce" in legal_communicators(made)
+        kind = "allreduce" if summed else default_communicator(made, memory, ranks)
         return ShardPlan(Sync(kind, group=group), compressor, memory)
 
     def reduced(self, variable: Variable, destination: int) -> ShardPlan:

@@ -61,7 +61,7 @@ class StrategyPlan:
         sparse = {plan.variable.name for plan in strategy.plans if plan.variable.sparse}
         return [dataclasses.replace(v, sparse=v.name in sparse) for v in variables]
 
-    def shards(self, variables: Sequence[Variable]) -> list[Shard]:
+    def shards(self, variables: Sequence[Variable], ranks: int = 1) -> list[Shard]:
         """What is exchanged, and how.
 
         Raises:

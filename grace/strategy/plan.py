@@ -11,7 +11,8 @@ from dataclasses import MISSING, dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
-from grace.communicators.base import Communicator, build_communicator
+from grace.communicators.base import Communicator
+from grace.communicators.choice import build_communicator
 from grace.communicators.reduce_broadcast import AHEAD
 from grace.core import specs
 from grace.core.registry import checked, known, make

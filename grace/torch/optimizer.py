@@ -222,8 +222,9 @@ def DistributedOptimizer(
             itself: then sparse gradients (``Embedding(sparse=True)``) are exchanged by rows, and buffers start equal.
         compressor: spec ("topk(ratio=0.01)"), dict or object; "none" if left out.
         memory: the same; the compressor's default if left out.
-        communicator: the same, or a Communicator object that holds all three; the compressor's default. Such an object
-            may also be given as in GRACE: in the second place, or as ``grace=``.
+        communicator: the same, or a Communicator object that holds all three; the compressor's default for so many
+            ranks (:func:`~grace.communicators.choice.break_even`). Such an object may also be given as in GRACE: in
+            the second place, or as ``grace=``.
         strategy: how each variable is exchanged, instead of one method for all: a strategy file's path, a
             :class:`~grace.strategy.Strategy`, or a builder's spec ("parallax(compressor=qsgd)") or object. Rank 0's
             counts. If nothing is given, the file that ``grace launch --strategy`` names.

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import grace
-from grace.communicators.base import build_communicator
+from grace.communicators.choice import build_communicator
 from tests.support.engine_pools import environment
 from tests.support.pools import launched
 from tests.support.training import KINDS, Given, digest, distributed, made_up

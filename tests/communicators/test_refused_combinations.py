@@ -12,7 +12,7 @@ import warnings
 import pytest
 
 import grace
-from grace.communicators.base import build_communicator
+from grace.communicators.choice import build_communicator
 from grace.core.registry import make
 
 AR, AG, BC, SR, RB = "allreduce", "allgather", "broadcast", "scatter_reduce", "reduce_broadcast"
@@ -25,7 +25,7 @@ COMMUNICATORS = {
     "natural": {AG, BC, SR, RB},
     "terngrad": {AG, BC, SR, RB},
     "onebit": {AG, BC, SR, RB},
-    "signsgd": {AG, BC, RB},
+    "signsgd": {AG, BC, SR, RB},
     "signum": {AG, BC, RB},
     "efsignsgd": {AG, BC, SR, RB},
     "topk": {AG, BC, RB},

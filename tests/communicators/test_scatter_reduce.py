@@ -12,7 +12,7 @@ from grace.core.variable import equal_bounds
 from tests.support.pools import ranks_of
 
 pytestmark = pytest.mark.ranks
-METHODS = ["none", "fp16", "bf16", "qsgd(levels=7)", "qsgd(norm=max)", "efsignsgd"]
+METHODS = ["none", "fp16", "bf16", "qsgd(levels=7)", "qsgd(norm=max)", "efsignsgd", "signsgd"]
 
 
 def gradient(rank: int, step: int, shape: tuple[int, ...]) -> torch.Tensor:
@@ -49,7 +49,7 @@ def from_formula(spec: str, shape: tuple[int, ...], size: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("shape", [(7, 11), (1001,), (1,), ()], ids=str)
-@pytest.mark.parametrize("spec", [m for m in METHODS if m != "bf16"])  # NumPy has no bfloat16
+@pytest.mark.parametrize("spec", [m for m in METHODS if m not in ("bf16", "signsgd")])  # NumPy has no bfloat16
 def test_the_aggregate_is_that_of_the_formula(ranks, spec, shape):
     expected = from_formula(spec, shape, ranks.size)
     for (value,), _ in ranks.run(exchange, "ScatterReduce", spec, shape):
@@ -57,6 +57,21 @@ def test_the_aggregate_is_that_of_the_formula(ranks, spec, shape):
             assert np.mean(~np.isclose(value, expected, rtol=1e-5, atol=1e-6)) < 0.01
         else:
             np.testing.assert_allclose(value, expected, rtol=1e-3, atol=1e-6)
+
+
+def voted(kind: str, scale: float) -> np.ndarray:
+    communicator = joined(getattr(grace.torch, kind)("signsgd"))
+    communicator.context.loss_scale = scale
+    return communicator.step(gradient(grace.rank(), 0, (7, 13)).round(), "w").numpy()
+
+
+@pytest.mark.parametrize("scale", [1.0, 8.0])
+def test_votes_are_those_of_an_allgather_to_the_bit(ranks, scale):
+    """The sign of a shard's vote is that vote, ties and loss scale included."""
+    expected = ranks.run(voted, "Allgather", scale)[0]
+    assert set(np.unique(expected)) == {-scale, scale}
+    for votes in ranks.run(voted, "ScatterReduce", scale):
+        np.testing.assert_array_equal(votes, expected)
 
 
 @pytest.mark.parametrize("spec", METHODS)
@@ -137,35 +152,3 @@ def test_training_with_it_keeps_ranks_equal(ranks):
     for weights in results[1:]:
         for mine, theirs in zip(results[0], weights, strict=True):
             assert mine.tobytes() == theirs.tobytes()
-
-
-def saved() -> dict:
-    model = torch.nn.Linear(6, 5)
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    opt = grace.DistributedOptimizer(
-        opt, model.named_parameters(), "efsignsgd", memory="residual", communicator="scatter_reduce"
-    )
-    model(torch.ones(2, 6)).sum().backward()
-    opt.step()
-    state = opt.full_state_dict()
-    opt.load_state_dict(state)  # the same number of ranks
-    return state["grace"]
-
-
-def resized(state: dict) -> str:
-    model = torch.nn.Linear(6, 5)
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    opt = grace.DistributedOptimizer(
-        opt, model.named_parameters(), "efsignsgd", memory="residual", communicator="scatter_reduce"
-    )
-    full = {**opt.state_dict(), "grace": state}
-    try:
-        opt.load_state_dict(full)
-    except grace.ConfigError as error:
-        return str(error)
-    return "loaded"
-
-
-def test_the_second_memory_is_refused_on_another_number_of_ranks():
-    state = ranks_of(2).run(saved)[0]
-    assert all("Resume on 2" in message for message in ranks_of(3).run(resized, state))

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import grace
 from grace.communicators import Allgather, Allreduce
-from grace.communicators.base import build_communicator
+from grace.communicators.choice import build_communicator
 from grace.core.backend import Handle, LocalBackend
 from grace.core.context import Context
 from grace.core.variable import Variable

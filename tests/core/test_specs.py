@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import grace
 from grace import ConfigError
 from grace.communicators import Allgather
-from grace.communicators.base import build_communicator
+from grace.communicators.choice import build_communicator
 from grace.core import specs
 from grace.core.registry import KINDS, legal_communicators
 

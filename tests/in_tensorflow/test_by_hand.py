@@ -9,7 +9,7 @@ tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 import grace
 from grace.communicators import Allgather
-from grace.communicators.base import build_communicator
+from grace.communicators.choice import build_communicator
 from tests.support.pools import launched
 from tests.support.training import KINDS, SPECS, made_up
 

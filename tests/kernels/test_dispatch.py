@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from grace.kernels import Kernels, Stream, kernels_of
-from grace.kernels.torch.primitives import FusedTorchKernels
+from grace.kernels.torch.fused import FusedTorchKernels
 from tests.support.data import REFERENCE, data, same
 from tests.support.implementations import ALL, memory, tf
 from tests.support.kernel_cases import every

@@ -8,7 +8,7 @@ import torch
 
 from grace.kernels.fused.halves import HALVES
 from grace.kernels.fused.primitives import FusedKernels
-from grace.kernels.torch.primitives import FusedTorchKernels
+from grace.kernels.torch.fused import FusedTorchKernels
 from tests.support.data import REFERENCE, data, same
 from tests.support.implementations import tf
 

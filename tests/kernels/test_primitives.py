@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grace.kernels import Stream, kernels_of
-from grace.kernels.torch.primitives import FusedTorchKernels, TorchKernels
+from grace.kernels.torch.fused import FusedTorchKernels
+from grace.kernels.torch.primitives import TorchKernels
 from tests.support.data import HUGE, REFERENCE, VECTORS, data, examples, same
 from tests.support.implementations import ALL, OTHERS, Traced, crossed
 from tests.support.kernel_cases import FLOATS, SHAPES, STREAMS, WEIGHTS, close, every, others

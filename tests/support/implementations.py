@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from grace.kernels.fused.primitives import FusedKernels
-from grace.kernels.torch.primitives import FusedTorchKernels, TorchKernels
+from grace.kernels.torch.fused import FusedTorchKernels
+from grace.kernels.torch.primitives import TorchKernels
 from tests.support.data import REFERENCE, SMALLEST, TINY
 from tests.support.pairwise import pairwise
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 import grace
-from grace.communicators.base import build_communicator
+from grace.communicators.choice import build_communicator
 from grace.core.registry import legal_communicators, make
 from grace.session.momentum import owners
 

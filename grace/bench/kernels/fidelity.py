@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 import grace
-from grace.communicators.base import Communicator, build_communicator
+from grace.communicators.base import Communicator
+from grace.communicators.choice import build_communicator
 from grace.core.context import Context
 from grace.core.registry import known
 

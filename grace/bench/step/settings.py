@@ -6,7 +6,7 @@ from typing import Any
 from grace.bench.common.user_functions import load_function
 from grace.bench.link.emulation import Link
 from grace.bench.ranks.launchers import ENGINES, check_engine, has_horovod
-from grace.communicators.base import build_communicator
+from grace.communicators.choice import build_communicator
 from grace.errors import ConfigError
 
 METHODS = (

@@ -5,7 +5,7 @@ from typing import Any
 
 from grace.bench.link.emulation import Link
 from grace.bench.workloads.task import FRAMEWORKS, check_framework, facts
-from grace.communicators.base import build_communicator
+from grace.communicators.choice import build_communicator
 from grace.errors import ConfigError
 
 METHODS = ("none", "fp16", "qsgd", "topk(ratio=0.01)", "powersgd(rank=2)")

@@ -22,7 +22,7 @@ from grace.bench.ranks.events import tell
 from grace.bench.ranks.run import redirect_stderr
 from grace.bench.train.settings import Settings
 from grace.bench.workloads.task import Task, task_class, trainer_class
-from grace.communicators.base import build_communicator
+from grace.communicators.choice import build_communicator
 from grace.errors import GraceError
 from grace.session.momentum import owners
 

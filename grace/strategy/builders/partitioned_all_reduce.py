@@ -31,5 +31,6 @@ class PartitionedAllReduce(Sharding):
 
     def build(self, variables, resources):
         running = count()
-        plans = [self.cut(v, lambda p: self.collective(p, next(running) // self.chunk_size)) for v in variables]
+        ranks = resources.world_size
+        plans = [self.cut(v, lambda p: self.collective(p, next(running) // self.chunk_size, ranks)) for v in variables]
         return self.strategy(plans, resources)

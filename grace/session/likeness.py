@@ -1,0 +1,40 @@
+"""How a saved value differs from what this run keeps in its place."""
+
+from typing import Any
+
+from grace.exchange.sparse_codec import floats
+from grace.exchange.sparse_rows import NOTHING
+from grace.kernels import kernels_of
+
+
+def unlike(value: Any, wanted: Any, dtype: str | None = "float32") -> str:
+    """How a value differs from what is kept (see ``Component.keeps``); empty if it does not."""
+    if wanted is None:
+        return ""
+    if isinstance(wanted, dict):
+        if not isinstance(value, dict) or value.keys() != wanted.keys():
+            return f"should be {' and '.join(wanted)}, and is not"
+        return next((why for key, one in wanted.items() if (why := unlike(value[key], one, dtype))), "")
+    if wanted is float:
+        return "" if isinstance(value, (int, float)) else f"should be a number, and is a {type(value).__name__}"
+    if not hasattr(value, "shape"):
+        return f"should be a tensor, and is a {type(value).__name__}"
+    if tuple(value.shape) != tuple(wanted):
+        return f"should have the shape {list(wanted)}, and has {list(value.shape)}"
+    kind = kernels_of(value).dtype(value)
+    right = kind == dtype if dtype else floats(kind)
+    return "" if right else f"should be {dtype or 'of floats'}, and is {kind}"
+
+
+def unlike_rows(value: Any, shape: tuple[int, ...]) -> str:
+    """How a value differs from distinct rows of a variable; empty if it does not."""
+    if not isinstance(value, dict):
+        return "should be rows and their values, and is not"
+    rows, values = value["rows"], value["values"]
+    why = unlike(values, (values.shape[0] if len(values.shape) else 0, *shape[1:]), None)
+    if why or len(rows.shape) != 1 or not kernels_of(rows).dtype(rows).startswith("int"):
+        return why or "should have one whole number for each row, and has not"
+    numbers = kernels_of(rows).to_list(rows)
+    if len(numbers) != values.shape[0] or not (numbers == [NOTHING] or all(0 <= n < shape[0] for n in numbers)):
+        return f"should have row numbers below {shape[0]}, one for each of its {values.shape[0]} rows, and has not"
+    return ""

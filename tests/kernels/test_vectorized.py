@@ -32,7 +32,6 @@ HOT = [
     (selection._above, (WORDS, uint32, INDICES), "psubd"),
     (selection._collect, (WORDS, uint32, int64, INDICES), "psubd"),
     (selection._count_digits, (WORDS, uint32, int64, int64), "psubd"),
-    (sparsification._where_code, (BYTES, uint8, INDICES), "pcmpeqb"),
     (sparsification._scaled, (FLOATS, float64, FLOATS), "mulpd"),
     (quantization._round_powers_tile, (WORDS, WORDS, BYTES), "psrld"),
     (quantization._add_powers, (FLOATS, BYTES, float32), "mulps"),

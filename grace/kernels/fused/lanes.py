@@ -83,17 +83,6 @@ def not_negative(typing_context, x, start):
 
 
 @intrinsic
-def equal_to(typing_context, codes, start, code):
-    """Of 32 bytes: a bit for each that is a code."""
-
-    def generate(context, builder, signature, args):
-        values = _loaded(context, builder, signature.args[0], *args[:2])
-        return _bits(builder, builder.icmp_unsigned("==", values, _all(builder, args[2])))
-
-    return types.uint32(codes, types.intp, types.uint8), generate
-
-
-@intrinsic
 def add_chosen(typing_context, out, start, bits, one, other):
     """Add a number to those of 32 float32s whose bits are set, and another one to the others."""
 

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 
 from grace.kernels.checks import check_count, check_range
-from grace.kernels.fused.lanes import LANES, equal_to, lowest
-from grace.kernels.fused.loops import SHIFT32, compiled, f32, f64, i32, u8, u32, u64
+from grace.kernels.fused.loops import SHIFT32, compiled, f32, f64, i32, u8, u64
 from grace.kernels.fused.rounding import _sum_squares
 from grace.kernels.fused.selection import _above, _kth_largest
 from grace.kernels.reference.sparsification import SparseReference, clip_factor, rounded_down
@@ -73,17 +72,10 @@ def _fixed_tags(x, bound, top, per8, per16, out):
 
 @compiled
 def _where_code(codes, code, out):
-    count, whole = 0, codes.size // LANES * LANES
-    for start in range(0, whole, LANES):
-        lanes = equal_to(codes, start, code)
-        while lanes:
-            out[count] = start + lowest(lanes)
-            count += 1
-            lanes = u32(lanes & (lanes - u32(1)))
-    for i in range(whole, codes.size):
-        if codes[i] == code:
-            out[count] = i
-            count += 1
+    count = 0
+    for i in range(codes.size):
+        out[count] = i  # overwritten by the next one unless it counts, which costs less than a branch
+        count += codes[i] == code
     return count
 
 
@@ -137,4 +129,4 @@ class SparseFused(SparseReference):
 
     def where_code(self, codes, code):
         out = np.empty(codes.size, np.int32)
-        return out[: _where_code(codes, u8(code), out)].copy()
+        return out[: _where_code(codes, code, out)].copy()

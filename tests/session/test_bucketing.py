@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from grace.communicators.base import build_communicator
+from grace.communicators.choice import build_communicator
 from grace.core.variable import Variable
 from grace.session.bucketing import COLLECTIVE_BYTES, FIRST_BYTES, GRADIENT_BYTES, Limits
 from grace.session.plan import UniformPlan

@@ -56,6 +56,9 @@ class Cast(Compressor):
             return kernels_of(out).divide(out, payloads[0][0], count)
         return super().aggregate(payloads, ctx, out, count)
 
+    def bucket_codec(self) -> tuple[str, dict[str, Any]]:
+        return "numbers", {}
+
     def wire_bits(self, shape: tuple[int, ...]) -> float | None:
         return 16.0
 

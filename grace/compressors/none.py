@@ -47,5 +47,8 @@ class NoCompression(Compressor):
         total = super().aggregate(payloads, ctx, k.zeros(tuple(out.shape), wide, out), 1)
         return k.divide(out, total, count)
 
+    def bucket_codec(self) -> tuple[str, dict[str, Any]]:
+        return "numbers", {}
+
     def wire_bits(self, shape: tuple[int, ...]) -> float | None:
         return 32.0

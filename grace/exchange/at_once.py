@@ -38,6 +38,7 @@ class BucketCodec:
         self.shapes = [variable.shape for variable in bucket.variables]
         memory = bucket.communicator.memory
         self.memory = memory if isinstance(memory, ErrorFeedback) else None
+        assert bucket.wire is not None
         self.wire, self.turns, self.places = bucket.wire, list[list[Tensor]](), list[Any]()
         self.rows = np.zeros((len(self.names), 3), np.uint64)
         self.factors = np.ones(len(self.names), np.float32)
@@ -50,6 +51,8 @@ class BucketCodec:
         if "bucket_codec" not in vars(type(compressor)) or not _simple(memory):
             return None
         if not kernels.compiled or bucket.wire is None:
+            return None
+        if compressor.traits.exact and any(variable.dtype != "float32" for variable in bucket.variables):
             return None
         from grace.kernels.fused.bucket_codecs import CODECS  # which needs Numba
 
@@ -69,7 +72,7 @@ class BucketCodec:
         if addresses is None:
             gradients = [k.flat(k.cast(gradient, "float32")) for gradient in gradients]
             addresses = k.addresses(gradients)
-        target = k.addresses([wire], "uint8")
+        target = k.addresses([wire], self.wire.dtype)
         if addresses is None or target is None:
             return None
         following = [] if self.memory is None else self._recalled(self.memory, gradients[0])
@@ -116,7 +119,7 @@ class BucketCodec:
 
     def decode(self, outs: Sequence[Tensor], wires: Sequence[Tensor], count: float, loss_scale: float) -> bool:
         """Write the means into ``outs``; False if this cannot be done, or a payload is damaged."""
-        places, sources = self.kernels.addresses(outs), self.kernels.addresses(wires, "uint8")
+        places, sources = self.kernels.addresses(outs), self.kernels.addresses(wires, self.wire.dtype)
         if places is None or sources is None:
             return False
         well: bool = self.codec.decode(np.array(places, np.uint64), np.array(sources, np.uint64), count, loss_scale)
@@ -164,6 +167,8 @@ class AtOnce:
         if not codec or wire is None or self.comparing or recorder.active is not None or self.communicator.delayed:
             return False
         if codec.kernels is not self.kernels or codec.wire is not wire or self.bucket.buffer is None:
+            return False
+        if wire.sums and self.communicator.context.predivide != 1:
             return False
         sound = codec.encode(gradients, self.compressor, self.bucket.buffer, self.communicator.stateful)
         if sound is None:

@@ -22,6 +22,7 @@ from tests.support.methods import SHAPES
 pytest.importorskip("numba", reason="codecs of whole buckets are compiled")
 
 SPECS = [
+    ("none", None), ("none", "residual"), ("fp16", None), ("fp16", "residual"), ("bf16", "residual(beta=0.5)"),
     ("topk", None), ("topk(ratio=0.3)", "none"), ("topk(ratio=1)", "residual(beta=0.5)"), ("efsignsgd", None),
     ("efsignsgd", "residual"), ("signsgd", None), ("qsgd", None), ("qsgd(levels=7, bucket_size=33)", "residual"),
     ("qsgd(norm=max, levels=64, bucket_size=5000)", "residual"),

@@ -55,6 +55,26 @@ class Codec:
         raise NotImplementedError
 
 
+class Numbers(Codec):
+    """float32 or 16 bits, which the engine sums; see :class:`~grace.compressors.cast.Cast`."""
+
+    FORMS = {"float32": buckets.FLOAT, "float16": buckets.HALF, "bfloat16": buckets.BRAIN}
+
+    def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]]):
+        super().__init__(sizes, payloads)
+        self.form = self.FORMS[payloads[0][0].dtype]
+
+    def encode(self, rows: Any, factors: Any, wire: int, most: Any, streams: Any) -> list[bool]:
+        buckets.encode_numbers(rows, factors, self.plan, wire, self.form)
+        return [True] * len(self.plan)  # what is not finite shows in the sum
+
+    def decode(self, outs: Any, wires: Any, count: float, loss_scale: float) -> bool:
+        if len(wires) != 1:
+            return False
+        buckets.decode_numbers(outs, wires[0], self.plan, f32(count), self.form)
+        return True
+
+
 class Signs(Codec):
     """One bit per element; see :class:`~grace.compressors.efsignsgd.EFSignSGD` (scaled) and ``SignSGD``."""
 
@@ -118,4 +138,4 @@ class Largest(Codec):
         return sparse_buckets.decode_sparse(outs, wires, self.plan, f32(1 / count))
 
 
-CODECS: dict[str, type[Codec]] = {"signs": Signs, "levels": Levels, "largest": Largest}
+CODECS: dict[str, type[Codec]] = {"numbers": Numbers, "signs": Signs, "levels": Levels, "largest": Largest}

@@ -10,11 +10,71 @@ those of the kernels that compressors call one by one, in the same order, so tha
 import numpy as np
 
 from grace.kernels.fused.addresses import FIRST, NEXT, SECOND, SIZE, _at, _compensated
-from grace.kernels.fused.lanes import part
+from grace.kernels.fused.halves import _from_brain, _from_half, _to_brain, _to_half, _widen_brain, _widen_half
+from grace.kernels.fused.lanes import part, pattern_of
 from grace.kernels.fused.loops import TILE, _max_bits, _random_blocks, compiled, f32, f64, u32
 from grace.kernels.fused.packing import _add_signs, _pack, _pack_signs, _unpack
 from grace.kernels.fused.primitives import _sum_abs
 from grace.kernels.fused.rounding import _dequantize_bucket, _reciprocal, _round_bucket, _scale
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+FLOAT, HALF, BRAIN = 0, 1, 2
+
+
+@compiled
+def _narrow_half(x, out, kept):
+    for i in range(x.size):
+        out[i] = _to_half(pattern_of(x[i]))
+        if kept:
+            x[i] += -_from_half(out[i])
+
+
+@compiled
+def _narrow_brain(x, out, kept):
+    for i in range(x.size):
+        out[i] = _to_brain(pattern_of(x[i]))
+        if kept:
+            x[i] += -_from_brain(out[i])
+
+
+@compiled
+def encode_numbers(rows, factors, plan, wire, form):
+    for v in range(rows.shape[0]):
+        row, n, kept = rows[v], plan[v, SIZE], rows[v, NEXT] != 0
+        for low in range(0, n, TILE):
+            high = min(low + TILE, n)
+            x = _compensated(row, factors[v], n, low, high)
+            if form == FLOAT:
+                part(_at(wire + plan[v, FIRST], n, np.float32), low, high)[:] = x
+                if kept:
+                    for i in range(x.size):
+                        x[i] += -x[i]
+            elif form == HALF:
+                _narrow_half(x, part(_at(wire + plan[v, FIRST], n, np.uint16), low, high), kept)
+            else:
+                _narrow_brain(x, part(_at(wire + plan[v, FIRST], n, np.uint16), low, high), kept)
+
+
+@compiled
+def _divide(out, x, by):
+    for i in range(out.size):
+        out[i] = x[i] / by
+
+
+@compiled
+def decode_numbers(outs, wire, plan, by, form):
+    """The mean of which the wire is the sum."""
+    for v in range(outs.size):
+        n = plan[v, SIZE]
+        out, place = _at(outs[v], n, np.float32), wire + plan[v, FIRST]
+        if form == FLOAT:
+            _divide(out, _at(place, n, np.float32), by)
+        elif form == HALF:
+            _widen_half(out, _at(place, n, np.uint16), by)
+        else:
+            _widen_brain(out, _at(place, n, np.uint16), by)
+
 
 # -- signs -------------------------------------------------------------------------------------------------------------
 

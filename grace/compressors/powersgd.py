@@ -162,8 +162,8 @@ class _Products:
     def _multiply(self, shape: tuple[int, ...], factors: list[Tensor], transpose: bool) -> None:
         matrices = self.joined[shape]
         products = kernels_of(matrices).matmul(matrices, _joined(factors), transpose)
-        for number, i in enumerate(self.small[shape]):
-            self.found[i] = products[number]
+        for product, i in zip(_parted(products), self.small[shape], strict=True):
+            self.found[i] = product
 
 
 def _orthonormalized(matrices: list[Tensor]) -> list[Tensor]:
@@ -177,9 +177,8 @@ def _orthonormalized(matrices: list[Tensor]) -> list[Tensor]:
             found[places[0]] = kernels_of(matrices[places[0]]).orthonormalize(matrices[places[0]])
             continue
         joined = _joined([matrices[i] for i in places])
-        joined = kernels_of(joined).orthonormalize(joined)
-        for number, i in enumerate(places):
-            found[i] = joined[number]
+        for one, i in zip(_parted(kernels_of(joined).orthonormalize(joined)), places, strict=True):
+            found[i] = one
     return found
 
 
@@ -187,3 +186,9 @@ def _joined(matrices: list[Tensor]) -> Tensor:
     """Matrices of one shape as one tensor of three dimensions."""
     k = kernels_of(matrices[0])
     return k.concat([k.reshape(matrix, (1, *matrix.shape)) for matrix in matrices], 0)
+
+
+def _parted(joined: Tensor) -> list[Tensor]:
+    """The matrices that were joined."""
+    k, (count, *shape) = kernels_of(joined), tuple(joined.shape)
+    return [k.reshape(part, tuple(shape)) for part in k.split(k.flat(joined), [math.prod(shape)] * count)]

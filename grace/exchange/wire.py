@@ -182,12 +182,10 @@ class Wire:
         """The payloads in a buffer laid out like this one: views of it."""
         if self._unpacked is not None and self._unpacked[0] is buffer:
             return self._unpacked[1]
-        k, start = self.kernels, 0
+        k, parts = self.kernels, self.kernels.split(buffer[: self.body], [self.units[i] for i in self.order])
         flat: list[Tensor] = [None] * len(self.units)
-        for i in self.order:
-            raw = buffer[start : start + self.units[i]]
+        for i, raw in zip(self.order, parts, strict=True):
             flat[i] = k.reshape(raw, self.shapes[i]) if self.sums else k.from_bytes(raw, self.dtypes[i], self.shapes[i])
-            start += self.units[i]
         rest = iter(flat)
         payloads = [[next(rest) for _ in range(length)] for length in self.lengths]
         if self.sums:  # the same buffer comes back every step

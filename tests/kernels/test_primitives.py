@@ -45,6 +45,17 @@ def test_join_concatenates_into_out(it):
 
 
 @every
+@pytest.mark.parametrize("dtype", ["float32", "uint8"])
+@pytest.mark.parametrize("sizes", [[], [5], [2, 0, 3, 1]])
+def test_split_gives_the_parts_of_a_tensor(it, sizes, dtype):
+    x = np.arange(sum(sizes)).astype(dtype)
+    parts = it.kernels.split(it.to(x), sizes)
+    assert [part.tolist() for part in map(it.back, parts)] == [part.tolist() for part in REFERENCE.split(x, sizes)]
+    assert [it.back(part).dtype.name for part in parts] == [dtype] * len(sizes)
+    same(np.concatenate([x[:0], *map(it.back, parts)]), x)
+
+
+@every
 def test_full_takes_numbers_and_scalar_tensors(it):
     like = it.to(np.float32([0]))
     assert it.kernels.to_list(it.kernels.full([1, math.inf, 0.25], "float32", like)) == [1, math.inf, 0.25]

@@ -116,6 +116,10 @@ class Kernels(ValueKernels, SparseKernels):
         """A new tensor of several of one dtype, one behind the other along an axis."""
 
     @abc.abstractmethod
+    def split(self, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """A 1-d tensor in parts of these sizes, which add up to its own; views where possible."""
+
+    @abc.abstractmethod
     def to_bytes(self, x: Tensor) -> Tensor:
         """The memory of any contiguous tensor as uint8."""
 

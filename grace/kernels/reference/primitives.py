@@ -1,5 +1,6 @@
 """The reference: every kernel in plain NumPy, written to be read."""
 
+import itertools
 import math
 from typing import Any
 
@@ -54,6 +55,10 @@ class NumpyKernels(ValueReference, SparseReference, Kernels):
 
     def concat(self, tensors, axis):
         return np.concatenate(tensors, axis)
+
+    def split(self, x, sizes):
+        ends = list(itertools.accumulate(sizes))
+        return [x[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
     def to_bytes(self, x):
         return np.ascontiguousarray(x).reshape(-1).view(np.uint8)

@@ -79,6 +79,9 @@ class TensorFlowKernels(ValueTensorFlow, SparseTensorFlow, Kernels):
     def concat(self, tensors, axis):
         return tf.concat(tensors, axis)
 
+    def split(self, x, sizes):
+        return tf.split(x, list(sizes)) if sizes else []  # one operation, where each slice would be one
+
     def to_bytes(self, x):
         return self.flat(tf.bitcast(x, tf.uint8))
 

@@ -70,6 +70,9 @@ class TorchKernels(ValueTorch, SparseTorch, Kernels):
     def concat(self, tensors, axis):
         return torch.cat(tensors, axis)
 
+    def split(self, x, sizes):
+        return list(x.split(list(sizes))) if sizes else []
+
     def to_bytes(self, x):
         if not x.numel():  # an empty tensor may have strides that torch cannot view as bytes
             return torch.empty(0, dtype=torch.uint8, device=x.device)

@@ -25,7 +25,7 @@ SECTIONS = {
     "VariableEntry": "An entry of `variables`",
     "Cut": "`partition` of a variable",
     "PartEntry": "An entry of `parts`",
-    "Collective": "`sync` of type `allreduce`, `allgather`, `broadcast` or `scatter_reduce`",
+    "Collective": "`sync` of type `allreduce`, `allgather`, `broadcast`, `scatter_reduce` or `scatter_merge`",
     "ReduceBroadcast": "`sync` of type `reduce_broadcast`",
     "Alone": "`sync` of type `none`",
     "Own": "`sync` of another type",

@@ -107,7 +107,7 @@ def legal_communicators(compressor: Any) -> list[str]:
     """Names of the communicators that can carry a compressor's payloads.
 
     >>> legal_communicators(make("compressor", "topk"))
-    ['allgather', 'broadcast', 'reduce_broadcast']
+    ['allgather', 'broadcast', 'reduce_broadcast', 'scatter_merge']
     """
     classes: Any = known("communicator").items()
     return [name for name, cls in classes if cls.accepts(compressor) is None]

@@ -67,18 +67,16 @@ class ScatterReduceExchange(Exchange):
 
     def _start(self, gradients: Sequence[Tensor]) -> None:
         began = time.perf_counter()
-        size, k = self.communicator.context.size, self.kernels
-        self.sharded = Sharded(self.compressor, size)
+        k = self.kernels
         inputs = recorder.each("compensate", self.names, self._compensated, gradients)
-        self.encoded = recorder.each("compress", self.names, self.sharded.compressed, inputs)
+        shards = self._shards(inputs)
         with recorder.phase("pack", bucket=self.bucket):
             kept = self.memory.stateful
             self.sound = [
-                here and in_range(k, x, [tensor for shard in shards for tensor in shard], kept)
-                for here, x, (shards, _) in zip(self.present, inputs, self.encoded, strict=True)
+                here and in_range(k, x, self._floats(payload), kept)
+                for here, x, (payload, _) in zip(self.present, inputs, self.encoded, strict=True)
             ]
             marks = [mark(here, ok, False) for here, ok in zip(self.present, self.sound, strict=True)]
-            shards = [[payload[j] for payload, _ in self.encoded] for j in range(size)]
             self.wires = [Wire(k, payloads, False, self.room) for payloads in shards]
             self.longest = max(wire.length for wire in self.wires)
             packed = [self._padded(wire, p, marks) for wire, p in zip(self.wires, shards, strict=True)]
@@ -90,8 +88,23 @@ class ScatterReduceExchange(Exchange):
         self.means_sent = False
         self._launch(self.communicator.backend.alltoall, buffer)
         began = time.perf_counter()
-        recorder.each("update", self.names, self._update, inputs, self.encoded)
+        self._learn(inputs)
         self.traffic.codec_seconds += time.perf_counter() - began
+
+    def _shards(self, inputs: Sequence[Tensor]) -> list[list[Payload]]:
+        """For each rank what it gets of every variable."""
+        size = self.communicator.context.size
+        self.sharded = Sharded(self.compressor, size)
+        self.encoded = recorder.each("compress", self.names, self.sharded.compressed, inputs)
+        return [[payload[j] for payload, _ in self.encoded] for j in range(size)]
+
+    def _floats(self, payload: Any) -> list[Tensor]:
+        """The tensors of what a variable was encoded to."""
+        return [tensor for shard in payload for tensor in shard]
+
+    def _learn(self, inputs: Sequence[Tensor]) -> None:
+        """Let the memory learn, while shards travel."""
+        recorder.each("update", self.names, self._update, inputs, self.encoded)
 
     def _compensated(self, gradient: Tensor, name: str) -> Tensor:
         return self.memory.compensate(self.kernels.cast(gradient, "float32"), name)
@@ -109,7 +122,7 @@ class ScatterReduceExchange(Exchange):
             return False
         self.wait()
         began = time.perf_counter()
-        context, k = self.communicator.context, self.kernels
+        context = self.communicator.context
         wire = self.wires[context.rank]
         with recorder.phase("unpack", bucket=self.bucket):
             rows = [row[: wire.length] for row in self.handle.result()]
@@ -121,25 +134,40 @@ class ScatterReduceExchange(Exchange):
             payloads = [[payload[i] for payload in received] for i in range(len(self.names))]
         self.missing = [all(rank[i] == 0 for rank in statuses) for i in range(len(self.names))]
         overflow = [any(rank[i] >= OVERFLOW for rank in statuses) for i in range(len(self.names))]
-        shards = [(cuts[context.rank], ctxs[context.rank]) for _, (cuts, ctxs) in self.encoded]
-        means = recorder.each("decode", self.names, self._shard_mean, payloads, shards)
-        means = recorder.each("compensate", self.names, self._shard_memory.compensate, means)
-        answers = recorder.each("compress", self.names, self._compressed_mean, means)
+        answers, sound = self._answers(payloads)
         with recorder.phase("pack", bucket=self.bucket):
-            marks = [
-                OVERFLOW if spoilt else mark(True, in_range(k, mean, payload, self._shard_memory.stateful), False)
-                for spoilt, mean, (payload, _) in zip(overflow, means, answers, strict=True)
-            ]
+            marks = [OVERFLOW if spoilt else mark(True, ok, False) for spoilt, ok in zip(overflow, sound, strict=True)]
             marks = [REFUSED if name == self.refused else m for name, m in zip(self.names, marks, strict=True)]
-            buffer = self._padded(wire, [payload for payload, _ in answers], marks)
+            wire = self.replies[context.rank]
+            buffer = self._padded(wire, answers, marks)
         self._count(wire, buffer)
         self.means_sent = True
         self.traffic.codec_seconds += time.perf_counter() - began
         self._launch(self.communicator.communicate, buffer)
         began = time.perf_counter()
-        recorder.each("update", self.names, self._update_shard, means, answers)
+        self._learn_answers()
         self.traffic.codec_seconds += time.perf_counter() - began
         return True
+
+    @property
+    def replies(self) -> list[Wire]:
+        """How each rank's answer is laid out: as its shards were."""
+        return self.wires
+
+    def _answers(self, payloads: list[list[Payload]]) -> tuple[list[Payload], list[Any]]:
+        """This rank's answer for every variable, of what all ranks sent of it, and whether it is in range."""
+        context, k = self.communicator.context, self.kernels
+        shards = [(cuts[context.rank], ctxs[context.rank]) for _, (cuts, ctxs) in self.encoded]
+        means = recorder.each("decode", self.names, self._shard_mean, payloads, shards)
+        self.means = means = recorder.each("compensate", self.names, self._shard_memory.compensate, means)
+        self.answers = recorder.each("compress", self.names, self._compressed_mean, means)
+        kept = self._shard_memory.stateful
+        sound = [in_range(k, mean, payload, kept) for mean, (payload, _) in zip(means, self.answers, strict=True)]
+        return [payload for payload, _ in self.answers], sound
+
+    def _learn_answers(self) -> None:
+        """Let the memory of this rank's shards learn, while means travel."""
+        recorder.each("update", self.names, self._update_shard, self.means, self.answers)
 
     def _shard_mean(self, payloads: list[Payload], shard: tuple[tuple[int, int], Any], name: str) -> Tensor:
         """Of this rank's shard; ``shard`` is where it begins and ends, and the ctx of its compression."""
@@ -169,9 +197,9 @@ class ScatterReduceExchange(Exchange):
             self.wait()
         began = time.perf_counter()
         with recorder.phase("unpack", bucket=self.bucket):
-            rows = [row[: wire.length] for row, wire in zip(self.handle.result(), self.wires, strict=True)]
-            received = [wire.unpack(row) for row, wire in zip(rows, self.wires, strict=True)]
-            statuses = [wire.statuses(row) for row, wire in zip(rows, self.wires, strict=True)]
+            rows = [row[: wire.length] for row, wire in zip(self.handle.result(), self.replies, strict=True)]
+            received = [wire.unpack(row) for row, wire in zip(rows, self.replies, strict=True)]
+            statuses = [wire.statuses(row) for row, wire in zip(rows, self.replies, strict=True)]
         self.check_refused(statuses)
         places = range(len(self.names))
         payloads = [[shard[i] for shard in received] for i in places]

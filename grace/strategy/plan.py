@@ -23,7 +23,7 @@ from grace.exchange.sparse_codec import unfit
 VERSION = 1
 """Of a strategy's document."""
 MOST_ELEMENTS = 2**56
-COLLECTIVES = ("allreduce", "allgather", "broadcast", "scatter_reduce")
+COLLECTIVES = ("allreduce", "allgather", "broadcast", "scatter_reduce", "scatter_merge")
 FIELDS = {
     **dict.fromkeys(COLLECTIVES, ("group", "hierarchical")),
     "reduce_broadcast": ("destination", "sync", "staleness", "local_replication", "ahead"),

@@ -49,7 +49,7 @@ class Entry(Strict):
 class Collective(Entry):
     """By a collective."""
 
-    type: Literal["allreduce", "allgather", "broadcast", "scatter_reduce"]
+    type: Literal["allreduce", "allgather", "broadcast", "scatter_reduce", "scatter_merge"]
     """The communicator."""
     group: Natural = 0
     """Parts of one group, type, compressor and memory travel in one collective."""

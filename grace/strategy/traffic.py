@@ -80,10 +80,11 @@ def carried_by(part: ShardPlan, variable: Variable) -> str:
 def sent_by(part: ShardPlan, variable: Variable, nbytes: int, world: int, rank: int) -> float:
     """Bytes that leave a rank in a step, headers not counted; as many reach it.
 
-    allreduce, scatter_reduce, and dense parts that their compressor would not shrink: 2 (W-1)/W p; allgather,
-    broadcast, and rows of sparse variables: (W-1) p; reduce_broadcast: p from every rank to the destination, which
-    sends (W-1) p; none: an all-reduce now and then. Under scatter_reduce every shard has the scale that the method
-    sends of a tensor (a norm, say), which p counts once.
+    allreduce, scatter_reduce, scatter_merge, and dense parts that their compressor would not shrink: 2 (W-1)/W p;
+    allgather, broadcast, and rows of sparse variables: (W-1) p; reduce_broadcast: p from every rank to the destination,
+    which sends (W-1) p; none: an all-reduce now and then. Under scatter_reduce every shard has the scale that the
+    method sends of a tensor (a norm, say), which p counts once; under scatter_merge positions take 32 bits, and an
+    owner has room for a few entries more, which p does not count.
 
     >>> [sent_by(ShardPlan(), Variable("w", (25,)), 100, 4, rank) for rank in (0, 1)]
     [150.0, 150.0]

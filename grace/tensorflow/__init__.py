@@ -7,7 +7,7 @@ try:
 except ImportError as error:
     raise missing_extra("tensorflow", "tensorflow") from error
 
-from grace.communicators import Allgather, Allreduce, Broadcast, ReduceBroadcast, ScatterReduce
+from grace.communicators import Allgather, Allreduce, Broadcast, ReduceBroadcast, ScatterMerge, ScatterReduce
 from grace.communicators.base import Communicator
 from grace.core.compressor import Compressor, Traits
 from grace.core.memory import Memory
@@ -30,6 +30,7 @@ __all__ = [
     "Memory",
     "MetricAverageCallback",
     "ReduceBroadcast",
+    "ScatterMerge",
     "ScatterReduce",
     "Traits",
     "broadcast_variables",

@@ -10,7 +10,7 @@ try:
 except ImportError as error:
     raise missing_extra("torch", "torch") from error
 
-from grace.communicators import Allgather, Allreduce, Broadcast, ReduceBroadcast, ScatterReduce
+from grace.communicators import Allgather, Allreduce, Broadcast, ReduceBroadcast, ScatterMerge, ScatterReduce
 from grace.communicators.base import Communicator
 from grace.core.compressor import Compressor, Traits
 from grace.core.memory import Memory
@@ -28,6 +28,7 @@ __all__ = [
     "DistributedOptimizer",
     "Memory",
     "ReduceBroadcast",
+    "ScatterMerge",
     "ScatterReduce",
     "Traits",
     "broadcast_optimizer_state",

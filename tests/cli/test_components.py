@@ -72,7 +72,7 @@ def test_list_shows_a_compressors_traits(listing, name):
 def test_list_names_all_legal_communicators(listing):
     text = " ".join(listing.split())
     (topk,) = re.findall(r"topk sparsification .*?Also with ([a-z_, ]+)\.", text)
-    assert topk == "broadcast, reduce_broadcast"
+    assert topk == "broadcast, reduce_broadcast, scatter_merge"
     assert legal_communicators(make("compressor", "topk")) == ["allgather", "broadcast", "reduce_broadcast"]
 
 

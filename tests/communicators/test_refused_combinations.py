@@ -16,6 +16,7 @@ from grace.communicators.choice import build_communicator
 from grace.core.registry import make
 
 AR, AG, BC, SR, RB = "allreduce", "allgather", "broadcast", "scatter_reduce", "reduce_broadcast"
+SM = "scatter_merge"
 COMMUNICATORS = {
     "none": {AR, AG, BC, SR, RB},
     "cast": {AR, AG, BC, SR, RB},
@@ -28,7 +29,7 @@ COMMUNICATORS = {
     "signsgd": {AG, BC, SR, RB},
     "signum": {AG, BC, RB},
     "efsignsgd": {AG, BC, SR, RB},
-    "topk": {AG, BC, RB},
+    "topk": {AG, BC, RB, SM},
     "randomk": {AR, AG, BC, RB},  # its indices are of whole tensors: no shards
     "randomk(unbiased=true)": {AR, AG, BC, RB},
     "threshold": {AG, BC, RB},
@@ -72,7 +73,7 @@ def test_the_tables_hold_the_whole_catalogue():
 
     assert names("compressor") <= set(COMMUNICATORS)
     assert names("memory") == MEMORIES
-    assert names("communicator") == {AR, AG, BC, SR, RB}
+    assert names("communicator") == {AR, AG, BC, SR, RB, SM}
 
 
 @compressors
@@ -91,7 +92,7 @@ def test_a_legal_combination_is_built_as_it_was_asked_for(compressor):
 @compressors
 def test_an_illegal_communicator_is_refused_with_the_legal_ones(compressor):
     name = make("compressor", compressor).name
-    for communicator in {AR, AG, BC, SR} - COMMUNICATORS[compressor]:
+    for communicator in {AR, AG, BC, SR, SM} - COMMUNICATORS[compressor]:
         for memory in (None, *memories_of(compressor)):
             message = refusal(compressor, memory, communicator)
             assert message.startswith(f"{communicator} cannot carry {make('compressor', compressor).spec}: ")

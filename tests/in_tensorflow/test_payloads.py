@@ -12,7 +12,7 @@ import torch
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 import grace
-from grace.communicators import ScatterReduce
+from grace.communicators import ScatterMerge, ScatterReduce
 from grace.core.context import Context
 from grace.core.registry import known
 from grace.exchange.scatter_reduce import Sharded
@@ -269,6 +269,14 @@ def test_shards_accumulate_into_a_new_tensor(spec, shape):
         np.testing.assert_allclose(result, results[0], rtol=4 * EPSILON, atol=4 * EPSILON)
     a, b = ScatterReduce(spec).step(tf.constant(x), "w"), ScatterReduce(spec).step(to_torch(x), "w")
     np.testing.assert_allclose(a, b, rtol=4 * EPSILON, atol=4 * EPSILON)
+
+
+@pytest.mark.parametrize("shape", [(33, 70), (150,), (5,), (), (0, 3)], ids=str)
+def test_entries_merge_alike(shape):
+    ours, theirs = ScatterMerge("topk(ratio=0.1)"), ScatterMerge("topk(ratio=0.1)")
+    for step in range(3):
+        x = data(shape, step)
+        np.testing.assert_array_equal(ours.step(tf.constant(x), "w"), theirs.step(to_torch(x), "w"))
 
 
 def test_powersgd_approximates_alike():

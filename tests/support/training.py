@@ -33,9 +33,9 @@ SPECS = (
 )
 """One of every method."""
 PAIRS = [(method, name) for method in METHODS for name in legal_communicators(make("compressor", method))]
-ONE_STAGE = [pair for pair in PAIRS if pair[1] not in ("scatter_reduce", "reduce_broadcast")]
-"""Pairs that compress once; the formula and the traffic of the others stand in test_scatter_reduce.py and
-tests/strategy."""
+ONE_STAGE = [pair for pair in PAIRS if pair[1] not in ("scatter_reduce", "scatter_merge", "reduce_broadcast")]
+"""Pairs that compress once; the formula and the traffic of the others stand in test_scatter_reduce.py,
+test_scatter_merge.py and tests/strategy."""
 
 
 class Net(torch.nn.Module):

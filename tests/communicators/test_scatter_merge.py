@@ -1,0 +1,230 @@
+"""ScatterMerge: owners add entries up and keep the largest sums; what is dropped stays with those who sent it."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import grace
+import grace.torch
+from grace.core.registry import make
+from grace.exchange.owners import coded, owners_of
+from tests.support.pools import ranks_of
+
+pytestmark = pytest.mark.ranks
+SHAPES = {"large": (40, 25), "small": (30,), "wide": (7, 301), "one": (1,), "empty": (0, 3), "scalar": ()}
+RATIO = 0.05
+
+
+def gradient(rank: int, step: int, name: str) -> np.ndarray:
+    seed = 1000 * step + 10 * rank + list(SHAPES).index(name)
+    return np.random.default_rng(seed).standard_normal(SHAPES[name]).astype(np.float32)
+
+
+def joined(communicator):
+    communicator.bind(grace.Context(rank=grace.rank(), size=grace.size()), grace.init())
+    communicator.lr = 1.0
+    return communicator
+
+
+def exchange(steps: int, memory: str = "residual") -> list[tuple[dict, dict]]:
+    """The means of all variables, in one bucket, and what the memory keeps, step by step."""
+    communicator = joined(grace.torch.ScatterMerge(f"topk(ratio={RATIO})", memory))
+    found = []
+    for step in range(steps):
+        given = [torch.from_numpy(gradient(grace.rank(), step, name)) for name in SHAPES]
+        means = [mean.numpy() for mean in communicator.step(given, list(SHAPES))]
+        kept = {name: np.array(value) for name, value in communicator.memory.state.kept.items()}
+        found.append((dict(zip(SHAPES, means, strict=True)), kept))
+    return found
+
+
+# -- the reference -------------------------------------------------------------------------------------------
+
+
+def largest(x: np.ndarray, k: int) -> np.ndarray:
+    return np.sort(np.argsort(-np.abs(x), kind="stable")[:k])
+
+
+def count(n: int) -> int:
+    return min(n, max(1, round(RATIO * n)))
+
+
+def owner_of(p: int, ranks: int) -> int:
+    """Who owns a position of a large variable, in Python's numbers."""
+    product = p // ranks * 2654435769 % 2**32
+    turn = ((product - 2**32 if product >= 2**31 else product) >> 16) % ranks
+    return (p % ranks + turn) % ranks
+
+
+def reference(ranks: int, steps: int) -> tuple[list[dict], list[list[dict]]]:
+    """Means by step, and by step and rank what stays; no entry is beyond an owner's room here."""
+    kept = [{name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()} for _ in range(ranks)]
+    means, all_kept = [], []
+    for step in range(steps):
+        mean = {}
+        x = [{name: gradient(rank, step, name) + kept[rank][name] for name in SHAPES} for rank in range(ranks)]
+        for name, shape in SHAPES.items():
+            n, k = math.prod(shape), count(math.prod(shape))
+            flat = [one[name].reshape(-1) for one in x]
+            sent = [largest(one, k) for one in flat]
+            total = np.zeros(n)
+            for one, picked in zip(flat, sent, strict=True):
+                total[picked] += one[picked].astype(np.float64) / ranks
+            out = np.zeros(n, np.float32)
+            if k >= ranks:
+                owned = [[p for p in range(n) if owner_of(p, ranks) == rank] for rank in range(ranks)]
+                for mine in owned:
+                    best = np.array(mine)[largest(total[mine], math.ceil(k / ranks))]
+                    out[best] = total[best]
+            elif n:
+                best = largest(total, k)
+                out[best] = total[best]
+            for rank in range(ranks):
+                through = sent[rank][out[sent[rank]] != 0]
+                rest = flat[rank].copy()
+                rest[through] = 0
+                kept[rank][name] = rest.reshape(shape)
+            mean[name] = out.reshape(shape)
+        means.append(mean)
+        all_kept.append([dict(one) for one in kept])
+    return means, all_kept
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_means_and_residuals_are_those_of_the_formula(size):
+    steps = 4
+    means, kept = reference(size, steps)
+    for rank, found in enumerate(ranks_of(size).run(exchange, steps)):
+        for step, (values, residuals) in enumerate(found):
+            for name in SHAPES:
+                np.testing.assert_allclose(values[name], means[step][name], rtol=1e-5, atol=1e-6)
+                np.testing.assert_allclose(residuals[name], kept[step][rank][name], rtol=1e-5, atol=1e-6)
+
+
+def test_every_rank_ends_with_the_same_bits(ranks):
+    results = ranks.run(exchange, 3)
+    for found in results[1:]:
+        for (mine, _), (theirs, _) in zip(results[0], found, strict=True):
+            assert all(mine[name].tobytes() == theirs[name].tobytes() for name in SHAPES)
+
+
+def conserved(ranks, results: list) -> None:
+    """W times the means so far, and all that is kept, are all gradients so far."""
+    for name in SHAPES:
+        given = sum(gradient(rank, step, name) for rank in range(ranks) for step in range(len(results[0])))
+        sent = ranks * sum(means[name] for means, _ in results[0])
+        kept = sum(found[-1][1][name] for found in results)
+        np.testing.assert_allclose(sent + kept, given, rtol=1e-4, atol=1e-5)
+
+
+def test_nothing_is_lost(ranks):
+    conserved(ranks.size, ranks.run(exchange, 12))
+
+
+SKEWED = 3000
+
+
+def skewed(rank: int, ranks: int) -> np.ndarray:
+    """A gradient all of whose large entries one rank owns."""
+    place = owners_of((SKEWED,), (count(SKEWED),), ranks).places[0]
+    owners, _ = coded(np.arange(SKEWED, dtype=np.int32), place, ranks)
+    noise = np.random.default_rng(rank).uniform(1, 2, SKEWED).astype(np.float32)
+    return np.where(owners == 0, 10 * noise, 0.01 * noise).astype(np.float32)
+
+
+def one_owner() -> tuple[np.ndarray, np.ndarray, int]:
+    communicator = joined(grace.torch.ScatterMerge(f"topk(ratio={RATIO})"))
+    mean = communicator.step(torch.from_numpy(skewed(grace.rank(), grace.size())), "w")
+    sent = communicator.by_hand.exchanger.traffic.sent_bytes
+    return mean.numpy(), communicator.memory.state["w"].numpy(), sent
+
+
+def test_what_is_beyond_an_owners_room_stays(ranks):
+    results = ranks.run(one_owner)
+    given = sum(skewed(rank, ranks.size) for rank in range(ranks.size))
+    np.testing.assert_allclose(ranks.size * results[0][0] + sum(r[1] for r in results), given, rtol=1e-5)
+    room = owners_of((SKEWED,), (count(SKEWED),), ranks.size).room
+    for rank, (mean, kept, _) in enumerate(results):
+        given = skewed(rank, ranks.size)
+        unsent = largest(given, count(SKEWED))[room:]
+        assert len(unsent) > 0
+        np.testing.assert_array_equal(kept[unsent], given[unsent])
+        assert 0 < np.count_nonzero(mean) <= count(SKEWED)
+
+
+def sent_bytes(kind: str) -> int:
+    communicator = joined(getattr(grace.torch, kind)("topk"))
+    communicator.step(torch.randn(500, 400), "w")
+    return communicator.by_hand.exchanger.traffic.sent_bytes
+
+
+def test_traffic_does_not_grow_with_the_number_of_ranks():
+    sent = {size: ranks_of(size).run(sent_bytes, "ScatterMerge")[0] for size in (2, 4)}
+    for size, nbytes in sent.items():  # twice (W-1)/W of k entries of 8 bytes, and an owner's room
+        assert nbytes == pytest.approx(2 * (size - 1) / size * 2000 * 8, rel=0.12)
+    assert ranks_of(4).run(sent_bytes, "Allgather")[0] > 1.8 * sent[4]
+
+
+def overflow(memory: str) -> tuple[bool, bool]:
+    communicator = joined(grace.torch.ScatterMerge(f"topk(ratio={RATIO})", memory))
+    communicator.step(torch.arange(100.0), "w")
+    before = {name: torch.as_tensor(value).clone() for name, value in flat(communicator.memory.state["w"]).items()}
+    bad = torch.arange(100.0)
+    if grace.rank() == 0:
+        bad[3] = float("inf")
+    value = communicator.step(bad, "w")
+    now = flat(communicator.memory.state["w"])
+    return bool(value.isnan().all()), all(torch.equal(before[key], torch.as_tensor(now[key])) for key in before)
+
+
+def flat(value) -> dict:
+    return value if isinstance(value, dict) else {"": value}
+
+
+@pytest.mark.parametrize("memory", ["residual", "efsignsgd", "dgc"])
+def test_an_overflow_is_seen_by_all_and_enters_no_memory(two_ranks, memory):
+    assert two_ranks.run(overflow, memory) == [(True, True)] * 2
+
+
+def velocities() -> tuple[np.ndarray, np.ndarray]:
+    communicator = joined(grace.torch.ScatterMerge("topk(ratio=0.05)", "dgc"))
+    mean = communicator.step(torch.randn(100, generator=torch.Generator().manual_seed(grace.rank())), "w")
+    return mean.numpy(), communicator.memory.state["w"]["velocity"].numpy()
+
+
+def test_momentum_is_cleared_only_where_an_entry_came_through(two_ranks):
+    for mean, velocity in two_ranks.run(velocities):
+        cleared = np.flatnonzero(velocity == 0)
+        assert 0 < len(cleared) < 5  # of five entries; else nothing was dropped
+        assert np.all(mean[cleared] != 0)
+
+
+def train(group_bytes: int) -> tuple[list[bytes], float]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.Tanh(), torch.nn.Linear(64, 3))
+    opt = torch.optim.SGD(model.parameters(), lr=0.02)
+    opt = grace.DistributedOptimizer(
+        opt, model.named_parameters(), "topk(ratio=0.1)", communicator="scatter_merge", group_bytes=group_bytes
+    )
+    data = torch.randn(64, 20, generator=torch.Generator().manual_seed(grace.rank()))
+    for _ in range(40):
+        opt.zero_grad()
+        loss = (model(data) - data[:, :3]).square().mean()
+        loss.backward()
+        opt.step()
+    return [p.detach().numpy().tobytes() for p in model.parameters()], loss.item()
+
+
+@pytest.mark.parametrize("group_bytes", [4096, 1 << 20])
+def test_training_keeps_ranks_equal_and_learns(three_ranks, group_bytes):
+    results = three_ranks.run(train, group_bytes)
+    assert all(weights == results[0][0] for weights, _ in results)
+    assert max(loss for _, loss in results) < 1.0
+
+
+def test_it_refuses_what_has_no_fixed_number_of_entries():
+    for spec in ("threshold", "qsgd", "randomk", "topk | qsgd"):
+        with pytest.raises(grace.ConfigError, match="does not send a fixed number of values and positions"):
+            grace.torch.ScatterMerge(make("compressor", spec))

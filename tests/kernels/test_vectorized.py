@@ -11,9 +11,20 @@ import pytest
 from llvmlite.binding import get_host_cpu_features
 from numba import float32, float64, int32, int64, njit, uint8, uint16, uint32
 
-from grace.kernels.fused import halves, loops, packing, primitives, quantization, rounding, selection, sparsification
+from grace.kernels.fused import (
+    halves,
+    loops,
+    packing,
+    primitives,
+    products,
+    quantization,
+    rounding,
+    selection,
+    sparsification,
+)
 
 FLOATS, WORDS, HALVES, BYTES, INDICES = float32[::1], uint32[::1], uint16[::1], uint8[::1], int32[::1]
+MATRIX = float32[:, ::1]
 STREAM = (uint32,) * 4
 HOT = [
     (loops._random_blocks, (WORDS, int64, *STREAM), "pmuludq"),
@@ -37,6 +48,9 @@ HOT = [
     (quantization._add_powers, (FLOATS, BYTES, float32), "mulps"),
     (quantization._side_means, (FLOATS, FLOATS), "addpd"),
     (quantization._clip, (FLOATS, float32, FLOATS), "minps"),
+    (products._product, (MATRIX, MATRIX, MATRIX), r"fmadd\d+ps"),
+    (products._transposed_product, (MATRIX, MATRIX, MATRIX), r"fmadd\d+ps"),
+    (products._add_product, (MATRIX, MATRIX, MATRIX, float32, float32), "mulps"),
     (halves._narrow_half, (HALVES, FLOATS, float32), "psrld"),
     (halves._narrow_brain, (HALVES, FLOATS, float32), "psrld"),
     (halves._widen_half, (FLOATS, HALVES, float32), "pslld"),

@@ -13,13 +13,15 @@ import numpy as np
 from numba import njit
 
 from grace.kernels.contract.primitives import LARGEST_FACTOR, NARROW
-from grace.kernels.fused.loops import f32
+from grace.kernels.fused.loops import compiled, f32
+
+multiplying = njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
 
 COLUMNS = 1024
 """Of the wide matrix at a time, so that 4 of the narrow one's columns stay in the nearest cache."""
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _columns(narrow, weight):
     """The columns of a narrow matrix times a weight, as rows, and zeros."""
     rows, width = narrow.shape
@@ -30,7 +32,7 @@ def _columns(narrow, weight):
     return out
 
 
-@njit(nogil=True, cache=True, fastmath={"reassoc", "contract", "nsz"})
+@multiplying
 def _product(x, factor, out):
     rows, width = out.shape
     columns = _columns(factor, f32(1))
@@ -57,7 +59,7 @@ def _product(x, factor, out):
                     out[i + row, k + column] = sums[row, column]
 
 
-@njit(nogil=True, cache=True, fastmath={"reassoc", "contract", "nsz"})
+@multiplying
 def _transposed_product(x, factor, out):
     rows, width = factor.shape
     columns = _columns(factor, f32(1))
@@ -92,7 +94,7 @@ def _transposed_product(x, factor, out):
             out[j, k] = total[k, j]
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _add_product(out, left, right, weight, keep):
     rows = out.shape[0]
     a, b = _columns(left, weight), _columns(right, f32(1))
@@ -114,7 +116,7 @@ def _add_product(out, left, right, weight, keep):
                         to[j] = keep * to[j] + (a0 * b0[j] + a1 * b1[j] + a2 * b2[j] + a3 * b3[j])
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _sound_columns(x, largest):
     most = np.zeros(x.shape[1], f32)
     for i in range(x.shape[0]):
@@ -125,7 +127,7 @@ def _sound_columns(x, largest):
     return most.all()
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _products(x, factor, out, transpose):
     for i in range(x.shape[0]):
         if transpose:

@@ -116,7 +116,8 @@ class Session:
         def choose():
             known = isinstance(parameters, torch.nn.Module)
             limits = settings.limits.of_sets if chosen else settings.limits
-            together = lambda: horovod_groups(own, groups, () if known else self.apart(own))  # noqa: E731
+            apart = lambda: me().apart(own) if not known else ()  # type: ignore[union-attr]  # noqa: E731
+            together = lambda: horovod_groups(own, groups, apart())  # noqa: E731
             self.plan = choices.plan(limits, together, sparse_known=known)
             return self.plan
 

@@ -166,6 +166,8 @@ class HorovodSession(Session):
         self.abandon()
         backend.rejoin()
         self.context.rank, self.context.size = backend.rank, backend.size
+        for bucket in [*self.exchanger.buckets, *self.exchanger.averages]:  # wires have room for each rank's place
+            bucket.wire = bucket.buffer = None
         for kind, part in self.exchanger.components:
             if kind == "shard_memory" and backend.size != former:
                 part.state.clear()

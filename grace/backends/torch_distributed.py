@@ -19,6 +19,8 @@ from grace.core.watch import Patience
 from grace.errors import ConfigError
 
 SETTLE_SECONDS = 0.3
+DIRECT_BYTES = 1 << 22
+"""Of what a rank gets in an all-gather, up to which every rank sends its own to all others at once."""
 
 
 class TorchBackend(Backend):
@@ -31,6 +33,7 @@ class TorchBackend(Backend):
 
     name = "torch"
     framework = "torch"
+    by_ring = True
 
     def __init__(self, group: Any = None, owns: bool = False):
         if not dist.is_initialized():
@@ -65,8 +68,13 @@ class TorchBackend(Backend):
     def allgather(self, tensor: torch.Tensor) -> Handle:
         self.count((self.size - 1) * tensor.nbytes)
         raw = _known(tensor)
-        gathered = list(raw.new_empty((self.size, raw.numel())).unbind())
-        work = dist.all_gather(gathered, raw, group=self.group, async_op=True)
+        rows = raw.new_empty((self.size, raw.numel()))
+        gathered = list(rows.unbind())
+        if self.size > 3 and not raw.is_cuda and rows.nbytes <= DIRECT_BYTES:  # gloo's goes round a ring
+            copies = raw.expand(self.size, -1).contiguous()
+            work = dist.all_to_all_single(rows, copies, group=self.group, async_op=True)
+        else:
+            work = dist.all_gather(gathered, raw, group=self.group, async_op=True)
         return self._handle(work, [part.view(tensor.dtype) for part in gathered], tensor)
 
     def alltoall(self, tensor: torch.Tensor) -> Handle:

@@ -3,6 +3,9 @@
 from grace.communicators.base import Communicator
 from grace.core.backend import Handle
 from grace.core.compressor import Tensor
+from grace.exchange.base import Exchange
+from grace.exchange.bucket import Contribution
+from grace.exchange.two_hops import TwoHopExchange
 
 
 class Allreduce(Communicator):
@@ -15,6 +18,9 @@ class Allreduce(Communicator):
     name = "allreduce"
     sums = True
     cost = "~2p"
+
+    def begin(self, contribution: Contribution) -> Exchange:
+        return (TwoHopExchange if TwoHopExchange.suits(contribution) else Exchange)(contribution)
 
     def communicate(self, wire: Tensor) -> Handle:
         return self.backend.allreduce(wire).map(lambda total: [total])

@@ -98,6 +98,8 @@ class Backend(abc.ABC):
     started: int = 0
     done: int = 0
     """How many collectives exchanges have started over it, and how many of these are known to be done."""
+    by_ring: ClassVar[bool] = False
+    """Whether its sums of small tensors wait for a message from each rank to the next, and back."""
     concatenates: ClassVar[bool] = False
     """Whether the engine gathers tensors of unequal lengths itself."""
     timeout: float = TIMEOUT

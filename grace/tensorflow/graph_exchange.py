@@ -15,7 +15,12 @@ from grace.exchange.tracing import recorder
 from grace.kernels import kernels_of
 from grace.session.exchanger import Exchanger
 from grace.session.sharding import Shard
+from grace.tensorflow.graph_sums import GraphSums, all_sums
+from grace.tensorflow.graph_tensors import concatenated, cut_up, dtypes_of, flags, packed, zeros
 from grace.tensorflow.sharding import Pair, cut, joined
+
+SMALL = 1 << 20
+"""Bytes of gradient that are sent sooner with others than by a Python function of their own."""
 
 
 class Run:
@@ -77,16 +82,16 @@ class Run:
 
     def tensors(self, outcomes: Sequence[Outcome]) -> list[tf.Tensor]:
         """What a Python function hands back to the graph: each variable's value (and rows), and whether any rank had
-        a gradient; see :func:`_dtypes`."""
+        a gradient; see :func:`dtypes_of`."""
         flat: list[Any] = []
         for outcome in outcomes:
             variable, found = outcome.variable, outcome.value is not None
-            value: Any = self.outside(outcome.value) if found else _zeros(variable)
+            value: Any = self.outside(outcome.value) if found else zeros(variable)
             if variable.sparse:
                 flat += [value.values, tf.cast(value.rows, tf.int32)]
             else:
-                flat.append(value if value.dtype == variable.dtype else tf.cast(value, variable.dtype))
-            flat.append(tf.constant(found))
+                flat.append(value if value.dtype.name == variable.dtype else tf.cast(value, variable.dtype))
+            flat.append(flags()[found])
         return flat
 
     def outside(self, value: Any) -> Any:
@@ -132,8 +137,8 @@ class HostRun(Run):
 
         variables = [shard.variable for shard in self.shards]
         with tf.control_dependencies(token):
-            flat = tf.py_function(finish, [], [*_dtypes(variables), tf.bool])
-        return self.wholes(_packed(variables, flat[:-1]), given)
+            flat = tf.py_function(finish, [], [*dtypes_of(variables), tf.bool])
+        return self.wholes(packed(variables, flat[:-1]), given)
 
 
 class GraphRun(Run):
@@ -149,47 +154,93 @@ class GraphRun(Run):
         self.running: dict[int, Any] = {}
         self.operations: dict[int, list[Any]] = {}
         self.outcomes: list[Outcome] = []
+        self.alone = False
+        """Whether there is one exchange, whose end is the step's."""
 
     def in_graph(self, given: Sequence[Any], rate: tf.Tensor) -> list[Pair]:
         """Operations that do it when the graph runs."""
-        pairs: dict[str, Pair] = {}
-        flags = []
-        for bucket in self.exchanger.buckets:
-            brought = self._group(bucket, self.of(bucket, given), rate)
-            pairs.update(brought)
-            flags += [found for _, found in brought.values()]
-        done = tf.py_function(self._settle, flags, tf.int32)
+        if all_sums(self.exchanger):
+            self.alone = True
+            pairs, done = self._sums(GraphSums(self.exchanger), given, rate)
+        else:
+            groups, pairs = grouped(self.exchanger.buckets), {}
+            self.alone = len(groups) == 1
+            for buckets in groups:
+                pairs.update(self._group(buckets, given, rate))
+            ends = [found for _, found in pairs.values()]
+            done = ends[0] if self.alone else tf.py_function(self._settle, ends, tf.int32)
         wholes = self.wholes(pairs, given)
         with tf.control_dependencies([done]):  # the next step must find this one ended
             values = tf.nest.map_structure(tf.identity, [value for value, _ in wholes])
         return [(value, found) for value, (_, found) in zip(values, wholes, strict=True)]
 
-    def _group(self, bucket: Bucket, mine: list[Any], rate: tf.Tensor) -> dict[str, Pair]:
+    def _sums(self, sums: GraphSums, given: Sequence[Any], rate: tf.Tensor) -> tuple[dict[str, Pair], tf.Tensor]:
+        """Buckets of plain sums, and what is there when the step has ended."""
+        mine = [self.of(bucket, given) for bucket in sums.buckets]
+        present = [
+            [self.present[self.place[self.exchanger.shards[v.name].whole.name]] for v in bucket.variables]
+            for bucket in sums.buckets
+        ]
+        with tf.init_scope():
+            self._rehearse(sums.places)  # so that it knows its wire
+
+        def start(rate: tf.Tensor) -> tf.Tensor:
+            sums.count()
+            (told,) = self._start(sums.places, sums.empty, rate)
+            return told
+
+        with tf.control_dependencies([mine[0][-1]]):  # one of the first: the forward pass has read all variables
+            told = tf.py_function(start, [rate], tf.float32)
+        received, pairs = sums.run(mine, present, told)
+        last = self._last([sums.places], [1])
+
+        def finish(received: tf.Tensor) -> bool:
+            with self.lock:
+                owing = sums.borrow()
+            last(received)
+            return owing
+
+        owing = tf.py_function(finish, [received], tf.bool)
+        return sums.with_owed(pairs, owing), owing
+
+    def _group(self, buckets: Sequence[Bucket], given: Sequence[Any], rate: tf.Tensor) -> dict[str, Pair]:
+        """Buckets whose functions are one: each costs as much as to compress a small variable."""
         backend: Any = self.exchanger.backend
         with tf.init_scope():
-            plan = [] if bucket.communicator.delayed else self._rehearse(bucket)
+            plans = [[] if bucket.communicator.delayed else self._rehearse(bucket) for bucket in buckets]
+        mine = [self.of(bucket, given) for bucket in buckets]
+        variables = [variable for bucket in buckets for variable in bucket.variables]
+        inputs: list[Any] = [*tf.nest.flatten(mine), rate]
 
         def start(*tensors: Any) -> list[tf.Tensor]:
-            return self._start(bucket, tf.nest.pack_sequence_as(mine, tensors[:-1]), tensors[-1])
+            given = tf.nest.pack_sequence_as(mine, tensors[:-1])
+            return concatenated(
+                self._start(bucket, own, tensors[-1]) for bucket, own in zip(buckets, given, strict=True)
+            )
 
         def start_and_go_on(*tensors: Any) -> list[tf.Tensor]:
             start(*tensors)
-            return self._last(bucket)()
+            return self._last(buckets, [0])()
 
-        inputs, function = [*tf.nest.flatten(mine), rate], start
-        if not plan:  # its collectives are started beside training
-            return _packed(bucket.variables, tf.py_function(start_and_go_on, inputs, _dtypes(bucket.variables)))
-        for i, operations in enumerate(plan):
-            sent = tf.py_function(
-                function, inputs, [kernels_of(operation.tensor).dtype(operation.tensor) for operation in operations]
-            )
-            inputs = []
-            for j, (operation, tensor) in enumerate(zip(operations, sent, strict=True)):
-                tensor.set_shape([None])
-                inputs.append(backend.run(operation, tensor, f"{bucket.label}.{i}.{j}"))
-            function = self._next(bucket)
-        flat = tf.py_function(self._last(bucket), inputs, _dtypes(bucket.variables))
-        return _packed(bucket.variables, flat)
+        if not any(plans):  # their collectives are started beside training
+            return packed(variables, tf.py_function(start_and_go_on, inputs, dtypes_of(variables)))
+        function: Callable[..., list[tf.Tensor]] = start
+        received: list[list[tf.Tensor]] = [[] for _ in buckets]
+        for i in range(max(map(len, plans))):
+            going = [n for n, plan in enumerate(plans) if len(plan) > i]
+            dtypes = [kernels_of(each.tensor).dtype(each.tensor) for n in going for each in plans[n][i]]
+            sent = iter(tf.py_function(function, inputs, dtypes))
+            for n in going:
+                received[n] = []
+                for j, operation in enumerate(plans[n][i]):
+                    tensor = next(sent)
+                    tensor.set_shape([None])
+                    received[n].append(backend.run(operation, tensor, f"{buckets[n].label}.{i}.{j}"))
+            on = [n for n in going if len(plans[n]) > i + 1]
+            inputs = concatenated(received[n] for n in on)
+            function = self._next([buckets[n] for n in on], [len(received[n]) for n in on])
+        last = self._last(buckets, list(map(len, received)))
+        return packed(variables, tf.py_function(last, concatenated(received), dtypes_of(variables)))
 
     # -- what the graph calls ----------------------------------------------------------------------------
 
@@ -206,33 +257,48 @@ class GraphRun(Run):
             self.operations[bucket.index] = operations
             return self._sent(operations)
 
-    def _next(self, bucket: Bucket) -> Callable[..., list[tf.Tensor]]:
+    def _next(self, buckets: Sequence[Bucket], counts: Sequence[int]) -> Callable[..., list[tf.Tensor]]:
+        """What goes on with the collectives that brought so many tensors for each bucket."""
+
         def go_on(*received: tf.Tensor) -> list[tf.Tensor]:
             with self.lock:
-                backend: Any = self.exchanger.backend
-                self._receive(bucket, received)
-                with self.computing(), backend.recording() as operations:
-                    self.running[bucket.index].advance()
-                    if self.running[bucket.index].refusal:  # as on all ranks
-                        raise self.running[bucket.index].refusal
-                self.operations[bucket.index] = operations
-                return self._sent(operations)
+                sent: list[tf.Tensor] = []
+                for bucket, own in zip(buckets, cut_up(received, counts), strict=True):
+                    sent += self._advanced(bucket, own)
+                return sent
 
         return go_on
 
-    def _last(self, bucket: Bucket) -> Callable[..., list[tf.Tensor]]:
+    def _advanced(self, bucket: Bucket, received: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        backend: Any = self.exchanger.backend
+        self._receive(bucket, received)
+        with self.computing(), backend.recording() as operations:
+            self.running[bucket.index].advance()
+            if self.running[bucket.index].refusal:  # as on all ranks
+                raise self.running[bucket.index].refusal
+        self.operations[bucket.index] = operations
+        return self._sent(operations)
+
+    def _last(self, buckets: Sequence[Bucket], counts: Sequence[int]) -> Callable[..., list[tf.Tensor]]:
+        """What ends these exchanges, likewise."""
+
         def finish(*received: tf.Tensor) -> list[tf.Tensor]:
             with self.lock, self.computing():
-                self._receive(bucket, received)
-                exchange = self.running[bucket.index]
-                if exchange.advance():
-                    raise ExchangeError(
-                        f"the exchange of {bucket.describe()} takes more collectives than it did before"
-                    )
-                outcomes = exchange.finish(self.outs(bucket))
-                self.exchanger.with_owed(outcomes)
-                self.outcomes += outcomes
-                return self.tensors(outcomes)
+                brought: list[Outcome] = []
+                for bucket, own in zip(buckets, cut_up(received, counts), strict=True):
+                    self._receive(bucket, own)
+                    exchange = self.running[bucket.index]
+                    if exchange.advance():
+                        raise ExchangeError(
+                            f"the exchange of {bucket.describe()} takes more collectives than it did before"
+                        )
+                    outcomes = exchange.finish(self.outs(bucket))
+                    self.exchanger.with_owed(outcomes)
+                    brought += outcomes
+                self.outcomes += brought
+                if self.alone:
+                    self._end()
+                return self.tensors(brought)
 
         return finish
 
@@ -245,11 +311,14 @@ class GraphRun(Run):
 
     def _settle(self, *flags: tf.Tensor) -> int:
         with self.lock:
-            waits.pop(id(self), None)
-            outcomes = self.outcomes
-            self.running, self.operations, self.outcomes = {}, {}, []
-            self.exchanger.settle(outcomes)
+            self._end()
             return 0
+
+    def _end(self) -> None:
+        waits.pop(id(self), None)
+        outcomes = self.outcomes
+        self.running, self.operations, self.outcomes = {}, {}, []
+        self.exchanger.settle(outcomes)
 
     # -- the collectives that an exchange takes ----------------------------------------------------------
 
@@ -257,12 +326,12 @@ class GraphRun(Run):
         backend: Any = self.exchanger.backend
         sent, communicator = backend.sent_bytes, bucket.communicator
         bucket.compares = True
-        zeros = [self.session.inside(_zeros(variable)) for variable in bucket.variables]
+        empty = [self.session.inside(zeros(variable)) for variable in bucket.variables]
         stateful = self.exchanger.stateful
         plan = []
         with self.computing(), recorder.paused():
             with backend.recording() as operations:
-                exchange = communicator.begin(Contribution(bucket, zeros, [True] * len(zeros), stateful, Traffic()))
+                exchange = communicator.begin(Contribution(bucket, empty, [True] * len(empty), stateful, Traffic()))
             while operations:
                 plan.append(operations)
                 for operation in operations:
@@ -275,34 +344,18 @@ class GraphRun(Run):
         return plan
 
 
-def _zeros(variable: Any) -> Any:
-    if variable.sparse:
-        return SparseRows(tf.zeros([0, *variable.shape[1:]], tf.float32), tf.zeros([0], tf.int64))
-    return tf.zeros(variable.shape, variable.dtype)
-
-
-def _dtypes(variables: Sequence[Any]) -> list[tf.DType]:
-    """Of what a Python function hands back: each variable's value (and rows), in float32 or its own dtype, and
-    whether any rank had a gradient."""
-    kinds: list[tf.DType] = []
-    for variable in variables:
-        kinds += [tf.float32, tf.int32] if variable.sparse else [tf.as_dtype(variable.dtype)]
-        kinds.append(tf.bool)
-    return kinds
-
-
-def _packed(variables: Sequence[Any], flat: Sequence[tf.Tensor]) -> dict[str, Pair]:
-    rest, pairs = iter(flat), {}
-    for variable in variables:
-        value: Any = next(rest)
-        if variable.sparse:
-            value.set_shape([None, *variable.shape[1:]])
-            rows = next(rest)
-            rows.set_shape([None])
-            value = SparseRows(value, rows)
+def grouped(buckets: Sequence[Bucket]) -> list[list[Bucket]]:
+    """Neighbours that are started and awaited together, since one of them is small."""
+    groups: list[list[Bucket]] = []
+    for bucket in buckets:
+        delayed = bucket.communicator.delayed
+        alike = groups and groups[-1][0].communicator.delayed is delayed and not delayed
+        if alike and min(_nbytes([bucket]), _nbytes(groups[-1])) < SMALL:
+            groups[-1].append(bucket)
         else:
-            value.set_shape(variable.shape)
-        found = next(rest)
-        found.set_shape([])
-        pairs[variable.name] = (value, found)
-    return pairs
+            groups.append([bucket])
+    return groups
+
+
+def _nbytes(buckets: Sequence[Bucket]) -> int:
+    return sum(variable.nbytes for bucket in buckets for variable in bucket.variables)

@@ -57,6 +57,8 @@ class Arrays(Tensors):
             yield
 
     def inside(self, value: Any) -> Any:
+        if isinstance(value, np.ndarray):  # of which TensorFlow takes longer to say that it is no tensor
+            return value
         return as_array(value) if tf.is_tensor(value) else value
 
     def outside(self, value: Any) -> tf.Tensor:

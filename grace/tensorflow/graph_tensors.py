@@ -1,0 +1,70 @@
+"""Tensors of variables between a graph and its Python functions."""
+
+import functools
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import tensorflow as tf
+
+from grace.exchange.sparse_rows import SparseRows
+from grace.tensorflow.sharding import Pair
+
+
+def concatenated(lists: Iterable[Sequence[Any]]) -> list[Any]:
+    """One list.
+
+    >>> concatenated([[1], [2, 3]])
+    [1, 2, 3]
+    """
+    return [item for some in lists for item in some]
+
+
+def cut_up(items: Sequence[Any], counts: Sequence[int]) -> list[Sequence[Any]]:
+    """Lists of these lengths.
+
+    >>> cut_up([1, 2, 3], [1, 2])
+    [[1], [2, 3]]
+    """
+    return [items[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
+
+
+@functools.cache
+def flags() -> list[tf.Tensor]:
+    """False and True; to make a tensor takes as long as to compress a small one."""
+    return [tf.constant(False), tf.constant(True)]
+
+
+def zeros(variable: Any) -> Any:
+    """Of a variable's shape; no rows of a sparse one."""
+    if variable.sparse:
+        return SparseRows(tf.zeros([0, *variable.shape[1:]], tf.float32), tf.zeros([0], tf.int64))
+    return tf.zeros(variable.shape, variable.dtype)
+
+
+def dtypes_of(variables: Sequence[Any]) -> list[tf.DType]:
+    """Of what a Python function hands back: each variable's value (and rows), in float32 or its own dtype, and
+    whether any rank had a gradient."""
+    kinds: list[tf.DType] = []
+    for variable in variables:
+        kinds += [tf.float32, tf.int32] if variable.sparse else [tf.as_dtype(variable.dtype)]
+        kinds.append(tf.bool)
+    return kinds
+
+
+def packed(variables: Sequence[Any], flat: Sequence[tf.Tensor]) -> dict[str, Pair]:
+    """What such a function handed back, by the variables' names."""
+    rest, pairs = iter(flat), {}
+    for variable in variables:
+        value: Any = next(rest)
+        if variable.sparse:
+            value.set_shape([None, *variable.shape[1:]])
+            rows = next(rest)
+            rows.set_shape([None])
+            value = SparseRows(value, rows)
+        else:
+            value.set_shape(variable.shape)
+        found = next(rest)
+        found.set_shape([])
+        pairs[variable.name] = (value, found)
+    return pairs

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from grace.core import watch
 from grace.core.backend import Backend, Handle
@@ -31,6 +31,9 @@ class Exchange(AtOnce, Refusing, Judging, Rounds):
     Args:
         contribution: what this rank puts into it.
     """
+
+    by_codec: ClassVar[bool] = True
+    """Whether it may use the codec of a whole bucket; each class says so itself, since it may encode otherwise."""
 
     def __init__(self, contribution: Contribution):
         bucket, gradients, present, self.guard, self.traffic = contribution
@@ -60,7 +63,7 @@ class Exchange(AtOnce, Refusing, Judging, Rounds):
 
     def _start(self, gradients: Sequence[Tensor]) -> None:
         began = time.perf_counter()
-        if type(self) is Exchange and self._encoded_at_once(gradients):
+        if vars(type(self)).get("by_codec") and self._encoded_at_once(gradients):
             self._leave(self.bucket.buffer, began)
             return
         if self.traits.rounds > 1:
@@ -74,7 +77,7 @@ class Exchange(AtOnce, Refusing, Judging, Rounds):
                 check_decodes(self.compressor, payload, ctx, x, name)
         self._send([payload for payload, _ in self.encoded], inputs, began)
         began = time.perf_counter()
-        if type(self) is Exchange:
+        if vars(type(self)).get("by_codec"):
             self.find_codec()
         recorder.each("update", self.names, self._update, inputs, self.encoded)
         self.traffic.codec_seconds += time.perf_counter() - began

@@ -20,6 +20,7 @@ class TwoHopExchange(Exchange):
     the order of ranks, in float32 (float64 for that) and rounded once, so that all ranks have the same bits.
     """
 
+    by_codec = True
     halfway = False
     """Whether parts are on their way to those who add them up."""
 

@@ -12,6 +12,7 @@ from grace.cli.components import describe, list_components
 from grace.cli.launch import launch
 from grace.cli.strategy import app as strategy
 from grace.cli.trace import WithProgram, trace
+from grace.cli.warmup import warmup
 from grace.core.version import __version__
 from grace.errors import GraceError, shortened
 
@@ -27,6 +28,7 @@ app.command("demo")(demo)
 app.command("launch", context_settings={"allow_interspersed_args": False})(launch)
 app.command("report")(report)
 app.command("trace", cls=WithProgram)(trace)
+app.command("warmup")(warmup)
 app.command("list")(list_components)
 app.command()(describe)
 app.add_typer(bench, name="bench")

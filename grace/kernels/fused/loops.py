@@ -8,7 +8,10 @@ adds or shifts, so results are made 32 bits again at once. ``tests/kernels/test_
 import numpy as np
 from numba import njit
 
+from grace.kernels.fused.compiling import announce
 from grace.kernels.random import MULTIPLIERS, ROUNDS, WEYL
+
+announce()
 
 u8, u32, u64, i32, f32, f64 = np.uint8, np.uint32, np.uint64, np.int32, np.float32, np.float64
 

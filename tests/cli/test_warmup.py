@@ -1,0 +1,58 @@
+"""``grace warmup``, and what is said when loops are compiled without it."""
+
+import io
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.command import grace_command
+
+pytest.importorskip("numba", reason="compiled loops are Numba's")
+
+
+def test_what_was_compiled_is_kept(tmp_path):
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "grace.cli.main", "warmup", "signsgd"]
+    first, second = (subprocess.run(command, env=environment, capture_output=True, text=True) for _ in range(2))
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    assert re.fullmatch(rf"Compiled \d+ loops in \d+ s; they are kept in {tmp_path}\.\n", first.stdout)
+    assert second.stdout == f"All loops are compiled already; they are kept in {tmp_path}.\n"
+
+
+def test_what_cannot_be_compiled_is_refused(monkeypatch):
+    code, _, err = grace_command("warmup", "topkk")
+    assert code == 2
+    assert "topk" in err
+    monkeypatch.setenv("GRACE_FUSED", "0")
+    code, _, err = grace_command("warmup")
+    assert (code, err) == (2, "grace: there is nothing to compile: GRACE_FUSED=0\n")
+
+
+def compiled_while(watched, environment, monkeypatch):
+    """What is said when two loops are compiled."""
+    from numba import njit
+
+    from grace.kernels.fused.compiling import announce
+
+    class Terminal(io.StringIO):
+        isatty = staticmethod(lambda: watched)
+
+    said = Terminal()
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    announce()
+    monkeypatch.setattr(sys, "stderr", said)
+    for _ in range(2):
+        njit(lambda x: x + 1)(1)
+    return said.getvalue()
+
+
+def test_who_watches_a_terminal_is_told_once(monkeypatch):
+    for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "HOROVOD_LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert compiled_while(True, {}, monkeypatch).count("`grace warmup` does it ahead") == 1
+    assert compiled_while(False, {}, monkeypatch) == ""
+    assert compiled_while(True, {"LOCAL_RANK": "1"}, monkeypatch) == ""

@@ -228,3 +228,21 @@ def test_it_refuses_what_has_no_fixed_number_of_entries():
     for spec in ("threshold", "qsgd", "randomk", "topk | qsgd"):
         with pytest.raises(grace.ConfigError, match="does not send a fixed number of values and positions"):
             grace.torch.ScatterMerge(make("compressor", spec))
+
+
+def hooked() -> list[bytes]:
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(20, 64), bucket_cap_mb=0.002)
+    opt = torch.optim.SGD(model.parameters(), lr=0.02)
+    grace.torch.register_ddp_hook(model, "topk(ratio=0.1)", communicator="scatter_merge")
+    data = torch.randn(8, 20, generator=torch.Generator().manual_seed(grace.rank()))
+    for _ in range(4):
+        opt.zero_grad()
+        model(data).square().mean().backward()
+        opt.step()
+    return [p.detach().numpy().tobytes() for p in model.parameters()]
+
+
+def test_it_works_as_ddps_hook(two_ranks):
+    first, second = two_ranks.run(hooked)
+    assert first == second

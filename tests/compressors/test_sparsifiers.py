@@ -97,7 +97,7 @@ def test_torch_sends_what_numpy_sends(spec, n, monkeypatch):
     x = normal(n, seed=n)
     expected, _ = make(spec).compress(x, "w")
     for fused in (False, True):
-        monkeypatch.setattr("grace.kernels.torch.primitives._USE_FUSED", fused)
+        monkeypatch.setattr("grace.kernels.torch.fused._USE_FUSED", fused)
         payload, ctx = make(spec).compress(torch.from_numpy(x), "w")
         assert ctx == (n,)
         assert len(payload) == len(expected)

@@ -338,7 +338,7 @@ waits = pytest.mark.xfail(strict=True, reason="the torch kernels read a size or 
     ],
 )  # payloads whose size depends on the data cannot be made without waiting
 def test_backward_hooks_do_not_wait_for_a_device_or_a_collective(spec, monkeypatch):
-    monkeypatch.setattr("grace.kernels.torch.primitives._USE_FUSED", False)
+    monkeypatch.setattr("grace.kernels.torch.fused._USE_FUSED", False)
 
     def finite(self, x, most=math.inf):
         return ((x.abs() <= most) if most < math.inf else torch.isfinite(x)).all().float()

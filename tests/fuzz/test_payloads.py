@@ -12,7 +12,7 @@ from grace.core.registry import make
 from grace.errors import PayloadError
 from grace.kernels import arrays_by
 from grace.kernels.fused.primitives import FusedKernels
-from grace.kernels.torch import primitives as torch_kernels
+from grace.kernels.torch import fused as torch_kernels
 from tests.support.data import examples
 
 METHODS = (

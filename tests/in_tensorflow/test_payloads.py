@@ -18,7 +18,7 @@ from grace.core.registry import known
 from grace.exchange.scatter_reduce import Sharded
 from grace.kernels import NumpyKernels, kernels_of
 from grace.kernels.tensorflow import fused
-from grace.kernels.torch import primitives as torch_kernels
+from grace.kernels.torch import fused as torch_kernels
 from tests.support.data import EPSILON, REFERENCE
 from tests.support.pairwise import pairwise
 

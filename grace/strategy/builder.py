@@ -1,9 +1,10 @@
 """The builder contract: from a model's variables and a cluster to a strategy."""
 
+import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from grace.backends.topology import Host, Topology
 from grace.communicators.choice import default_communicator
@@ -99,6 +100,13 @@ class Builder(Component):
     memory: Any = None
 
     kind = "builder"
+    _world_size: ClassVar[int] = 1
+    """Ranks of the cluster that it builds for."""
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        if "build" in vars(cls):
+            cls.build = _knowing_ranks(cls.build)  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
         """Parameters are checked here; see ``check_integer`` and the like."""
@@ -134,13 +142,19 @@ class Builder(Component):
         compressor, memory = chosen(self.compressor, variable)
         return compressor, self.memory if memory is None and compressor != "none" else memory
 
-    def collective(self, variable: Variable, group: int, ranks: int = 1) -> ShardPlan:
-        """A part that travels in a group: summed where the method can be, else by its default communicator for so many
-        ranks."""
+    def choosing(self, compressor: Any, memory: Any = None) -> "Builder":
+        """One for the same cluster that gives variables another compressor and memory."""
+        other = Builder(compressor, memory)
+        vars(other)["_world_size"] = self._world_size
+        return other
+
+    def collective(self, variable: Variable, group: int) -> ShardPlan:
+        """A part that travels in a group: summed where the method can be, else by its default communicator for the
+        cluster's number of ranks."""
         compressor, memory = self.choice(variable)
         made: Any = make("compressor", compressor)
         summed = "allreduce" in legal_communicators(made)
-        kind = "allreduce" if summed else default_communicator(made, memory, ranks)
+        kind = "allreduce" if summed else default_communicator(made, memory, self._world_size)
         return ShardPlan(Sync(kind, group=group), compressor, memory)
 
     def reduced(self, variable: Variable, destination: int) -> ShardPlan:
@@ -153,6 +167,17 @@ class Builder(Component):
         params = {key: _said(value) for key, value in self.to_dict().items() if key not in ("name", "seed")}
         made = {"name": self.name, "params": params, "seed": getattr(self, "seed", 0)}
         return Strategy(tuple(plans), resources.world_size, len(set(resources.ranks)), made)
+
+
+def _knowing_ranks(build: Callable[..., Strategy]) -> Callable[..., Strategy]:
+    """``build``, during which the builder knows for how many ranks."""
+
+    @functools.wraps(build)
+    def run(self: Any, variables: Sequence[Variable], resources: Cluster) -> Strategy:
+        vars(self)["_world_size"] = resources.world_size
+        return build(self, variables, resources)
+
+    return run
 
 
 def _said(value: Any) -> Any:

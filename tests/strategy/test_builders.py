@@ -271,3 +271,11 @@ def test_equal_sizes_differ_by_one(n, count):
     assert len(sizes) == count
     assert max(sizes) - min(sizes) <= 1
     assert list(sizes) == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "uniform", "by_type", "size_threshold", "parallax"])
+def test_collectives_are_chosen_for_the_clusters_ranks(name):
+    builder = make("builder", {"name": name, "compressor": "qsgd", **({"bytes": 0} if "size" in name else {})})
+    for ranks, kind in ((2, "allgather"), (8, "scatter_reduce"), (2, "allgather")):
+        (plan,) = builder.build([Variable("w", (400, 300))], OneNode(ranks)).plans
+        assert [part.sync.type for part in plan.parts] == [kind]

@@ -37,6 +37,6 @@ class AllReduce(Builder):
         hierarchical = self.hierarchical
         if hierarchical == "auto":
             hierarchical = 1 < len(set(resources.ranks)) < resources.world_size
-        parts = [self.collective(v, i // self.chunk_size, resources.world_size) for i, v in enumerate(variables)]
+        parts = [self.collective(v, i // self.chunk_size) for i, v in enumerate(variables)]
         parts = [replace(part, sync=replace(part.sync, hierarchical=hierarchical)) for part in parts]
         return self.strategy([VariablePlan(v, (part,)) for v, part in zip(variables, parts, strict=True)], resources)

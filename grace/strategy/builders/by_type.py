@@ -42,7 +42,8 @@ class ByType(Builder):
 
     def build(self, variables, resources):
         kinds = Kinds(3, self.chunk_size)
-        choices = Builder(self.vectors), Builder(self.matrices or self.compressor, self.memory), Builder(self.sparse)
+        matrices = self.choosing(self.matrices or self.compressor, self.memory)
+        choices = self.choosing(self.vectors), matrices, self.choosing(self.sparse)
         plans = []
         for v in variables:
             kind = 2 if v.sparse else 0 if len(v.shape) < 2 else 1

@@ -33,11 +33,9 @@ class Parallax(Reducing):
         self.check_integer("chunk_size", 1)
 
     def build(self, variables, resources):
-        loads, dense, ranks = Loads(resources), count(), resources.world_size
+        loads, dense = Loads(resources), count()
         parts = [
-            self.reduced(v, loads.place(v.nbytes))
-            if v.sparse
-            else self.collective(v, next(dense) // self.chunk_size, ranks)
+            self.reduced(v, loads.place(v.nbytes)) if v.sparse else self.collective(v, next(dense) // self.chunk_size)
             for v in variables
         ]
         return self.strategy([VariablePlan(v, (part,)) for v, part in zip(variables, parts, strict=True)], resources)

@@ -31,6 +31,5 @@ class PartitionedAllReduce(Sharding):
 
     def build(self, variables, resources):
         running = count()
-        ranks = resources.world_size
-        plans = [self.cut(v, lambda p: self.collective(p, next(running) // self.chunk_size, ranks)) for v in variables]
+        plans = [self.cut(v, lambda p: self.collective(p, next(running) // self.chunk_size)) for v in variables]
         return self.strategy(plans, resources)

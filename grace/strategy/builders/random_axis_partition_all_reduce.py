@@ -34,10 +34,10 @@ class RandomAxisPartitionAllReduce(Sharding):
         self.check_integer("chunk_size", 1)
 
     def build(self, variables, resources):
-        running, draws, ranks = count(), random.Random(self.seed), resources.world_size
+        running, draws = count(), random.Random(self.seed)
         plans = []
         for v in variables:
             axes = [0] if v.sparse else [axis for axis, n in enumerate(v.shape) if n > 1]
             axis = draws.choice(axes) if axes else 0
-            plans.append(self.cut(v, lambda p: self.collective(p, next(running) // self.chunk_size, ranks), axis))
+            plans.append(self.cut(v, lambda p: self.collective(p, next(running) // self.chunk_size), axis))
         return self.strategy(plans, resources)

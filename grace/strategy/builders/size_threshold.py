@@ -44,7 +44,7 @@ class SizeThreshold(Builder):
 
     def build(self, variables, resources):
         kinds = Kinds(2, self.chunk_size)
-        small, large = Builder(self.small), Builder(self.large or self.compressor, self.memory)
+        small, large = self.choosing(self.small), self.choosing(self.large or self.compressor, self.memory)
         plans = []
         for v in variables:
             is_large = v.nbytes > self.bytes and len(v.shape) >= 2

@@ -34,7 +34,7 @@ class Uniform(Builder):
 
     def build(self, variables, resources):
         kinds = Kinds(1, self.chunk_size)
-        parts = [self.collective(v, kinds.group(0), resources.world_size) for v in variables]
+        parts = [self.collective(v, kinds.group(0)) for v in variables]
         if self.communicator is not None:
             parts = [replace(part, sync=Sync.of(self.communicator, part.sync.group)) for part in parts]
         return self.strategy([VariablePlan(v, (part,)) for v, part in zip(variables, parts, strict=True)], resources)

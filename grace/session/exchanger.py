@@ -24,6 +24,7 @@ from grace.exchange.sparse_rows import add, in_units
 from grace.exchange.tracing import recorder
 from grace.session.agreement import DRIFTED, agree, first_difference
 from grace.session.hierarchy import Hierarchy
+from grace.session.keepers import Keepers
 from grace.session.sharding import Shard, bucketed, hierarchical
 from grace.session.versions import versions
 
@@ -77,7 +78,7 @@ class Exchanger:
         recorder.begin(backend, shards)
         self.numel = sum(variable.numel for variable in self.variables)
         self._begun: list[Exchange] = []
-        self._averaged_at = 0
+        self._averaged_at, self._keepers = 0, Keepers()
         self.owed: dict[str, Any] = {}
         self._thread: ExchangeThread | None = None
         self.computing: Callable[[], Any] = contextlib.nullcontext
@@ -229,7 +230,7 @@ class Exchanger:
 
     def with_owed(self, outcomes: Sequence[Outcome]) -> None:
         """Add what a checkpoint's run still had to apply, and this one does not delay."""
-        for outcome in outcomes:
+        for outcome in outcomes if self.owed else ():
             if outcome.variable.name in self.owed:
                 owed = self.owed.pop(outcome.variable.name)
                 outcome.value = owed if outcome.value is None else add(outcome.value, owed)
@@ -300,12 +301,12 @@ class Exchanger:
         """Commit the state that this step changed; roll it back if any variable overflowed on any rank.
 
         A variable that no rank had a gradient for keeps its state as well. A step that was discarded does not count."""
-        keep = not discarded and not any(outcome.overflow for outcome in outcomes)
+        keep = not discarded and not any([outcome.overflow for outcome in outcomes])
+        missing = [outcome.variable.name for outcome in outcomes if outcome.value is None] if keep else []
         self.context.step += not discarded
         for component in self._stepping():
-            for outcome in outcomes:
-                if outcome.value is None:
-                    component.state.rollback(outcome.variable.name)
+            for name in missing:
+                component.state.rollback(name)
             component.state.commit() if keep else component.state.rollback()
         self.traffic.steps += 1
         self.traffic.elements += self.numel
@@ -360,7 +361,7 @@ class Exchanger:
 
     def _stepping(self) -> list[Component]:
         """The parts whose state is kept or not at the end of a step."""
-        return [part for c in self.communicators if not c.delayed for part in c.keepers.values()]
+        return [part for c in self.communicators if not c.delayed for part in self._keepers.of(c)]
 
     def share(self, root: int) -> None:
         """Give every rank the root's step counters, loss scale, and state of the parts whose state all ranks share."""

@@ -38,7 +38,8 @@ class HookedSession(Session):
         self.hooks += [p.register_post_accumulate_grad_hook(self._hook(n)) for n, p in self.parameters.items()]
 
     def _reset(self) -> None:
-        self.counts = dict.fromkeys(self.parameters, 0)
+        self.counts: dict[str, int] = {}
+        """Backward passes of the parameters that had some."""
         self.seen: dict[str, tuple[torch.Tensor, int]] = {}
         self.cleared = False
         self.waiting = self.waiting_for()
@@ -59,28 +60,26 @@ class HookedSession(Session):
     def offer(self, name: str, gradient: torch.Tensor | None) -> None:
         """A parameter's gradient has accumulated: start the buckets that waited for it."""
         recorder.gradient()
-        self._look(name, gradient)
+        if gradient is not None:  # else the user's own hook took it
+            last, version = self.seen.get(name), gradient._version
+            if last is not None and (gradient is not last[0] or version != last[1] + 1):
+                self.cleared = True  # by something but a backward pass
+            self.seen[name] = gradient, version
         self.synchronized = self.idle = False
         if self.paused:
             return
         if not self.checked:
             self.check()
-        if self.counts[name] == self.passes:
+        count = self.counts.get(name, 0) + 1
+        if count > self.passes:
             raise self._too_many(name)
-        self.counts[name] += 1
-        if self.counts[name] == self.passes:
+        self.counts[name] = count
+        if count == self.passes:
+            waiting = self.waiting
             for bucket in self.buckets_of[name]:
-                self.waiting[bucket.index] -= 1
-            while self.next_bucket < len(self.waiting) and self.waiting[self.next_bucket] == 0:
+                waiting[bucket.index] -= 1
+            while self.next_bucket < len(waiting) and waiting[self.next_bucket] == 0:
                 self._start_next()
-
-    def _look(self, name: str, gradient: torch.Tensor | None) -> None:
-        """Notice whether something but a backward pass changed the gradient since the last one."""
-        if gradient is None:  # the user's own hook took it
-            return
-        now, last = (gradient, gradient._version), self.seen.get(name)
-        self.cleared |= last is not None and (now[0] is not last[0] or now[1] != last[1] + 1)
-        self.seen[name] = now
 
     def _too_many(self, name: str) -> ExchangeError:
         computed = f"the gradient of {name!r} was computed {self.passes + 1} times before step(), and its exchange has"
@@ -102,7 +101,8 @@ class HookedSession(Session):
     def synchronize(self) -> None:
         """Exchange what is not exchanged yet and write the means into ``p.grad``."""
         with recorder.phase("synchronize", "part"):
-            self._check_untouched()
+            if self.next_bucket < len(self.exchanger.buckets):  # else nothing starts before finish() looks
+                self._check_untouched()
             if not self.checked:
                 self.check()
             while self.next_bucket < len(self.exchanger.buckets):

@@ -19,6 +19,8 @@ from grace.session.momentum import doubled, owners
 from grace.session.settings import check_integer
 from grace.torch.wrappers import check_whole
 
+NO_NUMBERS, SIMPLE = {"params", "param_names"}, {int, float, bool, str, type(None)}
+
 
 def named(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[str, torch.nn.Parameter]:
     """The optimizer's parameters that need gradients, by name (without what wrappers put into it), in declaration
@@ -123,6 +125,17 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> tuple[Numbers, ...]:
 
     groups = optimizer.param_groups
     return tuple(numbers({k: read(v) for k, v in group.items() if k != "params"}) for group in groups)
+
+
+def simple_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]] | None:
+    """What the hyperparameters are read from, if it is the same objects as long as they are; None if something in it
+    may change in place."""
+    groups = [{k: v for k, v in group.items() if k not in NO_NUMBERS} for group in optimizer.param_groups]
+    for group in groups:
+        for value in group.values():
+            if type(value) not in SIMPLE and (type(value) is not tuple or any(type(v) not in SIMPLE for v in value)):
+                return None
+    return groups
 
 
 def check_optimizer(communicator: Communicator, optimizer: torch.optim.Optimizer | None) -> None:

@@ -31,6 +31,7 @@ from grace.torch.parameters import (
     horovod_groups,
     hyperparameters,
     named,
+    simple_settings,
     sparse_of,
     variables,
 )
@@ -131,7 +132,7 @@ class Session:
             )
         self.exchanger.follows_scaler = lambda: grad_scaler is not None and grad_scaler.is_enabled()
         recorder.note(updates_follow=True)
-        self.buckets_of = {name: self._holding(name) for name in self.parameters}
+        self._lay_out()
         self.param_group = {
             name: index
             for index, group in enumerate(optimizer.param_groups)
@@ -147,7 +148,8 @@ class Session:
         kind = type(optimizer).__name__
         made_with = lambda: [] if (session := me()) is None else in_words(kind, session.hyperparameters)  # noqa: E731
         self.exchanger.hyperparameters = made_with
-        self.versions: dict[str, tuple[torch.Tensor, int]] = {}
+        self.digest, self.made_of = digest(self.hyperparameters), simple_settings(optimizer)
+        self.versions: dict[str, tuple[torch.nn.Parameter, torch.Tensor, int]] = {}
         self.written: dict[str, torch.Tensor] = {}
         if settings.broadcast and not backend.elastic:
             broadcast_parameters(start, 0, backend)
@@ -195,15 +197,25 @@ class Session:
         whole = self.exchanger.shards[name].whole.name
         return float(self.optimizer.param_groups[self.param_group[whole]]["lr"])
 
+    def _lay_out(self) -> None:
+        """What is the same at every step: what travels in each bucket, and in which buckets each parameter does."""
+        shards, buckets = self.exchanger.shards, self.exchanger.buckets
+        self.loads: list[list[tuple[Shard, str, torch.nn.Parameter]]] = []
+        self.buckets_of: dict[str, list[Bucket]] = {name: [] for name in self.parameters}
+        self.waits = [0] * len(buckets)
+        for bucket in buckets:
+            load = [(shard, shard.whole.name) for shard in (shards[v.name] for v in bucket.variables)]
+            self.loads.append([(shard, name, self.parameters[name]) for shard, name in load])
+            for name in dict.fromkeys(name for _, name in load):
+                self.buckets_of[name].append(bucket)
+                self.waits[bucket.index] += 1
+        wholes = [(name, parts) for name, parts in self.exchanger.shards_of.items() if parts[0].variable.sparse]
+        self.mixed = [name for name, parts in wholes if 0 < sum(shard.period > 0 for shard in parts) < len(parts)]
+        """Sparse variables some of whose parts are not exchanged."""
+
     def waiting_for(self) -> list[int]:
         """Of how many parameters each bucket waits for gradients."""
-        shards = self.exchanger.shards
-        return [len({shards[v.name].whole.name for v in bucket.variables}) for bucket in self.exchanger.buckets]
-
-    def _holding(self, name: str) -> list[Bucket]:
-        """The buckets that a parameter's shards travel in."""
-        names = {shard.variable.name for shard in self.exchanger.shards_of[name]}
-        return [bucket for bucket in self.exchanger.buckets if not names.isdisjoint(v.name for v in bucket.variables)]
+        return self.waits.copy()
 
     # -- gradients in ----------------------------------------------------------------------------------
 
@@ -212,14 +224,17 @@ class Session:
         """Begin a bucket's exchange, with zeros where this rank has no gradient."""
         if not self.versions and self.exchanger.follows_scaler():
             self.exchanger.rescale(self.grad_scaler.get_scale())
-        gradients, present = [], []
-        for variable in bucket.variables:
-            shard = self.exchanger.shards[variable.name]
-            name, p = shard.whole.name, self.parameters[shard.whole.name]
-            present.append(p.grad is not None)
-            gradients.append(shard.of(self._rows(name, p) if variable.sparse else self._dense(name, p)))
-            if p.grad is not None:
-                self.versions[name] = (p.grad, p.grad._version)
+        gradients, present, versions = list[Any](), list[bool](), self.versions
+        for shard, name, p in self.loads[bucket.index]:
+            gradient = p.grad
+            present.append(gradient is not None)
+            if _plain(gradient) and shard.axis is None and not shard.variable.sparse:
+                gradients.append(gradient)
+            else:
+                gradients.append(shard.of(self._rows(name, p) if shard.variable.sparse else self._dense(name, p)))
+                gradient = p.grad  # which may be a dense one now
+            if gradient is not None:
+                versions[name] = (p, gradient, gradient._version)
         with self.giving_up():
             self.exchanger.start(bucket, gradients, present)
 
@@ -269,21 +284,26 @@ class Session:
         self._check_untouched()
         with self.giving_up():
             outcomes = self.exchanger.finish(self._outs)
-        rows = self._own_rows()
+        rows, written = self._own_rows(), self.written
+        done = all(self._factor(communicator) == 1.0 for communicator in self.exchanger.communicators)
         for outcome in outcomes:
+            value = outcome.value
+            if done and value is not None and written.get(outcome.variable.name) is value:
+                continue
             shard = self.exchanger.shards[outcome.variable.name]
             p = self.parameters[shard.whole.name]
             if outcome.value is None:
                 if outcome.pending:
                     self._wipe(shard, p)
             elif isinstance(outcome.value, SparseRows):
-                rows.setdefault(shard.whole.name, []).append(shard.back(scaled(outcome.value, self._factor(shard))))
+                found = scaled(outcome.value, self._factor(shard.communicator))
+                rows.setdefault(shard.whole.name, []).append(shard.back(found))
             else:
                 self._write(shard, p, outcome.value)
-        for name, found in rows.items():
+        for name, parts in rows.items():
             p = self.parameters[name]
-            numbers = torch.cat([slices.rows.to(p.device, torch.int64) for slices in found])
-            values = torch.cat([slices.values.to(p.dtype) for slices in found])
+            numbers = torch.cat([slices.rows.to(p.device, torch.int64) for slices in parts])
+            values = torch.cat([slices.values.to(p.dtype) for slices in parts])
             p.grad = torch.sparse_coo_tensor(numbers[None], values, p.shape, check_invariants=False)
         self.versions, self.written = {}, {}
         return outcomes
@@ -291,9 +311,9 @@ class Session:
     def _own_rows(self) -> dict[str, list[SparseRows]]:
         """This rank's rows of parts that are not synchronized, of sparse variables that are in other parts."""
         rows = {}
-        for name, shards in self.exchanger.shards_of.items():
-            own, p = [shard for shard in shards if shard.period and shard.variable.sparse], self.parameters[name]
-            if own and len(own) < len(shards) and p.grad is not None:
+        for name in self.mixed:
+            own, p = [shard for shard in self.exchanger.shards_of[name] if shard.period], self.parameters[name]
+            if p.grad is not None:
                 rows[name] = [shard.back(shard.of(self._rows(name, p))) for shard in own]
         return rows
 
@@ -304,12 +324,13 @@ class Session:
                 p.grad = torch.empty_like(p) if shard.axis is None else torch.zeros_like(p)
             view = shard.of(p.grad)
             view.copy_(value)  # type: ignore[union-attr]
-        if self._factor(shard) != 1.0:
-            view.mul_(self._factor(shard))
+        factor = self._factor(shard.communicator)
+        if factor != 1.0:
+            view.mul_(factor)
 
-    def _factor(self, shard: Shard) -> float:
-        """What the aggregate of a shard is multiplied with."""
-        return self.settings.reduction.factor(shard.communicator.compressor.votes, self.exchanger.backend.size)
+    def _factor(self, communicator: Communicator) -> float:
+        """What a communicator's aggregates are multiplied with."""
+        return self.settings.reduction.factor(communicator.compressor.votes, self.exchanger.backend.size)
 
     def _wipe(self, shard: Shard, p: torch.nn.Parameter) -> None:
         """Nothing has come for a shard yet: this rank's own gradient must not be taken for the mean."""
@@ -323,8 +344,11 @@ class Session:
         """The optimizer has stepped: what the next exchange tells of it."""
         self.idle = False
         self.context.updates += 1
-        self.hyperparameters = hyperparameters(self.optimizer)
-        self.context.settings = digest(self.hyperparameters)
+        made_of = simple_settings(self.optimizer)
+        if made_of is None or made_of != self.made_of:
+            self.hyperparameters, self.made_of = hyperparameters(self.optimizer), made_of
+            self.digest = digest(self.hyperparameters)
+        self.context.settings = self.digest
 
     def loaded(self) -> None:
         """A state was loaded."""
@@ -346,8 +370,7 @@ class Session:
     def _check_untouched(self) -> None:
         states = getattr(self.grad_scaler, "_per_optimizer_states", {})  # torch counts no version for unscale_()
         unscaled = getattr(states.get(id(self.optimizer), {}).get("stage"), "name", "") == "UNSCALED"
-        for name, (gradient, version) in self.versions.items():
-            p = self.parameters[name]
+        for name, (p, gradient, version) in self.versions.items():
             if unscaled or p.grad is not gradient or gradient._version != version:
                 check_unwrapped(self.parameters)  # since the optimizer was made distributed
                 raise ExchangeError(
@@ -358,14 +381,19 @@ class Session:
 
     def _outs(self, bucket: Bucket) -> list[torch.Tensor | None]:
         """Where aggregates may be written directly: float32 or exact gradients, contiguous, of this rank."""
-        traits = bucket.communicator.compressor.traits
+        exact, written = bucket.communicator.compressor.traits.exact, self.written
         outs: list[torch.Tensor | None] = []
-        for variable in bucket.variables:
-            shard = self.exchanger.shards[variable.name]
-            grad = self.parameters[shard.whole.name].grad
+        for shard, _, p in self.loads[bucket.index]:
+            grad = p.grad
             view = None if grad is None or grad.layout is not torch.strided else shard.of(grad)
-            usable = view is not None and view.is_contiguous() and (traits.exact or view.dtype == torch.float32)
-            outs.append(view if usable else None)
-            if usable and view is not None:
-                self.written[variable.name] = view
+            if view is not None and view.is_contiguous() and (exact or view.dtype is torch.float32):
+                outs.append(view)
+                written[shard.variable.name] = view
+            else:
+                outs.append(None)
         return outs
+
+
+def _plain(x: torch.Tensor | None) -> bool:
+    """Whether it can be read as it is."""
+    return x is not None and x.layout is torch.strided and not x.requires_grad and x.is_contiguous()

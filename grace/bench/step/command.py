@@ -35,8 +35,8 @@ def command(
     model: Annotated[
         str,
         typer.Option(
-            help="transformer, resnet, lstm, ncf, mlp, or module:function, which returns (model, loss, samples), where "
-            "loss(model) is the loss of a batch of so many samples, on the device of its choice."
+            help="transformer, resnet, resnet50, lstm, ncf, mlp, or module:function, which returns (model, loss, "
+            "samples), where loss(model) is the loss of a batch of so many samples, on the device of its choice."
         ),
     ] = "transformer",
     methods: Annotated[

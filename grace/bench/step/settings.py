@@ -28,7 +28,7 @@ BOUND = "no communication"
 """The contestant whose ranks train alone: what no exchange can be faster than."""
 
 
-MODELS = ("transformer", "resnet", "lstm", "ncf", "mlp")
+MODELS = ("transformer", "resnet", "resnet50", "lstm", "ncf", "mlp")
 """Functions of :mod:`grace.bench.workloads.models`."""
 
 

@@ -62,6 +62,23 @@ def resnet(rank: int) -> Workload:
     return _classify(model, x, y)
 
 
+def resnet50(rank: int) -> Workload:
+    """ResNet-50 for ImageNet (He et al., CVPR 2016, arXiv 1512.03385): 25.6 M parameters in 161 variables.
+
+    A batch has 2 images of 3 x 64 x 64. Groups of channels are normalized, not batches, so that ranks do not differ.
+    """
+    stem = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.GroupNorm(32, 64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    blocks, before = list[nn.Module](), 64
+    for width, count in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for i in range(count):
+            blocks.append(_Bottleneck(before, width, stride=2 if i == 0 and width > 64 else 1))
+            before = 4 * width
+    model = nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, 1000))
+    generator = torch.Generator().manual_seed(rank)
+    x, y = torch.randn(2, 3, 64, 64, generator=generator), torch.randint(1000, (2,), generator=generator)
+    return _classify(model, x, y)
+
+
 def ncf(rank: int) -> Workload:
     """Neural collaborative filtering (He et al., WWW 2017, arXiv 1708.05031): 9.7 M parameters, mostly embeddings.
 
@@ -82,6 +99,7 @@ def mlp(rank: int) -> Workload:
 MODELS: dict[str, Callable[[int], Workload]] = {
     "transformer": transformer,
     "resnet": resnet,
+    "resnet50": resnet50,
     "lstm": lstm,
     "ncf": ncf,
     "mlp": mlp,
@@ -103,7 +121,7 @@ def workload(name: str, rank: int) -> Workload:
     (8, 10576400)
     >>> workload("vgg", rank=0)
     Traceback (most recent call last):
-    grace.errors.ConfigError: unknown model 'vgg'; known: transformer, resnet, lstm, ncf, mlp, or module:function
+    grace.errors.ConfigError: unknown model 'vgg'; known: transformer, resnet, resnet50, ... or module:function
     """
     if name in MODELS:
         return MODELS[name](rank)
@@ -161,6 +179,27 @@ class _Block(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return functional.relu(self.layers(images) + self.shortcut(images))
+
+
+class _Bottleneck(nn.Module):
+    """1 x 1, 3 x 3 and 1 x 1 convolutions, and what they are added to; a stride halves the image."""
+
+    def __init__(self, before: int, width: int, stride: int):
+        super().__init__()
+        self.path = nn.Sequential(
+            *(nn.Conv2d(before, width, 1, bias=False), nn.GroupNorm(32, width), nn.ReLU()),
+            *(nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.GroupNorm(32, width), nn.ReLU()),
+            *(nn.Conv2d(width, 4 * width, 1, bias=False), nn.GroupNorm(32, 4 * width)),
+        )
+        same = before == 4 * width
+        self.shortcut = (
+            nn.Sequential()
+            if same
+            else nn.Sequential(nn.Conv2d(before, 4 * width, 1, stride, bias=False), nn.GroupNorm(32, 4 * width))
+        )
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.shortcut(images) + self.path(images))
 
 
 class _Words(nn.Module):

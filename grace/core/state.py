@@ -29,6 +29,10 @@ class State(MutableMapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         return self._staged[name] if name in self._staged else self._kept[name]
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """As of a dict."""
+        return self._staged[name] if name in self._staged else self._kept.get(name, default)
+
     def __setitem__(self, name: str, value: Any) -> None:
         self._staged[name] = value
 
@@ -50,9 +54,9 @@ class State(MutableMapping[str, Any]):
     def __repr__(self) -> str:
         return f"State(kept={sorted(self._kept)}, staged={sorted(self._staged)})"
 
-    def changed(self, name: str) -> bool:
-        """Whether it was written since the last commit."""
-        return name in self._staged
+    def changed(self, *names: str) -> bool:
+        """Whether one of them was written since the last commit."""
+        return not self._staged.keys().isdisjoint(names)
 
     @property
     def kept(self) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from grace.exchange.tracing import recorder
 from grace.exchange.wire import LARGEST, Wire, mark
 from grace.kernels import Kernels
 
-FLOAT32_MAX = float(np.finfo(np.float32).max)
+MOST, MOST_KEPT = np.finfo(np.float32).max.view(np.uint32), np.float32(LARGEST).view(np.uint32)
+"""The bits of the largest numbers that are in range."""
 
 
 class BucketCodec:
@@ -34,15 +35,20 @@ class BucketCodec:
 
     def __init__(self, codec: Any, bucket: Bucket, kernels: Kernels, ctxs: Sequence[Any]):
         self.codec, self.kernels, self.ctxs = codec, kernels, list(ctxs)
-        self.names = [variable.name for variable in bucket.variables]
+        self.names = bucket.names
         self.shapes = [variable.shape for variable in bucket.variables]
         memory = bucket.communicator.memory
         self.memory = memory if isinstance(memory, ErrorFeedback) else None
         assert bucket.wire is not None
         self.wire, self.turns, self.places = bucket.wire, list[list[Tensor]](), list[Any]()
+        self.target: tuple[Tensor, Any] | None = None
+        self.last = 0
+        """The turn that was written to last."""
         self.rows = np.zeros((len(self.names), 3), np.uint64)
         self.factors = np.ones(len(self.names), np.float32)
-        self.streams = np.zeros((len(self.names), 4), np.uint32)
+        self.streams, self.drawn_for = np.zeros((len(self.names), 4), np.uint32), (-1, -1)
+        self.encoded = [(None, ctx) for ctx in self.ctxs]
+        self.well = [mark(True, True, self.wire.sums)] * len(self.names)
 
     @classmethod
     def of(cls, bucket: Bucket, kernels: Kernels, encoded: Sequence[tuple[Any, Any]]) -> "BucketCodec | None":
@@ -72,8 +78,10 @@ class BucketCodec:
         if addresses is None:
             gradients = [k.flat(k.cast(gradient, "float32")) for gradient in gradients]
             addresses = k.addresses(gradients)
-        target = k.addresses([wire], self.wire.dtype)
-        if addresses is None or target is None:
+        if self.target is None or self.target[0] is not wire:
+            found = k.addresses([wire], self.wire.dtype)
+            self.target = None if found is None else (wire, np.uint64(found[0]))
+        if addresses is None or self.target is None:
             return None
         following = [] if self.memory is None else self._recalled(self.memory, gradients[0])
         if following is None:
@@ -81,9 +89,12 @@ class BucketCodec:
         self.rows[:, 0] = addresses
         if self.codec.draws:
             context = compressor.context
-            self.streams[:] = [context.stream(name).words for name in self.names]
-        most = np.float32(LARGEST if kept else FLOAT32_MAX).view(np.uint32)
-        sound: list[bool] = self.codec.encode(self.rows, self.factors, np.uint64(target[0]), most, self.streams)
+            if self.drawn_for != (context.seed, context.rank):
+                self.streams[:] = [context.stream(name).words for name in self.names]
+                self.drawn_for = context.seed, context.rank
+            self.streams[:, 2] = context.step & 0xFFFFFFFF
+        most = MOST_KEPT if kept else MOST
+        sound: list[bool] = self.codec.encode(self.rows, self.factors, self.target[1], most, self.streams)
         for name, residual in zip(self.names, following, strict=bool(following)):
             self.memory.keep(name, residual)  # type: ignore[union-attr]
         return sound
@@ -93,14 +104,18 @@ class BucketCodec:
         k, state = self.kernels, memory.state
         if not self.turns:
             self.turns = [[k.zeros(shape, "float32", like) for shape in self.shapes] for _ in range(2)]
-            self.places = [k.addresses(turn) for turn in self.turns]
-        following: list[Tensor] = []
-        for i, name in enumerate(self.names):
-            if state.changed(name):
-                return None
-            a, residual, b = memory.recall(name)
-            if b != 1:
-                return None
+            self.places = [np.array(k.addresses(turn), np.uint64) for turn in self.turns]
+        recalled = [memory.recall(name) for name in self.names]
+        if state.changed(*self.names) or not all([b == 1 for _, _, b in recalled]):
+            return None
+        self.factors[:] = [a for a, _, _ in recalled]
+        last = self.last
+        if all([residual is own for (_, residual, _), own in zip(recalled, self.turns[last], strict=True)]):
+            self.last = 1 - last
+            self.rows[:, 1], self.rows[:, 2] = self.places[last], self.places[self.last]
+            return self.turns[self.last]
+        following: list[Tensor] = []  # some are new, or were loaded or left out
+        for i, (name, (_, residual, _)) in enumerate(zip(self.names, recalled, strict=True)):
             held = residual if residual is not None else _residual(state.get(name))
             turn = int(held is self.turns[0][i])  # the other one
             own = turn or held is self.turns[1][i]
@@ -113,8 +128,9 @@ class BucketCodec:
                 return None
             else:
                 self.rows[i, 1] = found[0]
-            self.rows[i, 2], self.factors[i] = self.places[turn][i], a
+            self.rows[i, 2] = self.places[turn][i]
             following.append(self.turns[turn][i])
+        self.last = int(following[0] is self.turns[1][0])
         return following
 
     def decode(self, outs: Sequence[Tensor], wires: Sequence[Tensor], count: float, loss_scale: float) -> bool:
@@ -174,9 +190,11 @@ class AtOnce:
         if sound is None:
             return False
         self.codec, self.wire = codec, wire
-        self.encoded = [(None, ctx) for ctx in codec.ctxs]
-        self.sound = [here and ok for here, ok in zip(self.present, sound, strict=True)]
-        marks = [mark(here, ok, wire.sums) for here, ok in zip(self.present, self.sound, strict=True)]
+        self.encoded, marks = codec.encoded, codec.well
+        if not all(self.present) or not all(sound):
+            sound = [here and ok for here, ok in zip(self.present, sound, strict=True)]
+            marks = [mark(here, ok, wire.sums) for here, ok in zip(self.present, sound, strict=True)]
+        self.sound = sound
         wire.write_marks(self.bucket.buffer, marks, self.own_place())
         return True
 

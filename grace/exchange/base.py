@@ -41,7 +41,7 @@ class Exchange(AtOnce, Refusing, Judging, Rounds):
         self.communicator = bucket.communicator
         self.compressor, self.memory = self.communicator.compressor, self.communicator.memory
         self.traits = self.compressor.traits
-        self.names = [variable.name for variable in bucket.variables]
+        self.names = bucket.names
         self.kernels = kernels_of(gradients[0])
         self.handle: Any = None
         self.ranged = []
@@ -192,14 +192,13 @@ class Exchange(AtOnce, Refusing, Judging, Rounds):
     def _count(self, wire: Wire, buffer: Tensor) -> None:
         """Count a buffer that is about to leave."""
         self._add(wire.payload_bytes)
-        self.traffic.header_bytes += self.kernels.nbytes(buffer) - sum(wire.payload_bytes)
+        self.traffic.header_bytes += self.kernels.nbytes(buffer) - wire.total
 
     def _add(self, payload_bytes: list[int]) -> None:
         """Count the variables' payloads."""
-        counts, added = self.traffic.payload_bytes, dict(zip(self.names, payload_bytes, strict=True))
-        for name, nbytes in added.items():
-            counts[name] = counts.get(name, 0) + nbytes
-        recorder.payload(added)
+        self.traffic.add(self.names, payload_bytes)
+        if recorder.active is not None:
+            recorder.payload(dict(zip(self.names, payload_bytes, strict=True)))
 
     # -- receiving -------------------------------------------------------------------------------------
 
@@ -336,7 +335,7 @@ class Exchange(AtOnce, Refusing, Judging, Rounds):
             outcomes = recorder.each("decode", self.names, decode, range(len(self.names)), received, outs)
         if several:  # with what all ranks got
             recorder.each("update", self.names, self._update, self.inputs, self.encoded)
-        for i, outcome in enumerate(outcomes):
+        for i, outcome in enumerate(outcomes if any(missing) or any(overflow) else ()):
             outcome.overflow = overflow[i]
             if overflow[i] and (several or not self.traits.carries_nonfinite):
                 outcome.value = self.kernels.add(outcome.value, outcome.value, math.nan)

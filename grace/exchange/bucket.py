@@ -72,6 +72,11 @@ class Bucket:
     """Whether all ranks' payloads were found to be of equal sizes, where nobody said that they are."""
     compares: bool = False
     """Whether they are compared in every step: those of a graph are all alike."""
+    names: list[str] = field(init=False)
+    """Of the variables."""
+
+    def __post_init__(self) -> None:
+        self.names = [variable.name for variable in self.variables]
 
     def describe(self) -> str:
         """For messages: the bucket's number, first and last variable, and its communicator."""
@@ -80,8 +85,7 @@ class Bucket:
     @property
     def ends(self) -> str:
         """The first and the last variable."""
-        names = [variable.name for variable in self.variables]
-        return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+        return self.names[0] if len(self.names) == 1 else f"{self.names[0]} .. {self.names[-1]}"
 
 
 class Contribution(NamedTuple):
@@ -108,7 +112,6 @@ class Traffic:
 
     Attributes:
         steps: exchanges of the whole model.
-        payload_bytes: bytes of payload handed to the engine, per variable.
         header_bytes: statuses and padding.
         sent_bytes: bytes that left this rank, as the engine's collectives move them.
         elements: gradient elements exchanged.
@@ -116,11 +119,30 @@ class Traffic:
     """
 
     steps: int = 0
-    payload_bytes: dict[str, int] = field(default_factory=dict)
     header_bytes: int = 0
     sent_bytes: int = 0
     elements: int = 0
     codec_seconds: float = 0.0
+    _counted: dict[str, int] = field(default_factory=dict, repr=False)
+    _left: dict[int, tuple[list[str], list[int], int]] = field(default_factory=dict, repr=False)
+    """What is to be counted still: the same lists come at every step."""
+
+    def add(self, names: list[str], payload_bytes: list[int]) -> None:
+        """Count payloads; neither list changes any more."""
+        known = self._left.get(id(payload_bytes))
+        if known is None and len(self._left) >= 64:
+            _ = self.payload_bytes
+        self._left[id(payload_bytes)] = names, payload_bytes, 1 if known is None else known[2] + 1
+
+    @property
+    def payload_bytes(self) -> dict[str, int]:
+        """Bytes of payload handed to the engine, per variable."""
+        counts = self._counted
+        for names, payload_bytes, times in self._left.values():
+            for name, nbytes in zip(names, payload_bytes, strict=True):
+                counts[name] = counts.get(name, 0) + times * nbytes
+        self._left.clear()
+        return counts
 
     @property
     def bits_per_element(self) -> float:
@@ -128,7 +150,7 @@ class Traffic:
         return 8 * (sum(self.payload_bytes.values()) + self.header_bytes) / max(1, self.elements)
 
 
-@dataclass
+@dataclass(slots=True)
 class Outcome:
     """What an exchange brought for one variable: the aggregate, or None if no rank had a gradient, or if nothing
     has come yet (``pending``)."""

@@ -9,7 +9,7 @@ from grace.core.compressor import Tensor
 from grace.errors import PayloadError
 from grace.exchange.bucket import Outcome
 from grace.exchange.places import NUMBERS, compare, place
-from grace.exchange.wire import OVERFLOW
+from grace.exchange.wire import OVERFLOW, PRESENT
 
 
 class Judging:
@@ -94,8 +94,10 @@ class Judging:
 
     def _compare(self, told: list[list[float]]) -> bool:
         """Whether the ranks cannot go on together, by the numbers in their wires."""
-        each = zip(*told, strict=True)
-        numbers = [sum(all_of_one) for all_of_one in each] if self.everyone else [n for one in told for n in one]
+        numbers = told[0]
+        if len(told) > 1:
+            each = zip(*told, strict=True)
+            numbers = [sum(all_of_one) for all_of_one in each] if self.everyone else [n for one in told for n in one]
         self.told, context = [int(n) if n < 256 else 0 for n in numbers], self.communicator.context
         places = [self.told[i : i + NUMBERS] for i in range(0, len(self.told), NUMBERS)]
         why, unlike = compare(places, context)
@@ -134,9 +136,11 @@ class Judging:
         self.look(self.layouts, wires, wait=told or self.guard)
         if told:
             ranks = [layout.statuses(buffer) for layout, buffer in zip(self.layouts, wires, strict=True)]
-            missing = [all(rank[i] == 0 for rank in ranks) for i in range(count)]
             limit = math.inf if self.communicator.sums else OVERFLOW
-            overflow = [any(not rank[i] < limit for rank in ranks) for i in range(count)]
+            well = self.communicator.context.size if self.communicator.sums else PRESENT
+            if any(rank.count(well) < count for rank in ranks):
+                missing = [all(rank[i] == 0 for rank in ranks) for i in range(count)]
+                overflow = [any(not rank[i] < limit for rank in ranks) for i in range(count)]
         sums = self.communicator.sums  # of finite numbers may be infinite
         visible = self.guard and (sums or self.traits.carries_nonfinite)
         if visible and not (sums and self._finite([wires[0][: self.wire.body]])):

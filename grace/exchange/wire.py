@@ -18,6 +18,8 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from grace.core.compressor import Payload, Tensor
 from grace.core.ported import ITEM_SIZE
 from grace.errors import ConfigError, PayloadError
@@ -27,6 +29,8 @@ from grace.kernels.contract.primitives import Placed
 VERSION = 2
 """Of what travels: how payloads and statuses are packed. All ranks must have the same."""
 MISSING, PRESENT, OVERFLOW, REFUSED = 0, 1, 2, 3
+PATTERNS = {"bfloat16": "uint16"}
+"""How NumPy, which does not know them all, calls the bits of numbers."""
 LARGEST = 2.0**95
 """Of a finite tensor that a memory learns from: what a payload leaves out of it is finite, though methods may decode to
 2^31 times as much (random-k, unbiased) and sums over ranks to more."""
@@ -66,6 +70,12 @@ def both(one: Any, other: Any) -> Any:
     return one if other is True else one * other
 
 
+def _patterns(numbers: Sequence[Any], dtype: str) -> np.ndarray:
+    """Statuses and places, which all dtypes hold exactly, as they stand in a wire."""
+    found = np.array(numbers, np.float32)
+    return (found.view(np.uint32) >> 16).astype(np.uint16) if dtype == "bfloat16" else found.astype(dtype)
+
+
 class Wire:
     """The layout of one bucket's payloads, taken from this rank's, which all ranks share; behind the statuses there is
     room for so many numbers of ``places``.
@@ -94,6 +104,7 @@ class Wire:
         self.shapes = [tuple(tensor.shape) for tensor in tensors]
         rest = iter(sizes)
         self.payload_bytes = [sum(next(rest) for _ in range(length)) for length in self.lengths]
+        self.total = sum(self.payload_bytes)
         if sums:
             self.dtype = self._one_dtype()
             self.order = list(range(len(tensors)))
@@ -107,6 +118,8 @@ class Wire:
         self.body = sum(self.units)
         self.length = self.body + self.header + self.padding
         self._statuses: tuple[list[Any], Tensor] | None = None
+        self._marks: tuple[list[Any], np.ndarray] | None = None
+        self._end: tuple[Tensor, np.ndarray] | None = None
         self._unpacked: tuple[Tensor, list[Payload]] | None = None
 
     def _one_dtype(self) -> str:
@@ -145,7 +158,7 @@ class Wire:
             raise PayloadError(f"the payloads are said to take {other.body} bytes, more than {most} of any use")
         other.padding = -(other.body + self.header) % 8
         other.length = other.body + self.header + other.padding
-        other._unpacked = other._statuses = None
+        other._unpacked = other._statuses = other._end = None
         return other
 
     def pack(
@@ -174,9 +187,16 @@ class Wire:
         return [[next(rest) for _ in range(length)] for length in self.lengths]
 
     def write_marks(self, buffer: Tensor, statuses: Sequence[Any], places: Sequence[int]) -> None:
-        """Write the statuses and places behind the payloads of a buffer that is there."""
-        values = self.kernels.full([*statuses, *places], self.dtype, buffer)
-        self.kernels.divide(buffer[self.body : self.body + self.header], values, 1)
+        """Write the statuses and places behind the payloads of a buffer that is there, whose address is known."""
+        if self._end is None or self._end[0] is not buffer:
+            memory = self.kernels.memory(buffer).view(PATTERNS.get(self.dtype, self.dtype))
+            self._end = buffer, memory[self.body : self.body + self.header]
+        if self._marks is None or self._marks[0] != statuses:
+            self._marks = list(statuses), _patterns(statuses, self.dtype)
+        end, count = self._end[1], len(self.lengths)
+        end[:count] = self._marks[1]
+        if places:
+            end[count:] = _patterns(places, self.dtype)
 
     def unpack(self, buffer: Tensor) -> list[Payload]:
         """The payloads in a buffer laid out like this one: views of it."""

@@ -91,6 +91,10 @@ class Kernels(ValueKernels, SparseKernels):
         """Where tensors lie in the CPU's memory; None if one does not, is not contiguous or of another dtype."""
         return None
 
+    def memory(self, x: Tensor) -> np.ndarray:
+        """The bytes (uint8) of a contiguous 1-d tensor whose address is known, to be read and written."""
+        raise NotImplementedError
+
     @abc.abstractmethod
     def zeros(self, shape: tuple[int, ...], dtype: str, like: Tensor) -> Tensor:
         """Zeros on the device of ``like``."""
@@ -101,7 +105,7 @@ class Kernels(ValueKernels, SparseKernels):
 
     @abc.abstractmethod
     def to_list(self, x: Tensor) -> list[float]:
-        """The elements of a 1-d tensor as Python floats."""
+        """The elements of a 1-d tensor as Python numbers."""
 
     @abc.abstractmethod
     def zero(self, out: Tensor) -> Tensor:

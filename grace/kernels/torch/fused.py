@@ -80,9 +80,11 @@ class FusedTorchKernels(HalfTorchKernels):
 
     def addresses(self, tensors, dtype="float32"):
         wanted = DTYPES[dtype]
-        if all(x.dtype == wanted and x.is_contiguous() and x.device.type == "cpu" for x in tensors):
-            return [x.data_ptr() for x in tensors]
-        return None
+        found = [x.data_ptr() for x in tensors if x.dtype is wanted and x.is_cpu and x.is_contiguous()]
+        return found if len(found) == len(tensors) else None
+
+    def memory(self, x):
+        return x.view(torch.uint8).numpy()
 
     def uniform(self, stream, n, like):
         bits = self.random_bits(stream, n, like)

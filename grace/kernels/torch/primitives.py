@@ -59,7 +59,7 @@ class TorchKernels(ValueTorch, SparseTorch, Kernels):
         return torch.tensor(values, dtype=DTYPES[dtype]).to(like.device, non_blocking=True)
 
     def to_list(self, x):
-        return x.double().tolist()
+        return x.tolist()
 
     def zero(self, out):
         return out.zero_()

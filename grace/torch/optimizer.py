@@ -40,7 +40,8 @@ class HookedSession(Session):
     def _reset(self) -> None:
         self.counts: dict[str, int] = {}
         """Backward passes of the parameters that had some."""
-        self.seen: dict[str, tuple[torch.Tensor, int]] = {}
+        self.seen: dict[str, torch.Tensor] = {}
+        self.seen_versions: dict[str, int] = {}
         self.cleared = False
         self.waiting = self.waiting_for()
         self.next_bucket = 0
@@ -62,9 +63,9 @@ class HookedSession(Session):
         recorder.gradient()
         if gradient is not None:  # else the user's own hook took it
             last, version = self.seen.get(name), gradient._version
-            if last is not None and (gradient is not last[0] or version != last[1] + 1):
+            if last is not None and (gradient is not last or version != self.seen_versions[name] + 1):
                 self.cleared = True  # by something but a backward pass
-            self.seen[name] = gradient, version
+            self.seen[name], self.seen_versions[name] = gradient, version
         self.synchronized = self.idle = False
         if self.paused:
             return

@@ -149,7 +149,7 @@ class Session:
         made_with = lambda: [] if (session := me()) is None else in_words(kind, session.hyperparameters)  # noqa: E731
         self.exchanger.hyperparameters = made_with
         self.digest, self.made_of = digest(self.hyperparameters), simple_settings(optimizer)
-        self.versions: dict[str, tuple[torch.nn.Parameter, torch.Tensor, int]] = {}
+        self.versions: dict[int, tuple[list[Any], list[int]]] = {}
         self.written: dict[str, torch.Tensor] = {}
         if settings.broadcast and not backend.elastic:
             broadcast_parameters(start, 0, backend)
@@ -209,8 +209,8 @@ class Session:
             for name in dict.fromkeys(name for _, name in load):
                 self.buckets_of[name].append(bucket)
                 self.waits[bucket.index] += 1
-        wholes = [(name, parts) for name, parts in self.exchanger.shards_of.items() if parts[0].variable.sparse]
-        self.mixed = [name for name, parts in wholes if 0 < sum(shard.period > 0 for shard in parts) < len(parts)]
+        rows = [(name, parts) for name, parts in self.exchanger.shards_of.items() if parts[0].variable.sparse]
+        self.mixed = [name for name, parts in rows if 0 < sum(shard.period > 0 for shard in parts) < len(parts)]
         """Sparse variables some of whose parts are not exchanged."""
 
     def waiting_for(self) -> list[int]:
@@ -224,19 +224,19 @@ class Session:
         """Begin a bucket's exchange, with zeros where this rank has no gradient."""
         if not self.versions and self.exchanger.follows_scaler():
             self.exchanger.rescale(self.grad_scaler.get_scale())
-        gradients, present, versions = list[Any](), list[bool](), self.versions
+        gradients, held, versions = list[Any](), list[Any](), list[int]()
         for shard, name, p in self.loads[bucket.index]:
             gradient = p.grad
-            present.append(gradient is not None)
             if _plain(gradient) and shard.axis is None and not shard.variable.sparse:
                 gradients.append(gradient)
             else:
                 gradients.append(shard.of(self._rows(name, p) if shard.variable.sparse else self._dense(name, p)))
                 gradient = p.grad  # which may be a dense one now
-            if gradient is not None:
-                versions[name] = (p, gradient, gradient._version)
+            held.append(gradient)
+            versions.append(0 if gradient is None else gradient._version)
+        self.versions[bucket.index] = held, versions
         with self.giving_up():
-            self.exchanger.start(bucket, gradients, present)
+            self.exchanger.start(bucket, gradients, [gradient is not None for gradient in held])
 
     @contextlib.contextmanager
     def giving_up(self) -> Iterator[None]:
@@ -324,8 +324,7 @@ class Session:
                 p.grad = torch.empty_like(p) if shard.axis is None else torch.zeros_like(p)
             view = shard.of(p.grad)
             view.copy_(value)  # type: ignore[union-attr]
-        factor = self._factor(shard.communicator)
-        if factor != 1.0:
+        if (factor := self._factor(shard.communicator)) != 1.0:
             view.mul_(factor)
 
     def _factor(self, communicator: Communicator) -> float:
@@ -370,8 +369,10 @@ class Session:
     def _check_untouched(self) -> None:
         states = getattr(self.grad_scaler, "_per_optimizer_states", {})  # torch counts no version for unscale_()
         unscaled = getattr(states.get(id(self.optimizer), {}).get("stage"), "name", "") == "UNSCALED"
-        for name, (p, gradient, version) in self.versions.items():
-            if unscaled or p.grad is not gradient or gradient._version != version:
+        for index, (held, versions) in self.versions.items():
+            for (_, name, p), own, version in zip(self.loads[index], held, versions, strict=True):
+                if own is None or (own._version == version and p.grad is own and not unscaled):
+                    continue
                 check_unwrapped(self.parameters)  # since the optimizer was made distributed
                 raise ExchangeError(
                     f"the gradient of {name!r} was changed after its exchange began (by clipping, unscaling or "

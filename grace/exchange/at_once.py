@@ -24,6 +24,68 @@ MOST, MOST_KEPT = np.finfo(np.float32).max.view(np.uint32), np.float32(LARGEST).
 """The bits of the largest numbers that are in range."""
 
 
+class Turns:
+    """The residuals of some variables in two buffers that take turns, as addresses for a codec.
+
+    Args:
+        memory: whose; there are none if it keeps nothing.
+        names, shapes: of the variables.
+
+    Attributes:
+        rows: uint64 of shape (variables, 3): a column for gradients, where residuals are, where the next ones go.
+        factors: float32: what residuals are multiplied by.
+    """
+
+    def __init__(self, memory: Memory, kernels: Kernels, names: Sequence[str], shapes: Sequence[tuple[int, ...]]):
+        self.memory = memory if isinstance(memory, ErrorFeedback) else None
+        self.kernels, self.names, self.shapes = kernels, list(names), list(shapes)
+        self.buffers, self.places = list[list[Tensor]](), list[Any]()
+        self.rows = np.zeros((len(self.names), 3), np.uint64)
+        self.factors = np.ones(len(self.names), np.float32)
+        self.following, self.last = list[Tensor](), 0
+
+    def turn(self, like: Tensor) -> bool:
+        """Fill in where the residuals are, and where the next ones go; False if a codec cannot take them."""
+        k, memory, self.following = self.kernels, self.memory, []
+        if memory is None:
+            return True
+        if not self.buffers:
+            self.buffers = [[k.zeros(shape, "float32", like) for shape in self.shapes] for _ in range(2)]
+            self.places = [np.array(k.addresses(buffer), np.uint64) for buffer in self.buffers]
+        recalled = [memory.recall(name) for name in self.names]
+        if memory.state.changed(*self.names) or not all([b == 1 for _, _, b in recalled]):
+            return False
+        self.factors[:] = [a for a, _, _ in recalled]
+        last = self.last
+        if all([residual is own for (_, residual, _), own in zip(recalled, self.buffers[last], strict=True)]):
+            self.last = 1 - last
+            self.rows[:, 1], self.rows[:, 2] = self.places[last], self.places[self.last]
+            self.following = self.buffers[self.last]
+            return True
+        for i, (name, (_, residual, _)) in enumerate(zip(self.names, recalled, strict=True)):
+            held = residual if residual is not None else _residual(memory.state.get(name))
+            turn = int(held is self.buffers[0][i])  # the other one
+            own = turn or held is self.buffers[1][i]
+            found = None if residual is None or own else k.addresses([residual])
+            if residual is None:
+                self.rows[i, 1] = 0
+            elif own:
+                self.rows[i, 1] = self.places[1 - turn][i]
+            elif found is None:
+                return False
+            else:
+                self.rows[i, 1] = found[0]
+            self.rows[i, 2] = self.places[turn][i]
+            self.following.append(self.buffers[turn][i])
+        self.last = int(self.following[0] is self.buffers[1][0])
+        return True
+
+    def keep(self) -> None:
+        """Let the memory remember the next residuals, which have been written."""
+        for name, residual in zip(self.names, self.following, strict=self.memory is not None):
+            self.memory.keep(name, residual)  # type: ignore[union-attr]
+
+
 class BucketCodec:
     """The codec of one bucket, and the buffers that it keeps.
 
@@ -36,16 +98,11 @@ class BucketCodec:
     def __init__(self, codec: Any, bucket: Bucket, kernels: Kernels, ctxs: Sequence[Any]):
         self.codec, self.kernels, self.ctxs = codec, kernels, list(ctxs)
         self.names = bucket.names
-        self.shapes = [variable.shape for variable in bucket.variables]
-        memory = bucket.communicator.memory
-        self.memory = memory if isinstance(memory, ErrorFeedback) else None
+        shapes = [variable.shape for variable in bucket.variables]
+        self.turns = Turns(bucket.communicator.memory, kernels, self.names, shapes)
         assert bucket.wire is not None
-        self.wire, self.turns, self.places = bucket.wire, list[list[Tensor]](), list[Any]()
+        self.wire = bucket.wire
         self.target: tuple[Tensor, Any] | None = None
-        self.last = 0
-        """The turn that was written to last."""
-        self.rows = np.zeros((len(self.names), 3), np.uint64)
-        self.factors = np.ones(len(self.names), np.float32)
         self.streams, self.drawn_for = np.zeros((len(self.names), 4), np.uint32), (-1, -1)
         self.encoded = [(None, ctx) for ctx in self.ctxs]
         self.well = [mark(True, True, self.wire.sums)] * len(self.names)
@@ -53,17 +110,14 @@ class BucketCodec:
     @classmethod
     def of(cls, bucket: Bucket, kernels: Kernels, encoded: Sequence[tuple[Any, Any]]) -> "BucketCodec | None":
         """The codec of a bucket that has been exchanged once; None if its method and memory have none."""
-        compressor, memory = bucket.communicator.compressor, bucket.communicator.memory
-        if "bucket_codec" not in vars(type(compressor)) or not _simple(memory):
-            return None
-        if not kernels.compiled or bucket.wire is None:
+        compressor = bucket.communicator.compressor
+        found = codec_of(compressor, [bucket.communicator.memory], kernels)
+        if found is None or bucket.wire is None:
             return None
         if compressor.traits.exact and any(variable.dtype != "float32" for variable in bucket.variables):
             return None
-        from grace.kernels.fused.bucket_codecs import CODECS  # which needs Numba
-
-        name, chosen = compressor.bucket_codec()
-        codec = CODECS[name]([variable.numel for variable in bucket.variables], bucket.wire.placed(), **chosen)
+        kind, chosen = found
+        codec = kind([variable.numel for variable in bucket.variables], bucket.wire.placed(), **chosen)
         return cls(codec, bucket, kernels, [ctx for _, ctx in encoded])
 
     def encode(
@@ -73,65 +127,24 @@ class BucketCodec:
 
         None if it cannot: nothing has changed then.
         """
-        k = self.kernels
-        addresses = k.addresses(gradients)
-        if addresses is None:
-            gradients = [k.flat(k.cast(gradient, "float32")) for gradient in gradients]
-            addresses = k.addresses(gradients)
+        k, turns = self.kernels, self.turns
+        gradients, addresses = contiguous(k, gradients)
         if self.target is None or self.target[0] is not wire:
             found = k.addresses([wire], self.wire.dtype)
             self.target = None if found is None else (wire, np.uint64(found[0]))
-        if addresses is None or self.target is None:
+        if addresses is None or self.target is None or not turns.turn(gradients[0]):
             return None
-        following = [] if self.memory is None else self._recalled(self.memory, gradients[0])
-        if following is None:
-            return None
-        self.rows[:, 0] = addresses
+        turns.rows[:, 0] = addresses
         if self.codec.draws:
             context = compressor.context
             if self.drawn_for != (context.seed, context.rank):
                 self.streams[:] = [context.stream(name).words for name in self.names]
                 self.drawn_for = context.seed, context.rank
             self.streams[:, 2] = context.step & 0xFFFFFFFF
-        most = MOST_KEPT if kept else MOST
-        sound: list[bool] = self.codec.encode(self.rows, self.factors, self.target[1], most, self.streams)
-        for name, residual in zip(self.names, following, strict=bool(following)):
-            self.memory.keep(name, residual)  # type: ignore[union-attr]
+        chosen = self.target[1], MOST_KEPT if kept else MOST, self.streams
+        sound: list[bool] = self.codec.encode(turns.rows, turns.factors, *chosen)
+        turns.keep()
         return sound
-
-    def _recalled(self, memory: ErrorFeedback, like: Tensor) -> list[Tensor] | None:
-        """Fill in where the residuals are, and give where the next ones go."""
-        k, state = self.kernels, memory.state
-        if not self.turns:
-            self.turns = [[k.zeros(shape, "float32", like) for shape in self.shapes] for _ in range(2)]
-            self.places = [np.array(k.addresses(turn), np.uint64) for turn in self.turns]
-        recalled = [memory.recall(name) for name in self.names]
-        if state.changed(*self.names) or not all([b == 1 for _, _, b in recalled]):
-            return None
-        self.factors[:] = [a for a, _, _ in recalled]
-        last = self.last
-        if all([residual is own for (_, residual, _), own in zip(recalled, self.turns[last], strict=True)]):
-            self.last = 1 - last
-            self.rows[:, 1], self.rows[:, 2] = self.places[last], self.places[self.last]
-            return self.turns[self.last]
-        following: list[Tensor] = []  # some are new, or were loaded or left out
-        for i, (name, (_, residual, _)) in enumerate(zip(self.names, recalled, strict=True)):
-            held = residual if residual is not None else _residual(state.get(name))
-            turn = int(held is self.turns[0][i])  # the other one
-            own = turn or held is self.turns[1][i]
-            found = None if residual is None or own else k.addresses([residual])
-            if residual is None:
-                self.rows[i, 1] = 0
-            elif own:
-                self.rows[i, 1] = self.places[1 - turn][i]
-            elif found is None:
-                return None
-            else:
-                self.rows[i, 1] = found[0]
-            self.rows[i, 2] = self.places[turn][i]
-            following.append(self.turns[turn][i])
-        self.last = int(following[0] is self.turns[1][0])
-        return following
 
     def decode(self, outs: Sequence[Tensor], wires: Sequence[Tensor], count: float, loss_scale: float) -> bool:
         """Write the means into ``outs``; False if this cannot be done, or a payload is damaged."""
@@ -140,6 +153,25 @@ class BucketCodec:
             return False
         well: bool = self.codec.decode(np.array(places, np.uint64), np.array(sources, np.uint64), count, loss_scale)
         return well
+
+
+def codec_of(compressor: Compressor, memories: Sequence[Memory], kernels: Kernels) -> tuple[Any, dict[str, Any]] | None:
+    """The class and options of a method's codec; None if the method, or what remembers, has none."""
+    if "bucket_codec" not in vars(type(compressor)) or not all(map(_simple, memories)) or not kernels.compiled:
+        return None
+    from grace.kernels.fused.bucket_codecs import CODECS  # which needs Numba
+
+    name, chosen = compressor.bucket_codec()
+    return CODECS[name], chosen
+
+
+def contiguous(k: Kernels, gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[int] | None]:
+    """Gradients in float32 and contiguous, and where they are; None if not in the CPU's memory."""
+    addresses = k.addresses(gradients)
+    if addresses is None:
+        gradients = [k.flat(k.cast(gradient, "float32")) for gradient in gradients]
+        addresses = k.addresses(gradients)
+    return gradients, addresses
 
 
 def _residual(held: Any) -> Any:

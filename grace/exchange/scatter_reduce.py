@@ -2,13 +2,14 @@
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from grace.core.compressor import Compressor, Payload, Tensor, Traits
 from grace.core.variable import equal_bounds
 from grace.errors import PayloadError, payload_of
 from grace.exchange.base import Exchange
 from grace.exchange.bucket import Outcome
+from grace.exchange.scatter_at_once import ScatterAtOnce
 from grace.exchange.tracing import recorder
 from grace.exchange.wire import OVERFLOW, REFUSED, Wire, in_range, mark
 from grace.kernels import kernels_of
@@ -58,45 +59,54 @@ class Sharded(Compressor):
         return out if k.mutable else k.reshape(k.join(shards), tuple(out.shape))
 
 
-class ScatterReduceExchange(Exchange):
+class ScatterReduceExchange(ScatterAtOnce, Exchange):
     """Two collectives: an all-to-all of compressed shards, and an all-gather of compressed means.
 
     The wires of all shards are padded with zeros to the longest, whose length follows from the shapes, so no
     sizes have to be exchanged.
     """
 
+    by_codec: ClassVar[bool] = True
+
     def _start(self, gradients: Sequence[Tensor]) -> None:
         began = time.perf_counter()
-        k = self.kernels
+        self.sharded = Sharded(self.compressor, self.communicator.context.size)
+        self.means_sent = False
+        if vars(type(self)).get("by_codec") and self._encoded_at_once(gradients):
+            self._add(self.codec.payload_bytes)
+            self._send_shards(self.codec.buffer, began)
+            return
         inputs = recorder.each("compensate", self.names, self._compensated, gradients)
         shards = self._shards(inputs)
         with recorder.phase("pack", bucket=self.bucket):
             kept = self.memory.stateful
             self.sound = [
-                here and in_range(k, x, self._floats(payload), kept)
+                here and in_range(self.kernels, x, self._floats(payload), kept)
                 for here, x, (payload, _) in zip(self.present, inputs, self.encoded, strict=True)
             ]
             marks = [mark(here, ok, False) for here, ok in zip(self.present, self.sound, strict=True)]
-            self.wires = [Wire(k, payloads, False, self.room) for payloads in shards]
+            self.wires = [Wire(self.kernels, payloads, False, self.room) for payloads in shards]
             self.longest = max(wire.length for wire in self.wires)
             packed = [self._padded(wire, p, marks) for wire, p in zip(self.wires, shards, strict=True)]
-            buffer = k.join(packed)
+            buffer = self.kernels.join(packed)
         for wire in self.wires:
             self._add(wire.payload_bytes)
-        self.traffic.header_bytes += k.nbytes(buffer) - sum(sum(wire.payload_bytes) for wire in self.wires)
-        self.traffic.codec_seconds += time.perf_counter() - began
-        self.means_sent = False
-        self._launch(self.communicator.backend.alltoall, buffer)
+        self._send_shards(buffer, began)
         began = time.perf_counter()
+        if vars(type(self)).get("by_codec"):
+            self.find_codec()
         self._learn(inputs)
         self.traffic.codec_seconds += time.perf_counter() - began
 
+    def _send_shards(self, buffer: Tensor, began: float) -> None:
+        self.traffic.header_bytes += self.kernels.nbytes(buffer) - sum(sum(wire.payload_bytes) for wire in self.wires)
+        self.traffic.codec_seconds += time.perf_counter() - began
+        self._launch(self.communicator.backend.alltoall, buffer)
+
     def _shards(self, inputs: Sequence[Tensor]) -> list[list[Payload]]:
         """For each rank what it gets of every variable."""
-        size = self.communicator.context.size
-        self.sharded = Sharded(self.compressor, size)
         self.encoded = recorder.each("compress", self.names, self.sharded.compressed, inputs)
-        return [[payload[j] for payload, _ in self.encoded] for j in range(size)]
+        return [[payload[j] for payload, _ in self.encoded] for j in range(self.sharded.shards)]
 
     def _floats(self, payload: Any) -> list[Tensor]:
         """The tensors of what a variable was encoded to."""
@@ -129,25 +139,33 @@ class ScatterReduceExchange(Exchange):
             if self.look([wire] * len(rows), rows):  # as all ranks do, each of which has got something of all
                 self.means_sent = True
                 return False
-            statuses = [wire.statuses(row) for row in rows]
+            statuses = list(zip(*(wire.statuses(row) for row in rows), strict=True))
+        self.missing = [not any(told) for told in statuses]
+        overflow = [max(told) >= OVERFLOW for told in statuses]
+        buffer = self._averaged_at_once(rows, overflow)
+        apart = buffer is None
+        if apart:
+            buffer = self._averaged(wire, rows, overflow)
+        self._count(self.replies[context.rank], buffer)
+        self.means_sent = True
+        self.traffic.codec_seconds += time.perf_counter() - began
+        self._launch(self.communicator.communicate, buffer)
+        if apart:
+            began = time.perf_counter()
+            self._learn_answers()
+            self.traffic.codec_seconds += time.perf_counter() - began
+        return True
+
+    def _averaged(self, wire: Wire, rows: Sequence[Tensor], overflow: Sequence[bool]) -> Tensor:
+        """This rank's reply to what all ranks sent, piece by piece."""
+        with recorder.phase("unpack", bucket=self.bucket):
             received = [wire.unpack(row) for row in rows]
             payloads = [[payload[i] for payload in received] for i in range(len(self.names))]
-        self.missing = [all(rank[i] == 0 for rank in statuses) for i in range(len(self.names))]
-        overflow = [any(rank[i] >= OVERFLOW for rank in statuses) for i in range(len(self.names))]
         answers, sound = self._answers(payloads)
         with recorder.phase("pack", bucket=self.bucket):
             marks = [OVERFLOW if spoilt else mark(True, ok, False) for spoilt, ok in zip(overflow, sound, strict=True)]
             marks = [REFUSED if name == self.refused else m for name, m in zip(self.names, marks, strict=True)]
-            wire = self.replies[context.rank]
-            buffer = self._padded(wire, answers, marks)
-        self._count(wire, buffer)
-        self.means_sent = True
-        self.traffic.codec_seconds += time.perf_counter() - began
-        self._launch(self.communicator.communicate, buffer)
-        began = time.perf_counter()
-        self._learn_answers()
-        self.traffic.codec_seconds += time.perf_counter() - began
-        return True
+            return self._padded(self.replies[self.communicator.context.rank], answers, marks)
 
     @property
     def replies(self) -> list[Wire]:
@@ -159,9 +177,9 @@ class ScatterReduceExchange(Exchange):
         context, k = self.communicator.context, self.kernels
         shards = [(cuts[context.rank], ctxs[context.rank]) for _, (cuts, ctxs) in self.encoded]
         means = recorder.each("decode", self.names, self._shard_mean, payloads, shards)
-        self.means = means = recorder.each("compensate", self.names, self._shard_memory.compensate, means)
+        self.means = means = recorder.each("compensate", self.names, self.shard_memory.compensate, means)
         self.answers = recorder.each("compress", self.names, self._compressed_mean, means)
-        kept = self._shard_memory.stateful
+        kept = self.shard_memory.stateful
         sound = [in_range(k, mean, payload, kept) for mean, (payload, _) in zip(means, self.answers, strict=True)]
         return [payload for payload, _ in self.answers], sound
 
@@ -179,15 +197,11 @@ class ScatterReduceExchange(Exchange):
             self.refuse(error, name)
             return self.kernels.zeros((b - a,), "float32", payloads[0][0])
 
-    @property
-    def _shard_memory(self) -> Any:
-        return self.communicator.components["shard_memory"]
-
     def _compressed_mean(self, mean: Tensor, name: str) -> tuple[Payload, Any]:
         return self.compressor.compress(mean, f"{name}/mean_{self.communicator.context.rank}")
 
     def _update_shard(self, mean: Tensor, encoded: tuple[Any, Any], name: str) -> None:
-        self._shard_memory.update(mean, name, self.compressor, *encoded)
+        self.shard_memory.update(mean, name, self.compressor, *encoded)
 
     def finish(self, outs: Sequence[Tensor | None], wait: bool = True) -> list[Outcome]:
         """Put the means of all shards together."""
@@ -198,16 +212,24 @@ class ScatterReduceExchange(Exchange):
         began = time.perf_counter()
         with recorder.phase("unpack", bucket=self.bucket):
             rows = [row[: wire.length] for row, wire in zip(self.handle.result(), self.replies, strict=True)]
-            received = [wire.unpack(row) for row, wire in zip(rows, self.replies, strict=True)]
             statuses = [wire.statuses(row) for row, wire in zip(rows, self.replies, strict=True)]
         self.check_refused(statuses)
-        places = range(len(self.names))
-        payloads = [[shard[i] for shard in received] for i in places]
-        overflow = [any(rank[i] >= OVERFLOW for rank in statuses) for i in places]
-        joined = self.decoding(self._joined)
-        outcomes = recorder.each("decode", self.names, joined, places, payloads, overflow, outs)
+        overflow = [max(told) >= OVERFLOW for told in zip(*statuses, strict=True)]
+        outcomes = self._joined_at_once(rows, overflow, outs)
+        if outcomes is None:
+            outcomes = self._joined_apart(rows, overflow, outs)
         self.traffic.codec_seconds += time.perf_counter() - began
         return outcomes
+
+    def _joined_apart(
+        self, rows: Sequence[Tensor], overflow: Sequence[bool], outs: Sequence[Tensor | None]
+    ) -> list[Outcome]:
+        """The outcomes, variable by variable."""
+        with recorder.phase("unpack", bucket=self.bucket):
+            received = [wire.unpack(row) for row, wire in zip(rows, self.replies, strict=True)]
+        places = range(len(self.names))
+        payloads = [[shard[i] for shard in received] for i in places]
+        return recorder.each("decode", self.names, self.decoding(self._joined), places, payloads, overflow, outs)
 
     def glance(self) -> None:
         """Places were compared before the means went round."""

@@ -24,6 +24,8 @@ class Codec:
 
     draws = False
     """Whether encoding takes random numbers."""
+    gathers = True
+    """Whether it decodes the wires of several ranks, and not only their sum."""
 
     def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]]):
         self.plan = np.zeros((len(sizes), 5), np.int64)
@@ -58,6 +60,7 @@ class Codec:
 class Numbers(Codec):
     """float32 or 16 bits, which the engine sums; see :class:`~grace.compressors.cast.Cast`."""
 
+    gathers = False
     FORMS = {"float32": buckets.FLOAT, "float16": buckets.HALF, "bfloat16": buckets.BRAIN}
 
     def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]]):

@@ -59,9 +59,9 @@ class Judging:
         if not self.bucket.carries:
             return []
         context = self.communicator.context
-        here = context.rank if self.everyone else 0
-        others = context.size - 1 - here if self.everyone else 0
-        return [*[0] * NUMBERS * here, *place(context), *[0] * NUMBERS * others]
+        if not self.everyone:
+            return place(context)
+        return [*[0] * NUMBERS * context.rank, *place(context), *[0] * NUMBERS * (context.size - 1 - context.rank)]
 
     def look(self, layouts: Sequence[Any], wires: Sequence[Tensor], wait: bool = True) -> bool:
         """Compare the places in these wires; whether the ranks cannot go on together.

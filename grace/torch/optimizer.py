@@ -317,7 +317,8 @@ def after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return
     recorder.update_ends()
     optimizer._grace.after_step()
-    optimizer._grace.average()
+    if optimizer._grace.exchanger.averages:
+        optimizer._grace.average()
     recorder.step_ends()
 
 

@@ -200,12 +200,13 @@ class Session:
     def _lay_out(self) -> None:
         """What is the same at every step: what travels in each bucket, and in which buckets each parameter does."""
         shards, buckets = self.exchanger.shards, self.exchanger.buckets
-        self.loads: list[list[tuple[Shard, str, torch.nn.Parameter]]] = []
+        self.loads: list[list[tuple[Shard, str, torch.nn.Parameter, bool]]] = []
         self.buckets_of: dict[str, list[Bucket]] = {name: [] for name in self.parameters}
         self.waits = [0] * len(buckets)
         for bucket in buckets:
             load = [(shard, shard.whole.name) for shard in (shards[v.name] for v in bucket.variables)]
-            self.loads.append([(shard, name, self.parameters[name]) for shard, name in load])
+            dense = [shard.axis is None and not shard.variable.sparse for shard, _ in load]
+            self.loads.append([(s, name, self.parameters[name], d) for (s, name), d in zip(load, dense, strict=True)])
             for name in dict.fromkeys(name for _, name in load):
                 self.buckets_of[name].append(bucket)
                 self.waits[bucket.index] += 1
@@ -225,9 +226,10 @@ class Session:
         if not self.versions and self.exchanger.follows_scaler():
             self.exchanger.rescale(self.grad_scaler.get_scale())
         gradients, held, versions = list[Any](), list[Any](), list[int]()
-        for shard, name, p in self.loads[bucket.index]:
+        for shard, name, p, dense in self.loads[bucket.index]:
             gradient = p.grad
-            if _plain(gradient) and shard.axis is None and not shard.variable.sparse:
+            plain = dense and gradient is not None and gradient.layout is torch.strided and not gradient.requires_grad
+            if plain and gradient.is_contiguous():  # type: ignore[union-attr]
                 gradients.append(gradient)
             else:
                 gradients.append(shard.of(self._rows(name, p) if shard.variable.sparse else self._dense(name, p)))
@@ -370,7 +372,7 @@ class Session:
         states = getattr(self.grad_scaler, "_per_optimizer_states", {})  # torch counts no version for unscale_()
         unscaled = getattr(states.get(id(self.optimizer), {}).get("stage"), "name", "") == "UNSCALED"
         for index, (held, versions) in self.versions.items():
-            for (_, name, p), own, version in zip(self.loads[index], held, versions, strict=True):
+            for (_, name, p, _), own, version in zip(self.loads[index], held, versions, strict=True):
                 if own is None or (own._version == version and p.grad is own and not unscaled):
                     continue
                 check_unwrapped(self.parameters)  # since the optimizer was made distributed
@@ -384,17 +386,13 @@ class Session:
         """Where aggregates may be written directly: float32 or exact gradients, contiguous, of this rank."""
         exact, written = bucket.communicator.compressor.traits.exact, self.written
         outs: list[torch.Tensor | None] = []
-        for shard, _, p in self.loads[bucket.index]:
-            grad = p.grad
-            view = None if grad is None or grad.layout is not torch.strided else shard.of(grad)
+        for shard, _, p, dense in self.loads[bucket.index]:
+            view = p.grad
+            if view is not None and (not dense or view.layout is not torch.strided):
+                view = shard.of(view) if view.layout is torch.strided else None
             if view is not None and view.is_contiguous() and (exact or view.dtype is torch.float32):
                 outs.append(view)
                 written[shard.variable.name] = view
             else:
                 outs.append(None)
         return outs
-
-
-def _plain(x: torch.Tensor | None) -> bool:
-    """Whether it can be read as it is."""
-    return x is not None and x.layout is torch.strided and not x.requires_grad and x.is_contiguous()

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from grace.backends.horovod_tensorflow import Operation
 from grace.communicators import Allreduce
 from grace.compressors.none import NoCompression
 from grace.exchange.bucket import Bucket
@@ -73,6 +72,8 @@ class GraphSums:
         Returns:
             what came of that wire, and each shard's mean with whether any rank has one, by name.
         """
+        from grace.backends.horovod_tensorflow import Operation  # which needs Horovod
+
         backend: Any = self.exchanger.backend
         predivide = self.exchanger.context.predivide
         told.set_shape([None])

@@ -24,8 +24,8 @@ class GradientExchange(Session):
 
     Args:
         compressor, memory, communicator, strategy, resources: as for :func:`~grace.tensorflow.DistributedOptimizer`.
-        backend, op, gradient_predivide_factor, sparse_as_dense, broadcast, hierarchical, seed, bucket_bytes,
-            group_bytes: likewise.
+        backend, op, gradient_predivide_factor, sparse_as_dense, broadcast, hierarchical, seed: likewise.
+        bucket_bytes, group_bytes: likewise.
 
     >>> import grace
     >>> engine = grace.init("local")

@@ -45,8 +45,13 @@ def compiled_while(watched, environment, monkeypatch):
         monkeypatch.setenv(name, value)
     announce()
     monkeypatch.setattr(sys, "stderr", said)
-    for _ in range(2):
-        njit(lambda x: x + 1)(1)
+    for number in range(2):
+
+        def loop(x, number=number):
+            return x + number
+
+        loop.__module__ = "grace.kernels.fused.loops"
+        njit(loop)(1)
     return said.getvalue()
 
 

@@ -8,7 +8,7 @@ adds or shifts, so results are made 32 bits again at once. ``tests/kernels/test_
 import numpy as np
 from numba import njit
 
-from grace.kernels.fused.compiling import announce
+from grace.kernels.fused.compiling import announce, loop
 from grace.kernels.random import MULTIPLIERS, ROUNDS, WEYL
 
 announce()
@@ -22,8 +22,8 @@ UNIT = f32(2.0**-24)
 TILE = 1024  # elements whose random numbers are drawn at a time; a multiple of 4
 
 # by Numba's own error model every division looks whether to raise
-compiled = njit(nogil=True, cache=True, error_model="numpy")
-summing = njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc"})
+compiled = loop()
+summing = loop(fastmath={"reassoc"})
 
 
 @njit(inline="always")

@@ -10,12 +10,12 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from grace.kernels.contract.primitives import LARGEST_FACTOR, NARROW
+from grace.kernels.fused.compiling import loop
 from grace.kernels.fused.loops import compiled, f32
 
-multiplying = njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
+multiplying = loop(fastmath={"reassoc", "contract", "nsz"})
 
 COLUMNS = 1024
 """Of the wide matrix at a time, so that 4 of the narrow one's columns stay in the nearest cache."""

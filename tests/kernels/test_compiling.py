@@ -1,0 +1,37 @@
+"""What was compiled is kept, until some loop is written otherwise."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import grace
+from tests.support import warm
+
+pytest.importorskip("numba", reason="compiled loops are Numba's")
+
+PROGRAM = """
+import numpy as np
+from grace.kernels.fused.compiling import Listener, event
+from grace.kernels.fused.rounding import _scale
+compiled = []
+event.register("numba:compile", Listener(compiled.append))
+print(_scale(np.float32([1, -3, 2]), False), "_scale" in compiled)
+"""
+
+
+def test_a_loop_is_compiled_again_when_one_that_it_calls_is_another(tmp_path):
+    shutil.copytree(Path(grace.__file__).parent, tmp_path / "grace", ignore=shutil.ignore_patterns("__pycache__"))
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+
+    def said():
+        command = [warm.REAL, "-c", PROGRAM]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+        return done.stdout.split()
+
+    assert [said(), said()] == [["3.0", "True"], ["3.0", "False"]]
+    loops = tmp_path / "grace" / "kernels" / "fused" / "loops.py"
+    loops.write_text(loops.read_text().replace("bits[i] & LOW31", "bits[0] & LOW31"))  # the first's, not the largest
+    assert said() == ["1.0", "True"]

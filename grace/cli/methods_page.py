@@ -49,10 +49,8 @@ def _table() -> str:
         compressor: Any = cls()
         traits = compressor.traits
         bits = compressor.wire_bits(SHAPE)
-        legal, least = (
-            sorted(legal_communicators(compressor), key=lambda o: o != traits.communicator),
-            break_even(compressor),
-        )
+        legal = sorted(legal_communicators(compressor), key=lambda other: other != traits.communicator)
+        least = break_even(compressor)
         if least is not None:
             legal = [f"{name} (from {least} ranks on)" if name == SCATTER else name for name in legal]
         memory = f"{traits.memory} (required)" if traits.needs_memory else traits.memory

@@ -27,7 +27,8 @@ to = [plan.parts[0].sync.destination for plan in opt.strategy.plans]
 layer(torch.ones(1, 3)).sum().backward()
 opt.step()
 said = {key: os.environ.get(key) for key in ("LIBRARIES", "PRICE", "MODULE", "ENTERED")}
-print(f"rank {grace.rank()} of {grace.size()} {json.dumps([platform.node(), helper.words.SAID, to, said])} is there")
+words = json.dumps([platform.node(), helper.words.SAID, to, said])
+print(f"rank {grace.rank()} of {grace.size()} {words} is there\\n", end="")  # in one piece: torchrun starts Python with -u
 """
 SETTINGS = {
     "setup": '["export MODULE=loaded", "export ENTERED=$MODULE"]',

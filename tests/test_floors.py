@@ -14,6 +14,7 @@ FLOORS = [
     ["communicators"],
     ["session"],
     ["strategy"],
+    ["planner"],
     ["torch", "tensorflow"],
     [""],  # grace itself
     ["bench"],

@@ -1,0 +1,1 @@
+"""The planner: strategies chosen by prediction, in no framework's terms."""

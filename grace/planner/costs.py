@@ -1,0 +1,133 @@
+"""What measurements say of times: of a codec by what it is given, and of a collective by its bytes."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from grace.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of computing for a bucket of V variables with n elements in all, of W ranks:
+    ``call + variable V + element n + peer n W``.
+
+    >>> round(Cost(call=1e-5, element=1e-9, peer=1e-9).seconds(variables=3, elements=1000, ranks=2), 9)
+    1.3e-05
+    """
+
+    call: float = 0.0
+    variable: float = 0.0
+    element: float = 0.0
+    peer: float = 0.0
+
+    def seconds(self, variables: int, elements: float, ranks: int) -> float:
+        """For such a bucket."""
+        return self.call + self.variable * variables + self.element * elements + self.peer * elements * ranks
+
+    @classmethod
+    def fitted(cls, measured: Sequence[tuple[int, float, int, float]]) -> "Cost":
+        """The nearest to measurements, by the squares of relative errors, with no part below zero.
+
+        Args:
+            measured: variables, elements, ranks and seconds of each.
+
+        Raises:
+            ConfigError: there is no measurement, or one of no time.
+
+        >>> true = Cost(call=1e-5, variable=2e-6, element=1e-9)
+        >>> sizes = [(1, 1e3, 2), (1, 1e6, 2), (50, 1e4, 2), (100, 1e6, 4)]
+        >>> found = Cost.fitted([(*size, true.seconds(*size)) for size in sizes])
+        >>> round(found.call * 1e6, 3), round(found.variable * 1e6, 3), round(found.element * 1e9, 3)
+        (10.0, 2.0, 1.0)
+        """
+        if not measured or any(not seconds > 0 for *_, seconds in measured):
+            raise ConfigError("a cost is fitted to times above zero, and to one at least")
+        rows = np.array([(1.0, v, n, n * ranks) for v, n, ranks, _ in measured])
+        rows /= np.array([[seconds] for *_, seconds in measured])
+        best, least = np.zeros(4), np.inf
+        for kept in itertools.product((False, True), repeat=4):  # the best of those that have no part below zero
+            chosen = np.flatnonzero(kept)
+            found = np.zeros(4)
+            if chosen.size:
+                scale = np.linalg.norm(rows[:, chosen], axis=0)
+                scale[scale == 0] = 1.0
+                found[chosen] = np.linalg.lstsq(rows[:, chosen] / scale, np.ones(len(rows)), rcond=None)[0] / scale
+            error = float(np.sum((rows @ found - 1) ** 2))
+            if np.all(found >= 0) and error < least - 1e-12:
+                best, least = found, error
+        return cls(*map(float, best))
+
+
+@dataclass(frozen=True)
+class Codec:
+    """What a way to exchange (a communicator with its compressor and memory) computes for a bucket.
+
+    Attributes:
+        start: what must be done before anything travels: compensate, compress, pack.
+        middle: between its collectives, if it has several, for each but the last.
+        finish: decode, aggregate and write back, and update memories.
+        bits: that a value takes on the wire, where the data decide; None where shapes do.
+    """
+
+    start: Cost = Cost()
+    middle: Cost = Cost()
+    finish: Cost = Cost()
+    bits: float | None = None
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds by bytes, from measurements: rising, straight between them, and as steep beyond the largest as before it.
+
+    Args:
+        points: bytes and seconds, bytes above zero and each another.
+
+    >>> curve = Curve.through([(1e3, 1e-4), (1e6, 1e-3), (1e8, 1e-1)])
+    >>> curve.seconds(1e3), round(curve.seconds(2e8), 6)
+    (0.0001, 0.2)
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    @classmethod
+    def through(cls, measured: Sequence[tuple[float, float]]) -> "Curve":
+        """The nearest one that does not fall: neighbours that do are given their mean (of logarithms; the
+        pool-adjacent-violators algorithm).
+
+        Raises:
+            ConfigError: there is nothing to go by, or bytes or seconds that are not above zero.
+
+        >>> Curve.through([(1, 4e-4), (10, 1e-4)]).points
+        ((1.0, 0.0002), (10.0, 0.0002))
+        """
+        if not measured or any(not (nbytes > 0 and seconds > 0) for nbytes, seconds in measured):
+            raise ConfigError("a curve goes through bytes and seconds above zero, and through one point at least")
+        ordered = sorted(measured)
+        blocks: list[list[float]] = []
+        for _, seconds in ordered:
+            blocks.append([float(np.log(seconds)), 1.0])
+            while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+                (one, weight), (other, more) = blocks[-2:]
+                blocks[-2:] = [[(one * weight + other * more) / (weight + more), weight + more]]
+        risen = [round(float(np.exp(log)), 12) for log, weight in blocks for _ in range(int(weight))]
+        return cls(tuple((float(nbytes), s) for (nbytes, _), s in zip(ordered, risen, strict=True)))
+
+    def seconds(self, nbytes: float) -> float:
+        """For so many bytes."""
+        sizes, times = zip(*self.points, strict=True)
+        if nbytes <= sizes[-1] or len(sizes) == 1:
+            return float(np.interp(nbytes, sizes, times)) if len(sizes) > 1 else times[0]
+        return float(times[-1] + (nbytes - sizes[-1]) * self.slope)
+
+    @property
+    def slope(self) -> float:
+        """Seconds that a byte more takes beyond the largest."""
+        sizes, times = np.array(self.points).T
+        far = sizes >= sizes[-1] / 20
+        if far.sum() < 2:
+            far = sizes >= sizes[-2]
+        rises = np.diff(times[far]).sum() / np.diff(sizes[far]).sum()
+        return float(max(rises, 0.0))

@@ -28,7 +28,7 @@ layer(torch.ones(1, 3)).sum().backward()
 opt.step()
 said = {key: os.environ.get(key) for key in ("LIBRARIES", "PRICE", "MODULE", "ENTERED")}
 words = json.dumps([platform.node(), helper.words.SAID, to, said])
-print(f"rank {grace.rank()} of {grace.size()} {words} is there\\n", end="")  # in one piece: torchrun starts Python with -u
+print(f"rank {grace.rank()} of {grace.size()} {words} is there\\n", end="")  # in one piece: torchrun runs python -u
 """
 SETTINGS = {
     "setup": '["export MODULE=loaded", "export ENTERED=$MODULE"]',

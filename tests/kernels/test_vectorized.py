@@ -37,6 +37,7 @@ HOT = [
     (primitives._feistel, (WORDS, int64, int64, *STREAM), "pmuludq"),
     (primitives._combine, (float32, FLOATS, float32, FLOATS, FLOATS), "mulps"),
     (primitives._add, (FLOATS, FLOATS, float32), "mulps"),
+    (primitives._signs, (FLOATS, FLOATS), r"cmp\w*ps"),
     (packing._pack_signs, (FLOATS, BYTES), r"cmp\w*ps"),
     (packing._add_either, (FLOATS, BYTES, float32, float32), "addps"),
     (selection._filter, (WORDS, uint32, INDICES, WORDS), "psubd"),

@@ -107,6 +107,12 @@ def _combine(a, x, b, y, out):
 
 
 @compiled
+def _signs(x, out):
+    for i in range(x.size):
+        out[i] = f32(1) if x[i] >= 0 else f32(-1)
+
+
+@compiled
 def _add(out, x, weight):
     for i in range(out.size):
         out[i] += weight * x[i]
@@ -203,6 +209,13 @@ class FusedKernels(ValueFused, SparseFused, ProductsFused, HalfFused):
         out = self.empty(n, np.uint8)
         _unpack(packed, bits, out)
         return out
+
+    def signs(self, x):
+        if not _plain(x, x):
+            return super().signs(x)
+        out = self.empty(x.size, np.float32)
+        _signs(x.reshape(-1), out)
+        return out.reshape(x.shape)
 
     def pack_signs(self, x):
         out = self.empty((x.size + 7) // 8, np.uint8)

@@ -71,7 +71,7 @@ class FusedTorchKernels(HalfTorchKernels):
     compiled = True
     FUSED = (
         "all_finite", "mean_abs", "random_bits", "random_indices", "quantize", "dequantize", "pack", "unpack",
-        "pack_signs", "add_signs", "topk", "gather", "scatter_add", "max_abs", "side_means", "clip_deviation",
+        "signs", "pack_signs", "add_signs", "topk", "gather", "scatter_add", "max_abs", "side_means", "clip_deviation",
         "round_powers", "add_powers", "bucketize", "add_table", "quantile_buckets",
         "above", "kth_magnitude", "sample_indices", "zero_at", "add_at", "clip_norm", "one_side", "fixed_tags",
         "where_code",

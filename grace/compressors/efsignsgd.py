@@ -41,7 +41,7 @@ class EFSignSGD(Compressor):
         return k.reshape(k.add_signs(k.flat(out), bits, scale, weight), ctx)
 
     def bucket_codec(self) -> tuple[str, dict[str, Any]]:
-        return "signs", {"scaled": True}
+        return "signs", {"form": "scaled"}
 
     def wire_bits(self, shape: tuple[int, ...]) -> float | None:
         n = max(1, math.prod(shape))

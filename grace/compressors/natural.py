@@ -44,5 +44,8 @@ class Natural(Compressor):
     def variance(self, n: int) -> float | None:
         return 1 / 8
 
+    def bucket_codec(self) -> tuple[str, dict[str, Any]]:
+        return "powers", {}
+
     def wire_bits(self, shape: tuple[int, ...]) -> float | None:
         return 8.0 if math.prod(shape) else 0.0

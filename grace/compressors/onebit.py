@@ -43,6 +43,9 @@ class OneBit(Compressor):
         bits, means = payload
         return k.reshape(k.add_table(k.flat(out), bits, 1, means, None, weight), ctx)
 
+    def bucket_codec(self) -> tuple[str, dict[str, Any]]:
+        return "signs", {"form": "sided"}
+
     def wire_bits(self, shape: tuple[int, ...]) -> float | None:
         n = math.prod(shape)
         return (8 * math.ceil(n / 8) + 64) / max(1, n)

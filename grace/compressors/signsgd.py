@@ -51,7 +51,7 @@ class SignSGD(Compressor):
         return kernels_of(total).signs(total)
 
     def bucket_codec(self) -> tuple[str, dict[str, Any]]:
-        return "signs", {"scaled": False}
+        return "signs", {"form": "voted"}
 
     def wire_bits(self, shape: tuple[int, ...]) -> float | None:
         n = max(1, math.prod(shape))

@@ -47,9 +47,20 @@ class Signum(SignSGD):
 
     def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
         k = kernels_of(tensor)
-        # without the loss scale, which may change between steps
-        share = (1 - self.momentum) / self.context.loss_scale
-        kept = self.state.get(name)
-        moment = k.combine(share, tensor, *((0.0, tensor) if kept is None else (self.momentum, kept)))
-        self.state[name] = moment
+        momentum, kept, share = self.recall(name)
+        moment = k.combine(share, tensor, 0.0, tensor)
+        if kept is not None:
+            moment = k.combine(momentum, kept, 1.0, moment)
+        self.keep(name, moment)
         return super().compress(moment, name)
+
+    def recall(self, name: str) -> tuple[float, Tensor | None, float]:
+        """momentum, m, and what x is multiplied by: without the loss scale, which may change between steps."""
+        return self.momentum, self.state.get(name), (1 - self.momentum) / self.context.loss_scale
+
+    def keep(self, name: str, moment: Tensor) -> None:
+        """Remember m."""
+        self.state[name] = moment
+
+    def bucket_codec(self) -> tuple[str, dict[str, Any]]:
+        return "signs", {"form": "moment"}

@@ -53,6 +53,9 @@ class TernGrad(Compressor):
         codes = k.unpack(packed, 2, n)
         return k.reshape(k.dequantize(k.flat(out), codes, scale, 1, max(1, n), weight), ctx)
 
+    def bucket_codec(self) -> tuple[str, dict[str, Any]]:
+        return "ternary", {"clip": float(self.clip)}
+
     def wire_bits(self, shape: tuple[int, ...]) -> float | None:
         n = math.prod(shape)
         return (8 * math.ceil(n * 2 / 8) + 32) / n if n else 0.0

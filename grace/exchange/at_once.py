@@ -22,26 +22,28 @@ from grace.kernels import Kernels
 
 MOST, MOST_KEPT = np.finfo(np.float32).max.view(np.uint32), np.float32(LARGEST).view(np.uint32)
 """The bits of the largest numbers that are in range."""
+ANY = np.uint32(0xFFFFFFFF)
+"""In their place where a sum shows what is not finite: nothing is looked at."""
 
 
 class Turns:
     """The residuals of some variables in two buffers that take turns, as addresses for a codec.
 
     Args:
-        memory: whose; there are none if it keeps nothing.
+        memory: whose; there are none if it keeps nothing. Or a method that keeps x itself (see :func:`moments_of`).
         names, shapes: of the variables.
 
     Attributes:
         rows: uint64 of shape (variables, 3): a column for gradients, where residuals are, where the next ones go.
-        factors: float32: what residuals are multiplied by.
+        factors: float32 of shape (variables, 2): what residuals are multiplied by, and gradients.
     """
 
-    def __init__(self, memory: Memory, kernels: Kernels, names: Sequence[str], shapes: Sequence[tuple[int, ...]]):
-        self.memory = memory if isinstance(memory, ErrorFeedback) else None
+    def __init__(self, memory: Any, kernels: Kernels, names: Sequence[str], shapes: Sequence[tuple[int, ...]]):
+        self.memory: Any = memory if hasattr(memory, "recall") else None
         self.kernels, self.names, self.shapes = kernels, list(names), list(shapes)
         self.buffers, self.places = list[list[Tensor]](), list[Any]()
         self.rows = np.zeros((len(self.names), 3), np.uint64)
-        self.factors = np.ones(len(self.names), np.float32)
+        self.factors = np.ones((len(self.names), 2), np.float32)
         self.following, self.last = list[Tensor](), 0
 
     def turn(self, like: Tensor) -> bool:
@@ -53,9 +55,10 @@ class Turns:
             self.buffers = [[k.zeros(shape, "float32", like) for shape in self.shapes] for _ in range(2)]
             self.places = [np.array(k.addresses(buffer), np.uint64) for buffer in self.buffers]
         recalled = [memory.recall(name) for name in self.names]
-        if memory.state.changed(*self.names) or not all([b == 1 for _, _, b in recalled]):
+        weighed = isinstance(memory, ErrorFeedback) and not all([b == 1 for _, _, b in recalled])
+        if memory.state.changed(*self.names) or weighed:  # where kernels multiply by b, some round once
             return False
-        self.factors[:] = [a for a, _, _ in recalled]
+        self.factors[:] = [(a, b) for a, _, b in recalled]
         last = self.last
         if all([residual is own for (_, residual, _), own in zip(recalled, self.buffers[last], strict=True)]):
             self.last = 1 - last
@@ -83,7 +86,7 @@ class Turns:
     def keep(self) -> None:
         """Let the memory remember the next residuals, which have been written."""
         for name, residual in zip(self.names, self.following, strict=self.memory is not None):
-            self.memory.keep(name, residual)  # type: ignore[union-attr]
+            self.memory.keep(name, residual)
 
 
 class BucketCodec:
@@ -99,7 +102,8 @@ class BucketCodec:
         self.codec, self.kernels, self.ctxs = codec, kernels, list(ctxs)
         self.names = bucket.names
         shapes = [variable.shape for variable in bucket.variables]
-        self.turns = Turns(bucket.communicator.memory, kernels, self.names, shapes)
+        keeper = moments_of(bucket.communicator.compressor) or bucket.communicator.memory
+        self.turns = Turns(keeper, kernels, self.names, shapes)
         assert bucket.wire is not None
         self.wire = bucket.wire
         self.target: tuple[Tensor, Any] | None = None
@@ -110,11 +114,9 @@ class BucketCodec:
     @classmethod
     def of(cls, bucket: Bucket, kernels: Kernels, encoded: Sequence[tuple[Any, Any]]) -> "BucketCodec | None":
         """The codec of a bucket that has been exchanged once; None if its method and memory have none."""
-        compressor = bucket.communicator.compressor
-        found = codec_of(compressor, [bucket.communicator.memory], kernels)
-        if found is None or bucket.wire is None:
-            return None
-        if compressor.traits.exact and any(variable.dtype != "float32" for variable in bucket.variables):
+        compressor, memory = bucket.communicator.compressor, bucket.communicator.memory
+        found = codec_of(compressor, [memory], kernels, bucket)
+        if found is None or bucket.wire is None or (moments_of(compressor) and memory.stateful):
             return None
         kind, chosen = found
         codec = kind([variable.numel for variable in bucket.variables], bucket.wire.placed(), **chosen)
@@ -141,8 +143,8 @@ class BucketCodec:
                 self.streams[:] = [context.stream(name).words for name in self.names]
                 self.drawn_for = context.seed, context.rank
             self.streams[:, 2] = context.step & 0xFFFFFFFF
-        chosen = self.target[1], MOST_KEPT if kept else MOST, self.streams
-        sound: list[bool] = self.codec.encode(turns.rows, turns.factors, *chosen)
+        most = ANY if compressor.traits.carries_nonfinite else MOST_KEPT if kept else MOST
+        sound: list[bool] = self.codec.encode(turns.rows, turns.factors, self.target[1], most, self.streams)
         turns.keep()
         return sound
 
@@ -155,14 +157,24 @@ class BucketCodec:
         return well
 
 
-def codec_of(compressor: Compressor, memories: Sequence[Memory], kernels: Kernels) -> tuple[Any, dict[str, Any]] | None:
-    """The class and options of a method's codec; None if the method, or what remembers, has none."""
+def codec_of(
+    compressor: Compressor, memories: Sequence[Memory], kernels: Kernels, bucket: Bucket
+) -> tuple[Any, dict[str, Any]] | None:
+    """The class and options of a method's codec; None if the method, or what remembers, has none for such variables."""
+    if compressor.traits.exact and any(variable.dtype != "float32" for variable in bucket.variables):
+        return None
     if "bucket_codec" not in vars(type(compressor)) or not all(map(_simple, memories)) or not kernels.compiled:
         return None
     from grace.kernels.fused.bucket_codecs import CODECS  # which needs Numba
 
     name, chosen = compressor.bucket_codec()
     return CODECS[name], chosen
+
+
+def moments_of(compressor: Compressor) -> Any:
+    """The method if it keeps the x that it compresses, and tells as an :class:`~grace.core.memory.ErrorFeedback` does
+    what x is made of; else None."""
+    return compressor if hasattr(compressor, "recall") else None
 
 
 def contiguous(k: Kernels, gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[int] | None]:

@@ -59,8 +59,9 @@ class ScatterCodec:
     @classmethod
     def of(cls, exchange: Any) -> "ScatterCodec | None":
         """The codec of a bucket that is exchanged for the first time; None if its method and memories have none."""
-        found = codec_of(exchange.compressor, [exchange.memory, exchange.shard_memory], exchange.kernels)
-        if found is None or not found[0].gathers:
+        memories = [exchange.memory, exchange.shard_memory]
+        found = codec_of(exchange.compressor, memories, exchange.kernels, exchange.bucket)
+        if found is None:
             return None
         codec = cls(exchange, *found)
         return None if codec.kernels.addresses([codec.buffer, codec.reply], "uint8") is None else codec

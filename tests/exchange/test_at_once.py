@@ -18,6 +18,7 @@ from grace.exchange.at_once import BucketCodec
 from grace.session.plan import UniformPlan
 from grace.session.setup import build_exchanger
 from tests.support.methods import SHAPES
+from tests.support.pools import ranks_of
 
 pytest.importorskip("numba", reason="codecs of whole buckets are compiled")
 
@@ -25,7 +26,9 @@ SPECS = [
     ("none", None), ("none", "residual"), ("fp16", None), ("fp16", "residual"), ("bf16", "residual(beta=0.5)"),
     ("topk", None), ("topk(ratio=0.3)", "none"), ("topk(ratio=1)", "residual(beta=0.5)"), ("efsignsgd", None),
     ("efsignsgd", "residual"), ("signsgd", None), ("qsgd", None), ("qsgd(levels=7, bucket_size=33)", "residual"),
-    ("qsgd(norm=max, levels=64, bucket_size=5000)", "residual"),
+    ("qsgd(norm=max, levels=64, bucket_size=5000)", "residual"), ("onebit", None), ("onebit", "efsignsgd"),
+    ("terngrad", None), ("terngrad(clip=1)", "residual"), ("natural", None), ("natural", "residual"),
+    ("signum", None), ("signum(momentum=0.3)", None),
 ]  # fmt: skip
 BIG = (70_000,)  # from which a threshold is guessed, positions take four bytes, and there are several tiles
 
@@ -33,12 +36,12 @@ BIG = (70_000,)  # from which a threshold is guessed, positions take four bytes,
 class Trained:
     """An exchanger of tensors of some shapes, and its gradients."""
 
-    def __init__(self, spec, memory, shapes, apart, backend=None, dtype=torch.float32):
+    def __init__(self, spec, memory, shapes, apart, backend=None, dtype=torch.float32, communicator=None):
         backend = backend or LocalBackend()
         found = [Variable(f"v{i}", shape, str(dtype)[6:], device="cpu") for i, shape in enumerate(shapes)]
-        self.lr = 1.0
+        self.lr, self.method = 1.0, grace.make("compressor", spec).name
         context = Context(lr=lambda name: self.lr, rank=backend.rank, size=backend.size)
-        plan = UniformPlan(spec, memory, None)
+        plan = UniformPlan(spec, memory, communicator)
         self.exchanger = build_exchanger(lambda: found, lambda: plan, backend, context)
         for bucket in self.exchanger.buckets:
             bucket.codec = False if apart else None
@@ -69,7 +72,9 @@ class Trained:
 
     @property
     def codecs(self):
-        return [b.codec for b in self.exchanger.buckets if b.communicator.compressor.name != "none"]
+        """Of the buckets that the method carries; without one, "none" sends other dtypes as they are."""
+        mine = [b for b in self.exchanger.buckets if b.communicator.compressor.name == self.method]
+        return [b.codec for b in mine if self.method != "none" or b.variables[0].dtype == "float32"]
 
 
 def bits(value):
@@ -114,10 +119,18 @@ def test_every_codec_is_tried():
     assert having == {grace.make("compressor", spec).name for spec, _ in SPECS}
 
 
-def over_two_ranks(spec, memory, apart):
+def over_ranks(spec, memory, apart, communicator=None):
     shapes, rng = [(40, 50), (), BIG, (7,)], np.random.default_rng(grace.rank())
-    trained = Trained(spec, memory, shapes, apart, backend=runtime.current())
-    found = [trained.step(*drawn(rng, shapes, torch.float32)) for _ in range(4)]
+    trained, used = Trained(spec, memory, shapes, apart, runtime.current(), communicator=communicator), []
+    found = []
+    for _ in range(4):
+        found.append(trained.step(*drawn(rng, shapes, torch.float32)))
+        for codec in trained.codecs:
+            if isinstance(codec, BucketCodec) and codec not in [one for one, _ in used]:
+                decode = codec.decode
+                used.append((codec, calls := []))
+                codec.decode = lambda *args, decode=decode, calls=calls: (calls.append(decode(*args)), calls[-1])[1]
+    assert all(calls == [True] * 3 for _, calls in used)
     return found, trained.remembered(), [isinstance(codec, BucketCodec) for codec in trained.codecs]
 
 
@@ -126,11 +139,23 @@ def over_two_ranks(spec, memory, apart):
 @pytest.mark.filterwarnings("ignore:.*not a contraction")
 @pytest.mark.parametrize(("spec", "memory"), SPECS)
 def test_ranks_get_the_same_means_from_whole_buckets(two_ranks, spec, memory):
-    (whole, *_), (other, *_) = two = two_ranks.run(over_two_ranks, spec, memory, False)
+    (whole, *_), (other, *_) = two = two_ranks.run(over_ranks, spec, memory, False)
     assert all(made for _, _, codecs in two for made in codecs)
     assert whole == other
-    apart = two_ranks.run(over_two_ranks, spec, memory, True)
+    apart = two_ranks.run(over_ranks, spec, memory, True)
     assert [found[:2] for found in two] == [found[:2] for found in apart]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("communicator", ["allgather", "broadcast"])
+@pytest.mark.parametrize(("spec", "memory"), [("none", None), ("fp16", "residual"), ("bf16", None)])
+def test_numbers_that_are_not_summed_on_their_way_are_summed_at_once(spec, memory, communicator):
+    ranks = ranks_of(3)  # a third is no power of two, so that what is rounded once or twice differs
+    whole = ranks.run(over_ranks, spec, memory, False, communicator)
+    assert all(all(codecs) for _, _, codecs in whole)
+    assert whole[0][0] == whole[1][0] == whole[2][0]
+    apart = ranks.run(over_ranks, spec, memory, True, communicator)
+    assert [found[:2] for found in whole] == [found[:2] for found in apart]
 
 
 def a_damaged_position():

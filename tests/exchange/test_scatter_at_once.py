@@ -22,8 +22,10 @@ pytestmark = pytest.mark.ranks
 CODED = [
     ("qsgd", None), ("qsgd(levels=7, bucket_size=33)", "residual"), ("qsgd(norm=max, levels=64)", None),
     ("efsignsgd", None), ("efsignsgd", "residual(beta=0.5)"), ("signsgd", None), ("signsgd", "residual"),
+    ("none", None), ("fp16", None), ("fp16", "residual"), ("bf16", "residual(beta=0.5)"), ("natural", "residual"),
+    ("terngrad", None), ("onebit", None),
 ]  # fmt: skip
-OTHERS = [("none", None), ("fp16", "residual"), ("natural", None), ("terngrad", None)]
+OTHERS = [("dynamic8", None)]
 SHAPES = [(40, 50), (), (2,), (1, 513), (9000,), (33, 17), (3, 1), (0, 3)]  # some leave ranks with nothing
 METHODS = ["encode", "average", "decode"]
 STEPS, OVERFLOWS, DISCARDED, SCALED = 9, 4, 6, 7

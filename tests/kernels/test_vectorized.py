@@ -12,6 +12,8 @@ from llvmlite.binding import get_host_cpu_features
 from numba import float32, float64, int32, int64, njit, uint8, uint16, uint32
 
 from grace.kernels.fused import (
+    addresses,
+    buckets,
     halves,
     loops,
     packing,
@@ -38,6 +40,8 @@ HOT = [
     (primitives._combine, (float32, FLOATS, float32, FLOATS, FLOATS), "mulps"),
     (primitives._add, (FLOATS, FLOATS, float32), "mulps"),
     (primitives._signs, (FLOATS, FLOATS), r"cmp\w*ps"),
+    (addresses._add_kept, (FLOATS, FLOATS, FLOATS, float32, float32), "mulps"),
+    (buckets._subtract_signs, (FLOATS, float32, float32), r"cmp\w*ps"),
     (packing._pack_signs, (FLOATS, BYTES), r"cmp\w*ps"),
     (packing._add_either, (FLOATS, BYTES, float32, float32), "addps"),
     (selection._filter, (WORDS, uint32, INDICES, WORDS), "psubd"),
@@ -47,7 +51,9 @@ HOT = [
     (sparsification._scaled, (FLOATS, float64, FLOATS), "mulpd"),
     (quantization._round_powers_tile, (WORDS, WORDS, BYTES), "psrld"),
     (quantization._add_powers, (FLOATS, BYTES, float32), "mulps"),
-    (quantization._side_means, (FLOATS, FLOATS), "addpd"),
+    (quantization._side_sums, (FLOATS,), "addpd"),
+    (quantization._sum, (FLOATS,), "addpd"),
+    (quantization._sum_squared_deviations, (FLOATS, float64), "mulpd"),
     (quantization._clip, (FLOATS, float32, FLOATS), "minps"),
     (products._product, (MATRIX, MATRIX, MATRIX), r"fmadd\d+ps"),
     (products._transposed_product, (MATRIX, MATRIX, MATRIX), r"fmadd\d+ps"),

@@ -1,4 +1,4 @@
-"""What the codecs of whole buckets share: arrays at addresses, and x = factor * residual + gradient."""
+"""What the codecs of whole buckets share: arrays at addresses, and x = a * residual + b * gradient."""
 
 from typing import Any
 
@@ -29,20 +29,26 @@ def _at(address, n, dtype):
 
 
 @compiled
-def _add_kept(x, gradient, kept, factor):
+def _add_kept(x, gradient, kept, a, b):
     for i in range(x.size):
-        x[i] = factor * kept[i] + gradient[i]
+        x[i] = a * kept[i] + b * gradient[i]
+
+
+@compiled
+def _scaled(x, gradient, b):
+    for i in range(x.size):
+        x[i] = b * gradient[i]
 
 
 @njit(inline="always")
-def _compensated(row, factor, n, low, high):
+def _compensated(row, factors, n, low, high):
     """x between two elements: in its place as the next residual, or the gradient itself."""
     gradient = part(_at(row[GRADIENT], n, np.float32), low, high)
     if row[NEXT] == 0:
         return gradient
     x = part(_at(row[NEXT], n, np.float32), low, high)
     if row[KEPT] == 0:
-        x[:] = gradient
+        _scaled(x, gradient, factors[1])
     else:
-        _add_kept(x, gradient, part(_at(row[KEPT], n, np.float32), low, high), factor)
+        _add_kept(x, gradient, part(_at(row[KEPT], n, np.float32), low, high), factors[0], factors[1])
     return x

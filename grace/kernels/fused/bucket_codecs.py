@@ -24,8 +24,6 @@ class Codec:
 
     draws = False
     """Whether encoding takes random numbers."""
-    gathers = True
-    """Whether it decodes the wires of several ranks, and not only their sum."""
 
     def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]]):
         self.plan = np.zeros((len(sizes), 5), np.int64)
@@ -41,7 +39,7 @@ class Codec:
 
         Args:
             rows: addresses, uint64 of shape (variables, 3): gradient, residual, next residual.
-            factors: float32, one per variable, of its residual.
+            factors: float32 of shape (variables, 2): of its residual, and of its gradient.
             wire: the address of the wire.
             most: the bit pattern of the largest magnitude that is in range.
             streams: uint32 of shape (variables, 4): the words of each variable's random numbers.
@@ -58,9 +56,8 @@ class Codec:
 
 
 class Numbers(Codec):
-    """float32 or 16 bits, which the engine sums; see :class:`~grace.compressors.cast.Cast`."""
+    """float32 or 16 bits, of several ranks or summed by the engine; see :class:`~grace.compressors.cast.Cast`."""
 
-    gathers = False
     FORMS = {"float32": buckets.FLOAT, "float16": buckets.HALF, "bfloat16": buckets.BRAIN}
 
     def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]]):
@@ -68,30 +65,31 @@ class Numbers(Codec):
         self.form = self.FORMS[payloads[0][0].dtype]
 
     def encode(self, rows: Any, factors: Any, wire: int, most: Any, streams: Any) -> list[bool]:
-        buckets.encode_numbers(rows, factors, self.plan, wire, self.form)
-        return [True] * len(self.plan)  # what is not finite shows in the sum
+        buckets.encode_numbers(rows, factors, self.plan, wire, most, self.form, self.sound)
+        return self.sound.tolist()
 
     def decode(self, outs: Any, wires: Any, count: float, loss_scale: float) -> bool:
-        if len(wires) != 1:
-            return False
-        buckets.decode_numbers(outs, wires[0], self.plan, f32(count), self.form)
+        buckets.decode_numbers(outs, wires, self.plan, count, self.form)
         return True
 
 
 class Signs(Codec):
-    """One bit per element; see :class:`~grace.compressors.efsignsgd.EFSignSGD` (scaled) and ``SignSGD``."""
+    """One bit per element; see :class:`~grace.compressors.efsignsgd.EFSignSGD` (scaled), ``OneBit`` (sided),
+    ``SignSGD`` (voted) and ``Signum`` (moment)."""
 
-    def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]], scaled: bool):
+    FORMS = {"scaled": buckets.SCALED, "sided": buckets.SIDED, "voted": buckets.VOTED, "moment": buckets.MOMENT}
+
+    def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]], form: str):
         super().__init__(sizes, payloads)
-        self.scaled = scaled
+        self.form = self.FORMS[form]
 
     def encode(self, rows: Any, factors: Any, wire: int, most: Any, streams: Any) -> list[bool]:
-        buckets.encode_signs(rows, factors, self.plan, wire, most, self.scaled, self.sound)
+        buckets.encode_signs(rows, factors, self.plan, wire, most, self.form, self.sound)
         return self.sound.tolist()
 
     def decode(self, outs: Any, wires: Any, count: float, loss_scale: float) -> bool:
-        weight, unit = f32(1 / count if self.scaled else 1), f32(1) / f32(1 / loss_scale)
-        return buckets.decode_signs(outs, wires, self.plan, weight, self.scaled, unit)
+        buckets.decode_signs(outs, wires, self.plan, f32(1 / count), self.form, f32(1) / f32(1 / loss_scale))
+        return True
 
 
 class Levels(Codec):
@@ -113,7 +111,34 @@ class Levels(Codec):
 
     def decode(self, outs: Any, wires: Any, count: float, loss_scale: float) -> bool:
         chosen = self.levels, self.bits, self.bucket, self.spare
-        return buckets.decode_levels(outs, wires, self.plan, f32(1 / count), *chosen)
+        buckets.decode_levels(outs, wires, self.plan, f32(1 / count), *chosen)
+        return True
+
+
+class Ternary(Levels):
+    """See :class:`~grace.compressors.terngrad.TernGrad`."""
+
+    def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]], clip: float):
+        super().__init__(sizes, payloads, levels=1, bits=2, bucket=max([1, *sizes]), l2=False)
+        self.clip = clip
+
+    def encode(self, rows: Any, factors: Any, wire: int, most: Any, streams: Any) -> list[bool]:
+        buckets.encode_ternary(rows, factors, self.plan, streams, wire, most, self.clip, self.sound)
+        return self.sound.tolist()
+
+
+class Powers(Codec):
+    """See :class:`~grace.compressors.natural.Natural`."""
+
+    draws = True
+
+    def encode(self, rows: Any, factors: Any, wire: int, most: Any, streams: Any) -> list[bool]:
+        buckets.encode_powers(rows, factors, self.plan, streams, wire, most, self.sound)
+        return self.sound.tolist()
+
+    def decode(self, outs: Any, wires: Any, count: float, loss_scale: float) -> bool:
+        buckets.decode_powers(outs, wires, self.plan, f32(1 / count))
+        return True
 
 
 class Largest(Codec):
@@ -141,4 +166,11 @@ class Largest(Codec):
         return sparse_buckets.decode_sparse(outs, wires, self.plan, f32(1 / count))
 
 
-CODECS: dict[str, type[Codec]] = {"numbers": Numbers, "signs": Signs, "levels": Levels, "largest": Largest}
+CODECS: dict[str, type[Codec]] = {
+    "numbers": Numbers,
+    "signs": Signs,
+    "levels": Levels,
+    "ternary": Ternary,
+    "powers": Powers,
+    "largest": Largest,
+}

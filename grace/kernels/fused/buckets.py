@@ -2,24 +2,44 @@
 
 Each call takes all variables of a bucket, or parts of them: for each a row of addresses (its gradient, its residual,
 where the next residual goes; 0 for none) and a row of numbers (elements, where its payload tensors stand in the wire,
-and what else its codec needs). Encoding computes x = factor * residual + gradient, writes the payload of x into the
+and what else its codec needs). Encoding computes x = a * residual + b * gradient, writes the payload of x into the
 wire and x - C(x) where the next residual goes; without one x is the gradient, which stays as it is. Operations are
 those of the kernels that compressors call one by one, in the same order, so that the bits are the same.
 """
 
 import numpy as np
+from numba import njit
 
-from grace.kernels.fused.addresses import FIRST, NEXT, SECOND, SIZE, _at, _compensated
-from grace.kernels.fused.halves import _from_brain, _from_half, _to_brain, _to_half, _widen_brain, _widen_half
-from grace.kernels.fused.lanes import part, pattern_of
-from grace.kernels.fused.loops import TILE, _max_bits, _random_blocks, compiled, f32, f64, u32
-from grace.kernels.fused.packing import _add_signs, _pack, _pack_signs, _unpack
-from grace.kernels.fused.primitives import _sum_abs
+from grace.kernels.fused.addresses import FIRST, GRADIENT, NEXT, SECOND, SIZE, _at, _compensated
+from grace.kernels.fused.halves import (
+    _add_brain,
+    _add_half,
+    _from_brain,
+    _from_half,
+    _to_brain,
+    _to_half,
+    _widen_brain,
+    _widen_half,
+)
+from grace.kernels.fused.lanes import float_of, part, pattern_of
+from grace.kernels.fused.loops import INF_BITS, TILE, _max_bits, _random_blocks, compiled, f32, f64, u32
+from grace.kernels.fused.packing import _add_either, _pack, _pack_signs, _unpack
+from grace.kernels.fused.primitives import _add, _sum_abs
+from grace.kernels.fused.quantization import (
+    _add_powers,
+    _clip,
+    _deviation_limit,
+    _round_powers_tile,
+    _side_sums,
+    _sum,
+)
 from grace.kernels.fused.rounding import _dequantize_bucket, _reciprocal, _round_bucket, _scale
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 FLOAT, HALF, BRAIN = 0, 1, 2
+ANY = u32(0xFFFFFFFF)
+"""As the largest number that is in range: not to look."""
 
 
 @compiled
@@ -39,12 +59,14 @@ def _narrow_brain(x, out, kept):
 
 
 @compiled
-def encode_numbers(rows, factors, plan, wire, form):
+def encode_numbers(rows, factors, plan, wire, most, form, sound):
     for v in range(rows.shape[0]):
-        row, n, kept = rows[v], plan[v, SIZE], rows[v, NEXT] != 0
+        row, by, n, kept, largest = rows[v], factors[v], plan[v, SIZE], rows[v, NEXT] != 0, u32(0)
         for low in range(0, n, TILE):
             high = min(low + TILE, n)
-            x = _compensated(row, factors[v], n, low, high)
+            x = _compensated(row, by, n, low, high)
+            if most != ANY:
+                largest = max(largest, _max_bits(x.view(np.uint32)))
             if form == FLOAT:
                 part(_at(wire + plan[v, FIRST], n, np.float32), low, high)[:] = x
                 if kept:
@@ -54,6 +76,10 @@ def encode_numbers(rows, factors, plan, wire, form):
                 _narrow_half(x, part(_at(wire + plan[v, FIRST], n, np.uint16), low, high), kept)
             else:
                 _narrow_brain(x, part(_at(wire + plan[v, FIRST], n, np.uint16), low, high), kept)
+        sent = float_of(largest)
+        if form != FLOAT:  # which may be Inf
+            sent = _from_half(_to_half(largest)) if form == HALF else _from_brain(_to_brain(largest))
+        sound[v] = largest <= most and pattern_of(sent) < INF_BITS
 
 
 @compiled
@@ -63,48 +89,76 @@ def _divide(out, x, by):
 
 
 @compiled
-def decode_numbers(outs, wire, plan, by, form):
-    """The mean of which the wire is the sum."""
+def decode_numbers(outs, wires, plan, count, form):
+    """The mean of which one wire is the sum, or of those of several ranks."""
+    weight = f32(1 / count)
     for v in range(outs.size):
         n = plan[v, SIZE]
-        out, place = _at(outs[v], n, np.float32), wire + plan[v, FIRST]
-        if form == FLOAT:
-            _divide(out, _at(place, n, np.float32), by)
+        whole, place = _at(outs[v], n, np.float32), wires[0] + plan[v, FIRST]
+        if wires.size > 1:
+            for low in range(0, n, TILE):
+                high = min(low + TILE, n)
+                out = part(whole, low, high)
+                out[:] = 0
+                for rank in range(wires.size):
+                    place = wires[rank] + plan[v, FIRST]
+                    if form == FLOAT:
+                        _add(out, part(_at(place, n, np.float32), low, high), f32(1))
+                    elif form == HALF:
+                        _add_half(out, part(_at(place, n, np.uint16), low, high), weight)
+                    else:
+                        _add_brain(out, part(_at(place, n, np.uint16), low, high), weight)
+                if form == FLOAT:
+                    _divide(out, out, f32(count))
+        elif form == FLOAT:
+            _divide(whole, _at(place, n, np.float32), f32(count))
         elif form == HALF:
-            _widen_half(out, _at(place, n, np.uint16), by)
+            _widen_half(whole, _at(place, n, np.uint16), f32(count))
         else:
-            _widen_brain(out, _at(place, n, np.uint16), by)
+            _widen_brain(whole, _at(place, n, np.uint16), f32(count))
 
 
 # -- signs -------------------------------------------------------------------------------------------------------------
 
+SCALED, SIDED, VOTED, MOMENT = 0, 1, 2, 3
+"""What a bit stands for: the mean magnitude, the mean of its side, or a vote; of a moment, which is kept as it is."""
+
 
 @compiled
-def _subtract_signs(x, amount):
+def _subtract_signs(x, one, other):
     for i in range(x.size):
-        x[i] += -amount if x[i] >= 0 else amount
+        x[i] += -one if x[i] >= 0 else -other
 
 
 @compiled
-def encode_signs(rows, factors, plan, wire, most, scaled, sound):
+def encode_signs(rows, factors, plan, wire, most, form, sound):
     for v in range(rows.shape[0]):
-        row, n = rows[v], plan[v, SIZE]
+        row, by, n = rows[v], factors[v], plan[v, SIZE]
         packed = _at(wire + plan[v, FIRST], (n + 7) // 8, np.uint8)
-        total, largest = f64(0), u32(0)
+        lower, upper, count, largest = f64(0), f64(0), 0, u32(0)
         for low in range(0, n, TILE):
             high = min(low + TILE, n)
-            x = _compensated(row, factors[v], n, low, high)
-            largest = max(largest, _max_bits(x.view(np.uint32)))
-            if scaled:
-                total += _sum_abs(x)
+            x = _compensated(row, by, n, low, high)
+            given = part(_at(row[GRADIENT], n, np.float32), low, high) if form == MOMENT else x
+            largest = max(largest, _max_bits(given.view(np.uint32)))
+            if form == SCALED:
+                upper += _sum_abs(x)
+            elif form == SIDED:
+                below, above, many = _side_sums(x)
+                lower, upper, count = lower + below, upper + above, count + many
             _pack_signs(x, part(packed, low // 8, (high + 7) // 8))
         sound[v] = largest <= most
-        amount = f32(1)
-        if scaled:
-            amount = f32(total / n) if n else f32(0)
-            _at(wire + plan[v, SECOND], 1, np.float32)[0] = amount
-        if row[NEXT] != 0:
-            _subtract_signs(_at(row[NEXT], n, np.float32), amount)
+        one, other = f32(1), f32(-1)
+        if form == SCALED:
+            one = f32(upper / n) if n else f32(0)
+            other = -one
+            _at(wire + plan[v, SECOND], 1, np.float32)[0] = one
+        elif form == SIDED:
+            one, other = f32(upper / max(1, count)), f32(lower / max(1, n - count))
+            means = _at(wire + plan[v, SECOND], 2, np.float32)
+            means[0], means[1] = other, one
+        if row[NEXT] != 0 and form != MOMENT:
+            _subtract_signs(_at(row[NEXT], n, np.float32), one, other)
 
 
 @compiled
@@ -114,8 +168,8 @@ def _vote(out, unit):
 
 
 @compiled
-def decode_signs(outs, wires, plan, weight, scaled, unit):
-    """The mean of scaled signs; else the sign of the sum, times ``unit``."""
+def decode_signs(outs, wires, plan, weight, form, unit):
+    """The mean of scaled signs; of votes the sign of their sum, times ``unit``."""
     for v in range(outs.size):
         n = plan[v, SIZE]
         for low in range(0, n, TILE):
@@ -124,16 +178,24 @@ def decode_signs(outs, wires, plan, weight, scaled, unit):
             out[:] = 0  # a tile, which stays in the cache
             for rank in range(wires.size):
                 packed = part(_at(wires[rank] + plan[v, FIRST], (n + 7) // 8, np.uint8), low // 8, (high + 7) // 8)
-                amount = weight
-                if scaled:
-                    amount = weight * _at(wires[rank] + plan[v, SECOND], 1, np.float32)[0]
-                _add_signs(out, packed, amount)
-            if not scaled:
+                one, other = f32(1), f32(-1)
+                if form == SCALED:
+                    one = weight * _at(wires[rank] + plan[v, SECOND], 1, np.float32)[0]
+                    other = -one
+                elif form == SIDED:
+                    means = _at(wires[rank] + plan[v, SECOND], 2, np.float32)
+                    one, other = weight * means[1], weight * means[0]
+                _add_either(out, packed, one, other)
+            if form >= VOTED:
                 _vote(out, unit)
-    return True
 
 
 # -- levels ------------------------------------------------------------------------------------------------------------
+
+
+@njit(inline="always")
+def _words_of(streams, v):
+    return streams[v, 0], streams[v, 1], streams[v, 2], streams[v, 3]
 
 
 @compiled
@@ -141,21 +203,20 @@ def encode_levels(rows, factors, plan, streams, wire, most, levels, bits, bucket
     random, middle = np.empty(TILE + 4, np.uint32), f32(levels)
     reciprocal, rest = _reciprocal(levels)
     for v in range(rows.shape[0]):
-        row, n, largest = rows[v], plan[v, SIZE], u32(0)
+        row, by, n, largest = rows[v], factors[v], plan[v, SIZE], u32(0)
         size = max(1, min(bucket_size, n))
         scales = _at(wire + plan[v, SECOND], (n + size - 1) // size, np.float32)
         codes = _at(wire + plan[v, FIRST], n, np.uint8) if bits == 8 else part(spare, 0, n)
-        k0, k1, step, draw = streams[v, 0], streams[v, 1], streams[v, 2], streams[v, 3]
         span = max(1, TILE // size) * size  # several small buckets share a tile, a large one has several
         for low in range(0, n, span):
             high = min(low + span, n)
-            x = _compensated(row, factors[v], n, low, high)
+            x = _compensated(row, by, n, low, high)
             largest = max(largest, _max_bits(x.view(np.uint32)))
             for start in range(low, high, size):
                 scales[start // size] = _scale(part(x, start - low, min(start + size, high) - low), l2)
             for tile in range(low, high, TILE):
                 stop, skip = min(tile + TILE, high), tile % 4
-                _random_blocks(part(random, 0, (stop - tile + skip + 3) // 4 * 4), tile // 4, k0, k1, step, draw)
+                _random_blocks(part(random, 0, (stop - tile + skip + 3) // 4 * 4), tile // 4, *_words_of(streams, v))
                 for start in range(tile, stop, size):
                     end, scale = min(start + size, stop), scales[start // size]
                     drawn, divisor = (
@@ -193,4 +254,64 @@ def decode_levels(outs, wires, plan, weight, levels, bits, bucket_size, spare):
                     codes = part(spare, 0, n) if packed else _at(wires[rank] + plan[v, FIRST], n, np.uint8)
                     factor = _at(wires[rank] + plan[v, SECOND], buckets, np.float32)[bucket] * weight
                     _dequantize_bucket(out, part(codes, start, stop), factor, middle, reciprocal, rest)
-    return True
+
+
+@compiled
+def encode_ternary(rows, factors, plan, streams, wire, most, clip, sound):
+    """Levels -1, 0 and 1 of what is clipped to so many standard deviations, in two bits; decoded as levels are."""
+    random, clipped, codes = np.empty(TILE, np.uint32), np.empty(TILE, np.float32), np.empty(TILE, np.uint8)
+    reciprocal, rest = _reciprocal(1)
+    for v in range(rows.shape[0]):
+        row, by, n, total, largest = rows[v], factors[v], plan[v, SIZE], f64(0), u32(0)
+        for low in range(0, n, TILE):
+            x = _compensated(row, by, n, low, min(low + TILE, n))
+            largest = max(largest, _max_bits(x.view(np.uint32)))
+            total += _sum(x)
+        sound[v] = largest <= most
+        x = _at(row[GRADIENT] if row[NEXT] == 0 else row[NEXT], n, np.float32)
+        limit = _deviation_limit(x, total, clip)
+        scale = float_of(min(largest, pattern_of(limit)))  # of magnitudes that are clipped, the largest
+        packed = _at(wire + plan[v, FIRST], (n + 3) // 4, np.uint8)
+        if n:
+            _at(wire + plan[v, SECOND], 1, np.float32)[0] = scale
+        for low in range(0, n, TILE):
+            high = min(low + TILE, n)
+            values, y, coded = part(x, low, high), part(clipped, 0, high - low), part(codes, 0, high - low)
+            _clip(values, limit, y)
+            _random_blocks(part(random, 0, (high - low + 3) // 4 * 4), low // 4, *_words_of(streams, v))
+            _round_bucket(y, random, scale if scale > 0 else f32(1), 1, coded)
+            _pack(coded, 2, part(packed, low // 4, packed.size))
+            if row[NEXT] != 0:
+                _dequantize_bucket(values, coded, scale * f32(-1), f32(1), reciprocal, rest)
+
+
+# -- powers of two -----------------------------------------------------------------------------------------------------
+
+
+@compiled
+def encode_powers(rows, factors, plan, streams, wire, most, sound):
+    random = np.empty(TILE, np.uint32)
+    for v in range(rows.shape[0]):
+        row, by, n, largest = rows[v], factors[v], plan[v, SIZE], u32(0)
+        codes = _at(wire + plan[v, FIRST], n, np.uint8)
+        for low in range(0, n, TILE):
+            high = min(low + TILE, n)
+            x, coded = _compensated(row, by, n, low, high), part(codes, low, high)
+            largest = max(largest, _max_bits(x.view(np.uint32)))
+            _random_blocks(part(random, 0, (high - low + 3) // 4 * 4), low // 4, *_words_of(streams, v))
+            _round_powers_tile(x.view(np.uint32), random, coded)
+            if row[NEXT] != 0:
+                _add_powers(x, coded, f32(-1))
+        sound[v] = largest <= most
+
+
+@compiled
+def decode_powers(outs, wires, plan, weight):
+    for v in range(outs.size):
+        n = plan[v, SIZE]
+        for low in range(0, n, TILE):
+            high = min(low + TILE, n)
+            out = part(_at(outs[v], n, np.float32), low, high)
+            out[:] = 0
+            for rank in range(wires.size):
+                _add_powers(out, part(_at(wires[rank] + plan[v, FIRST], n, np.uint8), low, high), weight)

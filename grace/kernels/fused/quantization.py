@@ -24,7 +24,8 @@ from grace.kernels.fused.loops import (
 )
 from grace.kernels.fused.packing import _add_either, _add_table
 from grace.kernels.fused.rounding import MAX_BITS
-from grace.kernels.reference.quantization import deviation_limit, table_factor
+from grace.kernels.reference.primitives import FLOAT32_MAX
+from grace.kernels.reference.quantization import CONSTANT, table_factor
 
 i64 = np.int64
 SIGN_CODE, SHIFT9, SHIFT23, SHIFT24, LOW7 = u32(0x80), u32(9), u32(23), u32(24), u32(0x7F)
@@ -32,13 +33,23 @@ OFFSET, LOWEST, HIGHEST = i32(POWER_OFFSET), i32(1), i32(127)
 
 
 @summing
-def _side_means(x, means):
+def _side_sums(x):
+    """Of the negatives, of the rest, and how many the rest are."""
     lower, upper, count = f64(0), f64(0), 0
     for i in range(x.size):
         is_upper = x[i] >= 0
         lower += f64(0) if is_upper else f64(x[i])
         upper += f64(x[i]) if is_upper else f64(0)
         count += is_upper
+    return lower, upper, count
+
+
+@compiled
+def _side_means(x, means):
+    lower, upper, count = f64(0), f64(0), 0
+    for low in range(0, x.size, TILE):
+        below, above, many = _side_sums(part(x, low, min(low + TILE, x.size)))
+        lower, upper, count = lower + below, upper + above, count + many
     means[0], means[1] = lower / max(1, x.size - count), upper / max(1, count)
 
 
@@ -59,9 +70,29 @@ def _sum_squared_deviations(x, mean):
 
 
 @compiled
+def _deviation_limit(x, total, factor):
+    """Where elements that add up to ``total`` are clipped: ``deviation_limit`` of the reference."""
+    mean, squares = total / max(1, x.size), f64(0)
+    for low in range(0, x.size, TILE):
+        squares += _sum_squared_deviations(part(x, low, min(low + TILE, x.size)), mean)
+    deviation = np.sqrt(squares / max(1, x.size))
+    if not deviation > CONSTANT * abs(mean):
+        return FLOAT32_MAX
+    return f32(min(factor * deviation, f64(FLOAT32_MAX)))
+
+
+@compiled
 def _clip(x, limit, out):
     for i in range(x.size):
         out[i] = min(max(x[i], -limit), limit)
+
+
+@compiled
+def _clip_deviation(x, factor, out):
+    total = f64(0)
+    for low in range(0, x.size, TILE):
+        total += _sum(part(x, low, min(low + TILE, x.size)))
+    _clip(x, _deviation_limit(x, total, factor), out)
 
 
 @compiled
@@ -169,10 +200,8 @@ class ValueFused:
         return means
 
     def clip_deviation(self, x, factor):
-        mean = _sum(x) / max(1, x.size)
-        limit = deviation_limit(mean, np.sqrt(_sum_squared_deviations(x, mean) / max(1, x.size)), factor)
         out = self.empty(x.size, np.float32)
-        _clip(x, limit, out)
+        _clip_deviation(x, f64(factor), out)
         return out
 
     def round_powers(self, x, stream):

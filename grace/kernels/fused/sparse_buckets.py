@@ -53,13 +53,13 @@ def encode_largest(rows, factors, plan, wire, most, last, indices, found, sample
     """Exact top-k. What the last step's threshold, a little lowered, lets through is collected in the pass that
     computes x; if that is too little or too much, what one guessed from a sample does; else all is looked at."""
     for v in range(rows.shape[0]):
-        row, n, k, width = rows[v], plan[v, SIZE], plan[v, MORE], plan[v, MORE + 1]
+        row, by, n, k, width = rows[v], factors[v], plan[v, SIZE], plan[v, MORE], plan[v, MORE + 1]
         guessing = k * 8 <= n and n >= SAMPLED
         room = 4 * k + 1024
         threshold = pattern_of(float_of(last[v]) * LOWERED)
         largest, count = u32(0), room + 1 if last[v] == 0 else 0
         for low in range(0, n, TILE):
-            x = _compensated(row, factors[v], n, low, min(low + TILE, n))
+            x = _compensated(row, by, n, low, min(low + TILE, n))
             largest = max(largest, _max_bits(x.view(np.uint32)))
             if guessing and count <= room:
                 count = _filter_part(x, threshold, low, indices, found, count)

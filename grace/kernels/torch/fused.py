@@ -24,7 +24,7 @@ class HalfTorchKernels(TorchKernels):
         return super().all_finite(x, most) if half is None else half.at_most(_patterns(x), most)
 
     def add(self, out, x, weight=1.0):
-        half = _half_of(x, out, IN_CACHE) if out.dtype == torch.float32 else None
+        half = _half_of(x, out) if out.dtype == torch.float32 else None  # few elements too: torch rounds once
         if half is None:
             return super().add(out, x, weight)
         half.add(_numbers(out), _patterns(x), np.float32(weight))
@@ -44,9 +44,9 @@ class HalfTorchKernels(TorchKernels):
         return out
 
 
-def _half_of(x, other, least=0):
-    """The loops of a tensor's 16-bit format, if they take both tensors and those are of so many elements."""
-    if x.dtype not in HALVES or x.numel() < least or x.shape != other.shape:
+def _half_of(x, other):
+    """The loops of a tensor's 16-bit format, if they take both tensors."""
+    if x.dtype not in HALVES or x.shape != other.shape:
         return None
     fit = all(tensor.is_contiguous() and tensor.device.type == "cpu" for tensor in (x, other))
     return _halves()[NAMES[x.dtype]] if fit else None

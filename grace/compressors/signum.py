@@ -48,9 +48,7 @@ class Signum(SignSGD):
     def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
         k = kernels_of(tensor)
         momentum, kept, share = self.recall(name)
-        moment = k.combine(share, tensor, 0.0, tensor)
-        if kept is not None:
-            moment = k.combine(momentum, kept, 1.0, moment)
+        moment = k.combine(share, tensor, *((0.0, tensor) if kept is None else (momentum, kept)))
         self.keep(name, moment)
         return super().compress(moment, name)
 

@@ -55,8 +55,7 @@ class Turns:
             self.buffers = [[k.zeros(shape, "float32", like) for shape in self.shapes] for _ in range(2)]
             self.places = [np.array(k.addresses(buffer), np.uint64) for buffer in self.buffers]
         recalled = [memory.recall(name) for name in self.names]
-        weighed = isinstance(memory, ErrorFeedback) and not all([b == 1 for _, _, b in recalled])
-        if memory.state.changed(*self.names) or weighed:  # where kernels multiply by b, some round once
+        if memory.state.changed(*self.names):
             return False
         self.factors[:] = [(a, b) for a, _, b in recalled]
         last = self.last

@@ -29,6 +29,7 @@ SPECS = [
     ("qsgd(norm=max, levels=64, bucket_size=5000)", "residual"), ("onebit", None), ("onebit", "efsignsgd"),
     ("terngrad", None), ("terngrad(clip=1)", "residual"), ("natural", None), ("natural", "residual"),
     ("signum", None), ("signum(momentum=0.3)", None),
+    ("topk(ratio=0.1)", "residual(beta=0.7, gamma=0.3)"),
 ]  # fmt: skip
 BIG = (70_000,)  # from which a threshold is guessed, positions take four bytes, and there are several tiles
 

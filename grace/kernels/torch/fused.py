@@ -86,6 +86,14 @@ class FusedTorchKernels(HalfTorchKernels):
     def memory(self, x):
         return x.view(torch.uint8).numpy()
 
+    def combine(self, a, x, b, y):
+        # torch rounds b y and the sum at once, and takes two passes over memory where a is not 1
+        if (b == 1 and (a == 1 or x.numel() < IN_CACHE)) or x.shape != y.shape:
+            return super().combine(a, x, b, y)
+        if not all(z.dtype is torch.float32 and z.is_contiguous() and z.device.type == "cpu" for z in (x, y)):
+            return super().combine(a, x, b, y)
+        return torch.from_numpy(_fused_kernels().combine(a, x.detach().numpy(), b, y.detach().numpy()))
+
     def uniform(self, stream, n, like):
         bits = self.random_bits(stream, n, like)
         if bits.dtype == torch.uint32:  # torch has no shifts for it

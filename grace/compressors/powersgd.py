@@ -60,7 +60,7 @@ class PowerSGD(Compressor):
         self.check_choice("warm_start", (False, True))
 
     def keeps(self, shape: tuple[int, ...]) -> Any:
-        _, columns, rank = self._sizes(shape)
+        _, columns, rank = self.sizes(shape)
         return columns, rank
 
     def exchange_all(
@@ -68,7 +68,7 @@ class PowerSGD(Compressor):
     ) -> Generator[list[Payload], list[Payload], list[tuple[Payload, Any]]]:
         starts, taken, products = self._starts(names), list[Tensor](), _Products()
         for tensor, name in zip(tensors, names, strict=True):
-            rows, columns, rank = self._sizes(tuple(tensor.shape))
+            rows, columns, rank = self.sizes(tuple(tensor.shape))
             matrix = kernels_of(tensor).reshape(tensor, (rows, columns))
             products.add(matrix, starts(name, columns, rank, tensor))
             taken.append(tensor)
@@ -95,7 +95,8 @@ class PowerSGD(Compressor):
             out = self.accumulate(payload, ctx, out, 1.0 / count)
         return out
 
-    def _sizes(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
+    def sizes(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
+        """Rows and columns of the matrix, and of P and Q the columns."""
         rows, columns = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
         return rows, columns, min(self.rank, rows, columns)
 
@@ -115,7 +116,7 @@ class PowerSGD(Compressor):
         return start
 
     def wire_bits(self, shape: tuple[int, ...]) -> float | None:
-        rows, columns, rank = self._sizes(shape)
+        rows, columns, rank = self.sizes(shape)
         return 32 * rank * (rows + columns) / max(1, rows * columns)
 
 

@@ -219,9 +219,10 @@ class Compressor(Keeping):
         """The method that a destination compresses the mean with, which goes back to all: this one."""
         return self
 
-    def bucket_codec(self) -> tuple[str, dict[str, Any]]:
+    def bucket_codec(self) -> tuple[str, dict[str, Any]] | None:
         """The name of what encodes and decodes whole buckets to the same bits, of
-        :mod:`grace.kernels.fused.bucket_codecs`, and its options. A class that inherits it is not asked."""
+        :mod:`grace.kernels.fused.bucket_codecs`, and its options; None if it has none with its
+        parameters. A class that inherits it is not asked."""
         raise TypeError(f"{type(self).__name__} has no codec for whole buckets")
 
     def sent_indices(self, payload: Payload, ctx: Any) -> Tensor | None:

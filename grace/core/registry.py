@@ -1,8 +1,8 @@
 """The registry: which compressors, memories, communicators, strategy builders and rules there are.
 
 Built-in ones are the classes in ``grace/compressors``, ``grace/memories``, ``grace/communicators``,
-``grace/strategy/builders`` and ``grace/strategy/rules``, found by looking (a file may hold a
-compressor and its memory); others register themselves (:func:`register`) or are
+``grace/strategy/builders``, ``grace/planner/builders`` and ``grace/strategy/rules``, found by looking (a file may hold
+a compressor and its memory); others register themselves (:func:`register`) or are
 found through entry points, whose groups are called alike: ``grace.compressors``, ``grace.memories``,
 ``grace.communicators``, ``grace.strategy.builders`` and ``grace.strategy.rules``.
 """
@@ -28,6 +28,8 @@ KINDS = {
     "builder": "strategy.builders",
     "rule": "strategy.rules",
 }
+MORE = {"builder": ("planner.builders",)}
+"""Further folders of a kind."""
 SHARING = {"compressor", "memory", "communicator"}
 """Kinds that may stand in each other's files."""
 _registered: dict[str, dict[str, type[Component]]] = {kind: {} for kind in KINDS}
@@ -159,9 +161,9 @@ def _found(kind: str) -> tuple[dict[str, type[Component]], dict[str, dict[str, A
     for other, folder in KINDS.items():
         if kind != other and not {kind, other} <= SHARING:
             continue
-        package = importlib.import_module(f"grace.{folder}")
-        for info in pkgutil.iter_modules(package.__path__):
-            module = importlib.import_module(f"{package.__name__}.{info.name}")
+        packages = [importlib.import_module(f"grace.{place}") for place in (folder, *MORE.get(other, ()))]
+        found = [f"{p.__name__}.{info.name}" for p in packages for info in pkgutil.iter_modules(p.__path__)]
+        for module in map(importlib.import_module, found):
             if kind == other:
                 aliases.update(getattr(module, "ALIASES", {}))
             for value in vars(module).values():

@@ -35,6 +35,8 @@ COMMUNICATORS = {
     "threshold": {AG, BC, RB},
     "dgc": {AG, BC, RB},
     "adaptive": {AG, BC, RB},
+    "block": {AG, BC, SR, RB},
+    "block(bits=4, rounding=stochastic)": {AG, BC, SR, RB},
     "dynamic8": {AG, BC, SR, RB},
     "sketch": {AG, BC, RB},
     "inceptionn": {AG, BC, RB},
@@ -44,13 +46,20 @@ COMMUNICATORS = {
     "randomk | fp16": {AR, AG, BC, RB},
     "randomk(unbiased=true) | qsgd": {AG, BC},
 }
-MEMORIES = {"none", "residual", "efsignsgd", "dgc"}
+MEMORIES = {"none", "residual", "efsignsgd", "dgc", "loco"}
 NEED_A_MEMORY = {"onebit", "powersgd", "dgc", "dgc | efsignsgd"}
 FOR_THE_DGC_MEMORY = {
     *("topk", "randomk", "randomk(unbiased=true)", "threshold", "dgc", "adaptive"),
     *("topk | qsgd(levels=7)", "dgc | efsignsgd", "randomk | fp16", "randomk(unbiased=true) | qsgd"),
 }
-UNBIASED = {"qsgd", "natural", "terngrad", "randomk(unbiased=true)", "randomk(unbiased=true) | qsgd"}
+UNBIASED = {
+    "block(bits=4, rounding=stochastic)",
+    "qsgd",
+    "natural",
+    "terngrad",
+    "randomk(unbiased=true)",
+    "randomk(unbiased=true) | qsgd",
+}
 NOISY = UNBIASED | {"signsgd", "signum"}
 
 compressors = pytest.mark.parametrize("compressor", COMMUNICATORS)

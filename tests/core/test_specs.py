@@ -164,7 +164,7 @@ def test_an_object_is_taken_as_it_is_and_only_in_its_place():
 
 BUILTIN = [
     *("none", "cast", "qsgd", "topk", "randomk", "randomk(unbiased=true)", "signsgd", "efsignsgd", "powersgd"),
-    *("natural", "terngrad", "onebit", "signum", "dynamic8", "sketch"),
+    *("natural", "terngrad", "onebit", "signum", "dynamic8", "sketch", "block"),
     *("threshold", "dgc", "adaptive", "inceptionn"),
 ]
 

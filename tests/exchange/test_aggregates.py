@@ -83,6 +83,17 @@ def dynamic8(x, at):
     return scale * table[distance.argmin(axis=1)]
 
 
+def block(x, at):
+    """The nearest of 255 multiples of a block's largest magnitude."""
+    scale = np.concatenate([np.full(part.size, np.abs(part).max()) for part in parts_of(x, 512)] or [x])
+    code = np.floor(np.abs(x) / np.where(scale > 0, scale, np.float32(1)) * np.float32(127) + np.float32(0.5))
+    return np.sign(x) * scale * code / np.float32(127)
+
+
+def parts_of(x, size):
+    return [x[low : low + size] for low in range(0, x.size, size)]
+
+
 def sketch(x, at, quantiles=16):
     """The mean of the equal-count bucket that an element's rank falls into; equal elements rank by index."""
     buckets = min(quantiles, x.size)
@@ -242,6 +253,7 @@ METHODS = {
     "onebit": Method(onebit, lambda n: whole_bytes(n) + 64, Residual, others=SHARDED),
     "signum": Method(sign, whole_bytes, Momentum, votes=True),
     "dynamic8": Method(dynamic8, lambda n: 8 * n + 32, others=SHARDED),
+    "block": Method(block, lambda n: 8 * n + 32 * math.ceil(n / 512), Residual, others=SHARDED),
     "sketch(quantiles=16)": Method(
         sketch, lambda n: whole_bytes(n * max(1, (min(16, n) - 1).bit_length())) + 32 * min(16, n), Residual
     ),

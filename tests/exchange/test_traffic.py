@@ -20,6 +20,7 @@ pytestmark = pytest.mark.ranks
 
 MORE = (
     *("natural", "terngrad", "onebit", "signum", "dynamic8", "sketch(quantiles=16)"),
+    *("block(bits=4, hadamard=32)", "block(format=fp8, rounding=stochastic)"),
     *("topk(ratio=0.1) | qsgd(levels=7)", "topk(ratio=0.1) | efsignsgd", "randomk(ratio=0.1) | fp16"),
 )
 GATHERED = [

@@ -38,6 +38,10 @@ PAIRS = [
     (Allreduce, "none", "residual"),
     (Allgather, "none", "residual"),
     (Allgather, "qsgd(levels=127, norm=max)", "residual"),
+    (Allgather, "block(bits=4)", None),
+    (Allgather, "block(bits=4, hadamard=32, block=50)", None),
+    (Allgather, "block(format=fp8, rounding=stochastic)", None),
+    (Allgather, "block", "loco(beta=1, reset=0)"),
 ]
 pairs = pytest.mark.parametrize(("cls", "compressor", "memory"), PAIRS)
 frameworks = pytest.mark.parametrize("make_tensor", [np.array, torch.from_numpy], ids=["numpy", "torch"])

@@ -233,9 +233,12 @@ class Kernels(ValueKernels, SparseKernels):
     # -- quantization ----------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def quantize(self, x: Tensor, levels: int, bucket_size: int, norm: str, stream: Stream) -> tuple[Tensor, Tensor]:
+    def quantize(
+        self, x: Tensor, levels: int, bucket_size: int, norm: str, stream: Stream | None
+    ) -> tuple[Tensor, Tensor]:
         """Stochastic rounding per bucket: s = l2 or max norm of the bucket (accumulated in float64, at most
         the largest float32); code = sign(x) min(levels, floor(abs(x)/s levels + u)), stored as code + levels.
+        Without a stream u is 0.5, which rounds to the nearest level.
 
         Returns the codes (uint8, n) and the scales (float32, ceil(n / bucket_size))."""
 

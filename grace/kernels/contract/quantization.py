@@ -11,6 +11,12 @@ LOWEST_POWER, HIGHEST_POWER = -94, 32
 """Exponents that have a code: 127 of them, so that 7 bits hold them and zero. The range is not centred at
 2**0 because gradients are small; above, it leaves room for a loss scale of 2**24 and more."""
 
+ROTATED = 32
+"""Elements that :meth:`ValueKernels.rotate` mixes."""
+LARGEST_FLOAT8 = 448.0
+LOWEST_BIASED = 127 - 6
+"""A float32's biased exponent of the smallest normal 8-bit float."""
+
 POWER_OFFSET = 127 + LOWEST_POWER - 1
 """Code 1 is the lowest power, so this is a float32's biased exponent minus its code."""
 
@@ -48,6 +54,25 @@ class ValueKernels(abc.ABC):
     @abc.abstractmethod
     def add_powers(self, out: Tensor, codes: Tensor, weight: float) -> Tensor:
         """``out += weight v`` for the values v that :meth:`round_powers` encoded."""
+
+    @abc.abstractmethod
+    def round_float8(self, x: Tensor, bucket_size: int, stream: Stream | None) -> tuple[Tensor, Tensor]:
+        """Rounding to 8-bit floats (e4m3: a sign, 4 bits of exponent, 3 of mantissa) per bucket: with s the largest
+        magnitude of the bucket and y = abs(x)/s 448, of which 2^e is the power of two below, at least 2^-6,
+        k = floor(2^(3-e) y + u) and the code is 8 (e + 6) + k, at most 126, which is what e4m3 has for k 2^(e-3),
+        and 128 for the sign. u is uniform, or 0.5 without a stream.
+
+        Returns the codes (uint8, n) and the scales (float32, ceil(n / bucket_size))."""
+
+    @abc.abstractmethod
+    def add_float8(self, out: Tensor, codes: Tensor, scales: Tensor, bucket_size: int, weight: float) -> Tensor:
+        """``out += weight s v / 448`` for the values v that :meth:`round_float8` encoded; codes 127 and 255, which it
+        does not make, are 480 and -480."""
+
+    @abc.abstractmethod
+    def rotate(self, x: Tensor) -> Tensor:
+        """A new tensor: each 32 elements times the Hadamard matrix of 32 rows over sqrt(32), at most the largest
+        float32; those that are left at the end as they are. It is its own inverse."""
 
     @abc.abstractmethod
     def bucketize(self, x: Tensor, scale: Tensor, edges: Tensor) -> Tensor:

@@ -93,19 +93,27 @@ class Signs(Codec):
 
 
 class Levels(Codec):
-    """See :class:`~grace.compressors.qsgd.QSGD`."""
+    """See :class:`~grace.compressors.qsgd.QSGD`, and :class:`~grace.compressors.block.Block` (nearest)."""
 
     draws = True
 
     def __init__(
-        self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]], levels: int, bits: int, bucket: int, l2: bool
+        self,
+        sizes: Sequence[int],
+        payloads: Sequence[Sequence[Placed]],
+        levels: int,
+        bits: int,
+        bucket: int,
+        l2: bool,
+        nearest: bool = False,
     ):
         super().__init__(sizes, payloads)
-        self.levels, self.bits, self.bucket, self.l2 = levels, bits, bucket, l2
+        self.levels, self.bits, self.bucket, self.l2, self.nearest = levels, bits, bucket, l2, nearest
+        self.draws = not nearest
         self.spare = np.empty(0 if bits == 8 else self.most, np.uint8)
 
     def encode(self, rows: Any, factors: Any, wire: int, most: Any, streams: Any) -> list[bool]:
-        chosen = self.levels, self.bits, self.bucket, self.l2, self.spare, self.sound
+        chosen = self.levels, self.bits, self.bucket, self.l2, self.nearest, self.spare, self.sound
         buckets.encode_levels(rows, factors, self.plan, streams, wire, most, *chosen)
         return self.sound.tolist()
 

@@ -33,7 +33,7 @@ from grace.kernels.fused.quantization import (
     _side_sums,
     _sum,
 )
-from grace.kernels.fused.rounding import _dequantize_bucket, _reciprocal, _round_bucket, _scale
+from grace.kernels.fused.rounding import NEAREST, _dequantize_bucket, _reciprocal, _round_bucket, _scale
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
@@ -199,8 +199,8 @@ def _words_of(streams, v):
 
 
 @compiled
-def encode_levels(rows, factors, plan, streams, wire, most, levels, bits, bucket_size, l2, spare, sound):
-    random, middle = np.empty(TILE + 4, np.uint32), f32(levels)
+def encode_levels(rows, factors, plan, streams, wire, most, levels, bits, bucket_size, l2, nearest, spare, sound):
+    random, middle = np.full(TILE + 4, NEAREST), f32(levels)
     reciprocal, rest = _reciprocal(levels)
     for v in range(rows.shape[0]):
         row, by, n, largest = rows[v], factors[v], plan[v, SIZE], u32(0)
@@ -216,7 +216,9 @@ def encode_levels(rows, factors, plan, streams, wire, most, levels, bits, bucket
                 scales[start // size] = _scale(part(x, start - low, min(start + size, high) - low), l2)
             for tile in range(low, high, TILE):
                 stop, skip = min(tile + TILE, high), tile % 4
-                _random_blocks(part(random, 0, (stop - tile + skip + 3) // 4 * 4), tile // 4, *_words_of(streams, v))
+                if not nearest:
+                    words = _words_of(streams, v)
+                    _random_blocks(part(random, 0, (stop - tile + skip + 3) // 4 * 4), tile // 4, *words)
                 for start in range(tile, stop, size):
                     end, scale = min(start + size, stop), scales[start // size]
                     drawn, divisor = (

@@ -32,7 +32,7 @@ from grace.kernels.fused.quantization import ValueFused
 from grace.kernels.fused.rounding import _dequantize, _quantize
 from grace.kernels.fused.selection import _topk
 from grace.kernels.fused.sparsification import SparseFused, check_used
-from grace.kernels.random import FEISTEL_ROUNDS, feistel_bits
+from grace.kernels.random import FEISTEL_ROUNDS, Stream, feistel_bits
 from grace.kernels.reference.primitives import FLOAT32_MAX
 
 
@@ -186,7 +186,8 @@ class FusedKernels(ValueFused, SparseFused, ProductsFused, HalfFused):
     def quantize(self, x, levels, bucket_size, norm, stream):
         bucket_size = bucket_within(bucket_size, x.size)
         codes, scales = self.empty(x.size, np.uint8), self.empty(-(-x.size // bucket_size), np.float32)
-        _quantize(x, codes, scales, levels, bucket_size, norm == "l2", *_words(stream))
+        words = _words(stream or Stream(0))
+        _quantize(x, codes, scales, levels, bucket_size, norm == "l2", stream is None, *words)
         return codes, scales
 
     def dequantize(self, out, codes, scales, levels, bucket_size, weight):

@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from grace.kernels.checks import check_packed, check_scale, check_table
+from grace.kernels.checks import check_packed, check_quantized, check_scale, check_table
+from grace.kernels.contract.primitives import bucket_within
 from grace.kernels.contract.quantization import POWER_OFFSET
 from grace.kernels.fused.lanes import float_of, part
 from grace.kernels.fused.loops import (
@@ -23,9 +24,10 @@ from grace.kernels.fused.loops import (
     u32,
 )
 from grace.kernels.fused.packing import _add_either, _add_table
-from grace.kernels.fused.rounding import MAX_BITS
+from grace.kernels.fused.rounding import MAX_BITS, _add_float8, _quantize, _rotate
+from grace.kernels.random import Stream
 from grace.kernels.reference.primitives import FLOAT32_MAX
-from grace.kernels.reference.quantization import CONSTANT, table_factor
+from grace.kernels.reference.quantization import CONSTANT, FLOAT8, table_factor
 
 i64 = np.int64
 SIGN_CODE, SHIFT9, SHIFT23, SHIFT24, LOW7 = u32(0x80), u32(9), u32(23), u32(24), u32(0x7F)
@@ -212,6 +214,23 @@ class ValueFused:
     def add_powers(self, out, codes, weight):
         check_packed(codes.size, 8, out.size)
         _add_powers(out, codes, f32(weight))
+        return out
+
+    def round_float8(self, x, bucket_size, stream):
+        bucket_size, words = bucket_within(bucket_size, x.size), _words(stream or Stream(0))
+        codes, scales = self.empty(x.size, np.uint8), self.empty(-(-x.size // bucket_size), np.float32)
+        _quantize(x, codes, scales, 0, bucket_size, False, stream is None, *words)
+        return codes, scales
+
+    def add_float8(self, out, codes, scales, bucket_size, weight):
+        bucket_size = bucket_within(bucket_size, codes.size)
+        check_quantized(codes.size, scales.size, out.size, bucket_size)
+        _add_float8(out, codes, scales, bucket_size, f32(weight), FLOAT8)
+        return out
+
+    def rotate(self, x):
+        out = self.empty(x.size, np.float32)
+        _rotate(x, out)
         return out
 
     def bucketize(self, x, scale, edges):

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from grace.kernels.contract.quantization import LARGEST_FLOAT8, LOWEST_BIASED, ROTATED
 from grace.kernels.fused.lanes import float_of, part, pattern_of
 from grace.kernels.fused.loops import (
     SHIFT8,
@@ -18,8 +19,12 @@ from grace.kernels.fused.loops import (
     u32,
 )
 from grace.kernels.reference.primitives import FLOAT32_MAX
+from grace.kernels.reference.quantization import ROOT
 
 MAX_BITS = FLOAT32_MAX.view(np.uint32)
+NEAREST = u32(1 << 31)  # the random number of an offset of a half, which rounds to the nearest
+LARGEST, LOWEST, BOTH, SHIFT23 = f32(LARGEST_FLOAT8), u32(LOWEST_BIASED), u32(257), u32(23)
+EIGHT, MOST_CODE, SIGN, ZERO, SHRINK = i32(8), i32(126), i32(128), i32(0), f32(1 / ROTATED)
 UPPER16 = u32(0xFFFFFF00)  # of the 24 bits of a float32's significand
 
 
@@ -50,8 +55,21 @@ def _round_bucket(x, random, divisor, levels, codes):
 
 
 @compiled
-def _quantize(x, codes, scales, levels, bucket_size, l2, k0, k1, step, draw):
-    random = np.empty(TILE + 4, np.uint32)
+def _round_float8(x, random, divisor, codes):
+    for i in range(x.size):
+        scaled = abs(x[i]) / divisor * LARGEST
+        exponent = u32(pattern_of(scaled) >> SHIFT23)
+        biased = exponent if exponent > LOWEST else LOWEST
+        place = scaled * float_of(u32(u32(BOTH - biased) << SHIFT23))
+        code = i32(i32(i32(biased - LOWEST) * EIGHT) + i32(place + f32(i32(random[i] >> SHIFT8)) * UNIT))
+        code = code if code < MOST_CODE else MOST_CODE
+        codes[i] = u8(i32(code + (SIGN if x[i] < 0 else ZERO)))
+
+
+@compiled
+def _quantize(x, codes, scales, levels, bucket_size, l2, nearest, k0, k1, step, draw):
+    """To levels, or where there are none to 8-bit floats."""
+    random = np.full(TILE + 4, NEAREST)
     span = max(1, TILE // bucket_size) * bucket_size  # several small buckets share a tile, a large one has several
     for low in range(0, x.size, span):
         high = min(low + span, x.size)
@@ -59,11 +77,42 @@ def _quantize(x, codes, scales, levels, bucket_size, l2, k0, k1, step, draw):
             scales[start // bucket_size] = _scale(part(x, start, min(start + bucket_size, high)), l2)
         for tile in range(low, high, TILE):
             stop, skip = min(tile + TILE, high), tile % 4
-            _random_blocks(part(random, 0, (stop - tile + skip + 3) // 4 * 4), tile // 4, k0, k1, step, draw)
+            if not nearest:
+                _random_blocks(part(random, 0, (stop - tile + skip + 3) // 4 * 4), tile // 4, k0, k1, step, draw)
             for start in range(tile, stop, bucket_size):
                 end, scale = min(start + bucket_size, stop), scales[start // bucket_size]
                 drawn, divisor = part(random, start - tile + skip, end - tile + skip), scale if scale > 0 else f32(1)
-                _round_bucket(part(x, start, end), drawn, divisor, levels, part(codes, start, end))
+                if levels == 0:
+                    _round_float8(part(x, start, end), drawn, divisor, part(codes, start, end))
+                else:
+                    _round_bucket(part(x, start, end), drawn, divisor, levels, part(codes, start, end))
+
+
+@compiled
+def _add_float8(out, codes, scales, bucket_size, weight, values):
+    for bucket in range(scales.size):
+        factor, low, high = scales[bucket] * weight, bucket * bucket_size, min((bucket + 1) * bucket_size, codes.size)
+        for i in range(high - low):
+            out[low + i] += factor * values[codes[low + i]]
+
+
+@compiled
+def _rotate(x, out):
+    """Butterflies of 32 groups at a time would need a transposition; within one they fit into four registers."""
+    whole = x.size // ROTATED * ROTATED
+    for i in range(x.size):
+        out[i] = x[i] * SHRINK if i < whole else x[i]
+    for group in range(x.size // ROTATED):
+        rows = part(out, group * ROTATED, (group + 1) * ROTATED)
+        span = 1
+        while span < ROTATED:
+            for low in range(0, ROTATED, 2 * span):
+                for i in range(low, low + span):
+                    left, right = rows[i], rows[i + span]
+                    rows[i], rows[i + span] = left + right, left - right
+            span *= 2
+        for i in range(ROTATED):
+            rows[i] = min(max(rows[i] * ROOT, -FLOAT32_MAX), FLOAT32_MAX)
 
 
 @compiled

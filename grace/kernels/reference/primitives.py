@@ -162,7 +162,8 @@ class NumpyKernels(ValueReference, SparseReference, Kernels):
         scales = np.minimum(scales, FLOAT32_MAX).astype(np.float32)
         divisor = np.where(scales > 0, scales, np.float32(1))[:, None]
         exact = (magnitude / divisor * np.float32(levels)).reshape(-1)[:n]
-        code = np.minimum(np.floor(exact + self.uniform(stream, n)), levels).astype(np.int32)
+        offset = np.float32(0.5) if stream is None else self.uniform(stream, n)
+        code = np.minimum(np.floor(exact + offset), levels).astype(np.int32)
         return (levels + np.where(x >= 0, code, -code)).astype(np.uint8), scales
 
     def dequantize(self, out, codes, scales, levels, bucket_size, weight):

@@ -4,10 +4,12 @@ from typing import Any
 
 import numpy as np
 
-from grace.kernels.checks import check_packed, check_scale, check_table
-from grace.kernels.contract.quantization import POWER_OFFSET
+from grace.kernels.checks import check_packed, check_quantized, check_scale, check_table
+from grace.kernels.contract.primitives import bucket_within
+from grace.kernels.contract.quantization import LARGEST_FLOAT8, LOWEST_BIASED, POWER_OFFSET, ROTATED
 
 FLOAT32_MAX = np.finfo(np.float32).max
+ROOT = np.float32(ROTATED**0.5)
 CONSTANT = 2.0**-20
 """Deviation over mean below which elements are equal but for rounding."""
 
@@ -22,6 +24,7 @@ class ValueReference:
     """
 
     random_bits: Any
+    uniform: Any
     unpack: Any
     check_indices: Any
 
@@ -55,6 +58,37 @@ class ValueReference:
         out += np.float32(weight) * np.where(power > 0, bits, np.uint32(0)).view(np.float32)
         return out
 
+    def round_float8(self, x, bucket_size, stream):
+        bucket_size = bucket_within(bucket_size, x.size)
+        magnitude = np.zeros((-(-x.size // bucket_size), bucket_size), np.float32)
+        magnitude.reshape(-1)[: x.size] = np.abs(x)
+        scales = np.minimum(magnitude.max(axis=1, initial=0), FLOAT32_MAX)
+        divisor = np.where(scales > 0, scales, np.float32(1))[:, None]
+        scaled = (magnitude / divisor * np.float32(LARGEST_FLOAT8)).reshape(-1)[: x.size]
+        biased = np.maximum(scaled.view(np.int32) >> 23, LOWEST_BIASED)
+        places = scaled * (257 - biased << 23).view(np.float32)  # in units of its last bit
+        offset = np.float32(0.5) if stream is None else self.uniform(stream, x.size)
+        code = np.minimum((biased - LOWEST_BIASED) * 8 + np.floor(places + offset).astype(np.int32), 126)
+        return (code + np.where(x < 0, 128, 0)).astype(np.uint8), scales
+
+    def add_float8(self, out, codes, scales, bucket_size, weight):
+        bucket_size = bucket_within(bucket_size, codes.size)
+        check_quantized(codes.size, scales.size, out.size, bucket_size)
+        out += np.repeat(scales * np.float32(weight), bucket_size)[: codes.size] * FLOAT8[codes]
+        return out
+
+    def rotate(self, x):
+        whole = x.size // ROTATED * ROTATED
+        rows = x[:whole] * np.float32(1 / ROTATED)  # so that no sum overflows
+        span = 1
+        while span < ROTATED:
+            pairs = rows.reshape(-1, 2, span)
+            rows = np.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], axis=1).reshape(-1)
+            span *= 2
+        with np.errstate(over="ignore"):
+            rows = np.clip(rows * ROOT, -FLOAT32_MAX, FLOAT32_MAX)
+        return np.concatenate([rows, x[whole:]])
+
     def bucketize(self, x, scale, edges):
         divisor = scale[0] if scale[0] > 0 else np.float32(1)
         return np.searchsorted(edges, x / divisor, side="left").astype(np.uint8)
@@ -73,6 +107,22 @@ class ValueReference:
         codes[np.argsort(x, kind="stable")] = np.arange(x.size) * buckets // max(1, x.size)
         sums = np.bincount(codes, weights=x, minlength=buckets)
         return codes, (sums / np.maximum(1, np.bincount(codes, minlength=buckets))).astype(np.float32)
+
+
+def float8_values() -> np.ndarray:
+    """What the codes of :meth:`ValueReference.round_float8` stand for, of the largest finite one.
+
+    >>> values = float8_values()
+    >>> (values[[0, 1, 8, 126, 254]] * 448).tolist()
+    [0.0, 0.001953125, 0.015625, 448.0, -448.0]
+    """
+    code = np.arange(128)
+    exponent, mantissa = code >> 3, code & 7
+    values = np.where(exponent > 0, 8 + mantissa, mantissa) * 2.0 ** (np.maximum(exponent, 1) - 10) / LARGEST_FLOAT8
+    return np.concatenate([values, -values]).astype(np.float32)
+
+
+FLOAT8 = float8_values()
 
 
 def deviation_limit(mean: float, deviation: float, factor: float) -> np.float32:

@@ -30,6 +30,9 @@ GRAPH: dict[str, Callable[..., Shapes]] = {
     "clip_deviation": lambda x, factor: [(np.float32, length(x))],
     "round_powers": lambda x, stream: [(np.uint8, length(x))],
     "add_powers": lambda out, *_: [(np.float32, length(out))],
+    "round_float8": lambda x, size, *_: [(np.uint8, length(x)), (np.float32, (length(x) + size - 1) // size)],
+    "add_float8": lambda out, *_: [(np.float32, length(out))],
+    "rotate": lambda x: [(np.float32, length(x))],
     "bucketize": lambda x, *_: [(np.uint8, length(x))],
     "add_table": lambda out, *_: [(np.float32, length(out))],
     "quantile_buckets": lambda x, buckets: [(np.uint8, length(x)), (np.float32, buckets)],
@@ -53,11 +56,15 @@ class FusedTensorFlowKernels(TensorFlowKernels):
     FUSED = (
         "all_finite", "mean_abs", "random_bits", "uniform", "random_indices", "quantize", "dequantize", "pack",
         "unpack", "pack_signs", "add_signs", "topk", "gather", "scatter_add", "max_abs", "side_means",
-        "clip_deviation", "round_powers", "add_powers", "bucketize", "add_table", "quantile_buckets",
+        "clip_deviation", "round_powers", "add_powers", "round_float8", "add_float8", "rotate", "bucketize",
+        "add_table", "quantile_buckets",
         "above", "kth_magnitude", "sample_indices", "zero_at", "add_at", "clip_norm", "one_side", "fixed_tags",
         "where_code", "matmul", "matmul_add",
     )  # fmt: skip
-    WRITES = ("dequantize", "add_signs", "scatter_add", "add_powers", "add_table", "zero_at", "add_at", "matmul_add")
+    WRITES = (
+        "dequantize", "add_signs", "scatter_add", "add_powers", "add_float8", "add_table", "zero_at", "add_at",
+        "matmul_add",
+    )  # fmt: skip
     """Those that change their first argument, which is a copy therefore."""
     DTYPES = frozenset({tf.float32, tf.uint8, tf.int32})
     VIEWED = DTYPES | {tf.float16, tf.float64, tf.int8, tf.int16, tf.int64}

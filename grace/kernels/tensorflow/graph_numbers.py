@@ -7,6 +7,7 @@ import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from grace.errors import ConfigError
+from grace.kernels.contract.primitives import bucket_within
 
 LOW31 = 0x7FFFFFFF
 INF_BITS = 0x7F800000
@@ -29,6 +30,11 @@ def length(x: tf.Tensor) -> Any:
     """The number of elements: an int, or a scalar tensor (int64) where a graph does not know it."""
     n = x.shape.num_elements()
     return tf.size(x, tf.int64) if n is None else n
+
+
+def bucket_of(bucket_size: int, n: Any) -> Any:
+    """The elements of a bucket of a tensor of n: no more than it has."""
+    return bucket_within(bucket_size, n) if isinstance(n, int) else tf.clip_by_value(n, 1, bucket_size)
 
 
 def number(value: Any, dtype: tf.DType) -> Any:

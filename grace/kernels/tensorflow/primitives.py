@@ -12,9 +12,9 @@ import numpy as np
 import tensorflow as tf
 
 from grace.kernels.checks import check_count, check_packed, check_quantized, check_range, check_scale
-from grace.kernels.contract.primitives import LARGEST_FACTOR, Kernels, bucket_within
+from grace.kernels.contract.primitives import LARGEST_FACTOR, Kernels
 from grace.kernels.random import FEISTEL_ROUNDS, MULTIPLIERS, ROUNDS, WEYL, Stream, feistel_bits
-from grace.kernels.tensorflow.graph_numbers import LOW31, is_upper, length, number, refuse_xla
+from grace.kernels.tensorflow.graph_numbers import LOW31, bucket_of, is_upper, length, number, refuse_xla
 from grace.kernels.tensorflow.interop import aligned_empty, as_tensor
 from grace.kernels.tensorflow.quantization import ValueTensorFlow
 from grace.kernels.tensorflow.sparsification import SparseTensorFlow
@@ -197,7 +197,7 @@ class TensorFlowKernels(ValueTensorFlow, SparseTensorFlow, Kernels):
 
     def quantize(self, x, levels, bucket_size, norm, stream):
         n, top = length(x), number(levels, tf.float32)
-        bucket_size = _bucket_within(bucket_size, n)
+        bucket_size = bucket_of(bucket_size, n)
         buckets = (n + bucket_size - 1) // bucket_size
         magnitude = tf.reshape(tf.pad(tf.abs(x), [[0, buckets * bucket_size - n]]), [-1, bucket_size])
         if norm == "l2":
@@ -207,12 +207,13 @@ class TensorFlowKernels(ValueTensorFlow, SparseTensorFlow, Kernels):
         scales = tf.cast(tf.minimum(scales, FLOAT32_MAX), tf.float32)
         divisor = tf.where(scales > 0, scales, 1.0)[:, None]
         exact = tf.reshape(magnitude / divisor * top, [-1])[:n]
-        code = tf.cast(tf.minimum(tf.floor(exact + self.uniform(stream, n, x)), top), tf.int32)
+        offset = 0.5 if stream is None else self.uniform(stream, n, x)
+        code = tf.cast(tf.minimum(tf.floor(exact + offset), top), tf.int32)
         return tf.cast(levels + tf.where(x >= 0, code, -code), tf.uint8), scales
 
     def dequantize(self, out, codes, scales, levels, bucket_size, weight):
         n, middle = length(codes), number(levels, tf.float32)
-        bucket_size = _bucket_within(bucket_size, n)
+        bucket_size = bucket_of(bucket_size, n)
         check_quantized(n, length(scales), length(out), bucket_size)
         part = (tf.cast(codes, tf.float32) - middle) / middle
         part = tf.pad(part, [[0, (n + bucket_size - 1) // bucket_size * bucket_size - n]])
@@ -282,10 +283,6 @@ def words(stream: Stream) -> tuple[int, int, Any, int]:
     step = stream.step if isinstance(stream.step, (tf.Tensor, tf.Variable)) else stream.step & LOW32
     key_low, key_high, _, draw = Stream(stream.key, 0, stream.draw).words
     return key_low, key_high, tf.cast(step, tf.int64) & LOW32, draw
-
-
-def _bucket_within(bucket_size: int, n: Any) -> Any:
-    return bucket_within(bucket_size, n) if isinstance(n, int) else tf.clip_by_value(n, 1, bucket_size)
 
 
 def _times(x: tf.Tensor, weight: float) -> tf.Tensor:

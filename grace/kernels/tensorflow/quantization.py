@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from grace.kernels.checks import check_packed, check_scale, check_table
-from grace.kernels.contract.quantization import POWER_OFFSET
-from grace.kernels.reference.quantization import CONSTANT
-from grace.kernels.tensorflow.graph_numbers import LOW31, is_upper, length, number
+from grace.kernels.checks import check_packed, check_quantized, check_scale, check_table
+from grace.kernels.contract.quantization import LARGEST_FLOAT8, LOWEST_BIASED, POWER_OFFSET, ROTATED
+from grace.kernels.reference.quantization import CONSTANT, FLOAT8, ROOT
+from grace.kernels.tensorflow.graph_numbers import LOW31, bucket_of, is_upper, length, number
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -17,6 +17,7 @@ class ValueTensorFlow:
     """A part of :class:`~grace.kernels.tensorflow.primitives.TensorFlowKernels`: nothing is read back."""
 
     random_bits: Any
+    uniform: Any
     unpack: Any
     check_indices: Any
 
@@ -52,6 +53,37 @@ class ValueTensorFlow:
         values = tf.bitcast(tf.bitwise.left_shift(power + POWER_OFFSET, 23), tf.float32)
         values = tf.where(power > 0, tf.where(codes >= 128, -values, values), 0.0)
         return out + values * number(weight, tf.float32)
+
+    def round_float8(self, x, bucket_size, stream):
+        n, top = length(x), number(LARGEST_FLOAT8, tf.float32)
+        bucket_size = bucket_of(bucket_size, n)
+        buckets = (n + bucket_size - 1) // bucket_size
+        magnitude = tf.reshape(tf.pad(tf.abs(x), [[0, buckets * bucket_size - n]]), [-1, bucket_size])
+        scales = tf.minimum(tf.reduce_max(magnitude, axis=1), FLOAT32_MAX)
+        divisor = tf.where(scales > 0, scales, 1.0)[:, None]
+        scaled = tf.reshape(magnitude / divisor * top, [-1])[:n]
+        biased = tf.maximum(tf.bitwise.right_shift(tf.bitcast(scaled, tf.int32), 23), LOWEST_BIASED)
+        places = scaled * tf.bitcast(tf.bitwise.left_shift(257 - biased, 23), tf.float32)
+        places += 0.5 if stream is None else self.uniform(stream, n, x)
+        code = tf.minimum((biased - LOWEST_BIASED) * 8 + tf.cast(places, tf.int32), 126)
+        return tf.cast(code + tf.where(x < 0, 128, 0), tf.uint8), scales
+
+    def add_float8(self, out, codes, scales, bucket_size, weight):
+        n = length(codes)
+        bucket_size = bucket_of(bucket_size, n)
+        check_quantized(n, length(scales), length(out), bucket_size)
+        factors = tf.repeat(scales * number(weight, tf.float32), bucket_size)[:n]
+        return out + factors * tf.gather(tf.constant(FLOAT8), tf.cast(codes, tf.int32))
+
+    def rotate(self, x):
+        whole = length(x) // ROTATED * ROTATED
+        rows, span = x[:whole] * number(1 / ROTATED, tf.float32), 1
+        while span < ROTATED:
+            left, right = tf.unstack(tf.reshape(rows, [-1, 2, span]), axis=1)
+            rows = tf.stack([left + right, left - right], axis=1)
+            span *= 2
+        rows = tf.clip_by_value(tf.reshape(rows, [-1]) * number(float(ROOT), tf.float32), -FLOAT32_MAX, FLOAT32_MAX)
+        return tf.concat([rows, x[whole:]], 0)
 
     def bucketize(self, x, scale, edges):
         scaled = x / tf.where(scale > 0, scale, 1.0)

@@ -72,7 +72,8 @@ class FusedTorchKernels(HalfTorchKernels):
     FUSED = (
         "all_finite", "mean_abs", "random_bits", "random_indices", "quantize", "dequantize", "pack", "unpack",
         "signs", "pack_signs", "add_signs", "topk", "gather", "scatter_add", "max_abs", "side_means", "clip_deviation",
-        "round_powers", "add_powers", "bucketize", "add_table", "quantile_buckets",
+        "round_powers", "add_powers", "round_float8", "add_float8", "rotate", "bucketize",
+        "add_table", "quantile_buckets",
         "above", "kth_magnitude", "sample_indices", "zero_at", "add_at", "clip_norm", "one_side", "fixed_tags",
         "where_code",
     )  # fmt: skip

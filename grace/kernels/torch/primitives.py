@@ -188,7 +188,8 @@ class TorchKernels(ValueTorch, SparseTorch, Kernels):
         scales = scales.clamp(max=FLOAT32_MAX).float()
         divisor = torch.where(scales > 0, scales, 1.0)[:, None]
         exact = (magnitude / divisor * levels).view(-1)[:n]
-        code = torch.floor(exact + self.uniform(stream, n, x)).clamp_(max=levels).to(torch.int32)
+        offset = 0.5 if stream is None else self.uniform(stream, n, x)
+        code = torch.floor(exact + offset).clamp_(max=levels).to(torch.int32)
         return (levels + torch.where(x >= 0, code, -code)).to(torch.uint8), scales
 
     def dequantize(self, out, codes, scales, levels, bucket_size, weight):

@@ -4,9 +4,10 @@ from typing import Any
 
 import torch
 
-from grace.kernels.checks import check_packed, check_scale, check_table
-from grace.kernels.contract.quantization import POWER_OFFSET
-from grace.kernels.reference.quantization import CONSTANT
+from grace.kernels.checks import check_packed, check_quantized, check_scale, check_table
+from grace.kernels.contract.primitives import bucket_within
+from grace.kernels.contract.quantization import LARGEST_FLOAT8, LOWEST_BIASED, POWER_OFFSET, ROTATED
+from grace.kernels.reference.quantization import CONSTANT, FLOAT8, ROOT
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -15,6 +16,7 @@ class ValueTorch:
     """A part of :class:`~grace.kernels.torch.primitives.TorchKernels`. Nothing is read back from the device."""
 
     random_bits: Any
+    uniform: Any
     unpack: Any
     check_indices: Any
 
@@ -52,6 +54,34 @@ class ValueTorch:
         values = torch.where(power > 0, power + POWER_OFFSET << 23, 0).view(torch.float32)
         values = torch.where(codes >= 128, -values, values)
         return out.add_(values.mul_(weight))
+
+    def round_float8(self, x, bucket_size, stream):
+        n, bucket_size = x.numel(), bucket_within(bucket_size, x.numel())
+        magnitude = torch.nn.functional.pad(x.abs(), (0, -n % bucket_size)).view(-1, bucket_size)
+        scales = magnitude.amax(dim=1).clamp(max=FLOAT32_MAX)
+        divisor = torch.where(scales > 0, scales, 1.0)[:, None]
+        scaled = (magnitude / divisor * LARGEST_FLOAT8).view(-1)[:n]
+        biased = (scaled.view(torch.int32) >> 23).clamp_(min=LOWEST_BIASED)
+        places = scaled * (257 - biased << 23).view(torch.float32)
+        places += 0.5 if stream is None else self.uniform(stream, n, x)
+        code = ((biased - LOWEST_BIASED) * 8 + places.to(torch.int32)).clamp_(max=126)
+        return (code + torch.where(x < 0, 128, 0)).to(torch.uint8), scales
+
+    def add_float8(self, out, codes, scales, bucket_size, weight):
+        n, bucket_size = codes.numel(), bucket_within(bucket_size, codes.numel())
+        check_quantized(n, scales.numel(), out.numel(), bucket_size)
+        values = torch.as_tensor(FLOAT8, device=out.device).index_select(0, codes.to(torch.int32))
+        return out.add_((scales * weight).repeat_interleave(bucket_size)[:n] * values)
+
+    def rotate(self, x):
+        whole = x.numel() // ROTATED * ROTATED
+        rows, span = x[:whole] * (1 / ROTATED), 1
+        while span < ROTATED:
+            left, right = rows.view(-1, 2, span).unbind(1)
+            rows = torch.stack([left + right, left - right], dim=1)
+            span *= 2
+        rows = (rows.view(-1) * float(ROOT)).clamp_(-FLOAT32_MAX, FLOAT32_MAX)
+        return torch.cat([rows, x[whole:]])
 
     def bucketize(self, x, scale, edges):
         divisor = torch.where(scale > 0, scale, 1.0)

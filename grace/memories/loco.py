@@ -1,0 +1,57 @@
+"""Error feedback by a smoothed error."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from grace.core.compressor import Compressor, Payload, Tensor
+from grace.core.memory import Memory
+from grace.kernels import kernels_of
+
+
+@dataclass
+class LoCo(Memory):
+    """Adds a moving average of what was left out: x = e + g, then e = (1 - beta) e + beta (x - C(x)).
+
+    Where errors are noise of rounding, as quantizers' are, the average has less of it than the last error. Unlike a
+    residual it does not give back all that was left out. Every ``reset`` steps e begins at 0 again, so that old errors
+    do not stay. Source: Xie et al., "LoCo", arXiv 2407.04480, algorithm 1, which keeps e in 8 bits; here it is float32.
+
+    Args:
+        beta: weight of the newest error; 1 is the last error alone, a residual.
+        reset: steps after which e begins anew; 0 for never.
+
+    >>> import numpy as np
+    >>> from grace.compressors.topk import TopK
+    >>> memory, topk = LoCo(beta=0.5), TopK(ratio=0.5)
+    >>> x = memory.compensate(np.float32([3, 1]), "w")
+    >>> memory.update(x, "w", topk, *topk.compress(x, "w"))
+    >>> memory.compensate(np.float32([0, 0]), "w")
+    array([0. , 0.5], dtype=float32)
+    """
+
+    beta: float = 0.5
+    reset: int = 512
+
+    name = "loco"
+
+    def __post_init__(self) -> None:
+        self.check_number("beta", 0, 1, low_open=True)
+        self.check_integer("reset", 0)
+
+    def keeps(self, shape: tuple[int, ...]) -> Any:
+        return shape
+
+    def _recalled(self, name: str) -> Tensor | None:
+        step = self.context.step
+        return None if self.reset and step and step % self.reset == 0 else self.state.get(name)
+
+    def compensate(self, tensor: Tensor, name: str) -> Tensor:
+        k, error = kernels_of(tensor), self._recalled(name)
+        return k.combine(1.0, tensor, 0.0, tensor) if error is None else k.combine(1.0, error, 1.0, tensor)
+
+    def update(self, tensor: Tensor, name: str, compressor: Compressor, payload: Payload, ctx: Any) -> None:
+        k, error = kernels_of(tensor), self._recalled(name)
+        left_out = compressor.accumulate(payload, ctx, tensor, -1.0)
+        if error is None:
+            error = k.zeros(tuple(left_out.shape), "float32", left_out)
+        self.state[name] = k.combine(1 - self.beta, error, self.beta, left_out)

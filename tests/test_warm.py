@@ -76,7 +76,8 @@ def test_signals_reach_the_program_and_nobody_outlives_its_caller(python, number
         import os, signal, time
         signal.signal(signal.SIGUSR1, lambda *_: os._exit(5))
         print(os.getpid(), flush=True)
-        time.sleep(60)
+        for _ in range(600):
+            time.sleep(0.1)  # Python may hear of a signal after its next sleep only
     """
     with subprocess.Popen(
         [python, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True

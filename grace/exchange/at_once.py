@@ -166,8 +166,8 @@ def codec_of(
         return None
     from grace.kernels.fused.bucket_codecs import CODECS  # which needs Numba
 
-    name, chosen = compressor.bucket_codec()
-    return CODECS[name], chosen
+    found = compressor.bucket_codec()
+    return found and (CODECS[found[0]], found[1])
 
 
 def moments_of(compressor: Compressor) -> Any:

@@ -74,8 +74,11 @@ class Bucket:
     """Whether they are compared in every step: those of a graph are all alike."""
     names: list[str] = field(init=False)
     """Of the variables."""
+    nbytes: int = field(init=False)
+    """Of their gradients."""
 
     def __post_init__(self) -> None:
+        self.nbytes = sum(variable.nbytes for variable in self.variables)
         self.names = [variable.name for variable in self.variables]
 
     def describe(self) -> str:

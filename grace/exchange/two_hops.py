@@ -29,8 +29,7 @@ class TwoHopExchange(Exchange):
         """Whether sums of this bucket are made so; the same on every rank."""
         bucket, gradient = contribution.bucket, contribution.gradients[0]
         backend, device = bucket.communicator.backend, getattr(gradient, "device", None)
-        nbytes = sum(variable.nbytes for variable in bucket.variables)
-        small = nbytes <= MOST_BYTES or not bucket.communicator.compressor.traits.exact
+        small = bucket.nbytes <= MOST_BYTES or not bucket.communicator.compressor.traits.exact
         return backend.by_ring and backend.size >= FEWEST_RANKS and small and getattr(device, "type", "cpu") == "cpu"
 
     def _go(self) -> None:

@@ -68,6 +68,7 @@ def _saved(exchanger: Exchanger) -> dict[str, Any]:
         "shared": shared(exchanger),
         "state": exchanger.state(),
         "pending": [{name: plain(value) for name, value in step.items()} for step in pending],
+        **({"plan": plan} if (plan := exchanger.planned()) else {}),
     }
 
 

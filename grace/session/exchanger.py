@@ -55,10 +55,10 @@ class Exchanger:
         for delayed in (False, True):  # one bucket of a step tells the ranks' places, and one beside training
             for bucket in [bucket for bucket in self.buckets if bucket.communicator.delayed is delayed][1:]:
                 bucket.carries = False
-        self._averaging = Allreduce("none")
-        self._averaging.bind(Context(rank=backend.rank, size=backend.size), backend)
+        self.averaging = Allreduce("none")
+        self.averaging.bind(Context(rank=backend.rank, size=backend.size), backend)
         alone = bucketed([shard for shard in shards if shard.period])
-        self.averages = [dataclasses.replace(bucket, communicator=self._averaging) for bucket in alone]
+        self.averages = [dataclasses.replace(bucket, communicator=self.averaging) for bucket in alone]
         self.channel = backend
         """What exchanges travel over, since the ranks have agreed; ``backend`` is for questions to all ranks."""
         self._leases = Leases(backend)
@@ -85,6 +85,8 @@ class Exchanger:
         """The context that exchanges beside training compute in."""
         self.told = False
         """Whether somebody was told that a state holds this rank's memories only."""
+        self.planned: Callable[[], str] = lambda: ""
+        """A document of how this was planned, for checkpoints; empty where the user chose."""
         self.follows_scaler: Callable[[], bool] = lambda: False
         """Whether somebody calls :meth:`rescale` at each step, with a scaler's loss scale."""
 
@@ -128,7 +130,7 @@ class Exchanger:
         mine = self._leases.offer(), secrets.token_hex(4)
         told = agree(self.backend, [*self.settings, *self.facts()], beside=mine)
         self._leases.offers, self.run = [offer for offer, _ in told], told[0][1]
-        self.channel = self._averaging.backend = self._leases.take()
+        self.channel = self.averaging.backend = self._leases.take()
         if self.hierarchical:
             self.hierarchy = Hierarchy(self.backend, self.node_names())
         if self.hierarchical or self.channel is not self.backend:

@@ -181,7 +181,7 @@ _since_1 = {
     "holds": _listed(_text),
 }
 _seal: dict[str, Form] = {"id": _text, "checksums": _listed(_whole()), "checksum": _whole()}
-_ranks = {"ranks": _listed(_state)}
+_ranks = {"ranks": _listed(_state), "plan": _text}
 FORMS = {
     1: _record(_always, {**_since_1, **_ranks, "pieces": _table(_record(_axis, _cut))}),
     2: _record({**_always, **_since_1, **_seal, "pieces": _table(_record({**_axis, **_cut}, {}))}, _ranks),

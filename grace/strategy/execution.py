@@ -128,12 +128,19 @@ def _is_file(text: str) -> bool:
 def compiled(strategy: Strategy, variables: Sequence[Variable]) -> list[Shard]:
     """The shards of all variables; parts that are exchanged alike share one communicator."""
     made: dict[Any, Communicator] = {}
+    keys: dict[Any, Any] = {}
     choosers, shards = {flat: Chooser() for flat in (False, True)}, []
     for plan, variable in zip(strategy.plans, variables, strict=True):
-        plan = dataclasses.replace(plan, variable=variable)  # which knows its device
+        if plan.variable != variable:
+            plan = dataclasses.replace(plan, variable=variable)  # which knows its device
         bounds = plan.bounds() or [(0, 0)]
         for part, own, (start, stop) in zip(plan.parts, plan.part_variables(), bounds, strict=True):
-            key = _key(part)
+            key = keys.get(id(part))
+            if key is None:
+                chosen = part.sync, str(part.compressor), str(part.memory)
+                if chosen not in keys:
+                    keys[chosen] = _key(part)
+                key = keys[id(part)] = keys[chosen]
             if key not in made:
                 made[key] = communicator_of(part)
             sync, choose = part.sync, choosers[part.sync.hierarchical]

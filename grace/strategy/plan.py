@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -204,12 +204,12 @@ class Strategy:
     def __post_init__(self) -> None:
         if self.nodes > self.world_size:
             raise ConfigError(f"cluster.nodes: {self.nodes} nodes cannot have {self.world_size} ranks; a node has some")
-        seen = set()
+        seen, made = set(), dict[Any, Communicator]()
         for plan in self.plans:
             if plan.variable.name in seen:
                 raise ConfigError(f"variable {plan.variable.name!r} stands in the strategy twice")
             seen.add(plan.variable.name)
-            for where, message in faults(plan, self.world_size):
+            for where, message in faults(plan, self.world_size, made):
                 raise ConfigError(f"variable {plan.variable.name!r}, {where}: {message}")
 
     @property
@@ -253,8 +253,15 @@ class Strategy:
                 )
 
 
-def faults(plan: VariablePlan, world_size: int) -> Iterator[tuple[str, str]]:
-    """What is wrong with a variable's plan: where, and what would be right."""
+def faults(
+    plan: VariablePlan, world_size: int, made: dict[Any, Communicator] | None = None
+) -> Iterator[tuple[str, str]]:
+    """What is wrong with a variable's plan: where, and what would be right.
+
+    Args:
+        plan, world_size: the plan, and the cluster's ranks.
+        made: communicators of other variables' parts, which are not made again for the same.
+    """
     v, axis = plan.variable, plan.axis
     if v.numel > MOST_ELEMENTS:
         yield "shape", f"{list(v.shape)} has more elements than any memory"
@@ -280,11 +287,13 @@ def faults(plan: VariablePlan, world_size: int) -> Iterator[tuple[str, str]]:
             yield "parts", f"there must be one per size: {len(plan.sizes)}, not {len(plan.parts)}"
     for i, part in enumerate(plan.parts):
         prefix = "" if axis is None else f"parts[{i}]."
-        for where, message in part_faults(part, v, world_size):
+        for where, message in part_faults(part, v, world_size, {} if made is None else made):
             yield prefix + where, message
 
 
-def part_faults(part: ShardPlan, variable: Variable, world_size: int) -> Iterator[tuple[str, str]]:
+def part_faults(
+    part: ShardPlan, variable: Variable, world_size: int, made: dict[Any, Communicator]
+) -> Iterator[tuple[str, str]]:
     """What is wrong with a part."""
     sync = part.sync
     if sync.type not in FIELDS and sync.type not in known("communicator"):
@@ -309,13 +318,20 @@ def part_faults(part: ShardPlan, variable: Variable, world_size: int) -> Iterato
     if own and (taken := {"type", "group"} & known("communicator")[sync.type].parameters().keys()):
         yield "sync.type", f"{sync.type} has a parameter {min(taken)!r}, which a strategy's sync has too: rename it"
         return
+    plain = all(isinstance(spec, str | None) for spec in (part.compressor, part.memory)) and not sync.options
+    key = (replace(sync, group=0, destination=0), part.compressor, part.memory) if plain else None
+    communicator = made.get(key)
     try:
-        make("compressor", part.compressor)
+        if communicator is None:
+            make("compressor", part.compressor)
     except ConfigError as error:
         yield "compressor", str(error)
         return
     try:
-        communicator = communicator_of(part)
+        if communicator is None:
+            communicator = communicator_of(part)
+        if key is not None:
+            made[key] = communicator
     except (ValueError, TypeError) as error:  # ConfigError, or what a communicator of the user's raises
         of_sync = own or "cannot carry" in str(error) or str(error).startswith(f"{sync.type}:")
         yield ("sync" if of_sync else "compressor"), str(error)

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.ranks
 SHAPES = {"odd": (13, 7), "kernel": (3, 2, 3, 3), "one": (1,), "scalar": (), "empty": (0, 3), "zeros": (31,)}
 NEW = (
     *("natural", "terngrad", "onebit", "signum", "dynamic8", "sketch(quantiles=16)"),
+    *("block(bits=4, hadamard=32)", "block(format=fp8, rounding=stochastic)"),
     *("threshold(value=0.5)", "dgc(ratio=0.1)", "adaptive(ratio=0.1)", "inceptionn"),
     *("topk(ratio=0.2) | qsgd(levels=7)", "randomk(ratio=0.2) | fp16", "dgc(ratio=0.1) | efsignsgd"),
 )

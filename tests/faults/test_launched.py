@@ -106,6 +106,37 @@ def test_ranks_know_their_number_and_the_strategy(script, tmp_path, engine):
     assert nobody_left(tmp_path)
 
 
+PLANNED = """
+import torch
+import grace
+grace.init()
+torch.manual_seed(0)
+model = torch.nn.Linear(64, 128)
+optimizer = grace.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+steps = 0
+while steps < 200 and optimizer.plan is None:
+    optimizer.zero_grad()
+    model(torch.randn(8, 64)).square().mean().backward()
+    optimizer.step()
+    steps += 1
+print(f"rank {grace.rank()}: {optimizer.strategy.id} {optimizer.plan.chosen.strategy.id}")
+"""
+
+
+@pytest.mark.ranks
+def test_ranks_plan_where_the_program_names_no_strategy(tmp_path):
+    need("torch")
+    (tmp_path / "train.py").write_text(PLANNED)
+    told = ["--strategy", "auto(methods=['fp16'])", "--", PYTHON, "train.py"]
+    kept = {"GRACE_CALIBRATION": str(tmp_path / "c.json")}
+    out, err = launched("-n", "2", "--engine", "torch", *told, folder=tmp_path, **kept)
+    one, other = sorted(line for line in out.splitlines() if line.startswith("rank"))
+    executed, planned = one.removeprefix("rank 0: ").split()
+    assert executed == planned
+    assert other == f"rank 1: {executed} {planned}"
+    assert err.count("grace: auto: measuring") == 1
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("how", "code", "message"),

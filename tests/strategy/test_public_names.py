@@ -8,7 +8,7 @@ from grace.strategy.builder import OneNode
 
 
 def test_every_builder_is_there_by_its_class():
-    own = {cls for cls in known("builder").values() if cls.__module__.startswith("grace.")}
+    own = {cls for cls in known("builder").values() if cls.__module__.startswith("grace.strategy.")}
     assert {getattr(builders, name) for name in builders.__all__} == own
 
 

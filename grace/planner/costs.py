@@ -1,5 +1,7 @@
 """What measurements say of times: of a codec by what it is given, and of a collective by its bytes."""
 
+import bisect
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,11 +30,15 @@ class Cost:
         return self.call + self.variable * variables + self.element * elements + self.peer * elements * ranks
 
     @classmethod
-    def fitted(cls, measured: Sequence[tuple[int, float, int, float]]) -> "Cost":
+    def fitted(
+        cls, measured: Sequence[tuple[int, float, int, float]], least: float = 0.0, peers: bool = True
+    ) -> "Cost":
         """The nearest to measurements, by the squares of relative errors, with no part below zero.
 
         Args:
             measured: variables, elements, ranks and seconds of each.
+            least: seconds; errors of what took less count relative to them.
+            peers: it may grow with the ranks; else what looks so is noise, and ``peer`` is 0.
 
         Raises:
             ConfigError: there is no measurement, or one of no time.
@@ -46,18 +52,21 @@ class Cost:
         if not measured or any(not seconds > 0 for *_, seconds in measured):
             raise ConfigError("a cost is fitted to times above zero, and to one at least")
         rows = np.array([(1.0, v, n, n * ranks) for v, n, ranks, _ in measured])
-        rows /= np.array([[seconds] for *_, seconds in measured])
-        best, least = np.zeros(4), np.inf
-        for kept in itertools.product((False, True), repeat=4):  # the best of those that have no part below zero
+        times = np.array([seconds for *_, seconds in measured])
+        scales = np.maximum(times, least)
+        rows, aims = rows / scales[:, None], times / scales
+        best, smallest = np.zeros(4), np.inf
+        tried = [(False, True)] * 3 + [(False, peers)]
+        for kept in itertools.product(*tried):  # the best of those that have no part below zero
             chosen = np.flatnonzero(kept)
             found = np.zeros(4)
             if chosen.size:
                 scale = np.linalg.norm(rows[:, chosen], axis=0)
                 scale[scale == 0] = 1.0
-                found[chosen] = np.linalg.lstsq(rows[:, chosen] / scale, np.ones(len(rows)), rcond=None)[0] / scale
-            error = float(np.sum((rows @ found - 1) ** 2))
-            if np.all(found >= 0) and error < least - 1e-12:
-                best, least = found, error
+                found[chosen] = np.linalg.lstsq(rows[:, chosen] / scale, aims, rcond=None)[0] / scale
+            error = float(np.sum((rows @ found - aims) ** 2))
+            if np.all(found >= 0) and error < smallest - 1e-12:
+                best, smallest = found, error
         return cls(*map(float, best))
 
 
@@ -115,16 +124,30 @@ class Curve:
         risen = [round(float(np.exp(log)), 12) for log, weight in blocks for _ in range(int(weight))]
         return cls(tuple((float(nbytes), s) for (nbytes, _), s in zip(ordered, risen, strict=True)))
 
+    def times(self, factor: float) -> "Curve":
+        """The same with all seconds multiplied."""
+        return Curve(tuple((nbytes, seconds * factor) for nbytes, seconds in self.points))
+
     def seconds(self, nbytes: float) -> float:
         """For so many bytes."""
-        sizes, times = zip(*self.points, strict=True)
-        if nbytes <= sizes[-1] or len(sizes) == 1:
-            return float(np.interp(nbytes, sizes, times)) if len(sizes) > 1 else times[0]
-        return float(times[-1] + (nbytes - sizes[-1]) * self.slope)
+        sizes, times = self._columns
+        i = bisect.bisect_left(sizes, nbytes)
+        if i == 0:
+            return times[0]
+        if i == len(sizes):
+            return times[-1] + (nbytes - sizes[-1]) * self.slope
+        return times[i - 1] + (times[i] - times[i - 1]) * ((nbytes - sizes[i - 1]) / (sizes[i] - sizes[i - 1]))
 
-    @property
+    @functools.cached_property
+    def _columns(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Bytes, and seconds."""
+        return tuple(nbytes for nbytes, _ in self.points), tuple(seconds for _, seconds in self.points)
+
+    @functools.cached_property
     def slope(self) -> float:
-        """Seconds that a byte more takes beyond the largest."""
+        """Seconds that a byte more takes beyond the largest; 0 of a curve of one point."""
+        if len(self.points) == 1:
+            return 0.0
         sizes, times = np.array(self.points).T
         far = sizes >= sizes[-1] / 20
         if far.sum() < 2:

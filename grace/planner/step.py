@@ -54,10 +54,12 @@ class Transfer:
     Attributes:
         kind: "allreduce", "allgather", "alltoall", "broadcast", "gather" (to the root) or "scatter" (from it).
         seconds: that it takes when nothing else travels, its latency included.
-        nbytes: that leave this rank.
+        nbytes: that leave a rank; each but the root, where there is one.
         root: the rank at which it begins or ends; -1 where it has none. Those of different roots overlap, but for what
-            each rank sends: ``sending`` seconds of the link of all others.
+            passes the links of all others: ``sending`` seconds of each.
         sending: see there.
+        root_nbytes: that leave the root.
+        occupies: seconds of these in which it uses a link up, and not only waits for messages; all, if None.
     """
 
     kind: str
@@ -65,6 +67,8 @@ class Transfer:
     nbytes: float = 0.0
     root: int = -1
     sending: float = 0.0
+    root_nbytes: float = 0.0
+    occupies: float | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,9 @@ class Work:
         memory: bytes that it keeps on a rank, between steps and during one: residuals, wires, what is decoded.
         before: seconds that computing waits for an exchange within the node, before ``start``.
         after: the same, behind ``finish``.
+        inside: bytes that leave a rank for others of its node.
+        period: averaged every so many steps, after the optimizer's, while all wait; 0 if it is exchanged in every step.
+        method: communicator, compressor and memory, as codecs are known by.
     """
 
     names: tuple[str, ...]
@@ -92,6 +99,9 @@ class Work:
     memory: float = 0.0
     before: float = 0.0
     after: float = 0.0
+    inside: float = 0.0
+    period: int = 0
+    method: str = ""
 
 
 @dataclass(frozen=True)
@@ -101,10 +111,26 @@ class Contention:
     Attributes:
         wire: by how much computing takes longer while a collective is under way: 0.1 is a tenth.
         encode: by how much encoding in backward takes longer than alone.
+        abreast: how many collectives an engine carries at once: they share the link, and only their latencies overlap.
+
+    Raises:
+        ConfigError: they cost less than nothing, or none is carried.
     """
 
     wire: float = 0.0
     encode: float = 0.0
+    abreast: int = 1
+
+    def __post_init__(self) -> None:
+        if not (self.wire >= 0 and self.encode >= 0 and self.abreast >= 1):
+            raise ConfigError(
+                "computing and exchanges cost each other at least 0, and one collective at least is carried at once; "
+                f"not {self}"
+            )
+
+
+ALONE = Contention()
+"""Nothing."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +142,10 @@ class Prediction:
         compute: what it would be without any exchange.
         codec: encoding and decoding.
         exposed: what remains: communication that the step waits for.
-        sent: bytes that leave a rank.
+        sent: bytes that leave the rank that sends most.
         memory: bytes that exchanges keep on a rank beside the gradients.
-        events: (what, bucket, begin, end), for a picture; what is "start", "wire", "middle" or "finish".
+        events: (what, bucket, begin, end), for a picture; what is "compute" (the model's, of bucket -1), "start",
+            "wire", "middle", "finish", or "inside" within the node.
     """
 
     step: float

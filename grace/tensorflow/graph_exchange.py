@@ -18,6 +18,7 @@ from grace.session.sharding import Shard
 from grace.tensorflow.graph_sums import GraphSums, all_sums
 from grace.tensorflow.graph_tensors import concatenated, cut_up, dtypes_of, flags, packed, zeros
 from grace.tensorflow.sharding import Pair, cut, joined
+from grace.tensorflow.switching import check_current
 
 SMALL = 1 << 20
 """Bytes of gradient that are sent sooner with others than by a Python function of their own."""
@@ -72,6 +73,7 @@ class Run:
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
         """The context of what an exchange computes; what one that fails has begun is forgotten."""
+        check_current(self.session, self.exchanger)
         try:
             with self.session.medium.computing():
                 yield
@@ -311,6 +313,7 @@ class GraphRun(Run):
 
     def _settle(self, *flags: tf.Tensor) -> int:
         with self.lock:
+            check_current(self.session, self.exchanger)
             self._end()
             return 0
 

@@ -17,6 +17,7 @@ from grace.core.calls import KERAS
 from grace.core.given import as_in_grace, not_an_optimizer
 from grace.errors import ConfigError
 from grace.exchange.bucket import Traffic
+from grace.planner.explain import Plan
 from grace.session.checkpoint import say_whose
 from grace.session.hyperparameters import facts, numbers
 from grace.session.momentum import doubled, owners
@@ -25,6 +26,7 @@ from grace.strategy.choices import Choices
 from grace.tensorflow.loss_scale import finite_everywhere
 from grace.tensorflow.optimizer_state import FILE, Remembered
 from grace.tensorflow.session import Mean, Session
+from grace.tensorflow.switching import use_strategy
 from grace.tensorflow.variables import value_of
 
 
@@ -167,6 +169,31 @@ class DistributedMixin(Once):
         """The :class:`~grace.strategy.plan.Strategy` that is executed; None if there is one method for all, or before
         the first exchange."""
         return self._grace.strategy
+
+    @property
+    def plan(self) -> Plan | None:
+        """Why ``strategy="auto"`` chose what it did; prints as a table. None as long as it measures, and where the user
+        chose."""
+        auto = self._grace.auto
+        return None if auto is None or auto.plan is None else Plan.from_dict(auto.plan)
+
+    def use_strategy(self, strategy: Any, resources: Any = None) -> None:
+        """Go on by another strategy. Memories go along; what a residual holds that the new strategy has no memory for
+        is applied, as its mean over ranks, at the next step. Every rank must call it, between two steps; rank 0's
+        counts. Before the first exchange it is the choice that exchange begins with.
+
+        Graphs that were traced before raise when they run, rather than exchange by the former strategy: in
+        ``model.fit`` call ``model.make_train_function(force=True)`` after it, and make a ``tf.function`` of your own
+        anew. (Those of an optimizer made with ``strategy="auto"`` go on.) Planning ends, if there was any.
+
+        Args:
+            strategy, resources: as :func:`DistributedOptimizer` takes them: ``"uniform(compressor=topk)"``.
+
+        Raises:
+            ConfigError: it does not suit this model or run, and the former strategy stays.
+            RankError: another rank refuses it.
+        """
+        use_strategy(self._grace, strategy, resources)
 
     @property
     def traffic(self) -> Traffic:

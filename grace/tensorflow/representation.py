@@ -15,10 +15,12 @@ import tensorflow as tf
 from grace.core.component import Component
 from grace.core.variable import Variable
 from grace.exchange.bucket import Bucket
+from grace.exchange.sparse_rows import SparseRows
 from grace.kernels import arrays_by
 from grace.kernels.fused.availability import missing
 from grace.kernels.tensorflow.host import host_kernels
 from grace.kernels.tensorflow.interop import aligned_empty, as_array, as_tensor
+from grace.session.exchanger import Exchanger
 
 
 class Tensors:
@@ -82,6 +84,20 @@ class _Loan:
 
     def __init__(self, array: np.ndarray):
         self.array, self.__array_interface__ = array, array.__array_interface__
+
+
+def inside(medium: Tensors, value: Any) -> Any:
+    """A gradient, or nested dicts and lists of what was saved, as an exchange computes with it."""
+    if isinstance(value, dict):
+        return {key: inside(medium, item) for key, item in value.items()}
+    if isinstance(value, SparseRows):
+        return SparseRows(*map(medium.inside, value))
+    return [inside(medium, item) for item in value] if isinstance(value, list) else medium.inside(value)
+
+
+def medium_of(exchanger: Exchanger) -> Tensors:
+    """What an exchanger computes with."""
+    return medium_for([*exchanger.communicators, *(part for _, part in exchanger.components)])
 
 
 def medium_for(components: Iterable[Component]) -> Tensors:

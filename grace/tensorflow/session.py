@@ -19,6 +19,9 @@ from grace.exchange.bucket import Bucket, Traffic
 from grace.exchange.places import CYCLE, digest
 from grace.exchange.sparse_rows import SparseRows
 from grace.kernels.tensorflow.graph_numbers import refuse_xla
+from grace.planner.asked import Asked, asked, started
+from grace.planner.driver import Driver
+from grace.planner.resuming import load
 from grace.session import checkpoint, saved_form
 from grace.session.agreement import tell
 from grace.session.exchanger import Exchanger
@@ -27,9 +30,11 @@ from grace.session.settings import Settings
 from grace.session.setup import build_exchanger
 from grace.session.versions import public
 from grace.strategy.choices import Choices
+from grace.strategy.execution import StrategyPlan
+from grace.tensorflow.auto import PlannedRun, driver_of
+from grace.tensorflow.averaging import average
 from grace.tensorflow.graph_exchange import GraphRun, HostRun
-from grace.tensorflow.representation import Tensors, medium_for
-from grace.tensorflow.sharding import cut, put
+from grace.tensorflow.representation import Tensors, inside, medium_of
 from grace.tensorflow.variables import alike, broadcast_variables, described_as, names_as_saved, names_of, value_of
 
 _sessions: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -88,6 +93,8 @@ class Session:
         self.closed = False
         self.saved: tuple[Any, str] | None = None
         self.plan: ExchangePlan | None = None
+        self.asked: Asked | None = None
+        self.auto: Driver | None = None
         self.due: list[int] = []
         """The ids of the buckets that are averaged after this step."""
         self.late: set[int] = set()
@@ -111,10 +118,15 @@ class Session:
     def _prepare(self, variables: Sequence[Any], gradients: Sequence[Any]) -> Exchanger:
         if self.exchanger is None:
             with tf.init_scope():  # once, also while a graph is traced
-                self.exchanger = self._build(variables, gradients)
+                try:
+                    self._build(variables, gradients)
+                except BaseException:
+                    self.exchanger = None
+                    raise
+        assert self.exchanger is not None
         return self.exchanger
 
-    def _build(self, variables: Sequence[Any], gradients: Sequence[Any]) -> Exchanger:
+    def _build(self, variables: Sequence[Any], gradients: Sequence[Any]) -> None:
         names = names_as_saved(names_of(variables), variables, self.saved and self.saved[0])
         sparse_too = not self.settings.sparse_as_dense
         mine = [(sparse_too and isinstance(g, tf.IndexedSlices), g is not None) for g in gradients]
@@ -135,40 +147,64 @@ class Session:
             *self.settings.facts(),
             *self.facts(),
         ]
+
         exchanger = build_exchanger(
             described,
-            self._choose,
+            lambda: self._choose(facts),
             self.backend,
             self.context,
             facts,
             self.check,
             hierarchical=self.settings.hierarchical,
         )
+        self.check_plan(exchanger)
+        self.variables, self.names = list(variables), names
+        assert self.plan is not None
+        self.take(exchanger, self.plan)
+        exchanger.hyperparameters = lambda: [("the learning rate", f"{self.lr:g}")]
+        self.auto = driver_of(self) if self.asked else None
+        if self.saved is None:
+            checkpoint.compare(self.backend, checkpoint.NOTHING, "strict")
+        else:
+            self._load(*self.saved)
+        if all(everywhere for *_, everywhere in told):
+            self.start_equal()
+
+    def check_plan(self, exchanger: Exchanger) -> None:
+        """Raise if what was made of a plan does not suit this."""
         if exchanger.averages and not self.averages:
             raise ConfigError(
                 "sync none(period) averages variables after the optimizer's step, which a tape does not know: use "
                 "grace.DistributedOptimizer"
             )
-        self.variables, self.names = list(variables), names
-        self.medium = medium_for([*exchanger.communicators, *(part for _, part in exchanger.components)])
+
+    def take(self, exchanger: Exchanger, plan: ExchangePlan) -> None:
+        """Go on by this exchanger, which is of this plan, between two steps."""
+        self.exchanger, self.plan = exchanger, plan
+        self.medium, self._function = medium_of(exchanger), None
         exchanger.computing = self.medium.computing
-        exchanger.hyperparameters = lambda: [("the learning rate", f"{self.lr:g}")]
         self.needs_lr = any(communicator.memory.needs_lr for communicator in exchanger.communicators)
-        self.late = {id(value_of(variables[i])) for i in self._delayed(exchanger)}
-        if self.saved is None:
-            checkpoint.compare(self.backend, checkpoint.NOTHING, "strict")
-        else:
-            saved, memory = self.saved
-            checkpoint.load(exchanger, lambda: saved, memory, self.inside)
-        if all(everywhere for *_, everywhere in told):
-            self.start_equal()
+        self.late = {id(value_of(self.variables[i])) for i in self._delayed(exchanger)}
         for bucket in exchanger.buckets:  # Horovod's errors name operations: let them say a variable
             bucket.label = f"{self.label}.{bucket.index}.{re.sub('[^A-Za-z0-9_.]', '_', bucket.variables[0].name)}"
-        return exchanger
 
-    def _choose(self) -> ExchangePlan:
-        self.plan = self.choices.plan(self.settings.limits)
+    def _choose(self, facts: list[tuple[str, str]]) -> ExchangePlan:
+        wanted = self.asked = asked(self.choices)
+        facts += [("the strategy", wanted.options.spec)] if wanted else []
+        self.plan = (started(self.choices) if wanted else self.choices).plan(self.settings.limits)
         return self.plan
+
+    def _load(self, saved: Any, memory: str) -> None:
+        former, auto = self.exchanger, self.auto
+        assert former is not None
+        if auto is None:
+            checkpoint.load(former, lambda: saved, memory, self.inside)
+            return
+        exchanger, resumed = load(former, auto, saved, memory, self.inside, self.check)
+        if resumed is not None:
+            former.close()
+            self.take(exchanger, StrategyPlan(resumed.strategy))
+            auto.resume(resumed)
 
     def _delayed(self, exchanger: Exchanger) -> list[int]:
         """The places of variables of which a step may bring nothing yet."""
@@ -218,7 +254,8 @@ class Session:
         number = 0 if updates is None else tf.cast(updates, tf.int64) % CYCLE  # which a float32 holds
         rate = tf.stack([tf.cast(1.0 if lr is None else lr, tf.float32), tf.cast(number, tf.float32)])
         if tf.executing_eagerly() and self._driven(exchanger):
-            return self._leaving(HostRun(self, exchanger, present).run(given, rate))
+            run = HostRun if self.auto is None else PlannedRun
+            return self._leaving(run(self, exchanger, present).run(given, rate))
         if not tf.executing_eagerly():
             return self._in_graph(given, present, rate)
         # the engine's operations block when they are run one by one; in a graph they are under way together
@@ -229,13 +266,15 @@ class Session:
 
     def _in_graph(self, given: list[Any], present: tuple[bool, ...], rate: tf.Tensor) -> list[Mean]:
         assert self.exchanger is not None
-        run = HostRun if self._driven(self.exchanger) else GraphRun
+        driven = HostRun if self.auto is None else PlannedRun
+        run = driven if self._driven(self.exchanger) else GraphRun
         means = run(self, self.exchanger, present).in_graph(given, rate)
         return [Mean(*self._typed(i, value, found)) for i, (value, found) in enumerate(means)]
 
     def _driven(self, exchanger: Exchanger) -> bool:
         """Whether Python starts one collective after the other."""
-        return not self.backend.pairs_by_name or any(c.by_variable for c in exchanger.communicators)
+        named = self.backend.pairs_by_name
+        return not named or self.auto is not None or any(c.by_variable for c in exchanger.communicators)
 
     def _entering(self, i: int, gradient: Any) -> Any:
         """A gradient as the exchange takes it: a tensor, or :class:`SparseRows`."""
@@ -265,43 +304,7 @@ class Session:
     @tf.autograph.experimental.do_not_convert
     def average(self) -> None:
         """After the optimizer's step: average what ranks train on their own, if it is time to."""
-        exchanger = self.exchanger
-        for bucket in [] if exchanger is None else exchanger.averages:
-            shards = [exchanger.shards[variable.name] for variable in bucket.variables]  # type: ignore[union-attr]
-            variables = [value_of(self.variables[self.names.index(shard.whole.name)]) for shard in shards]
-
-            def write(shards=shards, variables=variables, label=f"{self.label}.average.{bucket.index}") -> int:
-                values = [tf.convert_to_tensor(variable) for variable in variables]
-                own = [cut(shard, value) for shard, value in zip(shards, values, strict=True)]
-                for shard, variable, mean in zip(shards, variables, self._means(own, label), strict=True):
-                    put(shard, variable, mean)
-                return 0
-
-            due = tf.py_function(lambda bucket=bucket: self._is_due(bucket), [], tf.bool)
-            tf.cond(due, write, lambda: 0)
-
-    def _is_due(self, bucket: Bucket) -> bool:
-        assert self.exchanger is not None
-        if bucket is self.exchanger.averages[0]:
-            self.due = [id(other) for other in self.exchanger.due()]
-        return id(bucket) in self.due
-
-    def _means(self, values: list[tf.Tensor], label: str) -> list[tf.Tensor]:
-        """Of each, the mean over ranks, in its own dtype."""
-        backend, sizes = self.backend, [value.shape.num_elements() for value in values]
-        flat = tf.concat([tf.reshape(value, [-1]) for value in values], 0)
-
-        def total(flat: tf.Tensor) -> tf.Tensor:
-            return backend.allreduce(tf.identity(flat)).wait()
-
-        if backend.pairs_by_name:
-            engine: Any = backend
-            flat = engine.sum_of(flat, label)
-        else:
-            flat = tf.py_function(total, [flat], flat.dtype)
-        flat = flat / tf.cast(backend.size, flat.dtype)
-        parts = tf.split(flat, sizes)
-        return [tf.reshape(part, value.shape) for part, value in zip(parts, values, strict=True)]
+        average(self)
 
     def all_true(self, flag: tf.Tensor) -> tf.Tensor:
         """Whether the flag (a scalar) is true on all ranks, on all ranks."""
@@ -336,11 +339,7 @@ class Session:
 
     def inside(self, value: Any) -> Any:
         """A gradient, or nested dicts and lists of what was saved, as the exchange computes with it."""
-        if isinstance(value, dict):
-            return {key: self.inside(item) for key, item in value.items()}
-        if isinstance(value, SparseRows):
-            return SparseRows(*map(self.inside, value))
-        return [self.inside(item) for item in value] if isinstance(value, list) else self.medium.inside(value)
+        return inside(self.medium, value)
 
     @property
     def strategy(self) -> Any:
@@ -357,7 +356,8 @@ class Session:
     def options(self) -> dict[str, Any]:
         """The user's choices, as :func:`~grace.tensorflow.DistributedOptimizer` takes them."""
         plan = self.plan or self.choices.plan(self.settings.limits)
-        return {**plan.options(), **self.settings.arguments()}
+        chosen = plan.options() if self.asked is None else {"strategy": self.asked.options.spec}
+        return {**chosen, **self.settings.arguments()}
 
     def state(self, everyone: bool = False) -> dict[str, Any] | None:
         """What this rank (or, by a collective, everyone) remembers; None before anything was exchanged."""
@@ -373,7 +373,7 @@ class Session:
         if self.exchanger is not None:
             if self.exchanger.begun:
                 self.exchanger.abandon()
-            checkpoint.load(self.exchanger, lambda: saved, memory, self.inside)
+            self._load(saved, memory)
         else:
             if saved is not None:
                 saved_form.check(saved)

@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 SHAPES = {"odd": (13, 7), "kernel": (3, 2, 3, 3), "one": (1,), "scalar": (), "empty": (0, 3), "zeros": (31,)}
 MORE = (
     *("natural", "terngrad", "onebit", "signum", "dynamic8", "sketch(quantiles=16)"),
+    *("block(bits=4, hadamard=32)", "block(format=fp8, rounding=stochastic)"),
     *("threshold(value=0.5)", "dgc(ratio=0.1)", "adaptive(ratio=0.1)", "inceptionn"),
     *("topk(ratio=0.2) | qsgd(levels=7)", "randomk(ratio=0.2) | fp16", "dgc(ratio=0.1) | efsignsgd"),
 )
@@ -55,7 +56,7 @@ def with_torch(pair: tuple[str, str]) -> list[dict[str, np.ndarray]]:
 
 def with_tensorflow(pair: tuple[str, str], way: str) -> list[dict[str, np.ndarray]]:
     """The same, eagerly or in a graph; "tensors" is a graph that computes as it does for a user's own compressor."""
-    from grace.tensorflow import representation, session
+    from grace.tensorflow import representation
     from tests.support.tensorflow_training import session_of, variables_of
 
     exchange, variables = session_of(*pair), variables_of(SHAPES)
@@ -66,7 +67,7 @@ def with_tensorflow(pair: tuple[str, str], way: str) -> list[dict[str, np.ndarra
     run = step if way == "eager" else tf.function(step, autograph=False)
     chosen = (lambda components: representation.Tensors()) if way == "tensors" else representation.medium_for
     means = []
-    with mock.patch.object(session, "medium_for", chosen):
+    with mock.patch.object(representation, "medium_for", chosen):
         for number in range(STEPS):
             brought = run([tf.constant(g) for g in gradients_of(number).values()])
             means.append({name: np.array(mean) for name, mean in zip(SHAPES, brought, strict=True)})

@@ -1,0 +1,186 @@
+"""Auto: the plan whose step is expected to be shortest."""
+
+import contextlib
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grace.core.registry import make
+from grace.core.variable import Variable
+from grace.planner.explain import Plan, plan_of
+from grace.planner.network import Levels, Links, Uneven
+from grace.planner.problem import REFERENCE, Problem
+from grace.planner.quality import check_quality
+from grace.planner.search import search
+from grace.planner.step import Timeline
+from grace.planner.usual import UsualCodecs
+from grace.planner.works import Costs
+from grace.strategy.builder import Builder, Cluster, bandwidths
+from grace.strategy.plan import Strategy
+
+GIGA = 1e9 / 8
+"""Bytes per second of a Gbit/s."""
+GBIT, LATENCY = 10.0, 50e-6
+"""Gbit/s and seconds of a message, where nobody says them."""
+INSIDE = Links(100 * GIGA, 10e-6)
+"""What the ranks of a node exchange by, likewise."""
+UNITS = {"gbit": 1.0, "mbit": 1e-3, "kbit": 1e-6}
+TIMES = {"ms": 1e-3, "us": 1e-6, "ns": 1e-9, "s": 1.0}
+
+
+@dataclass
+class Auto(Builder):
+    """Chooses by prediction: the way of every variable with which a step is expected to be shortest, among all methods
+    of a class of quality, within an error budget; plain all-reduce if nothing is 3 % faster.
+
+    It knows the links only by ``bandwidth`` and ``latency``, and what methods take and lose by figures that were
+    measured elsewhere and by expectation; ``grace calibrate`` measures them on a cluster.
+
+    Args:
+        quality: what may be lost: "exact" (nothing), "half" (16-bit floats), "unbiased" (also methods that are right
+            on average), or "feedback" (also biased ones with a memory).
+        methods: what may be chosen beside no compression, specs of compressors, or dicts of "compressor", "memory" and
+            "communicator"; None for all of that class. Votes and staleness must be named.
+        reference: the method whose error, on all variables, the plan's must not exceed.
+        bandwidth: of each rank's link: Gbit/s, or as "100mbit"; that of the resources if left out, or else 10.
+        latency: of a message: seconds, or as "50us"; 50 us if left out.
+        backward: seconds of backward, in which gradients come in reverse order, by their elements; 0 if left out, so
+            that nothing hides what is sent.
+        seed: of the search.
+        replan: steps after which a run that measures plans again; 0 for never. It does not matter here.
+
+    >>> from grace.strategy.builder import OneNode
+    >>> from grace.core.variable import Variable
+    >>> strategy = Auto(methods=["fp16"], bandwidth="100mbit").build([Variable("w", (1000, 1000))], OneNode(2))
+    >>> strategy.plans[0].parts[0].compressor
+    'cast'
+    """
+
+    quality: str = "feedback"
+    methods: Any = None
+    reference: Any = REFERENCE
+    bandwidth: Any = None
+    latency: Any = None
+    backward: float | None = None
+    seed: int = 0
+    replan: int = 0
+
+    name = "auto"
+
+    def __post_init__(self) -> None:
+        if self.compressor != "none" or self.memory is not None:
+            raise self.refuse("it chooses compressors and memories itself; methods= says among which")
+        check_quality(self.quality)
+        make("compressor", self.reference)
+        if isinstance(self.methods, (str, dict)):
+            self.methods = [self.methods]
+        if self.methods is not None and not isinstance(self.methods, (list, tuple)):
+            raise self.refuse(f"methods must be a list of specs, not {self.methods!r}")
+        if self.backward is not None:
+            self.check_number("backward", 0.0)
+        self.check_integer("seed", 0)
+        self.check_integer("replan", 0)
+        self._quantity("bandwidth", GBIT, UNITS, "Gbit/s above 0, or text as '100mbit'")
+        self._quantity("latency", LATENCY, TIMES, "seconds, or text as '50us'")
+
+    def build(self, variables: Sequence[Variable], resources: Cluster) -> Strategy:
+        """The strategy of :meth:`plan`."""
+        made = self.strategy((), resources).builder
+        return dataclasses.replace(self.plan(variables, resources).chosen.strategy, builder=made)
+
+    def plan(self, variables: Sequence[Variable], resources: Cluster) -> Plan:
+        """What is chosen, among what, and why.
+
+        Args:
+            variables: the model's, in declaration order.
+            resources: the ranks, their nodes, and what is known of bandwidths.
+
+        Raises:
+            ConfigError: ``methods`` names something unknown, or something that ``quality`` excludes.
+        """
+        problem = self.problem(variables, resources)
+        return plan_of(problem, search(problem))
+
+    def problem(self, variables: Sequence[Variable], resources: Cluster) -> Problem:
+        """What is planned, with what is known without measuring.
+
+        Args:
+            variables, resources: as for :meth:`plan`.
+        """
+        return Problem(
+            variables,
+            timeline(variables, self.backward or 0.0),
+            self.costs(resources),
+            resources,
+            quality=self.quality,
+            methods=self.methods,
+            reference=make("compressor", self.reference).spec,
+            seed=self.seed,
+        )
+
+    def costs(self, resources: Cluster) -> Costs:
+        """What exchanges take over the links that the parameters, or else the resources, describe; codecs as they were
+        measured elsewhere. The ranks of a node share its bandwidth.
+
+        Args:
+            resources: the ranks and their nodes.
+        """
+        latency = self._quantity("latency", LATENCY, TIMES, "")
+        counts = Counter(resources.ranks)  # in the order in which nodes first have ranks
+        inside, several = (INSIDE if len(counts) > 1 else None), max(counts.values())
+        told = bandwidths(resources) if self.bandwidth is None else None
+        if told is None or len(counts) == 1:
+            gbit = min(told) if told else self._quantity("bandwidth", GBIT, UNITS, "")
+            return Costs(Links(gbit * GIGA, latency), UsualCodecs(), inside=inside)
+        by_rank = dict(zip(resources.ranks, told, strict=True))
+        between = Uneven(tuple(by_rank[node] * count * GIGA for node, count in counts.items()), latency)
+        if several == 1:
+            return Costs(between, UsualCodecs(), inside=inside)
+        order = {node: i for i, node in enumerate(counts)}
+        levels = Levels(INSIDE, between, several, tuple(order[node] for node in resources.ranks))
+        return Costs(levels, UsualCodecs(), inside=inside, between=between)
+
+    def _quantity(self, key: str, usual: float, units: dict[str, float], what: str) -> float:
+        """A number, or text with a unit."""
+        value = getattr(self, key)
+        if value is None:
+            return usual
+        found = quantity(value, units)
+        if not (math.isfinite(found) and (found > 0 if key == "bandwidth" else found >= 0)):
+            raise self.refuse(f"{key} must be {what}, not {value!r}")
+        return found
+
+
+def quantity(value: Any, units: dict[str, float]) -> float:
+    """A number, or text with one of the units; NaN of anything else.
+
+    >>> quantity("100mbit", UNITS), quantity(" 50 us", TIMES), quantity(2, UNITS), quantity("2", UNITS)
+    (0.1, 5e-05, 2.0, nan)
+    """
+    if isinstance(value, str):
+        text = value.strip().lower()
+        unit = next((unit for unit in units if text.endswith(unit)), "")
+        with contextlib.suppress(ValueError):
+            return round(float(text[: -len(unit)]) * units[unit], 15) if unit else math.nan
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    return math.nan
+
+
+def timeline(variables: Sequence[Variable], backward: float) -> Timeline:
+    """A backward of so many seconds, in which gradients come from the last to the first, each after a time like its
+    elements; those of sparse variables, which are rows, after none.
+
+    >>> from grace.core.variable import Variable
+    >>> timeline([Variable("a", (3,)), Variable("b", (1,))], backward=4.0).ready
+    {'b': 1.0, 'a': 4.0}
+    """
+    whole = sum(v.numel for v in variables if not v.sparse) or 1
+    ready, done = {}, 0
+    for variable in reversed(variables):
+        done += 0 if variable.sparse else variable.numel
+        ready[variable.name] = backward * done / whole
+    return Timeline(ready, backward=backward)

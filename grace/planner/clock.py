@@ -1,0 +1,69 @@
+"""When things happened in the steps of a training run, and the timeline that they make."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from grace.planner.step import Timeline
+
+
+def undisturbed(seconds: Sequence[float]) -> float:
+    """The lower quartile, because what else a machine does makes things longer only.
+
+    >>> undisturbed([4.0, 1.0, 2.0, 9.0, 3.0])
+    2.0
+    """
+    return sorted(seconds)[(len(seconds) - 1) // 4]
+
+
+class Clock:
+    """When things happened in the steps of a phase."""
+
+    def __init__(self) -> None:
+        self.ended = 0.0
+        self.steps: list[dict[str, Any]] = []
+        self.now: dict[str, Any] = {"ready": {}}
+
+    def ready(self, name: str) -> None:
+        """A variable's gradient is there."""
+        self.now["ready"][name] = time.perf_counter()
+
+    def mark(self, what: str) -> None:
+        """What happened: "computed" or "exchanged", once a step; more often, and the step does not count."""
+        self.now[what] = time.perf_counter() if what not in self.now else None
+
+    def end(self, counts: bool) -> None:
+        """The optimizer has stepped."""
+        now = time.perf_counter()
+        if counts and self.ended and self.now.get("computed") and self.now.get("exchanged"):
+            self.steps.append({**self.now, "began": self.ended, "ended": now})
+        self.begin()
+
+    def begin(self) -> None:
+        """The next step begins."""
+        self.now, self.ended = {"ready": {}}, time.perf_counter()
+
+    def seconds(self) -> list[float]:
+        """Of whole steps."""
+        return [step["ended"] - step["began"] for step in self.steps]
+
+    def timeline(self, names: Sequence[str]) -> Timeline | None:
+        """What steps take undisturbed, backward from the first gradient on; None if no step tells of any gradient."""
+        steps = [step for step in self.steps if step["ready"]]
+        if not steps:
+            return None
+        first = [min(step["ready"].values()) for step in steps]
+        backward = _between(first, [step["computed"] for step in steps])
+        ready = {}
+        for name in names:
+            seen = [
+                step["ready"][name] - start for step, start in zip(steps, first, strict=True) if name in step["ready"]
+            ]
+            ready[name] = min(backward, undisturbed(seen)) if seen else backward
+        forward = _between([step["began"] for step in steps], first)
+        update = _between([step["exchanged"] for step in steps], [step["ended"] for step in steps])
+        return Timeline(ready, forward, backward, update)
+
+
+def _between(begins: Sequence[float], ends: Sequence[float]) -> float:
+    return max(0.0, undisturbed([end - begin for begin, end in zip(begins, ends, strict=True)]))

@@ -1,0 +1,127 @@
+"""A run of many ranks that one process pretends to be: what exchanges compute can be timed without any other."""
+
+import pickle
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from grace.core.backend import Backend, Handle, Tensor
+from grace.errors import ConfigError
+from grace.kernels import kernels_of
+
+MOST_BYTES = 1 << 28
+"""Of copies that a collective makes of what this rank sends; beyond, ranks share copies."""
+
+
+class Mirror(Backend):
+    """A backend that pretends ``size`` ranks, all of which send what this rank sends.
+
+    Nothing travels. What arrives is made of copies, as it would be of other memory than what was sent; the seconds that
+    copying took are counted in ``spent``, so that who measures an exchange can leave them out. Bytes are counted as
+    every backend counts them. What another rank broadcasts is what this rank last broadcast, if that is alike, and
+    else what the tensor held before.
+
+    Args:
+        size: how many ranks.
+        rank: which of them this one is.
+
+    Raises:
+        ConfigError: there is no such rank.
+
+    >>> run = Mirror(3)
+    >>> run.allreduce(np.float32([1, 2])).wait(), run.sent_bytes
+    (array([3., 6.], dtype=float32), 11)
+    >>> [part.tolist() for part in run.alltoall(np.uint8([7, 8, 9])).wait()]
+    [[7], [7], [7]]
+    """
+
+    name = "mirror"
+
+    def __init__(self, size: int, rank: int = 0):
+        if not 0 <= rank < size:
+            raise ConfigError(f"of {size} ranks, the numbers are 0 to {size - 1}; there is no rank {rank}")
+        self.size, self.rank, self.local_rank = size, rank, rank
+        self.spent = 0.0
+        """Seconds that its collectives took."""
+        self._given: Any = None
+
+    @property
+    def is_its_own_channel(self) -> bool:
+        return True  # so that it counts what every exchange sends
+
+    def allreduce(self, tensor: Tensor) -> Handle:
+        began = time.perf_counter()
+        self.count(2 * (self.size - 1) / self.size * kernels_of(tensor).nbytes(tensor))
+        with np.errstate(over="ignore", invalid="ignore"):
+            tensor *= self.size  # of W numbers that are the same; a new tensor where tensors cannot change
+        return self._done(tensor, began)
+
+    def allgather(self, tensor: Tensor) -> Handle:
+        began = time.perf_counter()
+        self.count((self.size - 1) * kernels_of(tensor).nbytes(tensor))
+        return self._done(self._copies(tensor), began)
+
+    def concatenate(self, tensor: Tensor) -> Handle:
+        began = time.perf_counter()
+        self.count((self.size - 1) * kernels_of(tensor).nbytes(tensor))
+        return self._done([kernels_of(tensor).join([tensor] * self.size)], began)
+
+    def alltoall(self, tensor: Tensor) -> Handle:
+        began, k = time.perf_counter(), kernels_of(tensor)
+        self.count((self.size - 1) / self.size * k.nbytes(tensor))
+        part = tensor.shape[0] // self.size
+        return self._done(self._copies(tensor[self.rank * part : (self.rank + 1) * part]), began)
+
+    def broadcast(self, tensor: Tensor, root: int) -> Handle:
+        if root == self.rank:
+            self.count((self.size - 1) * kernels_of(tensor).nbytes(tensor))
+            self._given = tensor
+            return Handle(lambda: None, tensor)
+        arrived: list[Tensor] = []
+
+        def wait() -> None:
+            if not arrived:
+                began = time.perf_counter()
+                arrived.append(self._given_to(tensor))
+                self.spent += time.perf_counter() - began
+
+        return Handle(wait, later=lambda: arrived[0])
+
+    def gather(self, tensor: Tensor, root: int) -> Handle:
+        if root != self.rank:
+            self.count(kernels_of(tensor).nbytes(tensor))
+            return Handle(lambda: None, [])
+        began = time.perf_counter()
+        return self._done(self._copies(tensor), began)
+
+    def duplicate(self) -> "Mirror":
+        return self.like(_given=None)  # type: ignore[no-any-return]
+
+    def split(self, ranks: Sequence[int]) -> "Mirror | None":
+        return Mirror(len(ranks), list(ranks).index(self.rank)) if self.rank in ranks else None
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        raw = pickle.dumps(value)
+        return [pickle.loads(raw) for _ in range(self.size)]
+
+    def _done(self, result: Any, began: float) -> Handle:
+        self.spent += time.perf_counter() - began
+        return Handle(lambda: None, result)
+
+    def _copies(self, tensor: Tensor) -> list[Tensor]:
+        """One per rank; few of them are others' too if they are large."""
+        k = kernels_of(tensor)
+        apart = max(1, min(self.size, MOST_BYTES // max(1, k.nbytes(tensor))))
+        copies = [k.join([tensor]) for _ in range(apart)]
+        return [copies[rank % apart] for rank in range(self.size)]
+
+    def _given_to(self, tensor: Tensor) -> Tensor:
+        """What another rank broadcasts, in the place of this tensor."""
+        given, k = self._given, kernels_of(tensor)
+        if given is None or type(given) is not type(tensor) or tuple(given.shape) != tuple(tensor.shape):
+            return tensor
+        if k.dtype(given) != k.dtype(tensor):
+            return tensor
+        return k.reshape(k.join([k.flat(given)], k.flat(tensor) if k.mutable else None), tuple(tensor.shape))

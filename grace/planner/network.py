@@ -1,0 +1,313 @@
+"""What collectives take: by formulas of a link's latency and bandwidth, or by what was measured."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from grace.errors import ConfigError
+from grace.planner.costs import Curve
+
+KINDS = ("allreduce", "allreduce16", "allgather", "alltoall", "reduce_scatter", "broadcast", "gather", "scatter")
+"""``allreduce16`` is of 16-bit floats, which engines add slowly on CPUs: over gloo it takes 1.3 to 1.7 times as long as
+an all-reduce of as many bytes where links are fast."""
+DIRECT_BYTES = 1 << 22
+"""Of what a rank gets in an all-gather, up to which engines let every rank send its own to all others at once, and not
+round a ring."""
+
+
+class Network(Protocol):
+    """What connects ranks."""
+
+    def seconds(self, kind: str, nbytes: float, ranks: int) -> float:
+        """What a collective takes when nothing else travels; 0 for one rank, and never less for more bytes.
+
+        Args:
+            kind: one of :data:`KINDS`.
+            nbytes: of the buffer ("allreduce", "reduce_scatter", and "alltoall": a rank's whole buffer), of the
+                root's ("broadcast"), or of one rank's ("allgather", "gather" and "scatter").
+            ranks: how many take part.
+        """
+        ...
+
+
+def steps_of(kind: str, nbytes: float, ranks: int) -> tuple[float, float]:
+    """Messages that wait for each other, and bytes that go through one rank's link, in one direction.
+
+        allreduce, round a ring       2 (W-1)        2 (W-1)/W n
+        reduce_scatter                W-1            (W-1)/W n
+        alltoall, all at once         1              (W-1)/W n
+        allgather                     1, or W-1      (W-1) n        all at once, or round a ring if it is much
+        gather, scatter               1              (W-1) n        through the root's link
+        broadcast, down a tree        ceil(log2 W)   ceil(log2 W) n
+
+    Raises:
+        ConfigError: there is no such kind.
+
+    >>> steps_of("allreduce", 100.0, 4)
+    (6.0, 150.0)
+    """
+    others = ranks - 1.0
+    if kind in ("allreduce", "allreduce16"):
+        return 2 * others, 2 * others / ranks * nbytes
+    if kind == "allgather":
+        return (1.0 if ranks > 3 and ranks * nbytes <= DIRECT_BYTES else others), others * nbytes
+    if kind in ("alltoall", "reduce_scatter"):
+        return (1.0 if kind == "alltoall" else others), others / ranks * nbytes
+    if kind in ("gather", "scatter"):
+        return 1.0, others * nbytes
+    if kind == "broadcast":
+        deep = float(math.ceil(math.log2(ranks)))
+        return deep, deep * nbytes
+    raise ConfigError(f"{kind!r} is no collective; there are {', '.join(KINDS)}")
+
+
+@dataclass(frozen=True)
+class Links:
+    """Equal links, each full duplex: latency l and bandwidth b give l messages + bytes / b (:func:`steps_of`).
+
+    Args:
+        bandwidth: bytes per second, above zero; ``math.inf`` leaves latencies only.
+        latency: seconds that one message takes.
+
+    Raises:
+        ConfigError: no bandwidth, which would predict no end, or a latency below zero or without end.
+
+    >>> Links(bandwidth=1e9, latency=1e-5).seconds("allreduce", 1e6, 2)
+    0.00102
+    """
+
+    bandwidth: float
+    latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.bandwidth > 0:
+            raise ConfigError(f"a link's bandwidth must be above 0 bytes/s, not {self.bandwidth}")
+        if not 0 <= self.latency < math.inf:
+            raise ConfigError(f"a link's latency must be at least 0 s, and finite, not {self.latency}")
+
+    def seconds(self, kind: str, nbytes: float, ranks: int) -> float:
+        """See :class:`Network`."""
+        if ranks <= 1:
+            return 0.0
+        messages, through = steps_of(kind, nbytes, ranks)
+        return messages * self.latency + through / self.bandwidth
+
+    @classmethod
+    def fitted(cls, measured: Iterable[tuple[str, float, int, float]]) -> "Links":
+        """The nearest to measurements, by the squares of relative errors.
+
+        Args:
+            measured: kind, bytes, ranks and seconds of each.
+
+        Raises:
+            ConfigError: there are none of two ranks or more.
+
+        >>> true = Links(bandwidth=1e9, latency=1e-5)
+        >>> cases = [("allreduce", n, w) for n in (1e3, 1e5, 1e7) for w in (2, 4)]
+        >>> found = Links.fitted([(*case, true.seconds(*case)) for case in cases])
+        >>> round(found.latency, 9), round(found.bandwidth)
+        (1e-05, 1000000000)
+        """
+        of_several = [(steps_of(kind, n, ranks), seconds) for kind, n, ranks, seconds in measured if ranks > 1]
+        if not of_several:
+            raise ConfigError("latency and bandwidth are fitted to collectives of 2 ranks or more, and there are none")
+        rows = np.array([steps for steps, _ in of_several]) / np.array([[seconds] for _, seconds in of_several])
+        scale = np.linalg.norm(rows, axis=0)
+        scale[scale == 0] = 1.0
+        found = np.linalg.lstsq(rows / scale, np.ones(len(rows)), rcond=None)[0] / scale
+        if np.any(found < 0):  # then the other one alone explains all
+            one = int(found[0] < 0)
+            found = np.zeros(2)
+            found[one] = rows[:, one].sum() / (rows[:, one] ** 2).sum()
+        latency, per_byte = map(float, found)
+        return cls(1 / per_byte if per_byte > 0 else math.inf, latency)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured on the very links.
+
+    Other numbers of ranks than those measured take what the nearest number took, times the ratio of the formulas with
+    the latency and bandwidth that fit best; kinds that were not measured take what the formulas say.
+
+    Args:
+        curves: by kind and number of ranks.
+        links: latency and bandwidth; fitted to the curves if left out.
+
+    Raises:
+        ConfigError: nothing was measured, or a kind that there is not.
+
+    >>> curve = Curve.through([(n, 2e-5 + n / 1e9) for n in (1e3, 1e6, 1e8)])
+    >>> network = Measured({"allreduce": {2: curve}})
+    >>> network.seconds("allreduce", 1e6, 2), round(network.seconds("allreduce", 1e8, 4), 4)
+    (0.00102, 0.1501)
+    >>> round(network.seconds("alltoall", 1e8, 2), 3)
+    0.05
+    """
+
+    curves: Mapping[str, Mapping[int, Curve]]
+    links: Links | None = None
+    _made: dict[tuple[str, int], Curve] = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for kind in self.curves:
+            steps_of(kind, 1.0, 2)
+        if self.links is None:
+            points = [
+                (kind, nbytes, ranks, seconds)
+                for kind, by_ranks in self.curves.items()
+                for ranks, curve in by_ranks.items()
+                for nbytes, seconds in curve.points
+            ]
+            object.__setattr__(self, "links", Links.fitted(points))
+
+    def seconds(self, kind: str, nbytes: float, ranks: int) -> float:
+        """See :class:`Network`."""
+        if ranks <= 1:
+            return 0.0
+        if kind == "allreduce16" and kind not in self.curves:
+            kind = "allreduce"
+        curve = self._made.get((kind, ranks))
+        if curve is None:
+            measured = {n: curve for n, curve in self.curves.get(kind, {}).items() if n > 1}
+            if not measured:
+                assert self.links is not None
+                return self.links.seconds(kind, nbytes, ranks)
+            curve = self._made[kind, ranks] = self._scaled(kind, ranks, measured)
+        return curve.seconds(nbytes)
+
+    def _scaled(self, kind: str, ranks: int, measured: Mapping[int, Curve]) -> Curve:
+        """The curve of so many ranks; through points, so that it does not fall where the ratio does."""
+        if ranks in measured:
+            return measured[ranks]
+        assert self.links is not None
+        near = min(measured, key=lambda n: (abs(math.log(n / ranks)), n))
+        points = []
+        for nbytes, seconds in measured[near].points:
+            usual = self.links.seconds(kind, nbytes, near)
+            ratio = self.links.seconds(kind, nbytes, ranks) / usual if usual > 0 else 1.0
+            points.append((nbytes, max(seconds * ratio, 1e-12)))
+        return Curve.through(points)
+
+
+@dataclass(frozen=True)
+class Uneven:
+    """Links of different bandwidths. What all take part in waits for the slowest; what one gathers, for its own link,
+    which all others' bytes pass, or for the slowest that sends.
+
+    Args:
+        rates: bytes per second of each rank's link.
+        latency: seconds that one message takes.
+
+    Raises:
+        ConfigError: as :class:`Links`.
+
+    >>> uneven = Uneven((1e9, 1e8, 1e8))
+    >>> uneven.seconds("gather", 1e6, 3), uneven.rooted("gather", 1e6, 3, 0)[0], uneven.rooted("gather", 1e6, 3, 1)[0]
+    (0.02, 0.01, 0.02)
+    """
+
+    rates: tuple[float, ...]
+    latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        for rate in self.rates:
+            Links(rate, self.latency)
+
+    @property
+    def links(self) -> Links:
+        """As if all were like the slowest."""
+        return Links(min(self.rates), self.latency)
+
+    def seconds(self, kind: str, nbytes: float, ranks: int) -> float:
+        """See :class:`Network`."""
+        return self.links.seconds(kind, nbytes, ranks)
+
+    def rooted(self, kind: str, nbytes: float, ranks: int, root: int) -> tuple[float, float]:
+        """See :func:`rooted`."""
+        sending = self.seconds(kind, nbytes, 2)
+        if kind != "gather" or ranks != len(self.rates) or ranks < 2:
+            return self.seconds(kind, nbytes, ranks), sending
+        others = min(rate for rank, rate in enumerate(self.rates) if rank != root)
+        arrive = max((ranks - 1) * nbytes / self.rates[root], nbytes / others)
+        return self.latency + arrive, min(sending, self.latency + nbytes / others)
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Several nodes, whose ranks share their node's link to the others.
+
+    What goes round a ring passes each node's link once; what everyone sends to everyone passes it as often as there
+    are ranks on the node.
+
+    Args:
+        inside: between the ranks of a node.
+        between: between nodes, as if each had one rank.
+        per_node: ranks of a node.
+        node_of: the number of each rank's node; as many on each as ``per_node`` if left out.
+
+    Raises:
+        ConfigError: a node without ranks.
+
+    >>> two = Levels(Links(1e10), Links(1e9), per_node=2)
+    >>> two.seconds("alltoall", 1e6, 2), two.seconds("alltoall", 1e6, 4), two.seconds("allreduce", 1e6, 4)
+    (5e-05, 0.001, 0.0015)
+    """
+
+    inside: Network
+    between: Network
+    per_node: int = 1
+    node_of: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.per_node < 1:
+            raise ConfigError(f"a node has at least 1 rank, not {self.per_node}")
+
+    def seconds(self, kind: str, nbytes: float, ranks: int) -> float:
+        """See :class:`Network`."""
+        within = self.inside.seconds(kind, nbytes, min(ranks, self.per_node))
+        if ranks <= self.per_node:
+            return within
+        nodes = math.ceil(ranks / self.per_node)
+        if kind == "alltoall":  # each pair of nodes carries what all pairs of their ranks do
+            return max(within, self.between.seconds(kind, nbytes * self.per_node, nodes))
+        return max(within, self.between.seconds(kind, nbytes, ranks))
+
+    def rooted(self, kind: str, nbytes: float, ranks: int, root: int) -> tuple[float, float]:
+        """See :func:`rooted`. The ranks of another node send a root what passes that node's link, and one after the
+        other."""
+        if ranks <= self.per_node:
+            return self.seconds(kind, nbytes, ranks), self.inside.seconds(kind, nbytes, 2)
+        if kind != "gather":
+            return self.seconds(kind, nbytes, ranks), self.between.seconds(kind, nbytes, 2)
+        node = self.node_of[root] if ranks == len(self.node_of) else root // self.per_node
+        nodes = math.ceil(ranks / self.per_node)
+        arrive, sending = rooted(self.between, kind, nbytes * self.per_node, nodes, node)
+        return max(arrive, self.inside.seconds(kind, nbytes, self.per_node)), sending
+
+
+def rooted(network: Network, kind: str, nbytes: float, ranks: int, root: int) -> tuple[float, float]:
+    """Seconds that a collective of one root takes; and those of them in which it occupies another rank's link.
+
+    Args:
+        network: what connects the ranks; one that knows nothing of roots takes all for alike.
+        kind, nbytes, ranks: as :class:`Network` has them.
+        root: the rank at which it begins or ends.
+    """
+    if isinstance(network, (Uneven, Levels)):
+        return network.rooted(kind, nbytes, ranks, root)
+    return network.seconds(kind, nbytes, ranks), network.seconds(kind, nbytes, 2)
+
+
+def links_of(network: Network) -> Links | None:
+    """Latency and bandwidth of the slowest link of a network, or as fitted; None if nothing is known of them.
+
+    >>> links_of(Levels(Links(1e10), Uneven((1e9, 1e8)), per_node=2)).bandwidth
+    100000000.0
+    """
+    if isinstance(network, Levels):
+        return links_of(network.between)
+    return network if isinstance(network, Links) else getattr(network, "links", None)

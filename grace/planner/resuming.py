@@ -1,0 +1,45 @@
+"""A checkpoint of a run that plans its strategy: the plan is gone on with, and memories are loaded under it."""
+
+from collections.abc import Callable
+from typing import Any
+
+from grace.communicators.base import Communicator
+from grace.planner.driver import Driver, Resumed
+from grace.session import checkpoint
+from grace.session.exchanger import Exchanger
+from grace.session.switching import replaced
+from grace.strategy.execution import StrategyPlan
+
+
+def load(
+    former: Exchanger,
+    auto: Driver,
+    saved: Any,
+    memory: str,
+    inside: Callable[[Any], Any],
+    check: Callable[[Communicator], None],
+) -> tuple[Exchanger, Resumed | None]:
+    """The exchanger that goes on from what was saved: of the plan that it has, if it is for as many ranks; else the
+    former one, with the memories that fit. Every rank must call it; nothing changes if some rank refuses.
+
+    Args:
+        former: of this run.
+        auto: what follows its steps.
+        saved, memory, inside: as :func:`grace.session.checkpoint.load` takes them.
+        check: raises if a communicator does not suit the run.
+
+    Raises:
+        ConfigError, ExchangeError, RankError: as that does.
+    """
+    checkpoint.compare(former.backend, saved, memory)
+    resumed = auto.found(saved)
+    if resumed is None:
+        checkpoint.load(former, lambda: saved, "keep" if memory == "strict" else memory, inside)
+        return former, None
+    exchanger = replaced(former, StrategyPlan(resumed.strategy), check)
+    try:
+        checkpoint.load(exchanger, lambda: saved, memory, inside)
+    except BaseException:
+        exchanger.close()
+        raise
+    return exchanger, resumed

@@ -1,0 +1,248 @@
+"""A training step, played through: what computes when, what travels when, and who waits for whom.
+
+The rules are those of the exchanges (:class:`grace.session.exchanger.Exchanger`):
+
+- A bucket starts when its gradients are there and all before it have started. Then computing encodes it, and its first
+  collective joins the queue of the wire, which carries one at a time (or as many as the engine does).
+- Behind backward, all buckets that have more collectives go on, one collective each in every round: computing waits for
+  the one under way, does what comes between, and the next one joins the queue. Then bucket by bucket computing waits
+  for the last one and decodes. The optimizer comes after all of them.
+- What goes through a root (a parameter server) occupies that rank's link, and the others' for what they send or
+  receive; so what goes through different roots overlaps. Between a gather and its answer the root computes alone.
+- Delayed exchanges run beside training, one after the other, from the end of the step that sent them; a step takes no
+  less than they do, and the link carries theirs in addition.
+- While something travels, computing takes longer by ``contention.wire``.
+
+None of this lets a step become faster when something in it takes longer.
+"""
+
+import bisect
+from collections.abc import Sequence
+
+from grace.planner.step import ALONE, Contention, Prediction, Timeline, Work
+
+
+def simulate(
+    timeline: Timeline, works: Sequence[Work], contention: Contention = ALONE, fixed: float = 0.0
+) -> Prediction:
+    """What a step takes, once steps follow each other.
+
+    Args:
+        timeline: when gradients are ready. One that it does not name is ready when backward ends.
+        works: the buckets, in the order in which ranks start them.
+        contention: what computing and exchanges beside it cost each other.
+        fixed: seconds of work of every step besides, such as starting and ending exchanges; they count as codec.
+
+    >>> from grace.planner.step import Transfer
+    >>> timeline = Timeline({"b": 0.1, "w": 0.2}, forward=0.1, backward=0.2)
+    >>> send = Transfer("allreduce", seconds=0.15)
+    >>> simulate(timeline, [Work(("b",), transfers=(send,)), Work(("w",), transfers=(send,))]).step
+    0.5
+    """
+    return _Step(timeline, works, contention).run(fixed)
+
+
+class _Step:
+    """One step of the rank that takes longest."""
+
+    def __init__(self, timeline: Timeline, works: Sequence[Work], contention: Contention):
+        self.timeline, self.works = timeline, works
+        self.slower, self.encoding = 1.0 + contention.wire, 1.0 + contention.encode
+        self.slots = [0.0] * contention.abreast
+        """When the engine can carry one more; ascending."""
+        self.time = self.codec = 0.0
+        self.barrier = 0.0
+        """When all collectives without a root are done, for which those with one wait."""
+        self.own = 0.0
+        """When the link of a rank that is no root is free."""
+        self.busy = 0.0
+        """Until when something is under way, of all that was started."""
+        self.links: dict[int, float] = {}
+        """When the roots' links are free."""
+        self.roots: dict[int, float] = {}
+        """When the roots have computed what comes between."""
+        self.root_codec: dict[int, float] = {}
+        self.done = [0.0] * len(works)
+        """When the last collective that a bucket has started is done."""
+        self.events: list[tuple[str, int, float, float]] = []
+
+    def run(self, fixed: float) -> Prediction:
+        """All of it."""
+        beside, carried = self._delayed()
+        self.busy = beside
+        self._model(self.timeline.forward)
+        self._backward()
+        self._go_on()
+        self._finish()
+        self._compute(fixed)
+        self.codec += fixed
+        self._model(self.timeline.optimizer)
+        own = sum(t.seconds for w in self.works if not (w.delayed or w.period) for t in w.transfers if t.root < 0)
+        step = max(self.time, beside, carried + own if carried else 0.0) + self._averages()
+        codec = self.codec + max(self.root_codec.values(), default=0.0)
+        compute = self.timeline.compute
+        return Prediction(
+            step=round(step, 12),
+            compute=compute,
+            codec=codec,
+            exposed=max(0.0, step - compute - codec),
+            sent=most_sent(self.works),
+            memory=sum(work.memory for work in self.works),
+            events=self.events,
+        )
+
+    def _compute(self, seconds: float) -> None:
+        """Go on computing; slower while something is under way, which it is without a break until ``busy``."""
+        free = self.busy - self.time
+        if free > 0:
+            done = free / self.slower
+            if seconds <= done:
+                self.time += seconds * self.slower
+                return
+            self.time, seconds = self.busy, seconds - done
+        self.time += seconds
+
+    def _model(self, seconds: float) -> None:
+        """The model computes."""
+        if seconds > 0:
+            begin = self.time
+            self._compute(seconds)
+            self.events.append(("compute", -1, begin, self.time))
+
+    def _wait(self, until: float) -> None:
+        self.time = max(self.time, until)
+
+    def _launch(self, i: int, number: int, ready: float) -> None:
+        """A bucket's collective joins the queue."""
+        transfer = self.works[i].transfers[number]
+        if transfer.root < 0:
+            begin = max(ready, self.slots[0])
+            if self.links:
+                begin = max(begin, *self.links.values())
+            occupies = transfer.seconds if transfer.occupies is None else transfer.occupies
+            self.own = max(begin, self.own) + occupies
+            end = max(begin + transfer.seconds, self.own)
+            self.barrier = max(self.barrier, end)
+            bisect.insort(self.slots, end)
+            del self.slots[0]
+        else:
+            here = max(self.own, self.barrier, self.time)
+            begin = max(ready, here, self.links.get(transfer.root, 0.0))
+            end = self.links[transfer.root] = begin + transfer.seconds
+            self.own = here + transfer.sending
+        self.done[i] = end
+        self.busy = max(self.busy, end)
+        self.events.append(("wire", i, begin, end))
+
+    # -- the parts of a step ---------------------------------------------------------------------------
+
+    def _delayed(self) -> tuple[float, float]:
+        """Seconds that exchanges beside training take, and those of them in which they occupy the link."""
+        beside = carried = 0.0
+        for i, work in enumerate(self.works):
+            if not work.delayed:
+                continue
+            for number, transfer in enumerate(work.transfers):
+                if number:
+                    self.events.append(("middle", i, beside, beside + work.middle))
+                    beside += work.middle
+                self.events.append(("wire", i, beside, beside + transfer.seconds))
+                beside, carried = beside + transfer.seconds, carried + transfer.seconds
+            self.events.append(("finish", i, beside, beside + work.finish))
+            beside += work.finish
+        return beside, carried
+
+    def _backward(self) -> None:
+        """Backward, and what starts in it."""
+        ready, end, done = self.timeline.ready, self.timeline.backward, 0.0
+        for i, work in enumerate(self.works):
+            if work.period:
+                continue
+            need = max([ready.get(name, end) for name in work.names], default=0.0)
+            if need > done:
+                self._model(need - done)
+                done = need
+            if work.before:
+                begin, self.time = self.time, self.time + work.before
+                self.events.append(("inside", i, begin, self.time))
+            begin = self.time
+            self._compute(work.start * self.encoding)
+            self.codec += work.start * self.encoding
+            self.events.append(("start", i, begin, self.time))
+            if work.transfers and not work.delayed:
+                self._launch(i, 0, self.time)
+        self._model(end - done)
+
+    def _go_on(self) -> None:
+        """The collectives that follow the first ones, round by round."""
+        under_way = [i for i, work in enumerate(self.works) if not work.delayed and not work.period]
+        number = 0
+        while True:
+            number += 1
+            under_way = [i for i in under_way if len(self.works[i].transfers) > number]
+            if not under_way:
+                return
+            for i in under_way:
+                self._next(i, number)
+            self._wait(max(self.roots.values(), default=0.0))
+
+    def _next(self, i: int, number: int) -> None:
+        work = self.works[i]
+        last = work.transfers[number - 1]
+        if last.kind == "gather" and last.root >= 0:
+            begin = max(self.done[i], self.roots.get(last.root, 0.0), self.time)
+            ready = self.roots[last.root] = begin + work.middle
+            self.root_codec[last.root] = self.root_codec.get(last.root, 0.0) + work.middle
+            self.events.append(("middle", i, begin, ready))
+            self._launch(i, number, ready)
+            return
+        self._wait(self.done[i])
+        begin = self.time
+        self._compute(work.middle)
+        self.codec += work.middle
+        self.events.append(("middle", i, begin, self.time))
+        self._launch(i, number, self.time)
+
+    def _finish(self) -> None:
+        """Decode, bucket by bucket."""
+        for i, work in enumerate(self.works):
+            if work.delayed or work.period:
+                continue
+            self._wait(self.done[i])
+            begin = self.time
+            self._compute(work.finish)
+            self.codec += work.finish
+            self.events.append(("finish", i, begin, self.time))
+            if work.after:
+                begin, self.time = self.time, self.time + work.after
+                self.events.append(("inside", i, begin, self.time))
+
+    def _averages(self) -> float:
+        """Seconds per step of what is averaged now and then."""
+        total = 0.0
+        for work in self.works:
+            if work.period:
+                codec = (work.start + work.finish) / work.period
+                self.codec += codec
+                total += codec + sum(transfer.seconds for transfer in work.transfers) / work.period
+        return total
+
+
+def most_sent(works: Sequence[Work]) -> float:
+    """Bytes that leave the rank that sends most, in a step."""
+    usual, more = 0.0, dict[int, float]()
+    for work in works:
+        usual += work.inside
+        for transfer in work.transfers:
+            usual += transfer.nbytes / max(1, work.period)
+            if transfer.root >= 0:
+                more[transfer.root] = more.get(transfer.root, 0.0) + transfer.root_nbytes - transfer.nbytes
+    return usual + max(0.0, max(more.values(), default=0.0))
+
+
+def sent_by(works: Sequence[Work], rank: int) -> float:
+    """Bytes that leave a rank, in a step; of a hierarchical exchange, one that speaks for its node."""
+    return sum(
+        work.inside + sum(t.root_nbytes if t.root == rank else t.nbytes for t in work.transfers) / max(1, work.period)
+        for work in works
+    )

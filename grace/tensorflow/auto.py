@@ -1,0 +1,87 @@
+"""``strategy="auto"`` in TensorFlow: a step's exchange as one Python function, so that graphs need not be traced anew
+when the strategy changes, and what the planner is told of it."""
+
+import os
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from grace.core.variable import Variable
+from grace.exchange.sparse_rows import SparseRows
+from grace.planner.driver import Driver
+from grace.planner.planning import Planning
+from grace.strategy.execution import StrategyPlan
+from grace.strategy.plan import Strategy
+from grace.tensorflow.graph_exchange import HostRun
+from grace.tensorflow.graph_tensors import dtypes_of, flags, packed, zeros
+from grace.tensorflow.sharding import Pair
+from grace.tensorflow.switching import check_current, switch
+
+
+class PlannedRun(HostRun):
+    """A step whose buckets may be others in the next one. They begin when all gradients are there."""
+
+    def run(self, given: Sequence[Any], rate: Any) -> list[Pair]:
+        """At once, eagerly; a value is None where no rank had a gradient."""
+        auto: Driver = self.session.auto
+        if auto.left:
+            for name in self.place:
+                auto.ready(name)
+        auto.computed(lambda: self._copies(given))
+        pairs = super().run(given, rate)
+        auto.exchanged()
+        auto.stepped()
+        return pairs
+
+    def _copies(self, given: Sequence[Any]) -> dict[str, Any]:
+        with self.session.medium.computing():
+            inside = {name: self.session.inside(given[i]) for name, i in self.place.items() if self.present[i]}
+            return {name: x + 0 for name, x in inside.items() if not isinstance(x, SparseRows)}
+
+    def in_graph(self, given: Sequence[Any], rate: tf.Tensor) -> list[Pair]:
+        """An operation that does it when the graph runs."""
+        variables, like, traced, late = self.exchanger.variables, list(given), self.exchanger, self.session.late
+
+        def step(*tensors: Any) -> list[tf.Tensor]:
+            session = self.session
+            if session.exchanger.averages or traced.averages or session.late != late:  # which the graph has around this
+                check_current(session, traced)
+            session.start_equal()
+            run = PlannedRun(session, session.exchanger, self.present)
+            pairs = run.run(tf.nest.pack_sequence_as(like, tensors[:-1]), tensors[-1])
+            return [tensor for v, (value, _) in zip(variables, pairs, strict=True) for tensor in _flat(v, value)]
+
+        flat = tf.py_function(step, [*tf.nest.flatten(like), rate], dtypes_of(variables))
+        pairs = packed(variables, flat)
+        return [pairs[variable.name] for variable in variables]
+
+
+def _flat(variable: Variable, value: Any) -> list[tf.Tensor]:
+    """What a variable brought, as :func:`dtypes_of` says."""
+    found = flags()[value is not None]
+    value = zeros(variable) if value is None else value
+    if variable.sparse:
+        return [tf.cast(value.values, tf.float32), tf.cast(value.rows, tf.int32), found]
+    return [tf.cast(value, variable.dtype), found]
+
+
+def driver_of(session: Any) -> Driver:
+    """What follows a session's steps."""
+    me = weakref.proxy(session)  # which holds the driver
+    backend, exchanger, asked = session.backend, session.exchanger, session.asked
+
+    def do(strategy: Strategy) -> None:
+        switch(me, StrategyPlan(strategy))
+
+    def say(line: str) -> None:
+        if backend.rank == 0:
+            print(line, file=sys.stderr, flush=True)
+
+    threads = tf.config.threading.get_intra_op_parallelism_threads() or os.cpu_count() or 1
+    planning = Planning(asked, backend, exchanger.node_names, exchanger.variables, "tensorflow", threads)
+    driver = Driver(planning, backend, session.strategy, do, say, asked.options.replan)
+    exchanger.planned = driver.document
+    return driver

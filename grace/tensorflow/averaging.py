@@ -1,0 +1,50 @@
+"""Averages now and then of what ranks train on their own, in TensorFlow."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from grace.exchange.bucket import Bucket
+from grace.tensorflow.sharding import cut, put
+from grace.tensorflow.variables import value_of
+
+
+def average(session: Any) -> None:
+    """After the optimizer's step: average what is due, eagerly or in a graph."""
+    exchanger = session.exchanger
+    for bucket in [] if exchanger is None else exchanger.averages:
+        shards = [exchanger.shards[variable.name] for variable in bucket.variables]
+        variables = [value_of(session.variables[session.names.index(shard.whole.name)]) for shard in shards]
+
+        def write(shards=shards, variables=variables, label=f"{session.label}.average.{bucket.index}") -> int:
+            values = [tf.convert_to_tensor(variable) for variable in variables]
+            own = [cut(shard, value) for shard, value in zip(shards, values, strict=True)]
+            for shard, variable, mean in zip(shards, variables, _means(session, own, label), strict=True):
+                put(shard, variable, mean)
+            return 0
+
+        due = tf.py_function(lambda bucket=bucket: _is_due(session, bucket), [], tf.bool)
+        tf.cond(due, write, lambda: 0)
+
+
+def _is_due(session: Any, bucket: Bucket) -> bool:
+    if bucket is session.exchanger.averages[0]:
+        session.due = [id(other) for other in session.exchanger.due()]
+    return id(bucket) in session.due
+
+
+def _means(session: Any, values: list[tf.Tensor], label: str) -> list[tf.Tensor]:
+    """Of each, the mean over ranks, in its own dtype."""
+    backend, sizes = session.backend, [value.shape.num_elements() for value in values]
+    flat = tf.concat([tf.reshape(value, [-1]) for value in values], 0)
+
+    def total(flat: tf.Tensor) -> tf.Tensor:
+        return backend.allreduce(tf.identity(flat)).wait()
+
+    if backend.pairs_by_name:
+        flat = backend.sum_of(flat, label)
+    else:
+        flat = tf.py_function(total, [flat], flat.dtype)
+    flat = flat / tf.cast(backend.size, flat.dtype)
+    parts = tf.split(flat, sizes)
+    return [tf.reshape(part, value.shape) for part, value in zip(parts, values, strict=True)]

@@ -1,0 +1,64 @@
+"""A parameter's gradient as an exchange takes it: a dense tensor, or rows; and whether it still is what was taken."""
+
+from typing import Any
+
+import torch
+
+from grace.errors import ConfigError, ExchangeError
+from grace.exchange.sparse_rows import SparseRows
+from grace.torch.wrappers import check_unwrapped
+
+
+def dense_of(name: str, p: torch.nn.Parameter, sparse_as_dense: bool) -> torch.Tensor:
+    """A contiguous gradient; zeros where there is none.
+
+    Raises:
+        ConfigError: it is sparse, and may not be made dense.
+    """
+    if p.grad is None:
+        return torch.zeros_like(p)
+    if p.grad.layout is not torch.strided:
+        if not sparse_as_dense:
+            raise ConfigError(
+                f"the gradient of {name!r} is sparse ({p.grad.layout}); pass the model itself as "
+                "named_parameters to exchange it by rows, or sparse_as_dense=True to exchange it as a dense one, "
+                "or make the layer dense (Embedding(sparse=False))"
+            )
+        p.grad = p.grad.to_dense()
+    return p.grad.detach().contiguous()  # it has a graph after backward(create_graph=True)
+
+
+def rows_of(name: str, p: torch.nn.Parameter) -> SparseRows:
+    """A gradient's rows: those of a sparse one, all of a dense one, none where there is no gradient.
+
+    Raises:
+        ConfigError: it is sparse in another way than by rows.
+    """
+    gradient = None if p.grad is None else p.grad.detach()
+    if gradient is None:
+        return SparseRows(p.new_zeros((0, *p.shape[1:])), torch.zeros(0, dtype=torch.int64, device=p.device))
+    if gradient.layout is torch.strided:
+        return SparseRows(gradient, torch.arange(p.shape[0], device=p.device))
+    if gradient.layout is not torch.sparse_coo or gradient.sparse_dim() != 1:
+        raise ConfigError(f"the gradient of {name!r} is sparse in another way than by rows ({gradient.layout})")
+    return SparseRows(gradient._values(), gradient._indices()[0])
+
+
+def check_untouched(session: Any) -> None:
+    """Compare gradients whose exchange has begun with what they were.
+
+    Raises:
+        ExchangeError: one was changed since.
+    """
+    states = getattr(session.grad_scaler, "_per_optimizer_states", {})  # torch counts no version for unscale_()
+    unscaled = getattr(states.get(id(session.optimizer), {}).get("stage"), "name", "") == "UNSCALED"
+    for index, (held, versions) in session.versions.items():
+        for (_, name, p, _), own, version in zip(session.loads[index], held, versions, strict=True):
+            if own is None or (own._version == version and p.grad is own and not unscaled):
+                continue
+            check_unwrapped(session.parameters)  # since the optimizer was made distributed
+            raise ExchangeError(
+                f"the gradient of {name!r} was changed after its exchange began (by clipping, unscaling or "
+                "another backward pass). Call optimizer.synchronize() after backward and before you change "
+                "gradients; step() then uses them as they are"
+            )

@@ -1,0 +1,190 @@
+"""``strategy="auto"`` in Keras: what is tried and kept, in graphs that are traced once."""
+
+# ruff: noqa: E402 - what is imported after TensorFlow needs it
+
+import warnings
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+
+import grace
+from grace.planner.driver import CHECKED, HELD, PLAIN, ROUNDS, SETTLED, TIMED, WARM
+from grace.planner.grouped import grouped
+from tests.support.passing import passing, time_by_hand
+from tests.support.pools import launched
+from tests.support.training import made_up
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+SHAPES = {"w": (12, 8), "v": (40, 6), "b": (5,)}
+TOPK = "topk(ratio=0.1)"
+METHODS = ("none", TOPK, "powersgd(rank=1)")
+SLEEPS = {"none": 0.03, TOPK: 0.001, "powersgd(rank=1)": 0.015}
+NONE_FASTEST = {**SLEEPS, "none": 0.0, TOPK: 0.03}
+STEPS = WARM + HELD + PLAIN + len(METHODS) * ROUNDS * (SETTLED + TIMED) + CHECKED + 3
+ENGINES = ["horovodrun-gloo", "mpirun-mpi"]
+
+
+class Planning:
+    """Knows three candidates, and measures nothing."""
+
+    seconds = 2.0
+
+    def __init__(self, asked, backend, names, variables, *ignored):
+        self.backend, self.variables = backend, variables
+
+    def measure(self, gradients, timeline, plain):
+        assert set(gradients) == set(timeline.ready) == {v.name for v in self.variables}
+
+    def candidates(self):
+        made = [(name, grouped(self.variables, self.backend.size, name)) for name in METHODS]
+        return [SimpleNamespace(name=name, strategy=strategy) for name, strategy in made]
+
+    def learned(self, seconds):
+        self.seconds = dict(seconds)
+
+    def explained(self, chosen, why):
+        return {"chosen": chosen}, why or f"{chosen} is taken"
+
+
+def choosing(sleeps, graph, steps=STEPS):
+    """What was chosen, whether weights were the same on all ranks all the time, the weights, and how often the step
+    was traced."""
+    import keras
+
+    import grace.tensorflow.auto
+
+    time_by_hand()
+    grace.tensorflow.auto.Planning = Planning
+    variables = [keras.Variable(np.zeros(shape, "f"), name=name) for name, shape in SHAPES.items()]
+    optimizer = grace.DistributedOptimizer(keras.optimizers.SGD(1.0), strategy="auto")
+    traced = []
+
+    def step(gradients):
+        traced.append(1)
+        optimizer.apply(gradients, variables)
+
+    run = tf.function(step, autograph=False) if graph else step
+    same, backend = True, grace.init()
+    for number in range(steps):
+        given = made_up(SHAPES, number, grace.rank())
+        auto = optimizer._grace.auto
+        passing.sleep(sleeps[auto.current if auto else "none"])
+        run([tf.constant(given[name]) for name in SHAPES])
+        if number % 5 == 0:
+            bits = b"".join(np.asarray(v).tobytes() for v in variables)
+            same &= len(set(backend.allgather_object(bits))) == 1
+    return optimizer._grace.auto.plan, same, [np.asarray(v) for v in variables], len(traced)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
+def test_the_fastest_is_kept(engine, graph):
+    for plan, same, _, traced in launched(engine, 2, "tensorflow").run(choosing, SLEEPS, graph):
+        assert plan == {"chosen": TOPK}
+        assert same
+        assert traced == (1 if graph else STEPS)
+
+
+def test_nothing_is_lost_by_trying():
+    for plan, same, got, _ in launched("mpirun-mpi", 2, "tensorflow").run(choosing, NONE_FASTEST, True):
+        assert plan == {"chosen": "none"}
+        assert same
+        for value, name in zip(got, SHAPES, strict=True):
+            wanted = -sum(made_up(SHAPES, step, rank)[name] for step in range(STEPS) for rank in range(2)) / 2
+            np.testing.assert_allclose(value, wanted, rtol=1e-4, atol=1e-3)
+
+
+def new():
+    """A model under auto, whose planner is made up."""
+    import keras
+
+    import grace.tensorflow.auto
+    from tests.support.tensorflow_training import LOSS, network
+
+    time_by_hand()
+    grace.tensorflow.auto.Planning = Planning
+    model = network()
+    model.compile(grace.DistributedOptimizer(keras.optimizers.SGD(0.02, momentum=0.9), strategy="auto"), LOSS)
+    return model
+
+
+def fit(model, epochs):
+    """Epochs of four steps, each of which takes as long as its strategy says."""
+    import keras
+
+    from tests.support.tensorflow_training import samples
+
+    def wait(batch, logs):
+        auto = model.optimizer._grace.auto
+        passing.sleep(SLEEPS[auto.current if auto else "none"])
+
+    x, y = samples(64, grace.rank())
+    span = {"epochs": epochs[-1] + 1, "initial_epoch": epochs[0]}
+    waiting = keras.callbacks.LambdaCallback(on_train_batch_begin=wait)
+    model.fit(x, y, batch_size=16, shuffle=False, verbose=0, callbacks=[waiting], **span)
+
+
+CHOSEN = -(-STEPS // 4)
+"""Epochs until a choice was made and checked."""
+WAYS = ["one file for all", "one file a rank"]
+
+
+def path_of(folder, way):
+    return f"{folder}/{0 if way == WAYS[0] else grace.rank()}-{WAYS.index(way)}.keras"
+
+
+def saved_and_went_on(folder, ways=WAYS):
+    from tests.support.tensorflow_training import digest
+
+    model = new()
+    fit(model, range(CHOSEN))
+    for way in ways:
+        path = path_of(folder, way)
+        grace.tensorflow.save_model(model, path) if way == WAYS[0] else model.save(path)
+    fit(model, range(CHOSEN, CHOSEN + 2))
+    return digest(model.variables), model.optimizer._grace.auto.plan
+
+
+def went_on(folder, way, epochs=2):
+    """Weights, the plan, and with what the resumed run began and ended; and what it was warned of."""
+    import grace.tensorflow.auto
+    from tests.support.tensorflow_training import digest
+
+    time_by_hand()
+    grace.tensorflow.auto.Planning = Planning
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = grace.tensorflow.load_model(path_of(folder, way))
+        fit(model, range(CHOSEN, CHOSEN + 1))
+    began = model.optimizer._grace.auto.current
+    fit(model, range(CHOSEN + 1, CHOSEN + epochs))
+    auto = model.optimizer._grace.auto
+    said = " ".join(str(one.message) for one in caught)
+    return digest(model.variables), auto.plan, began, auto.current, said
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_saved_plan_is_gone_on_with_bit_for_bit(engine, tmp_path):
+    wanted = launched(engine, 2, "tensorflow").run(saved_and_went_on, str(tmp_path), timeout=300)
+    launched(engine, 2, "tensorflow").stop()
+    for way in WAYS:
+        found = launched(engine, 2, "tensorflow").run(went_on, str(tmp_path), way, timeout=300)
+        for (weights, plan), (resumed, other, began, ended, said) in zip(wanted, found, strict=True):
+            assert plan == other == {"chosen": TOPK}
+            assert began == ended == TOPK
+            assert resumed == weights
+            assert "dropped" not in said
+
+
+def test_another_number_of_ranks_plans_anew(tmp_path):
+    launched("mpirun-mpi", 2, "tensorflow").run(saved_and_went_on, str(tmp_path), WAYS[:1], timeout=300)
+    found = launched("mpirun-mpi", 3, "tensorflow").run(went_on, str(tmp_path), WAYS[0], CHOSEN, timeout=300)
+    assert len({weights for weights, *_ in found}) == 1
+    for _, plan, began, ended, said in found:
+        assert plan == {"chosen": TOPK}
+        assert (began, ended) == ("none", TOPK)
+        assert "this was dropped: " in said

@@ -1,0 +1,281 @@
+"""Another strategy in the middle of training with Keras: memories go along, and former graphs are refused."""
+
+# ruff: noqa: E402 - what is imported after TensorFlow needs it
+
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+
+import keras
+
+import grace
+from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
+from grace.tensorflow import Compressor, Traits
+from grace.tensorflow.representation import Tensors
+from tests.support.own_parts import registered
+from tests.support.pools import launched
+from tests.support.training import made_up
+
+pytestmark = pytest.mark.slow
+
+SHAPES = {"w": (12, 8), "v": (40, 6), "b": (5,)}
+PLAIN, TOPK = "uniform", "uniform(compressor=topk(ratio=0.1))"
+POWERSGD, HALVES = "uniform(compressor=powersgd(rank=1))", "uniform(compressor=halves)"
+ENGINES = ["horovodrun-gloo", "mpirun-mpi"]
+
+
+class Halves(Compressor):
+    """Half of every value, written in TensorFlow; the memory keeps the other half."""
+
+    name = "halves"
+    traits = Traits(category="quantization", memory="residual")
+
+    def compress(self, tensor, name):
+        assert tf.is_tensor(tensor)
+        return [0.5 * tensor], None
+
+    def decompress(self, payload, ctx):
+        return payload[0]
+
+
+class Loop:
+    """Variables of zeros that SGD steps by gradients that are made up."""
+
+    def __init__(self, strategy, graph, lr=1.0, **options):
+        self.variables = [keras.Variable(np.zeros(shape, "f"), name=name) for name, shape in SHAPES.items()]
+        momentum = options.pop("momentum", 0.0)
+        self.optimizer = grace.DistributedOptimizer(
+            keras.optimizers.SGD(lr, momentum=momentum), strategy=strategy, **options
+        )
+        self.graph = graph
+        self.trace()
+
+    def trace(self):
+        """Anew, if at all."""
+        step = lambda gradients: self.optimizer.apply(gradients, self.variables)  # noqa: E731
+        self.run = tf.function(step, autograph=False) if self.graph else step
+
+    def steps(self, numbers):
+        for number in numbers:
+            given = made_up(SHAPES, number, grace.rank())
+            self.run([tf.constant(given[name]) for name in SHAPES])
+
+    def use(self, strategy):
+        self.optimizer.use_strategy(strategy)
+        self.trace()
+
+    @property
+    def values(self):
+        return [np.asarray(variable).copy() for variable in self.variables]
+
+
+def on_the_mean(count, size):
+    given = [made_up(SHAPES, step, rank) for step in range(count) for rank in range(size)]
+    return [-sum(one[name] for one in given) / size for name in SHAPES]
+
+
+def close(got, wanted):
+    for mine, theirs in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+def same(one, other):
+    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def switching(graph, *strategies):
+    """Weights after two steps by each strategy, and whether each computed with tensors."""
+    with registered(Halves):
+        loop, kinds = Loop(strategies[0], graph), []
+        for i, strategy in enumerate(strategies):
+            if i:
+                loop.use(strategy)
+            loop.steps(range(2 * i, 2 * i + 2))
+            kinds.append(type(loop.optimizer._grace.medium) is Tensors)
+    assert loop.optimizer.traffic.steps == 2 * len(strategies)
+    assert loop.optimizer.plan is None
+    return loop.values, kinds
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("between", [[TOPK], [TOPK, POWERSGD], [HALVES], [TOPK, HALVES, TOPK]], ids=str)
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_nothing_is_lost_on_the_way_back_to_plain_sums(engine, graph, between):
+    strategies = [PLAIN, *between, PLAIN]
+    for got, kinds in launched(engine, 2, "tensorflow").run(switching, graph, *strategies):
+        close(got, on_the_mean(2 * len(strategies), 2))
+        assert all(kind for kind, strategy in zip(kinds, strategies, strict=True) if strategy == HALVES)
+
+
+def stale(first, second):
+    """Whether a run that tries a graph of the former strategy ends as one that does not."""
+    found = []
+    for tries in (True, False):
+        loop = Loop(first, True)
+        loop.steps(range(2))
+        before = loop.run
+        loop.use(second)
+        if tries:
+            now, loop.run = loop.run, before
+            with pytest.raises(Exception, match=r"make your tf\.function anew"):
+                loop.steps([9])
+            loop.run = now
+        loop.steps(range(2, 4))
+        found.append(loop.values)
+    return same(*found)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("first", "second"), [(PLAIN, TOPK), (TOPK, PLAIN), (TOPK, POWERSGD)])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_graph_of_the_former_strategy_is_refused_and_changes_nothing(engine, first, second):
+    assert all(launched(engine, 2, "tensorflow").run(stale, first, second))
+
+
+class Switching(keras.callbacks.Callback):
+    """Another strategy after the first epoch."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 0:
+            self.model.optimizer.use_strategy(TOPK)
+            self.model.make_train_function(force=True)
+
+
+def fitted(by_callback):
+    """Weights of a model after three epochs, of which the first is plain, and the strategies of each."""
+    from tests.support.tensorflow_training import LOSS, network, samples
+
+    model = network()
+    model.compile(grace.DistributedOptimizer(keras.optimizers.SGD(0.05), strategy=PLAIN), LOSS)
+    x, y = samples(64, grace.rank())
+    told = {"batch_size": 16, "shuffle": False, "verbose": 0}
+    if by_callback:
+        model.fit(x, y, epochs=3, callbacks=[Switching()], **told)
+    else:
+        model.fit(x, y, epochs=1, **told)
+        model.optimizer.use_strategy(TOPK)
+        with pytest.raises(Exception, match=r"make_train_function\(force=True\)"):
+            model.fit(x, y, epochs=1, **told)
+        model.make_train_function(force=True)
+        model.fit(x, y, epochs=2, **told)
+    parts = [plan.parts[0].compressor for plan in model.optimizer.strategy.plans]
+    return [np.asarray(v) for v in model.trainable_variables], parts, model.optimizer.traffic.steps
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("engine", ENGINES)
+def test_in_fit(engine):
+    ranks = launched(engine, 2, "tensorflow")
+    called, by_hand = ranks.run(fitted, True), ranks.run(fitted, False)
+    for (values, parts, steps), (others, *_) in zip(called, by_hand, strict=True):
+        assert same(values, others)
+        assert set(parts) == {"topk(ratio=0.1)"}
+        assert steps == 12
+
+
+def resumed(graph):
+    """Whether a run that was saved after a switch is gone on with as if it had not been."""
+    one = Loop(TOPK, graph, momentum=0.9)
+    one.steps(range(2))
+    one.use(POWERSGD)
+    one.steps(range(2, 4))
+    state, momenta = one.optimizer.full_state(), [np.asarray(v) for v in one.optimizer.variables]
+    two = Loop(POWERSGD, graph, momentum=0.9)
+    two.optimizer.build(two.variables)
+    for mine, theirs in zip([*two.variables, *two.optimizer.variables], [*one.values, *momenta], strict=True):
+        mine.assign(theirs)
+    two.optimizer.load_state(state)
+    one.steps(range(4, 6))
+    two.steps(range(4, 6))
+    return same(one.values, two.values)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
+def test_a_checkpoint_after_a_switch(graph):
+    assert all(launched("mpirun-mpi", 2, "tensorflow").run(resumed, graph))
+
+
+def refusing(strategies):
+    """What is said, and whether training goes on as if nothing had been."""
+    one, two = Loop(TOPK, True), Loop(TOPK, True)
+    one.steps(range(3))
+    two.steps(range(3))
+    with pytest.raises(grace.GraceError) as caught:
+        two.optimizer.use_strategy(strategies[grace.rank()])
+    one.steps(range(3, 5))
+    two.steps(range(3, 5))  # by the graph that there is
+    return f"{caught.type.__name__}: {caught.value}", same(one.values, two.values)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_is_refused_changes_nothing(engine):
+    (why, unchanged), (others, unchanged_there) = launched(engine, 2, "tensorflow").run(
+        refusing, ["uniform(compressor=tokp)", TOPK]
+    )
+    assert "did you mean 'topk'" in why
+    assert others.startswith("RankError: rank 0")
+    assert unchanged
+    assert unchanged_there
+
+
+@pytest.fixture
+def alone():
+    """One process."""
+    grace.shutdown()
+    grace.init("local")
+    yield
+    grace.shutdown()
+
+
+def test_before_the_first_exchange_it_is_the_choice(alone):
+    loop = Loop(None, True, compressor="qsgd")
+    loop.optimizer.use_strategy(PLAIN)
+    loop.steps(range(1))
+    assert {plan.parts[0].compressor for plan in loop.optimizer.strategy.plans} == {"none"}
+    with pytest.raises(grace.ConfigError, match="needs a strategy"):
+        loop.optimizer.use_strategy(None)
+
+
+def test_not_in_a_graph(alone):
+    loop = Loop(PLAIN, True)
+    loop.steps(range(1))
+    with pytest.raises(grace.ConfigError, match=r"outside of tf\.function"):
+        tf.function(lambda: loop.optimizer.use_strategy(TOPK), autograph=False)()
+
+
+def averaged():
+    """Every variable averaged now and then, of the local run."""
+    from grace.core.variable import Variable
+
+    part = ShardPlan(Sync("none", period=2))
+    return Strategy(tuple(VariablePlan(Variable(name, shape), (part,)) for name, shape in SHAPES.items()), 1, 1)
+
+
+def test_a_choice_by_hand_ends_planning_and_graphs_go_on(alone):
+    loop = Loop("auto", True)
+    loop.steps(range(5))
+    graph, auto = loop.run, loop.optimizer._grace.auto
+    assert auto.holds
+    loop.optimizer.use_strategy(TOPK)
+    assert not auto.holds
+    assert not auto.watching
+    loop.run = graph
+    loop.steps(range(5, 30))
+    assert {plan.parts[0].compressor for plan in loop.optimizer.strategy.plans} == {"topk(ratio=0.1)"}
+    assert loop.optimizer.plan is None
+    assert "plan" not in loop.optimizer.full_state()
+    assert loop.optimizer._grace.options()["strategy"] == loop.optimizer.strategy.to_dict()
+
+
+def test_what_graphs_have_around_an_exchange_is_not_left_out(alone):
+    loop = Loop("auto", True)
+    loop.steps(range(2))
+    loop.optimizer.use_strategy(averaged())
+    with pytest.raises(Exception, match=r"make your tf\.function anew"):
+        loop.steps([2])
+    loop.trace()
+    loop.steps([2])

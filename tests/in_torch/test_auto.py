@@ -1,0 +1,290 @@
+"""``strategy="auto"``: what is tried and kept, on real ranks whose steps take as long as a test says."""
+
+import time
+import warnings
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import grace
+import grace.torch.auto
+from grace.planner import clock, planning
+from grace.planner.driver import CHECKED, HELD, PLAIN, ROUNDS, SETTLED, TIMED, WARM
+from grace.planner.grouped import grouped
+from tests.support.passing import passing, time_by_hand
+from tests.support.pools import launched
+from tests.support.training import Given, copied, digest, made_up, weights
+
+pytestmark = pytest.mark.ranks
+
+SHAPES = {"w": (12, 8), "v": (40, 6), "b": (5,)}
+METHODS = ("none", "topk(ratio=0.1)", "powersgd(rank=1)")
+UNTIL_TRYING = WARM + HELD + PLAIN
+UNTIL_CHOSEN = UNTIL_TRYING + len(METHODS) * ROUNDS * (SETTLED + TIMED)
+TOPK = "topk(ratio=0.1)"
+SLEEPS = {"none": 0.03, TOPK: 0.001, "powersgd(rank=1)": 0.015}
+NONE_FASTEST = {**SLEEPS, "none": 0.0, TOPK: 0.03}
+
+
+class Planning:
+    """Knows three candidates, and measures nothing."""
+
+    failing = None
+
+    seconds = 2.0
+
+    def __init__(self, asked, backend, names, variables, *ignored):
+        self.backend, self.variables = backend, variables
+
+    def measure(self, gradients, timeline, plain):
+        assert set(gradients) == set(timeline.ready) == {v.name for v in self.variables}
+        if self.failing == self.backend.rank:
+            raise ValueError("no such thing")
+
+    def candidates(self):
+        made = [(name, grouped(self.variables, self.backend.size, name)) for name in METHODS]
+        return [SimpleNamespace(name=name, strategy=strategy) for name, strategy in made]
+
+    def learned(self, seconds):
+        self.seconds = dict(seconds)
+
+    def explained(self, chosen, why):
+        return {"chosen": chosen}, why or f"{chosen} is taken"
+
+
+def made(failing=None, replan=0, lr=1.0, momentum=0.0, planner=Planning, **options):
+    """A model and its optimizer under auto, whose planner is made up."""
+    time_by_hand()
+    grace.torch.auto.Planning = planner
+    planner.failing = failing
+    model = Given(SHAPES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+    return model, grace.DistributedOptimizer(optimizer, model, strategy=f"auto(replan={replan})", **options)
+
+
+def steps(model, optimizer, numbers, sleeps=SLEEPS):
+    for step in numbers:
+        optimizer.zero_grad()
+        model.backward(made_up(SHAPES, step, grace.rank()))
+        passing.sleep(sleeps[optimizer._grace.auto.current])
+        optimizer.step()
+
+
+def on_the_mean(count, size):
+    return {
+        name: -sum(made_up(SHAPES, step, rank)[name] for step in range(count) for rank in range(size)) / size
+        for name in SHAPES
+    }
+
+
+def choosing(sleeps=SLEEPS, **options):
+    """What was chosen, whether weights were the same on all ranks all the time, and the weights."""
+    model, optimizer = made(**options)
+    seen, same = [], True
+    for step in range(UNTIL_CHOSEN + CHECKED + 3):
+        steps(model, optimizer, [step], sleeps)
+        seen.append(optimizer._grace.auto.current)
+        same &= len(set(grace.init().allgather_object(digest(weights(model))))) == 1
+    plan = optimizer._grace.auto.plan
+    return plan and plan["chosen"], seen, same, {name: w.numpy() for name, w in weights(model).items()}
+
+
+@pytest.mark.parametrize("engine", ["gloo", "horovodrun-gloo", "mpirun-mpi"])
+def test_the_fastest_is_kept(engine):
+    for chosen, seen, same, _ in launched(engine, 2).run(choosing):
+        assert chosen == TOPK
+        assert same
+        assert seen[: UNTIL_TRYING - 1] == ["none"] * (UNTIL_TRYING - 1)
+        assert set(seen) == set(METHODS)
+        assert set(seen[UNTIL_CHOSEN:]) == {TOPK}
+
+
+def test_nothing_is_lost_by_trying(three_ranks):
+    for chosen, _, same, got in three_ranks.run(choosing, NONE_FASTEST):
+        assert chosen == "none"
+        assert same
+        for name, wanted in on_the_mean(UNTIL_CHOSEN + CHECKED + 3, 3).items():
+            np.testing.assert_allclose(got[name], wanted, rtol=1e-4, atol=1e-3)
+
+
+def failing():
+    return choosing(failing=1)
+
+
+def test_all_train_on_where_planning_fails_on_one(two_ranks):
+    for chosen, seen, same, _ in two_ranks.run(failing):
+        assert chosen is None
+        assert same
+        assert set(seen) == {"none"}
+
+
+def resumed(stop, count):
+    """Digests of a run in one piece, and of one that was saved and went on in another model."""
+    one, optimizer = made(lr=0.1, momentum=0.9)
+    steps(one, optimizer, range(stop))
+    saved = copied({"model": one.state_dict(), "optimizer": optimizer.full_state_dict()})
+    steps(one, optimizer, range(stop, stop + count))
+    two, other = made(lr=0.1, momentum=0.9)
+    steps(two, other, range(2))
+    two.load_state_dict(saved["model"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other.load_state_dict(saved["optimizer"])
+    started = other._grace.auto.current
+    steps(two, other, range(stop, stop + count))
+    return started, digest(weights(one)), digest(weights(two)), optimizer._grace.auto.plan, other._grace.auto.plan
+
+
+@pytest.mark.parametrize("engine", ["gloo", "horovodrun-gloo"])
+def test_a_settled_run_resumes_bit_for_bit(engine):
+    for started, one, two, plan, other in launched(engine, 2).run(resumed, UNTIL_CHOSEN + CHECKED + 2, 5):
+        assert started == TOPK
+        assert one == two
+        assert plan == other == {"chosen": TOPK}
+
+
+def test_a_run_that_still_tries_resumes_with_what_it_tried(two_ranks):
+    for started, _, _, _, other in two_ranks.run(resumed, UNTIL_TRYING + SETTLED + TIMED + 2, UNTIL_CHOSEN):
+        assert started == TOPK
+        assert other == {"chosen": TOPK}
+
+
+def saved_plan():
+    model, optimizer = made()
+    steps(model, optimizer, range(UNTIL_CHOSEN + CHECKED + 1))
+    return copied(optimizer.full_state_dict())
+
+
+def loading(saved):
+    model, optimizer = made()
+    steps(model, optimizer, range(2))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            optimizer.load_state_dict(saved)
+        except grace.GraceError as error:
+            return f"{type(error).__name__}: {error}", optimizer._grace.auto.current
+    steps(model, optimizer, range(2, UNTIL_CHOSEN + 3))
+    return " ".join(str(w.message) for w in caught), optimizer._grace.auto.current
+
+
+def test_another_number_of_ranks_plans_anew(two_ranks, three_ranks):
+    (saved, _) = two_ranks.run(saved_plan)
+    for said, current in three_ranks.run(loading, saved):
+        assert "this was dropped: " in said
+        assert current == TOPK
+
+
+def test_a_damaged_plan_is_refused_by_all(two_ranks):
+    (saved, _) = two_ranks.run(saved_plan)
+    damaged = {**saved, "grace": {**saved["grace"], "plan": "{"}}
+    for said, current in two_ranks.run(loading, damaged):
+        assert "damaged" in said
+        assert current == "none"
+
+
+def scaled():
+    """With a scaler, an overflow in each phase, and two backward passes a step."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
+    model, optimizer = made(grad_scaler=scaler, backward_passes_per_step=2)
+    for step in range(UNTIL_CHOSEN + CHECKED + 12):
+        optimizer.zero_grad()
+        for half in range(2):
+            given = made_up(SHAPES, 2 * step + half, grace.rank())
+            if step % 9 == 4:
+                given["w"][0, 0] = np.inf
+            named = dict(model.named_parameters())
+            scaler.scale(sum((named[n] * torch.as_tensor(g)).sum() for n, g in given.items())).backward()
+        passing.sleep(SLEEPS[optimizer._grace.auto.current])
+        scaler.step(optimizer)
+        scaler.update()
+    return optimizer._grace.auto.plan, digest(weights(model)), all(w.isfinite().all() for w in weights(model).values())
+
+
+def test_steps_that_overflow_and_gradients_that_accumulate(two_ranks):
+    (plan, one, finite), (_, other, _) = two_ranks.run(scaled)
+    assert plan == {"chosen": TOPK}
+    assert one == other
+    assert finite
+
+
+def by_hand(count):
+    model, optimizer = made()
+    steps(model, optimizer, range(count))
+    optimizer.use_strategy(f"uniform(compressor={TOPK})")
+    steps(model, optimizer, range(count, UNTIL_CHOSEN + CHECKED), {**SLEEPS, "": 0.0})
+    kinds = {plan.parts[0].compressor for plan in optimizer.strategy.plans if plan.variable.name != "b"}
+    return optimizer.plan, "plan" in optimizer.full_state_dict()["grace"], kinds, digest(weights(model))
+
+
+@pytest.mark.parametrize("count", [WARM + 1, UNTIL_TRYING + SETTLED + TIMED + 1])
+def test_a_choice_by_hand_ends_planning(two_ranks, count):
+    (plan, saved, kinds, one), (*_, other) = two_ranks.run(by_hand, count)
+    assert (plan, saved, kinds) == (None, False, {TOPK})
+    assert one == other
+
+
+def unlike():
+    model = Given(SHAPES)
+    strategy = "auto" if grace.rank() == 0 else "uniform"
+    with pytest.raises(grace.RankError) as caught:
+        grace.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, strategy=strategy)
+    return str(caught.value)
+
+
+def test_all_ranks_plan_or_none(two_ranks):
+    for said in two_ranks.run(unlike):
+        assert "the strategy auto" in said
+
+
+def really(folder):
+    """A small network planned by the planner itself."""
+    planning.LINK_SECONDS, planning.CODEC_SECONDS = 0.2, 0.01
+    grace.torch.auto.Planning, clock.time = planning.Planning, time
+    planning.default_path = lambda key: __import__("pathlib").Path(folder) / "calibration.json"
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = grace.DistributedOptimizer(
+        optimizer, model, strategy="auto(methods=['fp16', 'topk(ratio=0.01)', 'powersgd(rank=2)'])"
+    )
+    assert optimizer.plan is None
+    for step in range(120):
+        torch.manual_seed(100 * step + grace.rank())
+        optimizer.zero_grad()
+        model(torch.randn(8, 64)).square().mean().backward()
+        optimizer.step()
+    plan, strategy = optimizer.plan, optimizer.strategy
+    methods = {part.compressor for each in strategy.plans for part in each.parts}
+    # on a busy machine all may have gone back to the sums that they began with
+    executed = strategy.id == plan.chosen.strategy.id if plan.compresses else methods == {"none"}
+    return str(plan), digest(weights(model)), executed
+
+
+def test_the_planner_itself(two_ranks, tmp_path):
+    (plan, one, executed), (same, other, _) = two_ranks.run(really, str(tmp_path))
+    assert plan == same
+    assert one == other
+    assert executed
+    assert "none" in plan
+    assert "fp16  " in plan
+    assert "measured" in plan
+    assert (tmp_path / "calibration.json").stat().st_size > 1000
+
+
+def test_one_process_has_nothing_to_exchange(capfd):
+    grace.init("local")
+    try:
+        grace.torch.auto.Planning = planning.Planning
+        model = Given(SHAPES)
+        optimizer = grace.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, strategy="auto")
+        for step in range(UNTIL_TRYING + 1):
+            optimizer.zero_grad()
+            model.backward(made_up(SHAPES, step, 0))
+            optimizer.step()
+        assert optimizer.plan is None
+        assert "uncompressed: there is one rank" in capfd.readouterr().err
+    finally:
+        grace.shutdown()

@@ -1,0 +1,297 @@
+"""Calibrations: what is written is read, and what is damaged, foreign or old is refused by name."""
+
+import copy
+import json
+import math
+import random
+import stat
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grace.core.backend import LocalBackend
+from grace.errors import ConfigError
+from grace.planner.calibration import Calibration, Key, default_path, read
+from grace.planner.corrections import Step, error_of, fitted_corrections
+from grace.planner.costs import Codec, Cost, Curve
+from grace.planner.mirror import Mirror
+from grace.planner.step import Contention
+
+KEY = Key((("a", 2), ("b", 2)), "torch.distributed (gloo)", "torch 2.9.0", ranks=4, threads=1)
+STEP = Step(
+    "topk everywhere", 0.1, {"allgather, topk, residual": 0.02}, {"allgather": 0.05}, 0.2, codec=0.03, waited=0.07
+)
+CURVE = Curve(((1e3, 1e-4), (1e6, 1e-3), (1e8, 0.1)))
+MADE = Calibration(
+    key=KEY,
+    made=1e9,
+    curves={"allreduce": {4: CURVE, 2: CURVE}, "allgather": {4: CURVE}},
+    inside={"allreduce": {2: CURVE}},
+    codecs={
+        "allreduce, none, none": Codec(Cost(1e-5, 2e-6, 1e-9), Cost(), Cost(element=1e-9, peer=2e-10)),
+        "allgather, topk, residual": Codec(Cost(1e-5), bits=1.5),
+    },
+    contention=Contention(0.1, 0.2, abreast=2),
+    bucket=1e-4,
+    step=2e-4,
+    by_ring=True,
+    concatenates=True,
+    corrections={"allgather": 1.5, "allgather, topk, residual": 2.0},
+    steps=(STEP, replace(STEP, codec=None, waited=None)),
+)
+
+
+@pytest.fixture
+def path(tmp_path):
+    MADE.write(tmp_path / "deeper" / "c.json")
+    return tmp_path / "deeper" / "c.json"
+
+
+def test_what_is_written_is_read(path):
+    assert read(path, KEY, now=1e9 + 5) == MADE
+    assert [each.name for each in path.parent.iterdir()] == ["c.json"]
+    assert json.loads(path.read_text())["format"] == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"ranks": 8}, r"ranks: 4, and here 8"),
+        ({"engine": "MPI (Open MPI)"}, r"engine: 'torch.distributed \(gloo\)', and here 'MPI \(Open MPI\)'"),
+        ({"hosts": (("a", 4),)}, r"hosts: .*'b', 2.*and here .*'a', 4.*"),
+        ({"framework": "torch 3.0"}, r"framework: 'torch 2.9.0', and here 'torch 3.0'"),
+        ({"threads": 2}, r"threads: 1, and here 2"),
+        ({"grace": "9"}, r"grace: .* and here '9'"),
+    ],
+)
+def test_a_foreign_one_is_refused_by_what_differs(path, change, said):
+    with pytest.raises(ConfigError, match=rf"c\.json: is for another run: it has {said}\. Run `grace calibrate`"):
+        read(path, replace(KEY, **change), now=1e9)
+
+
+def test_an_old_one_is_refused_by_its_age(path):
+    with pytest.raises(ConfigError, match=r"c\.json: is 31 days old, and taken up to 30"):
+        read(path, KEY, now=1e9 + 31 * 86400)
+    assert read(path, KEY, max_age=None, now=1e10) == MADE
+    with pytest.raises(ConfigError, match=r"is damaged: it was made 10 days from now"):
+        read(path, KEY, now=1e9 - 10 * 86400)
+
+
+def change(document, place, value):
+    """A copy with something else in a place; without it, if there is no value."""
+    changed = copy.deepcopy(document)
+    inside = changed
+    for name in place[:-1]:
+        inside = inside[name]
+    if value is None and isinstance(inside, dict):
+        del inside[place[-1]]
+    else:
+        inside[place[-1]] = value
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        (["format"], 2, r"is of format 2; this Grace reads format 1"),
+        (["made"], None, r"is damaged: made is missing"),
+        (["made"], "today", r"is damaged: made must be a number from 0 on, not 'today'"),
+        (["bucket"], math.nan, r"is damaged: bucket must be a number from 0 on, not nan"),
+        (["step"], True, r"is damaged: step must be a number"),
+        (["curves", "allreduce", "4"], [], r"is damaged: curves.allreduce.4 is empty"),
+        (
+            ["curves", "allreduce", "4", 1, 1],
+            1e-5,
+            r"allreduce.4 must rise: 0.0001 s for 1000 bytes, and 1e-05 s",
+        ),
+        (
+            ["curves", "allreduce", "4", 0, 1],
+            -1,
+            r"allreduce.4\[0\].seconds must be a number from 1e-12 on, not -1",
+        ),
+        (["curves", "allreduce", "x"], [[1, 1]], r"curves.allreduce: 'x' is no number of ranks"),
+        (["curves", "gossip"], {"2": [[1, 1]]}, r"curves.gossip: there is no such collective"),
+        (["codecs", "allreduce, none, none", "start", "call"], -1e-9, r"start.call must be a number from 0 on"),
+        (["codecs", "allreduce, none, none", "finish"], None, r"codecs.allreduce, none, none.finish is missing"),
+        (["codecs", "allreduce, none, none", "end"], 1, r"allreduce, none, none.end is nothing that a calibration has"),
+        (["corrections", "allgather"], 0, r"corrections.allgather must be a number"),
+        (["key", "ranks"], 5, r"key.hosts has 4 ranks, key.ranks 5"),
+        (["key", "hosts", 0], ["a"], r"key.hosts.host must be a name and a number"),
+        (["steps", 0, "seconds"], [], r"steps\[0\].seconds must be a number"),
+        (["contention", "abreast"], 10**9, r"contention.abreast must be at most 1024"),
+        (["more"], 1, r"more is nothing that a calibration has"),
+    ],
+)
+def test_a_damaged_one_is_refused_by_the_place(path, place, value, said):
+    path.write_text(json.dumps(change(MADE.to_dict(), place, value)))
+    with pytest.raises(ConfigError, match=rf"c\.json: .*{said}.*Run `grace calibrate`"):
+        read(path, KEY, now=1e9)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"format": 1}', "a: b", '{"format": 1, "format": 1}', "\0"])
+def test_what_is_no_calibration_is_refused(path, text):
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"c\.json.*Run `grace calibrate`"):
+        read(path)
+
+
+def test_what_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"none\.json: cannot be read.*Run `grace calibrate`"):
+        read(tmp_path / "none.json")
+
+
+ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=5),
+    st.just([]),
+    st.just({}),
+    st.just([[1.0, 1.0]]),
+    st.just(10**400),
+)
+
+
+def places(document, here=()):
+    yield here
+    for name in document if isinstance(document, dict) else range(len(document)) if isinstance(document, list) else ():
+        yield from places(document[name], (*here, name))
+
+
+PLACES = [place for place in places(MADE.to_dict()) if place]
+
+
+@given(st.sampled_from(PLACES), ODD, st.sampled_from(["put", "remove", "add"]))
+def test_whatever_is_changed_is_refused_or_a_calibration(place, value, how):
+    document = copy.deepcopy(MADE.to_dict())
+    inside = document
+    for name in place[:-1]:
+        inside = inside[name]
+    if how == "remove":
+        del inside[place[-1]]
+    elif how == "add" and isinstance(inside, dict):
+        inside["another"] = value
+    else:
+        inside[place[-1]] = value
+    try:
+        found = Calibration.from_dict(document)
+    except ConfigError:
+        return
+    assert Calibration.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    found.costs().network.seconds("allgather", 1e5, 4)  # all that is in it can be used
+
+
+@given(st.randoms(use_true_random=False))
+def test_a_file_with_other_bytes_is_refused_or_a_calibration(rng: random.Random):
+    from grace.core import documents
+
+    raw = bytearray(json.dumps(MADE.to_dict()).encode())
+    for _ in range(rng.randint(1, 3)):
+        at = rng.randrange(len(raw))
+        raw[at : at + rng.randint(0, 2)] = rng.randbytes(rng.randint(0, 2))
+    try:
+        found = Calibration.from_dict(documents.parse(raw.decode("utf-8", "replace"), "x", infinite=True))
+    except ConfigError:
+        return
+    assert isinstance(found, Calibration)
+
+
+# -- what it is for ----------------------------------------------------------------------------------------------------
+
+
+def test_the_key_is_that_of_the_run():
+    key = Key.of(Mirror(3), ["b", "a", "b"], "numpy", 2)
+    assert (key.hosts, key.engine, key.ranks, key.threads) == ((("a", 1), ("b", 2)), "mirror", 3, 2)
+    assert key.framework.startswith("numpy 2") or key.framework.startswith("numpy 1")
+    assert Key.of(Mirror(3, 1), ["b", "a", "b"], "numpy", 2).digest == key.digest
+    assert Key.of(LocalBackend(), ["a"], "numpy", 2).digest != key.digest
+
+
+def test_where_it_is_kept(monkeypatch, tmp_path):
+    monkeypatch.delenv("GRACE_CALIBRATION", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_path(KEY) == tmp_path / "grace" / f"calibration-{KEY.digest}.json"
+    monkeypatch.setenv("GRACE_CALIBRATION", "/elsewhere/c.json")
+    assert str(default_path(KEY)) == "/elsewhere/c.json"
+
+
+def test_a_file_that_cannot_be_written_stays_as_it_was(path, monkeypatch):
+    before, mode = path.read_text(), stat.S_IMODE(path.stat().st_mode)
+    monkeypatch.setattr(Calibration, "to_dict", lambda self: {"made": object()})
+    with pytest.raises(TypeError):
+        MADE.write(path)
+    assert (path.read_text(), stat.S_IMODE(path.stat().st_mode)) == (before, mode)
+
+
+# -- what steps teach --------------------------------------------------------------------------------------------------
+
+
+def test_costs_are_those_that_were_measured_times_corrections():
+    plain, corrected = MADE.costs(corrected=False), MADE.costs()
+    assert plain.network.seconds("allgather", 1e6, 4) == 1e-3
+    assert corrected.network.seconds("allgather", 1e6, 4) == 1.5e-3
+    assert corrected.network.seconds("allreduce", 1e6, 4) == 1e-3
+    assert corrected.codecs["allgather, topk, residual"].start.call == 2e-5
+    assert corrected.codecs["allgather, topk, residual"].bits == 1.5
+    assert corrected.codecs["allreduce, none, none"] == MADE.codecs["allreduce, none, none"]
+    assert (plain.contention, plain.bucket, plain.step, plain.by_ring) == (MADE.contention, 1e-4, 2e-4, True)
+    assert plain.inside.seconds("allreduce", 1e6, 2) == 1e-3
+    with pytest.raises(ConfigError, match=r"has no times of collectives.*by all ranks"):
+        replace(MADE, curves={}).network()
+
+
+def steps(factors, rng, count, noise=0.0, parts=True):
+    """Steps whose parts take as much longer than predicted."""
+    found = []
+    for _ in range(count):
+        codecs = {key: rng.uniform(0.01, 0.1) for key in ("topk", "qsgd") if rng.random() < 0.7}
+        exposed = {kind: rng.uniform(0.01, 0.2) for kind in ("allgather", "alltoall") if rng.random() < 0.7}
+        codec, waited = (
+            sum(seconds * factors[key] for key, seconds in each.items()) * math.exp(rng.gauss(0, noise))
+            for each in (codecs, exposed)
+        )
+        measured = {"codec": codec, "waited": waited} if parts else {}
+        found.append(Step("s", 0.2, codecs, exposed, 0.2 + codec + waited, **measured))
+    return found
+
+
+FACTORS = {"topk": 1.8, "qsgd": 0.8, "allgather": 2.5, "alltoall": 1.0}
+
+
+@pytest.mark.parametrize("parts", [True, False])
+def test_factors_are_found(parts):
+    seen = steps(FACTORS, random.Random(0), 200, noise=0.05, parts=parts)
+    found = fitted_corrections(seen)
+    for key, factor in FACTORS.items():
+        assert found[key] == pytest.approx(factor, rel=0.15 if parts else 0.3)
+    before, after = error_of(seen), error_of(seen, found)
+    assert after.median < before.median / 4
+    assert after.worst < before.worst
+
+
+def test_few_steps_teach_little():
+    seen = steps({key: 3.0 for key in FACTORS}, random.Random(1), 60)
+    sizes = [fitted_corrections(seen[:n]).get("allgather", 1.0) for n in (0, 2, 10, 60)]
+    assert sizes == sorted(sizes)
+    assert sizes[0] == 1.0
+    assert sizes[-1] == pytest.approx(3.0, rel=0.1)
+
+
+def test_steps_without_such_parts_teach_nothing():
+    assert fitted_corrections([Step("s", 1.0, {}, {"allgather": 1e-4}, 1.3)]) == {}
+    with pytest.raises(ConfigError, match="no measured step"):
+        error_of([])
+
+
+def test_steps_are_added_without_the_corrections_that_they_were_predicted_with():
+    fresh = replace(MADE, corrections={}, steps=())
+    true = Step("s", 0.1, {}, {"allgather": 0.1}, 0.4)
+    for _ in range(20):
+        factor = fresh.corrections.get("allgather", 1.0)
+        fresh = fresh.with_step(replace(true, exposed={"allgather": 0.1 * factor}))
+    assert fresh.corrections["allgather"] == pytest.approx(3.0, rel=0.1)
+    assert fresh.steps[-1].exposed["allgather"] == pytest.approx(0.1)
+    assert error_of(fresh.steps, fresh.corrections).worst < 0.05 < error_of(fresh.steps).worst

@@ -1,0 +1,194 @@
+"""What methods compute and lose, measured over pretended ranks."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from grace.communicators import Allgather, ReduceBroadcast
+from grace.core.compressor import Compressor, Traits
+from grace.errors import ConfigError
+from grace.planner import codecs
+from grace.planner.codecs import maker, measure
+
+SHAPES = {"w": (60, 50), "wide": (40, 90), "b": (50,), "v": (7,)}
+QUICK = 0.02
+
+
+def gradients(make=np.array):
+    rng = np.random.default_rng(0)
+    return {name: make(rng.standard_normal(shape).astype(np.float32)) for name, shape in SHAPES.items()}
+
+
+class Slow(Compressor):
+    """Takes half a millisecond for each variable to encode, and a whole one to decode it from each rank."""
+
+    name = "slow"
+    traits = Traits(category="quantization", memory="none", communicator="allgather", fixed_size=True)
+
+    def compress(self, tensor, name):
+        time.sleep(5e-4)
+        return [tensor.astype("float16")], None
+
+    def decompress(self, payload, ctx):
+        time.sleep(1e-3)
+        return payload[0].astype("float32")
+
+
+def test_times_are_those_that_the_method_takes():
+    slow = measure(lambda: Allgather(Slow()), gradients(), ranks=4, limit_seconds=0.2).codec
+    encoding = slow.start.seconds(40, 10_000, 2) - slow.start.seconds(20, 10_000, 2)
+    assert encoding == pytest.approx(0.01, rel=0.6)
+    assert slow.finish.seconds(32, 3000, 2) > slow.start.seconds(32, 3000, 2) * 1.5
+
+
+class Uneven(Slow):
+    """Takes 6 ms for a variable of 3,000 elements, but in one of ten steps, and half of one for a smaller one."""
+
+    name = "uneven"
+    calls = 0
+
+    def compress(self, tensor, name):
+        Uneven.calls += 1
+        if Uneven.calls % 10:
+            time.sleep(6e-3 if tensor.size >= 3000 else 5e-4)
+        return [tensor.astype("float16")], None
+
+    def decompress(self, payload, ctx):
+        return payload[0].astype("float32")
+
+
+def test_times_are_those_of_the_whole_model_and_not_the_shortest():
+    given = {f"w{i}": gradients()["w"] for i in range(3)}
+    found = measure(lambda: Allgather(Uneven()), given, ranks=2, limit_seconds=0.5).codec
+    assert found.start.seconds(3, 9000, 2) == pytest.approx(14e-3, rel=0.5)
+
+
+def test_the_largest_variable_is_timed_alone(monkeypatch):
+    """A plan may treat it alone, and of many together the times of one cannot be told."""
+    timed, run = [], codecs._Timing.run
+    monkeypatch.setattr(
+        codecs._Timing, "run", lambda self, given, *more, **as_: timed.append(given) or run(self, given, *more, **as_)
+    )
+    given = {f"w{i}": np.ones((50, 50), np.float32) for i in range(8)} | {"embedding": np.ones((300, 100), np.float32)}
+    measure("topk", given, ranks=2, limit_seconds=QUICK)
+    assert {"embedding": (300, 100)} in [{name: x.shape for name, x in each.items()} for each in timed]
+
+
+def test_what_is_lost_is_what_the_method_says():
+    x = gradients()
+    found = measure("topk(ratio=0.1)", x, ranks=2, limit_seconds=QUICK)
+    for name in ("w", "wide"):
+        least = np.sort(np.square(x[name].ravel()))[: round(0.9 * x[name].size)].sum()  # the largest travel
+        assert found.errors[name] == pytest.approx(least, rel=1e-4)
+        assert found.norms[name] == pytest.approx(np.square(x[name]).sum(), rel=1e-5)
+    exact = measure("none", x, ranks=2, limit_seconds=QUICK)
+    assert set(exact.errors.values()) == {0.0}
+    assert exact.method == "allreduce, none, none"
+
+
+def test_random_methods_are_averaged_and_repeatable():
+    x = gradients()
+    one, same, other = (measure("qsgd", x, 2, seed, QUICK).errors["w"] for seed in (0, 0, 9))
+    assert one == same != other
+    single = np.square(x["w"]).sum()
+    assert 0 < one < single
+    assert one == pytest.approx(other, rel=0.2)
+
+
+def test_what_the_method_leaves_dense_loses_nothing():
+    found = measure("powersgd(rank=2)", gradients(), ranks=2, limit_seconds=QUICK)
+    assert found.errors["b"] == found.errors["v"] == 0
+    assert 0 < found.errors["w"] < found.norms["w"]
+    assert found.codec.middle.seconds(2, 6600, 2) > 0  # two rounds
+
+
+def test_bits_are_measured_where_the_data_decide():
+    x = {"w": np.where(np.arange(4000) % 4 == 0, 5.0, 1e-6).astype(np.float32)}
+    found = measure("threshold(value=1.0)", x, ranks=2, limit_seconds=QUICK)
+    assert 0.25 * 32 < found.codec.bits < 0.25 * 64 + 2  # a quarter: values, and where they are
+    assert measure("topk", gradients(), ranks=2, limit_seconds=QUICK).codec.bits is None
+
+
+@pytest.mark.parametrize("make", [np.array, torch.from_numpy], ids=["numpy", "torch"])
+@pytest.mark.parametrize("spec", ["topk", "efsignsgd", "none", "fp16", "powersgd(rank=2)"])
+def test_gradients_are_not_changed(make, spec):
+    given, before = gradients(make), gradients()
+    measure(spec, given, ranks=3, limit_seconds=QUICK)
+    for name, x in before.items():
+        np.testing.assert_array_equal(np.asarray(given[name]), x)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    ["scatter_reduce, qsgd, none", "scatter_merge, topk, residual", "broadcast, signsgd, none"],
+)
+def test_every_communicator_can_be_measured(choice):
+    found = measure(choice, gradients(), ranks=3, limit_seconds=QUICK)
+    assert found.method == choice
+    assert found.codec.finish.seconds(3, 1e5, 3) > 0
+
+
+def test_the_destination_is_who_computes():
+    found = measure(lambda: ReduceBroadcast("topk", destination=5), gradients(), ranks=6, limit_seconds=QUICK)
+    assert found.method == "reduce_broadcast, topk, residual"
+    assert found.codec.middle.seconds(3, 1e5, 3) > 0
+
+
+def test_of_large_variables_a_part_is_taken(monkeypatch):
+    monkeypatch.setattr("grace.planner.codecs.SMALL", 64)
+    x = {"w": np.tile(np.random.default_rng(0).standard_normal((1, 500)), (2000, 1)).astype(np.float32)}
+    found = measure("fp16", x, ranks=2, limit_seconds=1e-3)  # the errors of all rows are alike
+    expected = np.square(x["w"] - x["w"].astype(np.float16).astype(np.float32)).sum()
+    assert found.errors["w"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_choices():
+    described = maker({"compressor": "topk", "memory": "none", "communicator": "broadcast"})().describe()
+    assert described == "broadcast, topk, none"
+    assert maker(described)().describe() == described
+    assert maker("qsgd", 8)().describe() == "scatter_reduce, qsgd, none"
+    first, second = maker("topk")(), maker("topk")()
+    assert first.memory is not second.memory
+
+
+@pytest.mark.parametrize(
+    ("choice", "given", "said"),
+    [
+        ("topk, residual", {}, "or a communicator's, a compressor's and a memory's"),
+        ({"method": "topk"}, {}, "and no 'method'"),
+        ("topkk", {}, "topk"),
+        ("powersgd", {"b": np.ones(9, np.float32)}, "makes none of these 1 gradients smaller"),
+        ("topk", {"w": np.full((50, 50), np.nan, np.float32)}, r"gradient of 'w' holds a NaN"),
+        ("topk", {"w": np.ones((50, 50), np.int32)}, r"gradient of 'w': it is of dtype int32"),
+        (lambda: ReduceBroadcast("topk", staleness=2), {}, "in later steps; measure it without"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(choice, given, said):
+    with pytest.raises(ConfigError, match=said):
+        measure(choice, given or gradients(), ranks=2, limit_seconds=QUICK)
+
+
+def test_time_must_be_given():
+    with pytest.raises(ConfigError, match="above 0 s, not 0"):
+        measure("topk", gradients(), 2, limit_seconds=0)
+
+
+@pytest.mark.parametrize(
+    ("choice", "grows"),
+    {
+        "allreduce, none, none": set(),
+        "scatter_reduce, qsgd, none": set(),
+        "allgather, qsgd, none": {"finish"},
+        "reduce_broadcast, none, none": {"middle"},
+    }.items(),
+)
+def test_only_what_is_done_with_every_ranks_payload_grows_with_the_ranks(choice, grows):
+    """What else seemed to, by noise, would be hundreds of times as much for a thousand ranks."""
+    large = {"w": np.ones((512, 512), np.float32), "b": np.ones(64, np.float32)}
+    codec = measure(choice, large, ranks=8, limit_seconds=0.2).codec
+    found = {part for part in ("start", "middle", "finish") if getattr(codec, part).peer > 0}
+    assert found <= grows
+    if choice.startswith("allgather"):  # eight decodings against two
+        assert found

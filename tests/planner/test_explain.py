@@ -1,0 +1,172 @@
+"""Which candidate is taken, what is said of it, and that its document says all of it."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from grace.core.variable import Variable
+from grace.errors import ConfigError
+from grace.planner.explain import MOST_ROWS, Plan, lost, plan_of
+from grace.planner.grouped import grouped
+from grace.planner.network import Links
+from grace.planner.problem import Problem
+from grace.planner.search import Candidate, search
+from grace.planner.step import Timeline
+from grace.planner.usual import UsualCodecs
+from grace.planner.works import Costs
+from grace.strategy.builder import OneNode
+from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
+
+VARIABLES = [Variable(f"layer{i}.w", (256, 128)) for i in range(3)] + [
+    Variable("head", (10, 128)),
+    Variable("b", (10,)),
+]
+TIMELINE = Timeline({v.name: 1e-3 * i for i, v in enumerate(reversed(VARIABLES))}, 1e-3, 5e-3, 5e-4)
+
+
+def problem_of(bandwidth=1e7, variables=VARIABLES, timeline=TIMELINE, ranks=4, **more):
+    return Problem(variables, timeline, Costs(Links(bandwidth, 1e-5), UsualCodecs()), OneNode(ranks), **more)
+
+
+@pytest.fixture(scope="module")
+def problem():
+    return problem_of()
+
+
+def candidate(problem, method, **more):
+    strategy = grouped(problem.variables, problem.cluster.world_size, method)
+    error = lost(problem, strategy)
+    plain = method == "none"
+    found = Candidate(method, strategy, problem.predict(strategy), error, baseline=plain, methods=(method,))
+    return replace(found, **more)
+
+
+def three(problem, **measured):
+    return [candidate(problem, name, measured=measured.get(name)) for name in ("none", "fp16", "qsgd")]
+
+
+def test_the_fastest_by_prediction_is_taken(problem):
+    plan = plan_of(problem, three(problem))
+    assert plan.chosen.name == min(three(problem), key=lambda one: one.prediction.step).name == "qsgd"
+    assert plan.compresses
+    assert plan.plain.name == "none"
+    assert " expected against " in plan.why
+
+
+def test_what_was_measured_counts_more_and_what_was_not_does_not(problem):
+    plan = plan_of(problem, three(problem, none=0.020, fp16=0.015))
+    assert plan.chosen.name == "fp16"
+    assert plan.why.startswith("fp16: 15 ms measured against 20 ms uncompressed, 1.3x; within the error budget (")
+
+
+@pytest.mark.parametrize(("margin", "chosen"), [(0.03, "none"), (0.01, "fp16")])
+def test_it_must_be_faster_by_the_margin(problem, margin, chosen):
+    plan = plan_of(problem, three(problem, none=0.100, fp16=0.098, qsgd=0.2), margin)
+    assert plan.chosen.name == chosen
+    assert plan.compresses == (chosen == "fp16")
+    if not plan.compresses:
+        assert plan.why == "do not compress: nothing is 3 % faster than 100 ms"
+
+
+def test_the_margin_that_was_asked_for_is_told(problem):
+    assert "nothing is 12.5 % faster" in plan_of(problem, three(problem, none=0.1, fp16=0.09), 0.125).why
+
+
+def test_what_loses_nothing_says_so(problem):
+    exact = candidate(problem, "none", name="other", baseline=False, measured=0.01, error=0.0)
+    assert plan_of(problem, [*three(problem, none=0.02), exact]).why.endswith("2.0x; it loses nothing")
+
+
+def test_rows_are_all_variables_alike_ones_together(problem):
+    plan = plan_of(problem, three(problem))
+    assert (plan.rows[0].variables, plan.rows[0].count) == ("layer*.w", 3)
+    assert sum(row.count for row in plan.rows) == len(VARIABLES)
+    assert sum(row.elements for row in plan.rows) == sum(v.numel for v in VARIABLES)
+    assert sum(row.error for row in plan.rows) == pytest.approx(1.0)
+
+
+def test_a_row_saves_what_the_step_would_take_longer_without(problem):
+    plan = plan_of(problem, three(problem))
+    first, dense = plan.rows[0], ShardPlan(Sync("allreduce", group=0), "none", "none")
+    plans = tuple(
+        replace(one, parts=(replace(dense, sync=Sync("allreduce", group=one.parts[0].sync.group)),))
+        if one.variable.name.startswith("layer")
+        else one
+        for one in plan.chosen.strategy.plans
+    )
+    without = problem.predict(replace(plan.chosen.strategy, plans=plans)).step
+    assert first.saved == pytest.approx(without - plan.chosen.prediction.step)
+    assert first.saved > 0
+    assert first.why.startswith("saves ")
+    assert plan_of(problem, three(problem, none=1.0, fp16=2.0, qsgd=2.0)).rows[0].saved == 0.0
+
+
+def test_many_kinds_are_summed_up():
+    names = [f"{chr(97 + i // 26)}{chr(97 + i % 26)}" for i in range(MOST_ROWS + 6)]
+    variables = [Variable(name, (64, 8 + i)) for i, name in enumerate(names)]
+    problem = problem_of(variables=variables, timeline=Timeline(dict.fromkeys(names, 0.0)))
+    rows = plan_of(problem, three(problem)).rows
+    assert len(rows) == MOST_ROWS + 1
+    assert (rows[-1].variables, rows[-1].count) == ("others", 6)
+    assert rows[-1].elements == sum(v.numel for v in variables[:6])
+
+
+def test_it_prints_as_a_table(problem):
+    plan = plan_of(problem, three(problem, none=0.020, fp16=0.015))
+    lines = str(plan).splitlines()
+    assert lines[0] == plan.why
+    (taken,) = (line for line in lines if line.startswith("*"))
+    assert taken.split()[1] == "fp16"
+    assert "15 ms" in taken
+    assert "layer*.w" in str(plan)
+    assert lines[-1] == "error: of that of powersgd(rank=4); quality: feedback"
+
+
+def test_no_error_is_a_share_of_no_budget():
+    exact = problem_of(quality="exact", reference="none")
+    plan = plan_of(exact, three(exact))
+    assert " inf " in str(plan)
+
+
+def every_kind():
+    """A strategy of whole variables and parts, groups, destinations and hierarchies."""
+    gathered = ShardPlan(Sync("allgather", group=3), "topk", "residual", 2)
+    through = ShardPlan(Sync("reduce_broadcast", destination=1, local_replication=True), "none", "none")
+    averaged, led = ShardPlan(Sync("none", period=4), "none", "none"), Sync("allreduce", group=1, hierarchical=True)
+    plans = [
+        VariablePlan(VARIABLES[0], (gathered, through), 0, (100, 156)),
+        VariablePlan(VARIABLES[1], (gathered,)),
+        VariablePlan(VARIABLES[2], (through,)),
+        VariablePlan(VARIABLES[3], (averaged,)),
+        VariablePlan(VARIABLES[4], (ShardPlan(led, "none", "none"),)),
+    ]
+    return Strategy(tuple(plans), 4, 2, {"name": "auto", "params": {}, "seed": 3})
+
+
+def test_the_document_is_all_of_it(problem):
+    plan = plan_of(problem, [*three(problem, none=0.02, fp16=0.01), *search(problem)[:2]])
+    plan = replace(plan, candidates=(*plan.candidates, replace(plan.chosen, name="every kind", strategy=every_kind())))
+    again = Plan.from_dict(json.loads(json.dumps(plan.to_dict())))
+    assert again == plan
+    assert str(again) == str(plan)
+    assert again.chosen.strategy.id == plan.chosen.strategy.id
+
+
+def test_what_is_compressed_twice_loses_twice(problem):
+    alone, twice = grouped(VARIABLES, 2, "qsgd"), grouped(VARIABLES, 4, "qsgd")
+    assert {plan.parts[0].sync.type for plan in twice.plans[:3]} == {"scatter_reduce"}
+    once = problem.losses.budget("qsgd", VARIABLES)
+    assert lost(problem, alone) == pytest.approx(once)
+    assert lost(problem, twice) == pytest.approx(2 * once)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"candidates": None}, {"number": 9}, {"rows": [{"variables": "w"}]}, {"more": 1}, {"candidates": [{}]}],
+    ids=lambda damage: next(iter(damage)),
+)
+def test_a_damaged_document_is_refused(problem, damage):
+    document = plan_of(problem, three(problem)).to_dict()
+    with pytest.raises(ConfigError, match="no document of a plan"):
+        Plan.from_dict({**document, **damage})

@@ -1,0 +1,181 @@
+"""What collectives take, measured by real ranks."""
+
+import time
+
+import numpy as np
+import pytest
+
+import grace
+from grace.core.backend import Handle, LocalBackend
+from grace.errors import ConfigError, RankError
+from grace.planner import links
+from grace.planner.links import KINDS, measure_network
+from grace.planner.mirror import Mirror
+from grace.planner.network import Measured
+
+SMALL = (1024, 1 << 16)
+
+
+class Clock:
+    """Time that passes while something sleeps, so that a busy machine changes nothing."""
+
+    now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    found = Clock()
+    monkeypatch.setattr(links, "time", found)
+    monkeypatch.setitem(globals(), "time", found)
+    return found
+
+
+class Wire(Mirror):
+    """Collectives that take as long as bytes say: a tenth of a millisecond, and as long again for 10 kB."""
+
+    def allreduce(self, tensor):
+        return self._slow(super().allreduce(tensor), tensor.nbytes)
+
+    def allgather(self, tensor):
+        return self._slow(super().allgather(tensor), tensor.nbytes)
+
+    def _slow(self, handle, nbytes):
+        ends = time.perf_counter() + 1e-4 + nbytes * 1e-8
+
+        def wait():
+            time.sleep(max(0.0, ends - time.perf_counter()))
+
+        return Handle(wait, later=handle.result)
+
+
+@pytest.mark.usefixtures("clock")
+def test_curves_say_what_collectives_take():
+    found = measure_network(Wire(2), 2.0, sizes=(1000, 100_000, 1_000_000), kinds=("allreduce", "allgather"))
+    for kind in ("allreduce", "allgather"):
+        curve = found.curves[kind][2]
+        assert [nbytes for nbytes, _ in curve.points] == [1e3, 1e5, 1e6]
+        assert curve.seconds(1_000_000) == pytest.approx(0.0101)
+        assert curve.seconds(1000) < 2e-3
+
+
+@pytest.mark.usefixtures("clock")
+def test_sizes_end_where_time_does():
+    found = measure_network(Wire(2), 0.5, sizes=(1000, 4_000_000, 100_000_000), kinds=("allreduce",))
+    assert [nbytes for nbytes, _ in found.curves["allreduce"][2].points] == [1000, 4_000_000]
+    assert found.seconds < 5
+
+
+@pytest.mark.usefixtures("clock")
+def test_what_disturbs_for_a_while_is_not_measured():
+    class Disturbed(Wire):
+        calls = 0
+
+        def _slow(self, handle, nbytes):
+            if nbytes < 1000:  # ranks that wait for each other
+                return handle
+            Disturbed.calls += 1
+            return super()._slow(handle, nbytes + (5_000_000 if Disturbed.calls <= 12 else 0))  # 50 ms more
+
+    found = measure_network(Disturbed(2), 10.0, sizes=(1000, 10_000, 100_000), kinds=("allreduce", "allgather"))
+    assert found.curves["allreduce"][2].seconds(1000) < 1.5e-3
+
+
+@pytest.mark.usefixtures("clock")
+def test_computing_beside_a_collective_is_timed():
+    alone, under_way = [], []
+
+    class Busy(Wire):
+        on = False
+
+        def _slow(self, handle, nbytes):
+            if nbytes < 1000:
+                return handle
+            Busy.on = True
+            slow = super()._slow(handle, nbytes)
+
+            def wait():
+                slow.wait()
+                Busy.on = False
+
+            return Handle(wait, later=handle.result)
+
+    def compute():
+        (under_way if Busy.on else alone).append(1)
+        time.sleep(8e-3 if Busy.on else 2e-3)
+
+    found = measure_network(Busy(2), 1.0, sizes=(1_000_000, 2_000_000), kinds=("allreduce",), compute=compute)
+    assert alone
+    assert under_way
+    assert found.contention.wire == pytest.approx(3.0)
+    assert found.transfer > 0.2
+
+
+def measured():
+    backend = grace.init()
+    before, a = backend.sent_bytes, np.ones((100, 100))
+    found = measure_network(backend, 30.0, sizes=SMALL, compute=lambda: a @ a)
+    return backend.sent_bytes - before, found
+
+
+@pytest.mark.ranks
+def test_ranks_measure_together_and_get_the_same(ranks):
+    answers = ranks.run(measured)
+    assert len({repr(found) for _, found in answers}) == 1
+    sent, found = answers[0]
+    assert sent == 0
+    assert set(found.curves) == set(KINDS)
+    for by_ranks in found.curves.values():
+        (curve,) = by_ranks.values()
+        assert list(by_ranks) == [ranks.size]
+        assert [nbytes for nbytes, _ in curve.points] == list(SMALL)
+        assert all(1e-6 < seconds < 5 for _, seconds in curve.points)
+    assert Measured(found.curves).seconds("reduce_scatter", 1e6, ranks.size) > 0
+    assert found.contention.wire >= 0
+
+
+def failing():
+    backend = grace.init()
+    calls = []
+
+    def compute():
+        calls.append(1)
+        if backend.rank == 1 and len(calls) > 5:
+            raise ValueError("no more")
+
+    try:
+        measure_network(backend, 0.3, sizes=(1024,), kinds=("allreduce",), compute=compute)
+    except (RankError, ValueError) as error:
+        return type(error).__name__, str(error), len(backend.allgather_object(0))
+    return None
+
+
+@pytest.mark.ranks
+def test_a_rank_that_fails_ends_all(two_ranks):
+    (first, said, size), (second, own, _) = two_ranks.run(failing)
+    assert (first, second, own, size) == ("RankError", "ValueError", "no more", 2)
+    assert "rank 1 could not measure the network: no more" in said
+
+
+def test_alone_there_is_nothing_to_measure():
+    found = measure_network(LocalBackend())
+    assert (found.curves, found.contention) == ({}, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"seconds": 0}, "for more than 0 s"),
+        ({"sizes": ()}, "at sizes from 1 byte on"),
+        ({"sizes": (0, 4)}, "at sizes from 1 byte on"),
+        ({"kinds": ("gossip",)}, "'gossip' is no collective that is measured; there are allreduce"),
+    ],
+)
+def test_what_cannot_be_is_refused(options, said):
+    with pytest.raises(ConfigError, match=said):
+        measure_network(Mirror(2), **options)

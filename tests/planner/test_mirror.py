@@ -1,0 +1,107 @@
+"""One process that pretends many ranks: collectives, bytes, and real exchanges over it."""
+
+import numpy as np
+import pytest
+
+from grace.core.backend import Handle
+from grace.core.context import Context
+from grace.core.variable import Variable
+from grace.errors import ConfigError
+from grace.planner.mirror import Mirror
+from grace.session.plan import UniformPlan
+from grace.session.setup import build_exchanger
+
+
+def made(framework, values, dtype):
+    if framework == "numpy":
+        return np.array(values, dtype)
+    module = pytest.importorskip(framework)
+    if framework == "torch":
+        return module.tensor(values, dtype=getattr(module, dtype))
+    return module.constant(values, dtype)
+
+
+FRAMEWORKS = ["numpy", "torch", pytest.param("tensorflow", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(("size", "rank"), [(1, 0), (3, 0), (3, 2)])
+def test_every_collective_brings_what_equal_ranks_would(framework, size, rank):
+    mirror = Mirror(size, rank)
+    numbers, raw = made(framework, [1.0, 2.0, -3.0], "float32"), made(framework, [5, 6, 7], "uint8")
+    gathered, kept = mirror.allgather(raw).wait(), raw
+    assert [np.asarray(part).tolist() for part in gathered] == [[5, 6, 7]] * size
+    assert all(part is not kept for part in gathered)
+    (joined,) = mirror.concatenate(raw).wait()
+    assert np.asarray(joined).tolist() == [5, 6, 7] * size
+    parts = mirror.alltoall(raw).wait()
+    own = [5, 6, 7] if size == 1 else [[5], [6], [7]][rank]
+    assert [np.asarray(part).tolist() for part in parts] == [own] * size
+    assert [np.asarray(part).tolist() for part in mirror.gather(raw, rank).wait()] == [[5, 6, 7]] * size
+    assert np.asarray(mirror.allreduce(numbers).wait()).tolist() == [size, 2 * size, -3 * size]
+    assert mirror.allgather_object({"a": rank}) == [{"a": rank}] * size
+    if size > 1:
+        assert mirror.gather(raw, (rank + 1) % size).wait() == []
+
+
+def test_bytes_are_counted_as_every_backend_counts_them():
+    def sent(do, rank=0):
+        mirror = Mirror(4, rank)
+        handle = do(mirror)
+        assert isinstance(handle, Handle)
+        return mirror.sent_bytes
+
+    x, raw = np.zeros(8, np.float32), np.zeros(8, np.uint8)
+    assert sent(lambda m: m.allreduce(x)) == 48  # 2 (W-1)/W of 32
+    assert sent(lambda m: m.allgather(raw)) == sent(lambda m: m.concatenate(raw)) == 24
+    assert sent(lambda m: m.alltoall(raw)) == 6
+    assert (sent(lambda m: m.broadcast(raw, 0)), sent(lambda m: m.broadcast(raw, 1))) == (24, 0)
+    assert (sent(lambda m: m.gather(raw, 0)), sent(lambda m: m.gather(raw, 1))) == (0, 8)
+
+
+def test_others_broadcast_what_this_rank_does():
+    mirror, own = Mirror(3, 1), np.uint8([1, 2])
+    first, mine, last = (mirror.broadcast(own if r == 1 else np.zeros(2, np.uint8), r) for r in range(3))
+    assert [handle.wait().tolist() for handle in (first, mine, last)] == [[1, 2]] * 3
+    assert mirror.broadcast(np.uint8([9]), 0).wait().tolist() == [9]  # nothing like it was sent
+
+
+def test_copies_of_large_tensors_are_shared(monkeypatch):
+    monkeypatch.setattr("grace.planner.mirror.MOST_BYTES", 20)
+    parts = Mirror(5).allgather(np.zeros(10, np.uint8)).wait()
+    assert len({id(part) for part in parts}) == 2
+    assert len(parts) == 5
+
+
+def test_there_must_be_such_a_rank():
+    with pytest.raises(ConfigError, match=r"of 2 ranks.*no rank 2"):
+        Mirror(2, 2)
+
+
+def test_it_splits_and_tells_how_long_it_took():
+    mirror = Mirror(4, 2)
+    some = mirror.split([1, 2])
+    assert (some.size, some.rank, mirror.split([0, 1])) == (2, 1, None)
+    mirror.allgather(np.zeros(1 << 16, np.uint8))
+    assert mirror.spent > 0
+    assert mirror.duplicate().sent_bytes == 0
+
+
+@pytest.mark.parametrize("spec", ["none", "fp16", "topk(ratio=0.1)", "efsignsgd", "powersgd(rank=2)", "threshold"])
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_exchanges_over_it_give_what_one_rank_alone_gets(spec, ranks):
+    """The mean of equal payloads is what one decodes to."""
+    x = np.random.default_rng(0).standard_normal((20, 30)).astype(np.float32)
+
+    def mean(size):
+        mirror, variable = Mirror(size), Variable("w", x.shape)
+        plan = UniformPlan(spec, None, "allgather" if spec == "efsignsgd" else None)
+        exchanger = build_exchanger(lambda: [variable], lambda: plan, mirror, Context(seed=3))
+        exchanger.start(exchanger.buckets[0], [x.copy()], [True])
+        (outcome,) = exchanger.finish(lambda bucket: [None])
+        exchanger.close()
+        return outcome.value, mirror.sent_bytes
+
+    (alone, nothing), (together, sent) = mean(1), mean(ranks)
+    np.testing.assert_allclose(together, alone, rtol=2e-3 if spec == "fp16" else 1e-5, atol=1e-6)
+    assert nothing == 0 < sent

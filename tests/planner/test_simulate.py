@@ -1,0 +1,292 @@
+"""Steps whose time is known, and what must hold of all others."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grace.communicators.choice import build_communicator
+from grace.core.variable import Variable
+from grace.errors import ConfigError
+from grace.planner.costs import Codec, Cost
+from grace.planner.network import Links
+from grace.planner.simulate import most_sent, sent_by, simulate
+from grace.planner.step import ALONE, Contention, Timeline, Transfer, Work
+from grace.planner.works import DENSE, Costs, works_of
+from grace.session.bucketing import Limits
+from grace.session.sharding import uniform
+
+TIMELINE = Timeline({"c": 1.0, "b": 2.0, "a": 4.0}, forward=1.0, backward=4.0, optimizer=0.5)
+
+
+def sends(*seconds, **more):
+    return tuple(Transfer("allreduce", s, 100.0 * s) for s in seconds)
+
+
+def step(works, timeline=TIMELINE, contention=ALONE, fixed=0.0):
+    return simulate(timeline, works, contention, fixed)
+
+
+def test_nothing_to_exchange():
+    found = step([])
+    assert (found.step, found.compute, found.codec, found.exposed, found.sent) == (5.5, 5.5, 0, 0, 0)
+    assert step([], fixed=0.25).step == 5.75
+
+
+def test_one_bucket_of_everything_overlaps_nothing():
+    work = Work(("a", "b", "c"), start=0.5, transfers=sends(3.0), finish=0.25, memory=7.0)
+    found = step([work])
+    assert found.step == 5.5 + 0.5 + 3.0 + 0.25
+    assert (found.codec, found.exposed, found.sent, found.memory) == (0.75, 3.0, 300.0, 7.0)
+    assert found.events == [
+        ("compute", -1, 0.0, 1.0),
+        ("compute", -1, 1.0, 5.0),
+        ("start", 0, 5.0, 5.5),
+        ("wire", 0, 5.5, 8.5),
+        ("finish", 0, 8.5, 8.75),
+        ("compute", -1, 8.75, 9.25),
+    ]
+
+
+def test_a_link_without_latency_or_end_costs_nothing():
+    timeline = Timeline({"w": 1.0}, backward=1.0)
+    shards = uniform([Variable("w", (1000,))], build_communicator("none", None, None))
+    costs = Costs(Links(float("inf")), {DENSE: Codec()})
+    assert step(works_of(shards, 8, costs), timeline).step == 1.0
+    slow = step(works_of(shards, 2, Costs(Links(1e3), {DENSE: Codec()})), timeline)
+    assert slow.step == pytest.approx(1 + 4 * (1000 + 1 + 10) / 1e3)
+
+
+def test_what_is_sent_early_enough_is_hidden():
+    works = [Work(("c",), transfers=sends(1.0)), Work(("b",), transfers=sends(2.0)), Work(("a",))]
+    found = step(works)
+    assert (found.step, found.exposed) == (5.5, 0.0)
+
+
+def test_two_buckets_form_a_line():
+    works = [Work(("c",), transfers=sends(2.5)), Work(("b",), transfers=sends(2.5), finish=0.25)]
+    # backward: 1 to 5. The first travels from 2 to 4.5, though the second is there at 3, and that until 7
+    found = step(works)
+    assert [event for event in found.events if event[0] == "wire"] == [("wire", 0, 2.0, 4.5), ("wire", 1, 4.5, 7.0)]
+    assert (found.step, found.exposed) == (7.75, 2.0)
+
+
+def test_buckets_start_in_order_whatever_is_ready():
+    early = [Work(("b",), transfers=sends(1.0)), Work(("c",), transfers=sends(1.0))]
+    assert [e[2:] for e in step(early).events if e[0] == "wire"] == [(3.0, 4.0), (4.0, 5.0)]
+
+
+def test_encoding_delays_backward_and_what_is_ready_later():
+    works = [Work(("c",), start=0.5, transfers=sends(0.1)), Work(("b",), start=0.5, transfers=sends(0.1))]
+    found = step(works)
+    assert [event[2:] for event in found.events if event[0] == "start"] == [(2.0, 2.5), (3.5, 4.0)]
+    assert (found.step, found.codec, found.exposed) == (6.5, 1.0, 0.0)
+    slower = step(works, contention=Contention(encode=0.5))
+    assert (slower.step, slower.codec) == (7.0, 1.5)
+
+
+def test_computing_is_slower_while_something_travels():
+    works = [Work(("c",), transfers=sends(1.5))]
+    assert step(works, contention=Contention(wire=0.5)).step == 5.5 + 0.5  # 1 of the 3 s left takes 1.5
+    assert step(works, contention=Contention(wire=0.5)).exposed == 0.5
+    long = [Work(("a",), transfers=sends(2.0)), Work(("a",), transfers=sends(3.0), finish=1.0), Work(("a",))]
+    assert step(long, contention=Contention(wire=1.0)).step == 5 + 5 + 1 + 0.5
+
+
+def test_engines_that_carry_several_at_once_overlap_their_latencies():
+    def works(occupies):
+        return [Work(("a",), transfers=(Transfer("allreduce", 1.0, occupies=occupies),)) for _ in range(4)]
+
+    two = Contention(abreast=2)
+    assert step(works(0.25)).step == 5 + 4 * 1.0 + 0.5
+    assert step(works(0.25), contention=two).step == 5 + 2 * 1.0 + 0.5
+    assert step(works(1.0), contention=two).step == 5 + 4 * 1.0 + 0.5  # of the link there is one
+    assert step(works(0.75), contention=two).step == 5 + 4 * 0.75 + 0.5
+
+
+def test_contention_is_no_gain():
+    for wrong in ({"wire": -0.1}, {"encode": -1.0}, {"abreast": 0}):
+        with pytest.raises(ConfigError, match="cost each other at least 0"):
+            Contention(**wrong)
+
+
+def test_gradients_that_the_timeline_does_not_name_come_last():
+    assert step([Work(("other",), transfers=sends(1.0))]).step == 6.5
+
+
+def test_collectives_that_follow_wait_for_backward_and_go_round_by_round():
+    works = [
+        Work(("c",), transfers=sends(0.5, 0.5), middle=0.25),
+        Work(("b",), transfers=sends(0.5, 0.5, 0.5), middle=0.25, finish=0.125),
+    ]
+    found = step(works)
+    # behind backward, at 5: the middle of the first, then that of the second while the first travels
+    assert [event[1:] for event in found.events if event[0] == "middle"] == [
+        (0, 5, 5.25),
+        (1, 5.25, 5.5),
+        (1, 6.25, 6.5),
+    ]
+    assert [event[1:] for event in found.events if event[0] == "wire"] == [
+        *((0, 2, 2.5), (1, 3, 3.5)),
+        *((0, 5.25, 5.75), (1, 5.75, 6.25), (1, 6.5, 7.0)),
+    ]
+    assert found.step == 7.0 + 0.125 + 0.5
+    assert found.codec == pytest.approx(0.875)
+
+
+def through(root, seconds=1.0, sending=0.25):
+    there = Transfer("gather", seconds, 100.0, root, sending)
+    return there, Transfer("broadcast", seconds, 0.0, root, sending, root_nbytes=300.0)
+
+
+def test_one_root_is_a_bottleneck_and_several_share():
+    same = [Work(("a",), transfers=through(0)) for _ in range(4)]
+    apart = [Work(("a",), transfers=through(root)) for root in range(4)]
+    assert step(same).step == 5 + 4 * 2.0 + 0.5
+    # 4 gathers begin as soon as a rank has sent what came before: at 5, 5.25, 5.5 and 5.75; answers likewise
+    gathers = [event[2:] for event in step(apart).events if event[0] == "wire"][:4]
+    assert gathers == [(5.0, 6.0), (5.25, 6.25), (5.5, 6.5), (5.75, 6.75)]
+    assert step(apart).step == 6.75 + 1.0 + 0.5
+    assert (step(same).sent, step(apart).sent) == (1200.0, 600.0)
+    assert (sent_by(same, 0), sent_by(same, 1), sent_by(apart, 3)) == (1200.0, 400.0, 600.0)
+
+
+def test_each_root_computes_its_own_answers():
+    same = [Work(("a",), transfers=through(0, 0.5, 0.0), middle=1.0) for _ in range(2)]
+    apart = [Work(("a",), transfers=through(root, 0.5, 0.0), middle=1.0) for root in range(2)]
+    assert (step(same).step, step(same).codec) == (5 + 0.5 + 2.0 + 0.5 + 0.5, 2.0)
+    assert (step(apart).step, step(apart).codec) == (5 + 0.5 + 1.0 + 0.5 + 0.5, 1.0)
+
+
+def test_what_has_no_root_waits_for_all_links():
+    works = [Work(("a",), transfers=through(0)[:1]), Work(("a",), transfers=sends(1.0))]
+    assert step(works).step == 5 + 2 + 0.5
+    assert step(works[::-1]).step == 5 + 2 + 0.5
+
+
+def test_delayed_exchanges_are_free_as_long_as_the_link_can_follow():
+    work = Work(("a",), start=0.25, transfers=through(1), middle=0.5, finish=0.5, delayed=True)
+    assert (step([work]).step, step([work]).exposed) == (5.75, 0.0)
+    assert step([work] * 2).step == 6.0
+    assert step([work] * 3).step == 3 * 3.0  # one after the other
+    beside = [work, Work(("a",), transfers=sends(4.0))]
+    assert step(beside).step == 5.25 + 4 + 0.5
+    assert step([work, Work(("a",), transfers=sends(4.0)), work, work]).step == 3 * 2.0 + 4.0  # of one link
+    slowed = step([work], contention=Contention(wire=0.5))
+    assert slowed.step == pytest.approx(5.75 + 1.0)  # computing beside 3 s of exchange is 2 s worth
+
+
+def test_the_nodes_own_exchange_is_waited_for():
+    works = [Work(("c",), before=0.5, transfers=sends(1.0), after=0.25), Work(("a",), transfers=sends(1.0))]
+    found = step(works)
+    assert found.step == 5.5 + 1.0 + 0.5  # handing on is done before the second has come
+    assert (found.codec, found.exposed) == (0.0, 1.5)
+    assert step(works[:1]).step == 5.5 + 0.25 + 0.5
+
+
+def test_averages_are_shared_by_the_steps_between():
+    work = Work(("a",), start=0.5, transfers=sends(3.0), finish=0.5, period=4)
+    found = step([work])
+    assert (found.step, found.codec, found.exposed, found.sent) == (6.5, 0.25, 0.75, 75.0)
+
+
+# -- what holds of all steps -------------------------------------------------------------------------------
+
+QUARTERS = st.integers(0, 12).map(lambda n: n / 4)
+PART = st.sampled_from([0.25, 0.5, 1.0])
+KINDS = ["sum", "rounds", "root", "delayed", "node", "average"]
+
+
+@st.composite
+def a_work(draw):
+    kind = draw(st.sampled_from(KINDS))
+    names = tuple(draw(st.sets(st.sampled_from("abc"), min_size=1)))
+    seconds = [draw(QUARTERS) for _ in range(1 if kind in ("sum", "average") else draw(st.integers(1, 3)))]
+    transfers = tuple(dataclasses.replace(t, occupies=t.seconds * draw(PART)) for t in sends(*seconds))
+    if kind in ("root", "delayed"):
+        root, part = draw(st.integers(0, 2)), draw(PART)
+        kinds = ("gather", "broadcast", "broadcast")
+        transfers = tuple(Transfer(k, s, 1, root, part * s) for k, s in zip(kinds, seconds, strict=False))
+    inside = draw(QUARTERS) if kind == "node" else 0.0
+    more = {"before": inside, "after": inside, "delayed": kind == "delayed", "period": 3 * (kind == "average")}
+    return Work(names, draw(QUARTERS), transfers, draw(QUARTERS), draw(QUARTERS), **more)
+
+
+STEPS = st.lists(a_work(), max_size=6)
+BESIDE = st.builds(Contention, QUARTERS, QUARTERS, st.integers(1, 3))
+
+
+def longer(draw, works):
+    """The same, one thing of which takes longer."""
+    i = draw(st.integers(0, len(works) - 1))
+    more, work = draw(QUARTERS), works[i]
+    what = draw(st.sampled_from(["start", "middle", "finish", "before", "after", "transfer"]))
+    if what == "transfer" and work.transfers:
+        j = draw(st.integers(0, len(work.transfers) - 1))
+        transfer = work.transfers[j]
+        part = more if transfer.root >= 0 and draw(st.booleans()) else 0.0
+        slow = dataclasses.replace(transfer, seconds=transfer.seconds + more, sending=transfer.sending + part)
+        if transfer.root < 0 and draw(st.booleans()):
+            slow = dataclasses.replace(slow, occupies=transfer.occupies + more)
+        work = dataclasses.replace(work, transfers=(*work.transfers[:j], slow, *work.transfers[j + 1 :]))
+    elif what != "transfer" and not (what in ("before", "after") and (work.delayed or work.period)):
+        work = dataclasses.replace(work, **{what: getattr(work, what) + more})
+    return [*works[:i], work, *works[i + 1 :]]
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), works=STEPS, contention=BESIDE)
+def test_nothing_that_takes_longer_makes_a_step_faster(data, works, contention):
+    usual = step(works, contention=contention)
+    if works:
+        slower = step(longer(data.draw, works), contention=contention)
+        assert slower.step >= usual.step - 1e-9
+    worse = dataclasses.replace(contention, wire=contention.wire + data.draw(QUARTERS))
+    assert step(works, contention=worse).step >= usual.step - 1e-9
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    works=STEPS, contention=BESIDE, gaps=st.lists(QUARTERS, min_size=5, max_size=5), at=st.integers(0, 4), more=QUARTERS
+)
+def test_more_computing_never_makes_a_step_faster(works, contention, gaps, at, more):
+    def timeline(gaps):
+        c, b, a = gaps[1], gaps[1] + gaps[2], gaps[1] + gaps[2] + gaps[3]
+        return Timeline({"c": c, "b": b, "a": a}, gaps[0], a, gaps[4])
+
+    usual = step(works, timeline(gaps), contention)
+    slower = step(works, timeline([gap + more * (i == at) for i, gap in enumerate(gaps)]), contention)
+    assert slower.step >= usual.step - 1e-9
+
+
+@settings(max_examples=80, deadline=None)
+@given(works=STEPS, contention=BESIDE)
+def test_the_parts_add_up(works, contention):
+    found = step(works, contention=contention)
+    assert found.step >= found.compute + found.codec - 1e-9
+    assert found.step == pytest.approx(found.compute + found.codec + found.exposed)
+    bound = found.compute + found.codec + sum(w.before + w.after + sum(t.seconds for t in w.transfers) for w in works)
+    if not any(w.delayed for w in works) and not contention.wire:
+        assert found.step <= bound + sum(w.middle * len(w.transfers) for w in works) + 1e-9
+    assert all(begin <= end for _, _, begin, end in found.events)
+    assert found.sent == pytest.approx(most_sent(works))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    numel=st.integers(1, 10**6), more=st.integers(1, 10**6), slower=st.floats(1, 100), later=st.floats(0, 1e-2),
+    method=st.sampled_from(["none", "fp16", "qsgd", "topk", "powersgd"]), ranks=st.integers(2, 64),
+)  # fmt: skip
+def test_more_bytes_or_worse_links_never_predict_a_faster_step(numel, more, slower, later, method, ranks):
+    codec = Codec(Cost(call=1e-5, element=1e-9), Cost(element=1e-10), Cost(element=1e-9, peer=1e-10))
+
+    def predicted(n, links):
+        communicator = build_communicator(method, None, None)
+        shards = uniform([Variable(name, (n, 4)) for name in "cba"], communicator, Limits(10**9))
+        keys = {DENSE, communicator.describe()}
+        return step(works_of(shards, ranks, Costs(links, dict.fromkeys(keys, codec))), contention=Contention(0.1, 0.1))
+
+    usual = predicted(numel, Links(1e8, 1e-5))
+    assert predicted(numel + more, Links(1e8, 1e-5)).step >= usual.step
+    assert predicted(numel, Links(1e8 / slower, 1e-5 + later)).step >= usual.step

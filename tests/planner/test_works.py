@@ -1,0 +1,323 @@
+"""The bytes that a prediction reckons with are those that exchanges send."""
+
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from grace.communicators.choice import build_communicator
+from grace.core.context import Context
+from grace.core.registry import known, legal_communicators, make
+from grace.core.variable import Variable
+from grace.errors import ConfigError, PayloadError
+from grace.exchange.sparse_rows import SparseRows
+from grace.planner.costs import Codec, Cost, Curve
+from grace.planner.network import Links, Measured
+from grace.planner.simulate import most_sent, sent_by
+from grace.planner.works import DENSE, Costs, codec_key, works, works_of
+from grace.session.bucketing import Limits
+from grace.session.exchanger import Exchanger
+from grace.session.sharding import uniform
+from grace.strategy.builder import OneNode
+from grace.strategy.execution import compiled
+from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
+from tests.support.pretended import Pretended
+
+SHAPES = {"w": (60, 41), "odd": (1003,), "kernel": (8, 3, 3, 3), "one": (1,), "scalar": (), "none": (0,)}
+VARIABLES = [Variable(name, shape) for name, shape in SHAPES.items()]
+METHODS = [
+    *(name for name in known("compressor") if name != "composed"),
+    *("bf16", "qsgd(levels=7)", "powersgd(rank=3)", "topk(ratio=0.1) | qsgd(levels=7)", "randomk(ratio=0.1) | fp16"),
+    *("threshold | natural", "dgc | efsignsgd", "topk(ratio=1.0)"),
+]
+METHODS = [name for name in METHODS if name not in ("bf16",)]  # which NumPy has not
+LARGE = [v for v in VARIABLES if v.numel > 1]
+LINKS = Links(bandwidth=1e9, latency=1e-5)
+
+
+def pairs():
+    """Every method with every communicator that carries it."""
+    return [(method, kind) for method in METHODS for kind in legal_communicators(make("compressor", method))]
+
+
+def quiet(compressor, communicator):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return build_communicator(compressor, None, communicator)
+
+
+def gradients_of(variables, step):
+    rng = np.random.default_rng(step)
+    found = {}
+    for v in variables:
+        values = rng.standard_normal(v.shape).astype(v.dtype)
+        found[v.name] = SparseRows(values[:3], np.arange(3)) if v.sparse else values
+    return found
+
+
+def exchanged(shards, variables, ranks, rank, nodes=None, by_ring=False, steps=4, concatenates=False):
+    """Bytes that leave a rank in a step, those of payloads, and the exchanger."""
+    backend = Pretended(ranks, rank, by_ring, concatenates)
+    exchanger = Exchanger(variables, shards, backend, Context(rank=rank, size=ranks))
+    exchanger._nodes = ["here" if nodes is None else f"node {node}" for node in (nodes or range(ranks))]
+    exchanger.agree()
+    sent, payloads = [], []
+    for step in range(steps):
+        before = exchanger.traffic.sent_bytes, sum(exchanger.traffic.payload_bytes.values())
+        gradients = gradients_of(variables, step)
+        for bucket in exchanger.buckets:
+            views = exchanger.views(bucket, gradients.__getitem__)
+            exchanger.start(bucket, views, [True] * len(views))
+        try:
+            exchanger.finish(lambda bucket: [None] * len(bucket.variables))
+        except PayloadError:  # what others are said to have broadcast need not be a payload
+            exchanger.abandon()
+        for bucket in exchanger.due():
+            exchanger.mean(bucket, exchanger.views(bucket, gradients.__getitem__))
+        sent.append(exchanger.traffic.sent_bytes - before[0])
+        payloads.append(sum(exchanger.traffic.payload_bytes.values()) - before[1])
+    exchanger.close()
+    return sent[-1], payloads[-1], exchanger
+
+
+def costs_for(shards, bits=None, **more):
+    """Costs that name what these shards need."""
+    keys = [DENSE, *(codec_key(shard.communicator) for shard in shards)]
+    return Costs(more.pop("network", LINKS), {key: Codec(bits=bits) for key in keys}, **more)
+
+
+def bits_of(exchanger, payload):
+    """What was sent per element of what the data decide, over what the method shrinks."""
+    varying = [s for s in exchanger.shards.values() if s.communicator.compressor.traits.varies and not s.period]
+    n = sum(s.variable.numel for s in varying)
+    dense = sum(s.variable.nbytes for s in exchanger.shards.values() if s not in varying)
+    return 8 * (payload - dense) / n if n else None
+
+
+@pytest.mark.parametrize(("method", "kind"), pairs())
+@pytest.mark.parametrize(("ranks", "rank"), [(2, 0), (4, 3)])
+def test_every_method_sends_the_bytes_that_are_predicted(method, kind, ranks, rank):
+    shards = uniform(VARIABLES, quiet(method, kind), Limits(2000))
+    sent, payload, exchanger = exchanged(shards, VARIABLES, ranks, rank)
+    root = kind == "reduce_broadcast" and rank == 0
+    bits = bits_of(exchanger, payload)
+    costs = costs_for(shards, None if bits is None else bits / (2 if root else 1))
+    found = works_of(shards, ranks, costs)
+    varies = bits is not None
+    # every collective is counted in whole bytes; what the data decide is padded, and differs by variable
+    slack = (8 + len(VARIABLES)) * ranks * len(found) * 2 if varies else 2 * sum(len(w.transfers) for w in found)
+    assert sent_by(found, rank) == pytest.approx(sent, abs=slack, rel=0.02 if varies else 1e-12)
+    assert [work.names for work in found] == [tuple(bucket.names) for bucket in exchanger.buckets]
+
+
+def collectives(exchanger):
+    """Kinds of the last step's collectives, sorted, without those of starting up."""
+    return sorted(kind for kind, _ in exchanger.channel.log)
+
+
+@pytest.mark.parametrize("method", ["none", "fp16", "powersgd", "randomk"])
+@pytest.mark.parametrize(("ranks", "rank"), [(3, 1), (4, 2), (5, 0)])
+def test_small_sums_are_made_in_two_hops_where_the_engine_has_a_ring(method, ranks, rank):
+    shards = uniform(VARIABLES, quiet(method, "allreduce"), Limits(2000))
+    sent, _, exchanger = exchanged(shards, VARIABLES, ranks, rank, by_ring=True)
+    found = works_of(shards, ranks, costs_for(shards, by_ring=True))
+    transfers = [transfer for work in found for transfer in work.transfers]
+    assert sent_by(found, rank) == pytest.approx(sent, abs=len(transfers))
+    kinds = {transfer.kind for transfer in transfers}
+    assert kinds == ({"allreduce"} if ranks < 4 else {"alltoall", "allgather"})
+    assert collectives(exchanger) == sorted(4 * [transfer.kind for transfer in transfers])
+
+
+VARYING = [(*pair, False) for pair in pairs() if make("compressor", pair[0]).traits.varies]
+ROWS = [("none", "allgather", True), ("topk", "allgather", True)]
+
+
+@pytest.mark.parametrize(("method", "kind", "sparse"), [*VARYING, *ROWS])
+def test_no_sizes_go_ahead_where_the_engine_gathers_unequal_payloads(method, kind, sparse):
+    variables, counts = [replace(v, sparse=sparse) for v in LARGE if len(v.shape) > 1], []
+    for concatenates in (False, True):
+        shards = uniform(variables, quiet(method, kind), Limits(2000))
+        sent, payload, exchanger = exchanged(shards, variables, 3, 1, concatenates=concatenates)
+        bits = None if sparse else bits_of(exchanger, payload)
+        rows = {v.name: 3.0 for v in variables if sparse}
+        found = works_of(shards, 3, costs_for(shards, bits or 64.0, concatenates=concatenates, rows=rows))
+        kinds = [transfer.kind for work in found for transfer in work.transfers]
+        counts.append(len(kinds))
+        turns = 3 if kind == "broadcast" else 1  # which is one from each rank
+        each = [kind for kind in kinds for _ in range(turns if kind == "broadcast" else 1)]
+        last = exchanger.channel.log[-len(each) :]  # the first step compares where nobody promised sizes
+        assert sorted(kind for kind, _ in last) == sorted(each)
+        assert sent_by(found, 1) == pytest.approx(sent, abs=100 * len(found), rel=0.02)
+    assert counts[1] == (counts[0] / 2 if kind == "allgather" else counts[0])
+
+
+STRATEGIES = [
+    *("ps", "ps(destination=1)", "ps_load_balancing", "partitioned_ps(min_shard_bytes=0)", "parallax"),
+    *("all_reduce(chunk_size=2)", "partitioned_all_reduce(min_shard_bytes=0, chunk_size=2)", "uniform"),
+]
+
+
+@pytest.mark.parametrize("builder", STRATEGIES)
+@pytest.mark.parametrize("compressor", ["none", "fp16", "qsgd", "topk(ratio=0.1)"])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_strategies_send_the_bytes_that_are_predicted(builder, compressor, rank):
+    strategy = make("builder", {**make("builder", builder).to_dict(), "compressor": compressor}).build(
+        VARIABLES, OneNode(3)
+    )
+    shards = compiled(strategy, VARIABLES)
+    sent, *_ = exchanged(shards, VARIABLES, 3, rank)
+    found = works(strategy, costs_for(shards))
+    assert sent_by(found, rank) == pytest.approx(sent, abs=3 * sum(len(work.transfers) for work in found))
+    assert most_sent(found) == pytest.approx(max(sent_by(found, r) for r in range(3)))
+
+
+def strategy_of(part, ranks, variables=VARIABLES, nodes=1):
+    return Strategy(tuple(VariablePlan(v, (part,)) for v in variables), ranks, nodes)
+
+
+@pytest.mark.parametrize("compressor", ["none", "qsgd", "topk", "powersgd"])
+def test_hierarchical_exchanges_send_within_the_node_and_between_leaders(compressor):
+    kind = make("compressor", compressor).traits.communicator
+    kind = "scatter_reduce" if compressor == "qsgd" else "allreduce" if compressor == "none" else kind
+    shards = [replace(shard, hierarchical=True) for shard in uniform(VARIABLES, quiet(compressor, kind), Limits(4000))]
+    nodes = [0, 0, 1, 1]
+    sent, *_ = exchanged(shards, VARIABLES, 4, 0, nodes)
+    costs = costs_for(shards, inside=Links(1e10))
+    found = works_of(shards, 4, costs, nodes)
+    assert sent_by(found, 0) == pytest.approx(sent, abs=100)
+    assert all(work.before > 0 and work.after > 0 for work in found)
+    alone = works_of(shards, 4, costs)  # on one node: nobody to exchange with
+    assert all(transfer.seconds == transfer.nbytes == 0 for work in alone for transfer in work.transfers)
+
+
+@pytest.mark.parametrize("rank", [0, 2, 3])
+def test_answers_that_nodes_replicate_pass_between_nodes_once(rank):
+    part = ShardPlan(Sync("reduce_broadcast", destination=2, local_replication=True), "topk(ratio=0.1)")
+    nodes = [0, 0, 1, 1]
+    shards = compiled(strategy_of(part, 4, LARGE, 2), LARGE)
+    sent, *_ = exchanged(shards, LARGE, 4, rank, nodes)
+    (found,) = works(strategy_of(part, 4, LARGE, 2), costs_for(shards))
+    gather, answer = found.transfers
+    assert (gather.kind, answer.kind, gather.root, answer.root) == ("gather", "broadcast", 2, 2)
+    wanted = sent_by([found], rank)
+    if rank == 0:  # it hands on to its node what came
+        wanted += gather.nbytes
+    assert wanted == pytest.approx(sent, abs=3)
+
+
+def test_averages_now_and_then_come_after_the_step():
+    part = ShardPlan(Sync("none", period=2))
+    shards = compiled(strategy_of(part, 3), VARIABLES)
+    sent, *_ = exchanged(shards, VARIABLES, 3, 1, steps=4)  # the last of which averages
+    (work,) = works(strategy_of(part, 3), costs_for(shards))
+    assert (work.period, work.memory > 0) == (2, True)
+    assert sent_by([work], 1) == pytest.approx(sent / 2, abs=1)
+
+
+def test_dtypes_travel_as_wide_as_they_are():
+    variables = [Variable("half", (300,), "float16"), Variable("double", (70, 3), "float64")]
+    shards = uniform(variables, quiet("none", "allreduce"))
+    sent, *_ = exchanged(shards, variables, 2, 0)
+    assert sent_by(works_of(shards, 2, costs_for(shards)), 0) == pytest.approx(sent, abs=2)
+
+
+@pytest.mark.parametrize("kind", ["allgather", "reduce_broadcast"])
+@pytest.mark.parametrize("compressor", ["none", "fp16", "topk(ratio=0.5)"])
+def test_sparse_variables_send_their_rows(kind, compressor):
+    variables = [Variable("table", (50, 8), sparse=True)]
+    shards = uniform(variables, quiet(compressor, kind))
+    sent, *_ = exchanged(shards, variables, 3, 1)
+    (work,) = works_of(shards, 3, costs_for(shards, rows={"table": 3}))
+    assert sent_by([work], 1) == pytest.approx(sent, abs=16)
+    (all_rows,) = works_of(shards, 3, costs_for(shards))
+    assert most_sent([all_rows]) > 5 * most_sent([work])
+
+
+def test_delayed_exchanges_are_marked_and_hold_what_is_under_way():
+    parts = [ShardPlan(Sync("reduce_broadcast", staleness=n), "topk(ratio=0.1)") for n in (0, 1, 4)]
+    found = []
+    for part in parts:
+        shards = compiled(strategy_of(part, 3, LARGE), LARGE)
+        found += works(strategy_of(part, 3, LARGE), costs_for(shards))
+    assert [work.delayed for work in found] == [False, True, True]
+    assert found[0].memory < found[1].memory < found[2].memory
+    assert found[0].transfers == found[1].transfers
+
+
+def test_a_communicator_that_was_not_measured_is_named():
+    shards = uniform(VARIABLES, quiet("topk", "allgather"))
+    with pytest.raises(ConfigError, match=r"is carried by allgather, topk, residual, and nobody measured.*'allreduce"):
+        works_of(shards, 2, Costs(LINKS, {DENSE: Codec()}))
+    shards = uniform(VARIABLES, quiet("threshold", "allgather"))
+    with pytest.raises(ConfigError, match="bytes the data decide: its codec must say the bits"):
+        works_of(shards, 2, costs_for(shards))
+    with pytest.raises(ConfigError, match="the nodes of 3 ranks, and there are 2"):
+        works_of(shards, 2, costs_for(shards), [0, 0, 1])
+
+
+def test_what_was_worked_out_is_kept_for_the_same_costs_only():
+    shards = uniform(VARIABLES, quiet("qsgd", "scatter_reduce"), Limits(2000))
+    costs = costs_for(shards)
+    first = works_of(shards, 4, costs)
+    again = works_of(uniform(VARIABLES, quiet("qsgd", "scatter_reduce"), Limits(2000)), 4, costs)
+    assert len(first) > 1
+    assert all(one is other for one, other in zip(first, again, strict=True))
+    slow = works_of(shards, 4, replace(costs, network=Links(1e6)))
+    assert all(a.transfers[0].seconds < b.transfers[0].seconds for a, b in zip(first, slow, strict=True))
+    more = works_of(shards, 5, costs)
+    assert all(a.transfers[0].nbytes < b.transfers[0].nbytes for a, b in zip(first, more, strict=True))
+
+
+def test_codecs_cost_what_they_cost_for_the_bucket():
+    shards = uniform([Variable("w", (1000,)), Variable("v", (24, 10))], quiet("powersgd", "allreduce"))
+    codec = Codec(Cost(call=1.0), Cost(variable=2.0), Cost(element=3.0, peer=1.0))
+    found = works_of(shards, 2, Costs(LINKS, {"allreduce, powersgd, residual": codec, DENSE: Codec()}, bucket=0.5))
+    matrix, vector = sorted(found, key=lambda work: -len(work.transfers))
+    assert (matrix.start, matrix.middle, matrix.finish) == (1.5, 2.0, 3 * 240 + 2 * 240)
+    assert (vector.start, vector.middle, vector.finish, vector.names) == (0.5, 0.0, 0.0, ("w",))
+    assert [transfer.kind for transfer in matrix.transfers] == ["allreduce"] * 2
+
+
+@pytest.mark.parametrize(("method", "kind"), pairs())
+def test_from_2_to_1024_ranks(method, kind):
+    """What is gathered grows with the ranks, what is summed does not."""
+    variables = [Variable(f"w{i}", (30000, 40000)) for i in range(4)]
+    shards = uniform(variables, quiet(method, kind))
+    bits = 4.0 if make("compressor", method).traits.varies else None
+    worlds = [2, 4, 16, 64, 256, 1024]
+    fast, usual = [], []
+    for ranks in worlds:
+        (work,) = works_of(shards, ranks, costs_for(shards, bits, network=Links(1e9)))
+        fast.append(sum(transfer.seconds for transfer in work.transfers))
+        (work,) = works_of(shards, ranks, costs_for(shards, bits))
+        usual.append(sum(transfer.seconds for transfer in work.transfers))
+        assert work.memory > 0
+    assert usual == sorted(usual)
+    assert all(slow > quick for slow, quick in zip(usual, fast, strict=True))
+    growth = fast[-1] / fast[1]
+    carrier = shards[0].communicator.name
+    if carrier == "allreduce":
+        assert growth < 2.1
+    elif carrier.startswith("scatter"):  # pieces have scales and statuses of their own
+        assert growth < 6
+    elif carrier == "allgather":
+        assert growth == pytest.approx(1023 / 3, rel=0.01)
+    elif carrier == "broadcast":
+        assert growth == pytest.approx(1024 * 10 / (4 * 2), rel=0.01)
+    else:
+        assert growth > 50  # all of it passes the destination's link
+
+
+def test_sums_of_halves_take_what_those_were_measured_to_take():
+    curves = {
+        kind: {2: Curve.through([(1e3, 1e-4), (1e6, slow)])}
+        for kind, slow in [("allreduce", 1e-3), ("allreduce16", 2e-3)]
+    }
+    shards = uniform([Variable("w", (500_000 - 8,))], quiet("fp16", "allreduce"))
+    codecs = {"allreduce, cast, none": Codec()}
+    (halves,) = works_of(shards, 2, Costs(Measured(curves), codecs))
+    (unknown,) = works_of(shards, 2, Costs(Measured({"allreduce": curves["allreduce"]}), codecs))
+    assert halves.transfers[0].seconds == pytest.approx(2e-3, rel=0.01)
+    assert unknown.transfers[0].seconds == pytest.approx(1e-3, rel=0.01)
+    assert halves.transfers[0].kind == "allreduce"

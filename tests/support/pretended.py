@@ -1,0 +1,68 @@
+"""A backend of one process that pretends to be one of several ranks, all of which send what this one sends."""
+
+import numpy as np
+
+from grace.core.backend import Backend, Handle
+
+
+def there(result) -> Handle:
+    """A collective that is done."""
+    return Handle(lambda: None, result)
+
+
+class Pretended(Backend):
+    """Counts bytes as the contract of backends says, over NumPy arrays."""
+
+    name = "pretended"
+
+    def __init__(self, size: int, rank: int = 0, by_ring: bool = False, concatenates: bool = False):
+        self.size, self.rank, self.by_ring, self.concatenates = size, rank, by_ring, concatenates
+        self.log: list[tuple[str, int]] = []
+        """Kind and bytes of what was started."""
+        self.own: np.ndarray | None = None
+        """What this rank broadcast last, which others of that size did too."""
+
+    def noted(self, kind: str, tensor: np.ndarray, share: float) -> None:
+        self.log.append((kind, tensor.nbytes))
+        self.count(share * tensor.nbytes)
+
+    def allreduce(self, tensor):
+        self.noted("allreduce", tensor, 2 * (self.size - 1) / self.size)
+        return there(np.asarray(tensor * self.size, tensor.dtype))
+
+    def allgather(self, tensor):
+        self.noted("allgather", tensor, self.size - 1)
+        return there([tensor] * self.size)
+
+    def concatenate(self, tensor):
+        self.noted("allgather", tensor, self.size - 1)
+        return there([np.concatenate([tensor] * self.size)])
+
+    def alltoall(self, tensor):
+        self.noted("alltoall", tensor, (self.size - 1) / self.size)
+        return there([tensor.reshape(self.size, -1)[self.rank]] * self.size)
+
+    def broadcast(self, tensor, root):
+        self.noted("broadcast", tensor, (self.size - 1) * (root == self.rank))
+        if root == self.rank:
+            self.own = tensor
+
+        def received():
+            like = self.own is not None and (self.own.shape, self.own.dtype) == (tensor.shape, tensor.dtype)
+            return self.own if like else tensor
+
+        return Handle(lambda: None, later=received)
+
+    def gather(self, tensor, root):
+        self.noted("gather", tensor, root != self.rank)
+        return there([tensor] * self.size if root == self.rank else [])
+
+    def allgather_object(self, value):
+        return [value] * self.size
+
+    def duplicate(self):
+        return Pretended(self.size, self.rank, self.by_ring, self.concatenates)
+
+    def split(self, ranks):
+        engine = self.by_ring, self.concatenates
+        return Pretended(len(ranks), list(ranks).index(self.rank), *engine) if self.rank in ranks else None

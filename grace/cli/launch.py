@@ -27,7 +27,12 @@ def launch(
         int | None, typer.Option("--ranks", "-n", help="Ranks on this machine, without a file.", show_default="1")
     ] = None,
     strategy: Annotated[
-        Path | None, typer.Option(help="A strategy's file; the ranks find it in GRACE_STRATEGY.", show_default="none")
+        str | None,
+        typer.Option(
+            help="A strategy's file, or a builder: auto, parallax(compressor=qsgd). The ranks find it in "
+            "GRACE_STRATEGY.",
+            show_default="none",
+        ),
     ] = None,
     copy: Annotated[
         list[Path] | None,

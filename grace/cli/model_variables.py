@@ -42,11 +42,25 @@ def model_variables(model: Any) -> list[Variable]:
 
 
 def from_spec(spec: str) -> list[Variable]:
-    """The variables of what ``module:function`` makes: a model, or a tuple that begins with one, as for ``grace
-    bench``; modules are found from the current folder too.
+    """The variables of what :func:`made_by` makes.
 
     Raises:
         ConfigError: there is no such module or function, or it makes no model.
+    """
+    return model_variables(model_of(made_by(spec)))
+
+
+def model_of(made: Any) -> Any:
+    """The model, of it alone or of a tuple that begins with it, as ``grace bench`` takes it."""
+    return made[0] if isinstance(made, tuple) and made and not isinstance(made[0], Variable) else made
+
+
+def made_by(spec: str) -> Any:
+    """What ``module:function`` makes: a model, or a tuple that begins with one, as for ``grace bench``; modules are
+    found from the current folder too.
+
+    Raises:
+        ConfigError: there is no such module or function, or it fails.
     """
     module, _, function = spec.partition(":")
     if not module or not function:
@@ -61,9 +75,6 @@ def from_spec(spec: str) -> list[Variable]:
     except AttributeError:
         raise ConfigError(f"{module!r} has no {function!r} for the model {spec!r}") from None
     try:
-        model = made() if callable(made) else made
+        return made() if callable(made) else made
     except Exception as error:  # anything may be named
         raise ConfigError(f"{spec!r} makes no model: {type(error).__name__}: {error}") from error
-    if isinstance(model, tuple) and model and not isinstance(model[0], Variable):
-        model = model[0]  # (model, loss, samples), as grace bench takes it
-    return model_variables(model)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grace.core.registry import make
 from grace.errors import ConfigError
 from grace.launch import preparing
 
@@ -69,7 +70,7 @@ def command(
         resources: the cluster; its chief is this machine.
         engine: "horovod", "torch" or "mpi".
         program: the program and its arguments, as in ``["python", "train.py"]``.
-        strategy: a file for GRACE_STRATEGY.
+        strategy: a file, or a builder's spec, for GRACE_STRATEGY.
         file: that of the resources, for GRACE_RESOURCES.
         port: where torch's ranks find each other on the chief, if there are several nodes.
 
@@ -90,15 +91,31 @@ def command(
         raise ConfigError("say after -- what is to be started, as in: grace launch -- python train.py")
     environment = {}
     if strategy is not None:
-        if not Path(strategy).is_file():
-            raise ConfigError(f"there is no strategy file {strategy}")
-        environment["GRACE_STRATEGY"] = str(Path(strategy).resolve())
+        environment["GRACE_STRATEGY"] = _strategy(str(strategy))
     if file is not None:
         environment["GRACE_RESOURCES"] = str(Path(file).resolve())
     if engine == "torch":
         return _torch(resources, list(program), environment, port)
     build = {"horovod": _horovodrun, "mpi": _mpirun}[engine]
     return [build(resources, list(program), environment)]
+
+
+def _strategy(given: str) -> str:
+    """As the ranks find it: a file's whole path, or a builder's spec.
+
+    Raises:
+        ConfigError: it is neither.
+
+    >>> _strategy("auto(quality='half')")
+    "auto(quality='half')"
+    """
+    path = Path(given)
+    if path.is_file():
+        return str(path.resolve())
+    if path.suffix in (".yaml", ".yml", ".json") or os.sep in given.partition("(")[0]:
+        raise ConfigError(f"there is no strategy file {given}")
+    make("builder", given)
+    return given
 
 
 # -- torch ----------------------------------------------------------------------------------------------------------

@@ -107,6 +107,13 @@ def test_two_nodes_under_horovod_and_mpi(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("engine", ["torch", "horovod", "mpi"])
+def test_a_strategy_that_the_ranks_build(engine):
+    spec = "auto(methods=['fp16'], replan=500)"
+    (line,) = launched("--engine", engine, "--strategy", spec, "--dry-run", "--", "python", "a.py")[0].splitlines()
+    assert f"GRACE_STRATEGY={spec}" in shlex.split(line)
+
+
 def test_what_is_copied_is_shown_first(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "b.py").touch()
@@ -275,6 +282,9 @@ def test_groups_that_say_the_same_are_used(tmp_path):
         (["-n", "0", "--", "python"], "grace: ranks must be at least 1, not 0"),
         (["-r", "nowhere.yaml", "--", "python"], "grace: nowhere.yaml: cannot be read: No such file or directory"),
         (["--strategy", "nowhere.json", "--", "python"], "grace: there is no strategy file nowhere.json"),
+        (["--strategy", "no/where(x=1)", "--", "python"], "grace: there is no strategy file no/where(x=1)"),
+        (["--strategy", "auot", "--", "python"], "grace: unknown builder 'auot' (did you mean 'auto'?)"),
+        (["--strategy", "auto(quality=bad)", "--", "python"], "grace: quality must be one of 'exact', 'half', "),
         (["--engine", "jax", "--", "python"], "grace: unknown engine 'jax'; known: horovod, torch, mpi"),
         (["--engine", "torch", "--", "/no/python", "a"], "grace: cannot start /no/python: No such file or directory"),
         (

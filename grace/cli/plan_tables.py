@@ -1,0 +1,77 @@
+"""A plan as tables, for people."""
+
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from grace.bench.common.text import digits, of_bytes
+from grace.planner.explain import Plan
+
+
+def show(plan: Plan, about: Mapping[str, str], console: Console) -> None:
+    """Print one.
+
+    Args:
+        plan: it.
+        about: what was planned, and where figures come from.
+        console: where.
+    """
+    for what, said in about.items():
+        console.print(f"{what + ':':<9}{escape(said)}", soft_wrap=True, style="dim")
+    console.print()
+    console.print(_candidates(plan))
+    console.print(
+        "ms of a step as expected; exposed: communication that the step waits for; sent: by the rank that sends most;\n"
+        f"memory: of exchanges, on a rank; error: of that of {escape(plan.reference)}, at most 1; quality: "
+        f"{plan.quality}",
+        style="dim",
+        soft_wrap=True,
+    )
+    if plan.compresses:
+        console.print()
+        console.print(_variables(plan))
+    console.print()
+    console.print(escape(plan.why), style="bold", soft_wrap=True)
+
+
+def _table(headings: Mapping[str, bool]) -> Table:
+    """Of headings, and whether numbers are below."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading, numbers in headings.items():
+        table.add_column(heading, justify="right" if numbers else "left", overflow="fold")
+    return table
+
+
+def _candidates(plan: Plan) -> Table:
+    numbers = ("step", "x plain", "compute", "codec", "exposed", "sent", "memory", "error")
+    table = _table({"": False, "plan": False, **dict.fromkeys(numbers, True)})
+    plain = plan.plain.prediction.step
+    for one in plan.candidates:
+        p, taken = one.prediction, one is plan.chosen
+        shown = [digits(round(1e3 * seconds, 6)) for seconds in (p.compute, p.codec, p.exposed)]
+        faster = f"{plain / p.step:.2f}" if p.step > 0 else ""
+        name = escape("plain all-reduce" if one is plan.plain else one.name)
+        row = [name, digits(1e3 * p.step), faster, *shown, of_bytes(p.sent), of_bytes(p.memory), share(plan, one.error)]
+        table.add_row("*" if taken else "", *row, style="bold" if taken else "")
+    return table
+
+
+def share(plan: Plan, error: float) -> str:
+    """An error as a part of the budget.
+
+    Args:
+        plan: whose budget.
+        error: a candidate's.
+    """
+    return "0" if not error else digits(error / plan.budget, 2) if plan.budget else "inf"
+
+
+def _variables(plan: Plan) -> Table:
+    columns = {"variables": False, "": True, "elements": True, "method": False, "sync": False, "group, rank": False}
+    table = _table({**columns, "of the error": True, "why": False})
+    for row in plan.rows:
+        cells = (row.variables, f"x{row.count}", f"{row.elements:,}", row.method, row.sync, row.places)
+        table.add_row(*map(escape, cells), f"{row.error:.0%}", escape(row.why))
+    return table

@@ -1,0 +1,147 @@
+"""``grace calibrate``: alone in this process, and as real ranks run it."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from grace.planner.calibration import read
+from grace.planner.corrections import Step
+from grace.planner.links import KINDS
+from tests.support.command import grace_command
+from tests.support.warm import REAL
+
+MODEL = """
+import torch
+
+def net():
+    return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 4))
+
+def rows():
+    return torch.nn.Embedding(10, 4, sparse=True)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(MODEL)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("GRACE_CALIBRATION", raising=False)
+    return tmp_path
+
+
+def calibrated(folder, *args):
+    return grace_command("calibrate", *args, folder=folder, columns=160)
+
+
+def test_one_process_measures_methods_and_says_that_there_are_no_links(folder):
+    code, out, err = calibrated(folder, "--quick", "--methods", "topk,sketch/none", "--model", "mine:net")
+    assert (code, err) == (0, "")
+    (file,) = (folder / "cache" / "grace").glob("calibration-*.json")
+    made = read(file)
+    assert made.key.engine == "local"
+    assert made.key.framework.startswith("torch")
+    assert set(made.codecs) == {"allreduce, none, none", "allgather, topk, residual", "allgather, sketch, none"}
+    assert made.codecs["allgather, topk, residual"].start.seconds(10, 1e6, 2) > 0
+    assert "One process alone: there are no links to measure." in out
+    assert f"Wrote {file} in" in out
+    code, again, _ = calibrated(folder, "--show", str(file))
+    assert code == 0
+    assert "0 days ago" in again
+    assert all(line in out for line in again.splitlines()[2:])
+
+
+def test_numpy_needs_no_framework(folder):
+    code, out, err = calibrated(
+        folder, "--quick", "--methods", "bf16,fp16", "--framework", "numpy", "-o", "c.json", "--model", "mine:net"
+    )
+    assert (code, err) == (0, "")
+    assert "left out: allreduce, cast(dtype='bf16'), none: NumPy has no bfloat16" in out
+    assert "allreduce, cast, none" in read(folder / "c.json").codecs
+    assert read(folder / "c.json").key.framework.startswith("numpy")
+
+
+def test_what_steps_have_taught_is_shown(folder):
+    calibrated(folder, "--quick", "--methods", "none", "--model", "mine:net", "-o", "c.json")
+    made = read(folder / "c.json")
+    for _ in range(9):
+        made = made.with_step(Step("s", 0.1, {}, {"allreduce": 0.1}, 0.3), corrected=False)
+    replace(made, made=made.made - 3 * 86400).write(folder / "c.json")
+    code, out, _ = calibrated(folder, "--show", "c.json")
+    assert code == 0
+    assert "3 days ago" in out
+    assert "9 measured steps: predictions are off by 33% (median) and 33% (worst); corrected, by" in out
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--methods", "topkk"], "topkk"),
+        (["--methods", "topk/nothing"], "nothing"),
+        (["--model", "mine"], "module:function"),
+        (["--model", "mine:rows"], "no variable with dense gradients"),
+        (["--framework", "jax"], "--framework is torch, tensorflow or numpy, not 'jax'"),
+        (["--show", "none.json"], "none.json: cannot be read"),
+        (["--show", "mine.py"], "mine.py: is not JSON"),
+    ],
+)
+def test_what_is_wrong_is_said_at_once(folder, args, said):
+    code, out, err = calibrated(folder, "--quick", *args)
+    assert (code, out) == (2, "")
+    assert said in err
+
+
+@pytest.mark.parametrize(("output", "said"), [("file/c.json", "file: "), (".", "it is a folder")])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(folder, output, said, monkeypatch):
+    (folder / "file").write_text("")
+    monkeypatch.setattr("grace.cli.calibrate.measure", lambda *args: pytest.fail("it measures"))
+    code, _, err = calibrated(folder, "--quick", "--methods", "none", "--model", "mine:net", "-o", output)
+    assert code == 2
+    assert said in err
+
+
+def test_help_helps():
+    code, out, _ = grace_command("calibrate", "--help")
+    assert code == 0
+    for word in (
+        "torchrun --nproc-per-node 4 --no-python grace calibrate",
+        "--quick",
+        "--methods",
+        "--show",
+        "30 days",
+    ):
+        assert word in " ".join(out.split())
+
+
+@pytest.mark.ranks
+def test_ranks_measure_links_and_methods(folder):
+    grace = Path(sys.executable).with_name("grace")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    command += [str(grace), "calibrate", "--quick", "--methods", "topk", "--model", "mine:net", "-o", "c.json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    made = read(folder / "c.json")
+    assert (made.key.engine, made.key.ranks, made.key.threads, made.by_ring) == ("torch.distributed (gloo)", 2, 1, True)
+    assert set(made.curves) == set(KINDS)
+    costs = made.costs()
+    assert 0 < costs.network.seconds("allreduce", 1e4, 2) <= costs.network.seconds("allreduce", 1e7, 2)
+    assert done.stdout.count("Wrote c.json") == 1  # rank 0 alone speaks
+    assert json.loads((folder / "c.json").read_text())["made"] > 1e9
+
+
+def test_nothing_of_a_framework_is_imported_to_show_one(folder):
+    calibrated(folder, "--quick", "--methods", "none", "--model", "mine:net", "-o", "c.json")
+    program = f"""
+import sys
+from pathlib import Path
+from grace.planner.calibration import read
+read(Path({str(folder / "c.json")!r})).key
+print(sorted({{"torch", "tensorflow", "keras"}} & set(sys.modules)))
+"""
+    done = subprocess.run([REAL, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done.stderr

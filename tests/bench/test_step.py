@@ -188,6 +188,14 @@ def test_several_numbers_of_ranks_strategies_and_the_hook(folder):
     assert "mine:wide, 3 ranks on loopback" in out
 
 
+@linked
+def test_what_chooses_itself_is_timed_when_it_has_chosen(folder):
+    args = ["--model", "mine:wide", "--methods", "", "--strategy", "auto(methods=[fp16])", "--baselines", "none"]
+    *_, results = run(folder, *args, "--rounds", "1", "--bandwidth", "400mbit")
+    (auto,) = (row for row in results.rows if row["name"] == "strategy auto(methods=[fp16])")
+    assert auto["sent_bytes"] == pytest.approx(BYTES / 2, rel=0.02)
+
+
 def test_ranks_that_a_launcher_has_started_measure_their_own_network(folder):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
     out, _, results = run(folder, "--model", "mine:wide", "--methods", "topk", "--rounds", "2", launcher=torchrun)

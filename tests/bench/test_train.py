@@ -373,3 +373,19 @@ def test_methods_reach_the_uncompressed_accuracy_minus_1_5_points(tmp_path):
     assert qualities["none"] > 0.95
     for method, accuracy in qualities.items():
         assert accuracy >= qualities["none"] - 0.015, (method, qualities)
+
+
+def test_strategies_are_trained_with_too(tmp_path):
+    methods = "fp16,all_reduce(compressor=fp16),auto(methods=['fp16'])"
+    run("--methods", methods, "--epochs", "3", "--seeds", "1", "--out", str(tmp_path))
+    alone, uniform, planned = results.load(tmp_path).rows
+    assert [point[-1] for point in uniform["curve"]] == [point[-1] for point in alone["curve"]]
+    assert planned["method"] == "auto(methods=['fp16'])"
+    assert planned["quality"] > 0.9
+    assert 16 < planned["bits_per_element"] < 33  # the first steps are not compressed
+
+
+def test_a_strategy_that_cannot_be_built_is_refused(tmp_path):
+    *_, err = run("--methods", "auto(quality=best)", "--out", str(tmp_path), code=2)
+    assert "quality" in err
+    assert "feedback" in err

@@ -44,6 +44,15 @@ def write_report(path: Path, results: Sequence[Results]) -> Path:
             raise
         kinds = ", ".join(each.kind for each in results)
         raise ConfigError(f"the results ({kinds}) hold values that cannot be shown: {error!r}") from error
+    return write(path, text)
+
+
+def write(path: Path, text: str) -> Path:
+    """The file, at once; its folder is made if need be.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as draft:
@@ -60,12 +69,24 @@ def page(results: Sequence[Results]) -> str:
     colors = methods_looks(results)
     sections = [_section(each, colors, f"s{i}") for i, each in enumerate(results)]
     links = "".join(f'<a href="#s{i}">{escaped(heading(each))}</a>' for i, each in enumerate(results))
+    contents = f'<nav aria-label="Contents">{links}</nav>' if len(results) > 1 else ""
+    return document("Grace benchmark report", sections, contents)
+
+
+def document(title: str, sections: Sequence[str], contents: str = "") -> str:
+    """A page in the look of all reports.
+
+    Args:
+        title: of the page.
+        sections: its ``<section>`` elements.
+        contents: what stands before them.
+    """
     template = string.Template(files("grace.bench.report").joinpath("report.html").read_text(encoding="utf-8"))
     text, styles = named("\n".join(sections))
     return template.substitute(
         styles=styles,
-        title="Grace benchmark report",
-        contents=f'<nav aria-label="Contents">{links}</nav>' if len(results) > 1 else "",
+        title=title,
+        contents=contents,
         sections=text,
         footer=f"Written by Grace {escaped(__version__)}. A click on the name of a table's column sorts it.",
     )
@@ -112,7 +133,7 @@ def _section(results: Results, colors: dict[str, Look], name: str) -> str:
     parts = [f'<section id="{name}"><h2>{escaped(heading(results))}</h2>', f'<p class="about">{_about(results)}</p>']
     if not results.complete:
         parts.append('<p class="warn">Incomplete: interrupted. Only what was measured until then is here.</p>')
-    parts += [_verdict(results), _facts(results), *map(_figure, drawn)]
+    parts += [_verdict(results), _facts(results), *map(figure_html, drawn)]
     parts.append(f"<h3>All figures as a table</h3>{table(rows, columns, colors, heading(results))}" if rows else "")
     return "\n".join([*filter(None, parts), "</section>"])
 
@@ -187,7 +208,8 @@ def _facts(results: Results) -> str:
     return f'<dl class="facts">{cells}</dl>'
 
 
-def _figure(figure: Figure) -> str:
+def figure_html(figure: Figure) -> str:
+    """A heading, how to read it, and its panels."""
     keys = "".join(f'<li><i class="{css}"></i>{escaped(name)}</li>' for name, css in figure.keys)
     panels = "".join(
         f'<div class="panel">{f"<h4>{escaped(panel.title)}</h4>" if panel.title else ""}{panel.svg}</div>'

@@ -55,6 +55,12 @@ class Stepper:
         self.optimizer.step()
 
     @property
+    def planning(self) -> bool:
+        """Whether ``strategy="auto"`` has not chosen yet, or not checked its choice."""
+        auto = getattr(getattr(self.exchange, "_grace", None), "auto", None)
+        return auto is not None and not auto.settled
+
+    @property
     def traffic(self) -> Traffic | None:
         """What Grace's exchange has counted."""
         return getattr(self.exchange, "traffic", None)

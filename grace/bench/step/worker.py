@@ -39,7 +39,8 @@ from grace.core.backend import Backend
 from grace.errors import GraceError
 
 WARM_UP = 3
-"""Steps before anything is timed: DDP cuts its buckets anew after the first; torch's PowerSGD starts at the third."""
+"""Steps before anything is timed: DDP cuts its buckets anew after the first; torch's PowerSGD starts at the third.
+``strategy="auto"`` takes more, until it has chosen."""
 BLOCK_SECONDS = 0.2
 LONGEST_BLOCK = 50
 """Steps; a block has at least one."""
@@ -106,11 +107,13 @@ def _about(contestant: Contestant) -> Event:
 
 def _warm_up(stepper: Stepper, backend: Backend) -> int:
     """Take the first steps; returns how many make a block, the same number on all ranks."""
-    for _ in range(WARM_UP):
+    taken = 0
+    while taken < WARM_UP or stepper.planning:
         began = time.perf_counter()
         stepper()
         _synchronize(stepper)
         seconds = time.perf_counter() - began
+        taken += 1
     first = backend.allgather_object(seconds)[0]
     return min(LONGEST_BLOCK, max(1, round(BLOCK_SECONDS / first)))
 

@@ -29,7 +29,9 @@ def command(
     methods: Annotated[
         str,
         typer.Option(
-            help=f"Compressor specs, separated by commas, or all. Default: {DEFAULT_METHODS}.", show_default=False
+            help="Compressor specs, or strategies' builders as auto, separated by commas, or all compressors. "
+            f"Default: {DEFAULT_METHODS}.",
+            show_default=False,
         ),
     ] = DEFAULT_METHODS,
     framework: Annotated[str, typer.Option(help="torch or tensorflow.")] = "torch",

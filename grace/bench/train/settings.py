@@ -4,8 +4,9 @@ import dataclasses
 from typing import Any
 
 from grace.bench.link.emulation import Link
-from grace.bench.workloads.task import FRAMEWORKS, check_framework, facts
+from grace.bench.workloads.task import FRAMEWORKS, check_framework, facts, in_optimizer
 from grace.communicators.choice import build_communicator
+from grace.core.registry import make
 from grace.errors import ConfigError
 
 METHODS = ("none", "fp16", "qsgd", "topk(ratio=0.01)", "powersgd(rank=2)")
@@ -23,7 +24,7 @@ class Settings:
     """What to run.
 
     Args:
-        methods: compressor specs; memory and communicator are each method's defaults.
+        methods: compressor specs, with their defaults of memory and communicator; or strategies' builders, as "auto".
         ranks: processes on this machine.
         epochs: passes over the training data; the task's own number if left out.
         seeds: one training run each, of initial weights and data order; the same for every method.
@@ -66,7 +67,10 @@ class Settings:
         check_framework(self.framework)
         self.facts = facts(self.task)
         for method in self.methods:
-            build_communicator(method, None, None)
+            if "strategy" in in_optimizer(method):
+                make("builder", method)
+            else:
+                build_communicator(method, None, None)
         for method, rate in self.rates.items():
             if method not in self.methods:
                 raise ConfigError(f"a learning rate is given for {method!r}, which is not among the methods")

@@ -21,7 +21,7 @@ import grace
 from grace.bench.ranks.events import tell
 from grace.bench.ranks.run import redirect_stderr
 from grace.bench.train.settings import Settings
-from grace.bench.workloads.task import Task, task_class, trainer_class
+from grace.bench.workloads.task import Task, in_optimizer, task_class, trainer_class
 from grace.communicators.choice import build_communicator
 from grace.errors import GraceError
 from grace.session.momentum import owners
@@ -48,7 +48,8 @@ def _steps(
 ) -> dict[str, Any]:
     lr, epochs = settings.rates.get(method, task.lr), settings.epochs or task.epochs
     # a memory or compressor that has the momentum wants an optimizer without
-    momentum = 0.0 if owners([build_communicator(method, None, None)]) else task.momentum
+    alone = "compressor" in in_optimizer(method) and bool(owners([build_communicator(method, None, None)]))
+    momentum = 0.0 if alone else task.momentum
     trainer = trainer_class(settings.framework)(task, method, seed, lr, momentum)
     marks = {round(1.15**power) for power in range(100)}
     step_seconds, codec_seconds, curve = [], [], []

@@ -7,12 +7,24 @@ from functools import partial
 from typing import Any, ClassVar
 
 from grace.bench.common.user_functions import load_function
+from grace.core import specs
+from grace.core.registry import known
 from grace.errors import ConfigError
 
 TASKS = {"digits": "Digits", "charlm": "CharacterModel"}
 """Of each module ``TASK`` beside this one the class of a task; ``FRAMEWORK_tasks`` fills it in."""
 FRAMEWORKS = ("torch", "tensorflow")
 FACTS = ("about", "metric", "unit", "scale", "higher_is_better", "target", "epochs", "quick_epochs", "lr", "batch")
+
+
+def in_optimizer(method: str) -> dict[str, str]:
+    """What ``DistributedOptimizer`` is given for a method: a compressor's spec, or that of a strategy's builder.
+
+    >>> in_optimizer("topk(ratio=0.05)"), in_optimizer("auto(quality='half')")
+    ({'compressor': 'topk(ratio=0.05)'}, {'strategy': "auto(quality='half')"})
+    """
+    built = not specs.split(method) and specs.parse(method)[0] in known("builder")
+    return {"strategy" if built else "compressor": method}
 
 
 class Task(abc.ABC):

@@ -11,7 +11,7 @@ import grace
 from grace.bench.workloads import charlm, digits
 from grace.bench.workloads.charlm import EMBEDDING, HIDDEN, WORST
 from grace.bench.workloads.digits import WIDTH
-from grace.bench.workloads.task import Task, Trainer
+from grace.bench.workloads.task import Task, Trainer, in_optimizer
 from grace.exchange.bucket import Traffic
 
 cross_entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -112,7 +112,7 @@ class FrameworkTrainer(Trainer):
         self.model = model = task.network(seed)
         sgd = keras.optimizers.SGD(lr, momentum=momentum, global_clipnorm=task.clip)
         # an embedding's gradient touches most rows here, and is smaller when it is dense
-        self.optimizer = grace.DistributedOptimizer(sgd, compressor=method, seed=seed, sparse_as_dense=True)
+        self.optimizer = grace.DistributedOptimizer(sgd, seed=seed, sparse_as_dense=True, **in_optimizer(method))
 
         @tf.function(autograph=False)
         def step(share: tf.Tensor) -> None:

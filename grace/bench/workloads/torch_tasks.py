@@ -11,7 +11,7 @@ import grace
 from grace.bench.workloads import charlm, digits
 from grace.bench.workloads.charlm import EMBEDDING, HIDDEN, WORST
 from grace.bench.workloads.digits import WIDTH
-from grace.bench.workloads.task import Task, Trainer
+from grace.bench.workloads.task import Task, Trainer, in_optimizer
 from grace.exchange.bucket import Traffic
 
 
@@ -120,7 +120,7 @@ class FrameworkTrainer(Trainer):
         self.task, self.model = task, task.network(seed)
         optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=momentum)
         self.optimizer = grace.DistributedOptimizer(
-            optimizer, self.model.named_parameters(), compressor=method, seed=seed
+            optimizer, self.model.named_parameters(), seed=seed, **in_optimizer(method)
         )
 
     @staticmethod

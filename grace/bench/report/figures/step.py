@@ -6,7 +6,19 @@ from typing import Any
 from grace.bench.common.text import digits, number, of_ranks, of_rate, short
 from grace.bench.report.figures.bars import REST, Bar, Mark, horizontal, outliers
 from grace.bench.report.figures.labels import at_the_right, text_width
-from grace.bench.report.figures.style import INK, MUTED, Figure, Look, Panel, label_axes, panel, place, svg, write
+from grace.bench.report.figures.style import (
+    INK,
+    MUTED,
+    WIDTH,
+    Figure,
+    Look,
+    Panel,
+    label_axes,
+    panel,
+    place,
+    svg,
+    write,
+)
 from grace.bench.report.rows import Rows, cases, identity, one_bound, plain, titles
 
 KEYS = (
@@ -75,12 +87,12 @@ def _bandwidths(rows: Rows, looks: Mapping[str, Look], name: str) -> Figure:
             who: [(rates.index(row["bandwidth"]), number(row.get("speedup"))) for row in each]
             for (who,), each in cases([{**row, "who": identity(row)} for row in some], "who").items()
         }
-        drawing, axes = _lines(
+        drawing, axes = lines_of(
             lines, looks, "bandwidth of the emulated link (log scale)", "speedup over plain training"
         )
         axes.set_xticks(range(len(rates)), [of_rate(rate).replace("no emulated ", "no ") for rate in rates])
         axes.axhline(1, color=INK, linewidth=1, linestyle=(0, (4, 2)), zorder=1)
-        _finish(axes, lines, looks)
+        named_lines(axes, lines, looks)
         title = of_ranks(ranks)
         about = f"Lines of the speedup against the bandwidth, {title}: " + _said(
             lines, [of_rate(rate) for rate in rates]
@@ -103,7 +115,9 @@ def _ranks(rows: Rows, looks: Mapping[str, Look], name: str) -> Figure:
             who: [(row["ranks"], number(row.get("samples_per_s"))) for row in each]
             for (who,), each in cases([{**row, "who": identity(row)} for row in some], "who").items()
         }
-        drawing, axes = _lines(lines, looks, "ranks (log scale)", "samples per second, all ranks together (log scale)")
+        drawing, axes = lines_of(
+            lines, looks, "ranks (log scale)", "samples per second, all ranks together (log scale)"
+        )
         axes.set_xscale("log", base=2)
         axes.set_xticks(counts, [str(count) for count in counts])
         axes.minorticks_off()
@@ -114,7 +128,7 @@ def _ranks(rows: Rows, looks: Mapping[str, Look], name: str) -> Figure:
             axes.plot(counts, ideal, color=INK, linewidth=1.1, linestyle=":", zorder=1)
             end = (counts[-1], ideal[-1])
             write(axes, "ideal", end, (-6, 4), color=MUTED, textcoords="offset points", ha="right")
-        _finish(axes, lines, looks)
+        named_lines(axes, lines, looks)
         title = of_rate(rate)
         about = f"Lines of samples per second against ranks, {title}: " + _said(
             lines, {count: of_ranks(count) for count in counts}
@@ -128,8 +142,11 @@ def _ranks(rows: Rows, looks: Mapping[str, Look], name: str) -> Figure:
     return Figure("Throughput against the number of ranks", caption, panels)
 
 
-def _lines(lines: Mapping[str, Any], looks: Mapping[str, Look], x: str, y: str) -> tuple[Any, Any]:
-    drawing, axes = panel(max(300, 14 * len(lines) + 90))
+def lines_of(
+    lines: Mapping[str, Any], looks: Mapping[str, Look], x: str, y: str, width: int = WIDTH
+) -> tuple[Any, Any]:
+    """A panel of lines, on a logarithmic axis: of each name points (x, y), of which those without y are left out."""
+    drawing, axes = panel(max(300, 14 * len(lines) + 90), width)
     right = max((text_width(drawing, short(who, 26)) for who in lines), default=0) + 24
     place(drawing, axes, 52, min(right, 200), 34, 42)
     for who, points in lines.items():
@@ -143,7 +160,8 @@ def _lines(lines: Mapping[str, Any], looks: Mapping[str, Look], x: str, y: str) 
     return drawing, axes
 
 
-def _finish(axes: Any, lines: Mapping[str, Any], looks: Mapping[str, Look]) -> None:
+def named_lines(axes: Any, lines: Mapping[str, Any], looks: Mapping[str, Look]) -> None:
+    """Ticks of y, and the lines' names at their ends."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     low, high = axes.get_ylim()

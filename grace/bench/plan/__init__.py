@@ -1,0 +1,1 @@
+"""Predicted steps beside measured ones."""

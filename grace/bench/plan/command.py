@@ -1,0 +1,118 @@
+"""``grace bench plan``: whether steps take what the planner predicts, and whether it chooses well."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from grace.bench.common import options
+from grace.bench.common.errors import LinkError, WorkerError
+from grace.bench.common.progress import Bar
+from grace.bench.plan import scenarios
+from grace.bench.plan.scenarios import Kept, Scenario
+from grace.bench.plan.settings import LINKS, METHODS, MODELS, QUICK_ROUNDS, ROUNDS, Event, Settings, links
+from grace.bench.plan.tables import markdown, plans_table, verdict_words
+from grace.bench.plan.verdicts import Totals, judged, totals
+from grace.launch.processes import signals_raise
+
+NAME = "grace bench plan"
+
+
+def command(
+    models: Annotated[
+        str, typer.Option(help="As grace bench step knows them, or module:function; separated by commas.")
+    ] = ",".join(MODELS),
+    rates: Annotated[str, typer.Option("--links", help="Rates of emulated links (Linux, root), and loopback.")] = LINKS,
+    ranks: Annotated[str, typer.Option("--ranks", "-n", help="Numbers of processes.")] = "2,4",
+    methods: Annotated[
+        str | None,
+        typer.Option(help="Compressors, each of which makes a plan.", show_default=f"{len(METHODS)} usual ones"),
+    ] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(help="How often each plan has its turn.", show_default=f"{ROUNDS}, quick {QUICK_ROUNDS}"),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="File of what is measured, a line per scenario.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Leave out the scenarios that are in the file already.")
+    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Less time for everything.")] = False,
+) -> None:
+    """Compare steps that the planner predicts with steps that are measured.
+
+    In each scenario (a model, a number of ranks, a link) the ranks measure what
+    strategy="auto" measures, and rank 0 predicts what a step takes by several
+    plans: plain sums, 16-bit floats, one method for all variables, a mix by
+    sizes, and the plans that are its own best ones. Then all of them are
+    measured in turns. The tables have errors, how many pairs of plans are in
+    the right order, how much longer the chosen plan's step is than that of the
+    best one (regret), and what corrections that are fitted to other steps
+    change. The last one is Markdown.
+    """
+    settings = Settings(
+        models=options.split(models),
+        bandwidths=links(rates),
+        ranks=options.integers(ranks, "--ranks"),
+        methods=list(METHODS) if methods is None else options.methods(methods),
+        rounds=rounds if rounds is not None else ROUNDS,
+    )
+    validate(settings.quick() if quick else settings, out, resume, Console(highlight=False))
+
+
+def validate(
+    settings: Settings, out: Path | None = None, resume: bool = False, console: Console | None = None
+) -> Totals | None:
+    """Measure, and show tables.
+
+    Args:
+        settings: what to run.
+        out: file that each scenario is added to when it is there; None keeps nothing.
+        resume: go on from what the file has, whatever settings it was measured with.
+        console: where all is shown; nowhere if left out.
+
+    Returns:
+        What comes out of all scenarios; None if nothing was measured.
+
+    Raises:
+        ConfigError: the file to go on from is damaged.
+        typer.Exit: a rank or a network failed (1), or Ctrl-C (130); what is finished is shown and kept.
+    """
+    console = console or Console(quiet=True)
+    kept = Kept(out)
+    found = kept.begin(resume)
+    known, code = len(found), 0
+    try:
+        with signals_raise(), Bar(console) as bar:
+
+            def watch(name: str, event: Event) -> None:
+                bar.show(name, event)
+                if "scenario" in event:
+                    _show(console, name, event["scenario"])
+
+            scenarios.run(settings, kept, found, watch)
+    except (WorkerError, LinkError) as error:
+        code = 1
+        print(f"{NAME}: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        code = 130
+        print(f"{NAME}: interrupted; the ranks are ended", file=sys.stderr)
+    result = totals(found) if found else None
+    if result is not None:
+        where = f", {known} of them measured before" if known else ""
+        console.print(f"\n[bold]All {len(found)} scenarios{where}[/]\n")
+        console.print(markdown(found, result), markup=False, soft_wrap=True)
+    if code:
+        raise typer.Exit(code)
+    return result
+
+
+def _show(console: Console, name: str, scenario: Scenario) -> None:
+    console.print(f"\n[bold]{name}[/] ({scenario['seconds']:.0f} s)", soft_wrap=True)
+    console.print(plans_table(scenario))
+    console.print(verdict_words(judged(scenario)), markup=False)
+    for plan, why in scenario["missing"].items():
+        console.print(f"Left out: {plan}: {why}", markup=False, style="dim")

@@ -1,0 +1,176 @@
+"""Figures of a plan: one step as it is expected, steps of other numbers of ranks and over other links, memory."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from grace.bench.common.text import digits, of_bytes, of_rate, short
+from grace.bench.report.figures.bars import Bar, horizontal
+from grace.bench.report.figures.labels import text_width
+from grace.bench.report.figures.step import lines_of, named_lines
+from grace.bench.report.figures.style import (
+    DASHES,
+    INK,
+    MUTED,
+    PALETTE,
+    Figure,
+    Look,
+    Panel,
+    label_axes,
+    panel,
+    place,
+    svg,
+)
+from grace.planner.outlook import Line
+from grace.planner.step import Prediction
+
+KEYS = (
+    ("the model computes", "rest"),
+    ("encode and decode", "codec"),
+    ("on the wire", "wire"),
+    ("within the node", "node"),
+)
+LANES = {"compute": 1, "start": 1, "middle": 1, "finish": 1, "wire": 0, "inside": 0}
+COLORS = {"compute": MUTED, "wire": PALETTE[0], "inside": PALETTE[2]}
+CODEC = PALETTE[1]
+WIDE = 620
+"""CSS pixels of a panel with many lines."""
+FORMS = {", allgather": DASHES[1], ", scatter_merge": DASHES[2]}
+"""What follows a method's name, and its dash."""
+
+
+def gantt(steps: Mapping[str, Prediction], name: str) -> Figure:
+    """What computes and what travels when.
+
+    Args:
+        steps: predictions with their events, by names.
+        name: begins the ids of elements.
+    """
+    panels = []
+    for i, (title, step) in enumerate(steps.items()):
+        drawing, axes = panel(128)
+        left = text_width(drawing, "computing", 11) + 14
+        place(drawing, axes, left, 12, 8, 42)
+        for what, _, begin, end in step.events:
+            color, alpha = COLORS.get(what, CODEC), 0.28 if what == "compute" else 1.0
+            bar = axes.barh(LANES[what], 1e3 * (end - begin), left=1e3 * begin, height=0.72, color=color, alpha=alpha)
+            bar[0].set(linewidth=0.5, edgecolor="#FFFFFF" if what != "compute" else color)
+        axes.set_xlim(0, 1e3 * max([step.step, *(end for *_, end in step.events)]) * 1.01 or 1)
+        axes.set_ylim(-0.6, 1.6)
+        axes.set_yticks([0, 1], ["wire", "computing"])
+        for tick in axes.get_yticklabels():
+            tick.set(color=INK, fontsize=11)
+        axes.grid(False, axis="y")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+        axes.locator_params(axis="x", nbins=6)
+        label_axes(axes, "ms of a step")
+        about = (
+            f"{title}: a step of {digits(1e3 * step.step)} ms, of which {digits(1e3 * step.compute)} ms the model, "
+            f"{digits(1e3 * step.codec)} ms encoding and decoding, {digits(1e3 * step.exposed)} ms waiting"
+        )
+        panels.append(
+            Panel(f"{short(title, 44)}: {digits(1e3 * step.step)} ms", svg(drawing, f"{name}{i}", about), about)
+        )
+    caption = (
+        "Forward, backward, and the optimizer in grey; encoding interrupts backward as gradients become ready, "
+        "decoding follows when what travelled has come. What is on the wire beside grey is hidden; where the upper "
+        "lane is empty, the step waits. The scales of the panels differ."
+    )
+    return Figure("One step, as it is expected", caption, panels, KEYS)
+
+
+def over_ranks(lines: Mapping[str, Line], now: int, name: str) -> Figure:
+    """Steps over numbers of ranks.
+
+    Args:
+        lines: predictions by names.
+        now: the number of ranks that is planned for.
+        name: begins the ids of elements.
+    """
+    drawing, axes = _lines(lines, "ranks (log scale)")
+    counts = sorted({int(x) for line in lines.values() for x, _ in line})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, [f"{count:,}" for count in counts])
+    axes.minorticks_off()
+    axes.axvline(now, color=MUTED, linewidth=1, linestyle=":", zorder=1)
+    named_lines(axes, _points(lines), looks(lines))
+    about = "Lines of the time of a step against ranks: " + _said(lines, "{:,} ranks")
+    caption = (
+        "One method for all variables, cut into an optimizer's own buckets, over links like these; the plan as it is, "
+        "without planning anew. All-gathers (broken lines, and topk's own) bring what every rank sends, so that they "
+        "rise with the ranks: where one crosses another line of its method, gathering has stopped paying, and where "
+        "it crosses none's, compressing has. "
+        f"The dotted line is at {now:,} ranks."
+    )
+    return Figure("Step time against ranks", caption, [Panel("", svg(drawing, name, about), about)])
+
+
+def over_rates(lines: Mapping[str, Line], now: float | None, name: str) -> Figure:
+    """Steps over bandwidths.
+
+    Args:
+        lines: predictions by names.
+        now: bit/s that is planned for, if it is known.
+        name: begins the ids of elements.
+    """
+    drawing, axes = _lines(lines, "bandwidth of a link (log scale)")
+    rates = sorted({x for line in lines.values() for x, _ in line})
+    axes.set_xscale("log")
+    axes.set_xticks(rates[::3], [of_rate(rate) for rate in rates[::3]])
+    axes.minorticks_off()
+    if now is not None and rates[0] <= now <= rates[-1]:
+        axes.axvline(now, color=MUTED, linewidth=1, linestyle=":", zorder=1)
+    named_lines(axes, _points(lines), looks(lines))
+    about = "Lines of the time of a step against the bandwidth: " + _said(lines, "{:.3g} bit/s")
+    caption = (
+        "The same at this number of ranks, over links of other bandwidths with the same latency. To the right of where "
+        "none's line is the lowest, compressing costs more than it saves."
+    )
+    return Figure("Step time against bandwidth", caption, [Panel("", svg(drawing, name, about), about)])
+
+
+def memory(steps: Mapping[str, Prediction], name: str) -> Figure:
+    """Bytes that exchanges keep on a rank.
+
+    Args:
+        steps: predictions by names.
+        name: begins the ids of elements.
+    """
+    seen = looks(steps)
+    ordered = sorted(steps.items(), key=lambda item: item[1].memory)
+    bars = [Bar(who, [(step.memory / 1e6, "full")], of_bytes(step.memory), seen[who]) for who, step in ordered]
+    about = "Bars of memory: " + ", ".join(f"{bar.name} {bar.text}" for bar in bars)
+    drawing = horizontal(bars, "MB on a rank, beside weights and gradients")
+    caption = (
+        "What exchanges keep on the rank that keeps most: residuals (twice: what is kept, and what the step under way "
+        "makes of it), buffers that travel, and what comes from other ranks, more with each where it is gathered."
+    )
+    return Figure("Memory", caption, [Panel("", svg(drawing, name, about), about)])
+
+
+def looks(names: Mapping[str, Any] | Sequence[str]) -> dict[str, Look]:
+    """A colour for each method, a dash for each form of it; plans and none are dark."""
+    found: dict[str, Look] = {}
+    colors: dict[str, str] = {"none": INK, "this plan": MUTED}
+    for name in names:
+        form = next((form for form in FORMS if name.endswith(form)), "")
+        method = name.removesuffix(form)
+        used = len(colors) - 2
+        color = colors.setdefault(method, PALETTE[used % len(PALETTE)])
+        marker = "*" if method == "this plan" else ("o", "s")[used // len(PALETTE) % 2]
+        found[name] = Look(color, marker, FORMS.get(form, "-"))
+    return found
+
+
+def _points(lines: Mapping[str, Line]) -> dict[str, list[tuple[float, float]]]:
+    return {name: [(x, 1e3 * step.step) for x, step in line] for name, line in lines.items()}
+
+
+def _lines(lines: Mapping[str, Line], x: str) -> tuple[Any, Any]:
+    return lines_of(_points(lines), looks(lines), x, "ms of a step (log scale)", WIDE)
+
+
+def _said(lines: Mapping[str, Line], place: str) -> str:
+    return "; ".join(
+        f"{name} " + ", ".join(f"{digits(1e3 * step.step)} ms at {place.format(x)}" for x, step in line)
+        for name, line in lines.items()
+    )

@@ -1,0 +1,107 @@
+"""What ``grace plan`` chose as one HTML file, in the look of the benchmarks' reports."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from grace.bench.common.text import of_bytes, whole
+from grace.bench.report.figures import plan as figures
+from grace.bench.report.figures.style import escaped
+from grace.bench.report.page import document, figure_html, write
+from grace.bench.report.tables import Column, figure_of, table, words_of
+from grace.planner.explain import Plan
+from grace.planner.network import links_of
+from grace.planner.outlook import SHOWN, forms, over_ranks, over_rates
+from grace.planner.planning import methods_of
+from grace.planner.problem import Problem
+
+CHOSEN = "this plan"
+
+
+def write_plan(path: Path, plan: Plan, problem: Problem, about: Mapping[str, str]) -> Path:
+    """Write one self-contained HTML file: the verdict, a step as a Gantt chart, other ranks and bandwidths, memory.
+
+    Args:
+        path: of the file; its folder is made if need be.
+        plan: it.
+        problem: what was planned.
+        about: what was planned, and where figures come from.
+
+    Returns:
+        The path.
+
+    Raises:
+        ConfigError: the file cannot be written.
+        MissingExtraError: matplotlib is not installed.
+    """
+    return write(path, page(plan, problem, about))
+
+
+def page(plan: Plan, problem: Problem, about: Mapping[str, str]) -> str:
+    """The report as text."""
+    shown = SHOWN if problem.methods is None else methods_of(problem.methods, problem.quality)
+    found, strategies = forms(shown), {CHOSEN: plan.chosen.strategy} if plan.compresses else {}
+    ranks = problem.cluster.world_size
+    steps = {CHOSEN: problem.predict(plan.chosen.strategy)} if plan.compresses else {}
+    rates = over_rates(problem, found, strategies)
+    here = over_ranks(problem, found, ranks=[ranks])
+    links = links_of(problem.costs.network)
+    now = links.bandwidth * 8 if links else None
+    drawn = [
+        figures.gantt({"plain all-reduce": problem.predict(plan.plain.strategy), **steps}, "step"),
+        figures.over_ranks(over_ranks(problem, found, strategies), ranks, "ranks"),
+        figures.over_rates(rates, now, "rates"),
+        figures.memory({**steps, **{name: line[0][1] for name, line in here.items()}}, "memory"),
+    ]
+    facts = "".join(f"<div><dt>{escaped(what)}</dt><dd>{escaped(said)}</dd></div>" for what, said in about.items())
+    parts = [
+        f'<section id="plan"><h2>{escaped("A plan" if plan.compresses else "No compression")} for {ranks} ranks</h2>',
+        f'<div class="verdict">{escaped(plan.why)}</div><dl class="facts">{facts}</dl>',
+        *map(figure_html, drawn[:1]),
+        f"<h3>Candidates</h3>{table(_candidates(plan), CANDIDATES, {}, 'Candidates')}",
+    ]
+    if plan.compresses:
+        parts.append(f"<h3>Variables</h3>{table([vars(row) for row in plan.rows], VARIABLES, {}, 'Variables')}")
+    return document("Grace plan", ["\n".join([*parts, *map(figure_html, drawn[1:]), "</section>"])])
+
+
+def _candidates(plan: Plan) -> list[dict[str, Any]]:
+    plain, rows = plan.plain.prediction.step, []
+    for one in plan.candidates:
+        p = one.prediction
+        rows.append(
+            {
+                "name": "plain all-reduce" if one is plan.plain else one.name,
+                "taken": "taken" if one is plan.chosen else "",
+                "faster": plain / p.step if p.step else None,
+                "sent": p.sent,
+                "memory": p.memory,
+                "error": one.error / plan.budget if plan.budget else None,
+                **{key: round(1e3 * getattr(p, key), 6) for key in ("step", "compute", "codec", "exposed")},
+            }
+        )
+    return rows
+
+
+CANDIDATES = [
+    words_of("name", "plan"),
+    Column("", "", lambda row: row["taken"] or None, lambda row: row["taken"], lambda row: "good", words=True),
+    figure_of("step", "step", "ms, expected"),
+    figure_of("faster", "speedup", "over plain"),
+    figure_of("compute", "compute", "ms"),
+    figure_of("codec", "codec", "ms"),
+    figure_of("exposed", "exposed", "ms"),
+    figure_of("sent", "sent", "per rank, step", of_bytes),
+    figure_of("memory", "memory", "per rank", of_bytes),
+    figure_of("error", "error", "of the budget"),
+]
+VARIABLES = [
+    words_of("variables", "variables"),
+    figure_of("count", "count", "", whole),
+    figure_of("elements", "elements", "", whole),
+    words_of("method", "method"),
+    words_of("sync", "sync"),
+    words_of("places", "group, rank"),
+    figure_of("error", "error", "share"),
+    words_of("why", "why"),
+]

@@ -1,0 +1,243 @@
+"""What a step costs however few bytes it moves: Grace's optimizer on a small network, and on many small variables:
+``python -m grace.bench.step.fixed_costs``.
+
+Ranks over gloo on loopback, one thread each. The contestants take turns in blocks of steps, all in one run. Two
+tables of rank 0's medians:
+
+small network: a step of an MLP of 19,450 parameters. "CPU" is what the main thread computes in a step, without the
+time that it waits for the other ranks, and "beside the step" is that less torch's own step without communication:
+what the Python of the exchange costs. "step" is by the clock, waiting and all.
+
+many variables: a step of 1,000 variables beside one of a single variable of as many elements, and their ratio, by the
+clock; likewise the CPU time beside torch's own step, and codec and memory alone, with a copy_ of all elements.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Column, Table
+from torch import nn
+
+import grace
+from grace.bench.common.options import methods as listed
+from grace.bench.common.results import machine, versions
+from grace.bench.common.text import UNKNOWN
+from grace.bench.ranks.launchers import launcher
+from grace.bench.ranks.run import redirect_stderr, run_ranks
+from grace.bench.step.contestants import Contestant, Stepper, bound, method, torch_baselines
+from grace.bench.step.settings import Settings
+from grace.core.backend import Backend
+from grace.errors import GraceError
+
+METHODS = "none,topk(ratio=0.01),qsgd,powersgd(rank=4)"
+WIDTHS = (64, 128, 80, 10)
+BATCH = 16
+WARMING = 5
+"""Steps before anything is timed: DDP cuts its buckets anew after the first, Grace finds its codecs in it."""
+SMALL, MANY, ONE, COPY = "small network", "many variables", "one variable", "copy_"
+
+Row = dict[str, Any]
+
+
+class Variables(nn.Module):
+    """Variables of equal sizes, whose gradients cost next to nothing to compute.
+
+    Args:
+        count: of variables.
+        elements: of each.
+    """
+
+    def __init__(self, count: int, elements: int):
+        super().__init__()
+        self.own = nn.ParameterList([nn.Parameter(torch.randn(elements)) for _ in range(count)])
+
+    def forward(self) -> torch.Tensor:
+        return torch.cat(list(self.own)).square().mean()
+
+
+def small_network(rank: int) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    """An MLP, and its loss on a batch of this rank's."""
+    layers = [nn.Linear(n, m) for n, m in itertools.pairwise(WIDTHS)]
+    model = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), *layers[2:])
+    generator = torch.Generator().manual_seed(rank)
+    x, y = torch.randn(BATCH, WIDTHS[0], generator=generator), torch.randn(BATCH, WIDTHS[-1], generator=generator)
+    return model, lambda model: nn.functional.mse_loss(model(x), y)
+
+
+class Measured:
+    """A contestant, and what its steps have taken: seconds by the clock, of the main thread, and of the codec."""
+
+    def __init__(self, contestant: Contestant, model: nn.Module, loss: Callable[[nn.Module], torch.Tensor]):
+        self.stepper, self.taken = Stepper(contestant, model, loss), list[tuple[float, float, float]]()
+
+    def steps(self, count: int, kept: bool = True) -> None:
+        """Take some steps, and keep their times."""
+        traffic = self.stepper.traffic
+        for _ in range(count):
+            codec = traffic.codec_seconds if traffic else 0.0
+            began, cpu = time.perf_counter(), time.thread_time()
+            self.stepper()
+            cpu, seconds = time.thread_time() - cpu, time.perf_counter() - began
+            if kept:
+                self.taken.append((seconds, cpu, traffic.codec_seconds - codec if traffic else 0.0))
+
+    def row(self) -> Row:
+        """Medians, and the least times, in microseconds."""
+        columns = dict(zip(("step", "cpu", "codec"), zip(*self.taken, strict=True), strict=True))
+        if self.stepper.traffic is None:
+            del columns["codec"]
+        medians = {f"{key}_us": 1e6 * statistics.median(column) for key, column in columns.items()}
+        return {**medians, **{f"least_{key}_us": 1e6 * min(column) for key, column in columns.items()}}
+
+
+def measure(settings: dict[str, Any], backend: Backend) -> list[Row]:
+    """Let the contestants take turns; a row for each in each case, the same calls on every rank.
+
+    Args:
+        settings: what the command line says.
+        backend: the run that this rank has joined.
+    """
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    count, elements = settings["variables"], settings["elements"]
+    cases = [
+        (SMALL, *small_network(backend.rank), settings["steps"]),
+        (MANY, Variables(count, elements), _own_loss, max(1, settings["steps"] // 10)),
+        (ONE, Variables(1, count * elements), _own_loss, max(1, settings["steps"] // 10)),
+    ]
+    contestants = [bound(), *(torch_baselines()[:1] if backend.name == "torch" else [])]
+    contestants += [method(spec) for spec in settings["methods"]]
+    rows: list[Row] = []
+    for case, model, loss, steps in cases:
+        measured = [Measured(contestant, model, loss) for contestant in contestants]
+        for one in measured:
+            one.steps(WARMING, kept=False)
+        for _ in range(settings["rounds"]):
+            for one in measured:
+                backend.allgather_object(None)  # nobody starts before what came earlier is done
+                one.steps(steps)
+        numel = sum(p.numel() for p in model.parameters())
+        rows += [
+            {"case": case, "elements": numel, "name": one.stepper.contestant.name, **one.row()} for one in measured
+        ]
+    rows.append({"case": COPY, "elements": count * elements, "name": COPY, "step_us": _copy(count * elements)})
+    return rows
+
+
+def _own_loss(model: nn.Module) -> torch.Tensor:
+    return model()  # type: ignore[no-any-return]
+
+
+def _copy(elements: int) -> float:
+    """Median microseconds of a ``copy_`` of so many float32s."""
+    source, target, taken = torch.randn(elements), torch.empty(elements), list[float]()
+    for _ in range(20):
+        began = time.perf_counter()
+        target.copy_(source)
+        taken.append(1e6 * (time.perf_counter() - began))
+    return statistics.median(taken)
+
+
+def small_table(rows: Sequence[Row], ranks: int) -> Table:
+    """The table of the small network."""
+    found = [row for row in rows if row["case"] == SMALL]
+    alone = found[0]
+    title = f"{found[0]['elements']:,} parameters, {ranks} rank{'s' * (ranks > 1)}: microseconds a step, medians"
+    table = Table(Column("method", no_wrap=True), "step", "CPU", "CPU beside the step", "codec", title=title)
+    for row in found:
+        beside = row["cpu_us"] - alone["cpu_us"]
+        codec = f"{row['codec_us']:,.0f}" if "codec_us" in row else ""
+        table.add_row(row["name"], f"{row['step_us']:,.0f}", f"{row['cpu_us']:,.0f}", f"{beside:,.0f}", codec)
+    return table
+
+
+def many_table(rows: Sequence[Row], variables: int) -> Table:
+    """The table of many variables beside one."""
+    many, one = ({row["name"]: row for row in rows if row["case"] == case} for case in (MANY, ONE))
+    (copy,) = (row for row in rows if row["case"] == COPY)
+    alone = next(iter(many))
+    title = (
+        f"{variables:,} variables beside one of {copy['elements']:,} elements: ms a step, medians; "
+        f"a copy_ takes {copy['step_us'] / 1e3:.2f}"
+    )
+    heads = [head for what in ("step", "CPU beside", "codec") for head in (f"{what}: many, one", "ratio")]
+    table = Table(Column("method", no_wrap=True), *heads, title=title)
+    for name in many:
+        cells = list[str]()
+        for key in ("step_us", "cpu_us", "codec_us"):
+            if key not in many[name] or (key == "cpu_us" and name == alone):
+                cells += ["", ""]
+                continue
+            less = (many[alone][key], one[alone][key]) if key == "cpu_us" else (0.0, 0.0)
+            a, b = (many[name][key] - less[0]) / 1e3, (one[name][key] - less[1]) / 1e3
+            cells += [f"{a:.2f}, {b:.2f}", f"{a / b:.1f}" if b > 0 else UNKNOWN]
+        table.add_row(name, *cells)
+    return table
+
+
+def run(settings: dict[str, Any]) -> list[Row]:
+    """Start the ranks, and return rank 0's rows."""
+    with tempfile.TemporaryDirectory(prefix="grace-bench-") as name, launcher("torch", settings["ranks"]) as start:
+        folder = Path(name)
+        (folder / "settings.json").write_text(json.dumps(settings))
+        run_ranks(start, ["-m", __spec__.name, "--rank-of", name], folder, lambda: None)
+        rows: list[Row] = json.loads((folder / "rows.json").read_text())
+    return rows
+
+
+def be_rank(folder: Path) -> None:
+    """What each rank of a run does."""
+    redirect_stderr(folder)
+    settings, backend = json.loads((folder / "settings.json").read_text()), grace.init("torch")
+    rows = measure(settings, backend)
+    if backend.rank == 0:
+        (folder / "rows.json").write_text(json.dumps(rows))
+    grace.shutdown()
+
+
+def main() -> None:
+    """Measure, print two tables, and write a file if one is wanted."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", default=METHODS, help=f"compressors, separated by commas (default: {METHODS})")
+    parser.add_argument("--ranks", type=int, default=2, help="processes on this machine (default: 2)")
+    parser.add_argument("--rounds", type=int, default=8, help="blocks of steps of each contestant (default: 8)")
+    parser.add_argument(
+        "--steps", type=int, default=100, help="in a block of the small network; a tenth in the others (default: 100)"
+    )
+    parser.add_argument("--variables", type=int, default=1000, help="many variables are so many (default: 1000)")
+    parser.add_argument("--elements", type=int, default=1000, help="of each of many variables (default: 1000)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all medians and least times there as well")
+    parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.rank_of is not None:
+        be_rank(given.rank_of)
+        return
+    for name in ("steps", "variables", "elements"):
+        if getattr(given, name) < 1:
+            parser.error(f"--{name} must be at least 1, not {getattr(given, name)}")
+    settings = {key: value for key, value in vars(given).items() if key not in ("json", "rank_of")}
+    try:
+        settings["methods"] = listed(given.methods)
+        Settings(methods=settings["methods"], ranks=[given.ranks], rounds=given.rounds)  # which checks them
+        rows = run(settings)
+    except GraceError as error:
+        parser.error(str(error))
+    if given.json is not None:
+        facts = {"settings": settings, "machine": machine(), "versions": versions(), "rows": rows}
+        given.json.write_text(json.dumps(facts, indent=1), encoding="utf-8")
+    console = Console(width=None if Console().is_terminal else 120)
+    console.print(small_table(rows, given.ranks))
+    console.print(many_table(rows, given.variables))
+
+
+if __name__ == "__main__":
+    main()

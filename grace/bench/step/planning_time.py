@@ -1,0 +1,72 @@
+"""How long it takes to plan: ``python -m grace.bench.step.planning_time``.
+
+For each number of variables a model like a transformer's, of made up shapes, is planned as ``auto`` does without
+measuring: layouts and methods, refinement, and the explanation. One line each: seconds, and what was chosen.
+"""
+
+import argparse
+import time
+
+from grace.backends.topology import Topology
+from grace.core.variable import Variable
+from grace.errors import GraceError
+from grace.planner.builders.auto import Auto
+from grace.planner.explain import Plan
+
+BLOCK = ((512, 512), (512,), (512, 2048), (2048,), (2048, 512), (512,), (512,))
+BACKWARD = 2e-9
+"""Seconds for each element."""
+
+
+def model(count: int) -> list[Variable]:
+    """An embedding, and as many matrices, biases and norms as there is room for.
+
+    >>> [variable.shape for variable in model(3)], len(model(200))
+    ([(32000, 512), (512, 512), (512,)], 200)
+    """
+    shapes = [(32_000, 512), *(BLOCK[i % len(BLOCK)] for i in range(count - 1))]
+    return [Variable(f"layer{i:05}", shape) for i, shape in enumerate(shapes[:count])]
+
+
+def timed(count: int, ranks: int = 8, **options: object) -> tuple[float, Plan]:
+    """Seconds that a plan of so many variables takes, and the plan.
+
+    Args:
+        count: of variables.
+        ranks: two on each node.
+        options: of :class:`grace.planner.builders.auto.Auto`.
+
+    Raises:
+        ConfigError: an option is wrong.
+    """
+    variables = model(count)
+    backward = BACKWARD * sum(variable.numel for variable in variables)
+    auto = Auto(backward=backward, **options)  # type: ignore[arg-type]
+    nodes = Topology([f"node{rank // 2}" for rank in range(ranks)])
+    began = time.perf_counter()
+    plan = auto.plan(variables, nodes)
+    return time.perf_counter() - began, plan
+
+
+def main() -> None:
+    """Print a line for each number of variables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variables", type=int, nargs="*", default=[200, 2000], help="(default: 200 2000)")
+    parser.add_argument("--ranks", type=int, default=8, help="two on each node (default: 8)")
+    parser.add_argument("--bandwidth", default="1gbit", help="of each rank (default: 1gbit)")
+    parser.add_argument("--quality", default="feedback", help="exact, half, unbiased or feedback (default)")
+    parser.add_argument("--seed", type=int, default=0, help="of the search (default: 0)")
+    given = parser.parse_args()
+    if min([*given.variables, given.ranks]) < 1:
+        parser.error("numbers of variables and ranks are at least 1")
+    for count in given.variables:
+        try:
+            options = {"bandwidth": given.bandwidth, "quality": given.quality, "seed": given.seed}
+            seconds, plan = timed(count, given.ranks, **options)
+        except GraceError as error:
+            parser.error(str(error))
+        print(f"{count:,} variables, {given.ranks} ranks: {seconds:.2f} s; {plan.chosen.name}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

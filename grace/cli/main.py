@@ -8,8 +8,11 @@ import typer
 from grace.bench.all import demo
 from grace.bench.cli import app as bench
 from grace.bench.report.command import report
+from grace.cli.calibrate import calibrate
 from grace.cli.components import describe, list_components
 from grace.cli.launch import launch
+from grace.cli.pipeline import app as pipeline
+from grace.cli.plan import plan
 from grace.cli.strategy import app as strategy
 from grace.cli.trace import WithProgram, trace
 from grace.cli.warmup import warmup
@@ -24,14 +27,17 @@ app = typer.Typer(
 )
 
 
+app.command("calibrate")(calibrate)
 app.command("demo")(demo)
 app.command("launch", context_settings={"allow_interspersed_args": False})(launch)
+app.command("plan")(plan)
 app.command("report")(report)
 app.command("trace", cls=WithProgram)(trace)
 app.command("warmup")(warmup)
 app.command("list")(list_components)
 app.command()(describe)
 app.add_typer(bench, name="bench")
+app.add_typer(pipeline, name="pipeline")
 app.add_typer(strategy, name="strategy")
 
 

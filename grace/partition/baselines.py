@@ -1,0 +1,199 @@
+"""What plans are compared with: what people cut by hand, GPipe's balance, and data parallelism alone.
+
+``python -m grace.partition.baselines PROFILE.json ...`` prints a Markdown table of plans beside them.
+"""
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from grace.errors import ConfigError
+from grace.partition.costs import Setting, Space
+from grace.partition.graph import Graph
+from grace.partition.orders import SINGLE, check
+from grace.partition.plan import Plan
+from grace.partition.predict import memory_of, predicted
+from grace.partition.profiles import read
+from grace.partition.search import MOST_MICROBATCHES, Asked, search, space_of
+from grace.partition.stages import Cut, Program, exhaustive
+from grace.planner.network import Links
+from grace.planner.step import Timeline
+
+MEMORY = 16e9
+"""Bytes of the V100 on which PipeDream's profiles were taken."""
+LATENCY = 20e-6
+
+
+def equal_layers(graph: Graph, stages: int) -> list[str]:
+    """The last nodes of all stages but the last, so that all have as many nodes with parameters.
+
+    >>> from grace.partition.graph import Node
+    >>> nodes = [Node(f"n{i}", (f"n{i - 1}",) if i else ("x",), parameters={f"w{i}": 4.0 + i}) for i in range(6)]
+    >>> graph = Graph(tuple(nodes), {"x": 1.0}, ("n5",))
+    >>> equal_layers(graph, 2), equal_parameters(graph, 2)
+    (['n2'], ['n3'])
+    """
+    return _even(graph, [float(bool(node.parameters)) for node in graph.nodes], stages)
+
+
+def equal_parameters(graph: Graph, stages: int) -> list[str]:
+    """The same by bytes of parameters."""
+    return _even(graph, [sum(node.parameters.values()) for node in graph.nodes], stages)
+
+
+def equal_time(graph: Graph, stages: int) -> list[str]:
+    """The cut whose longest stage is shortest in forward and backward alone, as GPipe balances (Huang et al., NeurIPS
+    2019), over the nodes in their order."""
+    seconds = [node.forward + node.backward for node in graph.nodes]
+    sums = [0.0, *itertools.accumulate(seconds)]
+    count = len(seconds)
+    low, high = max(seconds), sums[-1]
+    best = _within(sums, high, stages) or []
+    for _ in range(60):
+        middle = (low + high) / 2
+        found = _within(sums, middle * (1 + 1e-12), stages)
+        if found is None:
+            low = middle
+        else:
+            best, high = found, middle
+    ends = list(best)
+    for end in range(count - 1, 0, -1):  # a stage has a node at least
+        if len(ends) < stages - 1 and end not in ends:
+            ends.append(end)
+    return [graph.nodes[end - 1].name for end in sorted(ends)]
+
+
+BY_HAND: dict[str, Callable[[Graph, int], list[str]]] = {
+    "equal layers": equal_layers,
+    "equal parameters": equal_parameters,
+    "equal time": equal_time,
+}
+
+
+def _even(graph: Graph, weights: Sequence[float], stages: int) -> list[str]:
+    """Cuts where the sum of the weights comes nearest to equal parts."""
+    if stages > len(graph.nodes):
+        raise ConfigError(f"{len(graph.nodes)} nodes cannot be cut into {stages} stages")
+    sums = list(itertools.accumulate(weights))
+    ends: list[int] = []
+    for part in range(1, stages):
+        wanted, least = sums[-1] * part / stages, ends[-1] + 1 if ends else 1
+        possible = range(least, len(sums) - (stages - part) + 1)
+        ends.append(min(possible, key=lambda end: (abs(sums[end - 1] - wanted), end)))
+    return [graph.nodes[end - 1].name for end in ends]
+
+
+def _within(sums: Sequence[float], most: float, stages: int) -> list[int] | None:
+    """Ends of all stages but the last, none longer than so much; None if there are too few stages."""
+    ends, start = [], 0
+    for i in range(1, len(sums)):
+        if sums[i] - sums[start] > most:
+            if i - 1 == start:
+                return None
+            ends.append(i - 1)
+            start = i - 1
+    return ends if len(ends) < stages else None
+
+
+def cut_by_hand(space: Space, how: Callable[[Graph, int], list[str]]) -> Plan | None:
+    """The best that a rule gives: every number of stages that divides the ranks, with as many replicas each, every
+    number of micro-batches, and gpipe or 1f1b. None if memory does not suffice for any.
+
+    Args:
+        space: whose model, devices, batch and memory count; its blocks do not.
+        how: one of :data:`BY_HAND`.
+    """
+    found = []
+    count, graph = space.devices.count, space.graph
+    for stages in (s for s in range(2, min(count, len(graph.nodes)) + 1) if count % s == 0):
+        try:
+            own = space.recut(how(graph, stages))
+        except ConfigError:  # what must be together is not
+            continue
+        cut = Cut(0.0, tuple(range(1, stages + 1)), (count // stages,) * stages)
+        found += list(_played(own, cut, stages))
+    return min(found, key=lambda plan: plan.seconds, default=None)
+
+
+def data_parallel(space: Space) -> float | None:
+    """Seconds of a step of data parallelism alone, whose exchange goes on beside backward; with as few micro-batches,
+    accumulated, as memory suffices for. None if it does for none."""
+    graph, count = space.graph, space.devices.count
+    cut = Cut(0.0, (space.count,), (count,))
+    for many in (m for m in range(1, space.batch // count + 1) if space.batch % (m * count) == 0):
+        if memory_of(space, Setting("1f1b", many, places=1), cut)[0] <= space.limit:
+            break
+    else:
+        return None
+    rows = space.rows(many, count)
+    forward, backward = space.seconds(0, space.count, rows)
+    ready, at = dict[str, float](), 0.0
+    for node in reversed(graph.nodes):
+        at += graph.seconds(node, rows)[1]
+        ready.update(dict.fromkeys(node.parameters, min(at, backward)))
+    variables = [graph.variable(name) for name in graph.parameters]
+    network = space.devices.between(*space.devices.exchange([tuple(range(count))], 0))
+    before = many * forward + (many - 1) * backward
+    return space.exchanges.beside(variables, count, network, Timeline(ready, before, backward))
+
+
+def _played(space: Space, cut: Cut, stages: int) -> Iterator[Plan]:
+    most = MOST_MICROBATCHES * space.devices.count
+    for many in (m for m in range(1, min(space.batch, most) + 1) if space.batch % m == 0):
+        if not space.rows(many, cut.replicas[0]):
+            continue
+        for schedule, recompute in itertools.product(SINGLE, (False, True)):
+            if not check(schedule, stages, stages, many):
+                setting = Setting(schedule, many, recompute, places=stages)
+                made = predicted(space, setting, cut)
+                if made is not None:
+                    yield made
+
+
+def table(
+    profiles: Sequence[str | Path],
+    devices: Sequence[int] = (4, 8, 16),
+    gbits: Sequence[float] = (1, 10, 100),
+    compressor: str | None = None,
+    memory: float = MEMORY,
+) -> str:
+    """Plans beside what they are compared with, as a Markdown table: milliseconds of a step of as many of the profile's
+    batches as there are devices, and that to the best cut by hand. Data parallelism alone exchanges beside backward,
+    which no pipeline does. In the last column, the longest stage that the dynamic program finds for 10 blocks,
+    over what trying everything does."""
+    rows = [
+        "| model | devices | Gbit/s | replicas of each stage | micro-batches, schedule | step ms | data parallel "
+        "| equal layers | equal parameters | equal time | to the best by hand | 10 blocks: program / brute force |",
+        "| --- | ---: | ---: | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for path, count, gbit in itertools.product(profiles, devices, gbits):
+        graph = read(path)
+        links, batch = Links(gbit * 1e9 / 8, LATENCY), graph.rows * count
+        space = space_of(graph, count, batch, links, memory=memory, choices=(compressor, None, None))
+        found = search(space, Asked())
+        by_hand = [cut_by_hand(space, how) for how in BY_HAND.values()]
+        others = [data_parallel(space), *(None if plan is None else plan.seconds for plan in by_hand)]
+        known = [plan.seconds for plan in by_hand if plan is not None]
+        cells = ["-" if seconds is None else f"{1e3 * seconds:.1f}" for seconds in others]
+        again = ", recomputing" if found.recompute else ""
+        rows.append(
+            f"| {Path(path).stem} | {count} | {gbit:g} | {'-'.join(map(str, found.replicas))} | {found.microbatches}, "
+            f"{found.schedule}{again} | {1e3 * found.seconds:.1f} | {' | '.join(cells)} | "
+            f"{f'{found.seconds / min(known):.2f}' if known else '-'} | {_against_all(space):.3f} |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+def _against_all(space: Space, most: int = 10) -> float:
+    """The longest stage that the dynamic program finds over that of :func:`exhaustive`, of the model in few blocks."""
+    few = space.recut(None, most)
+    found = search(few, Asked())
+    setting = Setting(found.schedule, found.microbatches, found.recompute)
+    program = Program(few, setting, [len(found.stages)])
+    best = exhaustive(program, len(found.stages))
+    return 1.0 if best is None else program.longest(len(found.stages)) / best.longest
+
+
+if __name__ == "__main__":
+    print(table(sys.argv[1:]), end="")

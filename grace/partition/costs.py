@@ -1,0 +1,286 @@
+"""What a run of blocks takes as a stage: seconds, bytes kept, and what the search minimizes.
+
+The objective of a stage is the seconds that its ranks are busy in a step:
+
+    M (forward + backward + crossing) + exchange
+
+for M micro-batches; crossing is what its boundaries take, values and gradients at once in their two directions. The
+neighbours' numbers of replicas are taken for its own, and the exchange for the sum over its blocks, so that a stage's
+cost depends on nothing but itself; a simulation then tells the best few apart.
+"""
+
+import functools
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from grace.partition.blocks import Block, blocks, cut_at
+from grace.partition.exchange import LEAST, Exchanges
+from grace.partition.graph import Graph
+from grace.partition.layout import Devices
+from grace.partition.orders import SINGLE, rank_of
+from grace.partition.schedule import most_kept
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a dynamic program takes as given.
+
+    Attributes:
+        schedule: one of :data:`grace.partition.plan.SCHEDULES`.
+        microbatches: M.
+        recompute: whether only what comes into a stage is kept, and forward computed again.
+        layout: of :data:`grace.partition.layout.LAYOUTS`.
+        places: of the pipeline; 0 for all that the program finds, with replicas as they come.
+        local: stages on a place.
+        share: part of a rank's memory that one stage may have.
+    """
+
+    schedule: str
+    microbatches: int
+    recompute: bool = False
+    layout: str = "replicas"
+    places: int = 0
+    local: int = 1
+    share: float = 1.0
+
+
+class Space:
+    """A model in blocks, on devices.
+
+    Args:
+        graph: the model.
+        made: blocks, in an order in which each reads of earlier ones only.
+        devices: the ranks.
+        exchanges: of gradients.
+        batch: rows of a step.
+        limit: bytes that a rank may use; None for no limit.
+        state: bytes of optimizer state for each byte of parameters.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        made: Sequence[Block],
+        devices: Devices,
+        exchanges: Exchanges,
+        batch: int,
+        limit: float | None = None,
+        state: float = 0.0,
+    ):
+        self.graph, self.blocks, self.devices, self.exchanges = graph, list(made), devices, exchanges
+        self.batch, self.limit, self.state = batch, math.inf if limit is None else limit, state
+        self.count = len(self.blocks)
+        nodes = [[graph.nodes[graph.index[name]] for name in block.nodes] for block in self.blocks]
+        fixed = [[min(n.overhead, n.forward) for n in own] for own in nodes]
+        fixed_back = [[min(n.overhead, n.backward) for n in own] for own in nodes]
+        self._fixed = _sums([sum(a) for a in fixed]), _sums([sum(b) for b in fixed_back])
+        self._linear = (
+            _sums([block.forward - sum(a) for block, a in zip(self.blocks, fixed, strict=True)]),
+            _sums([block.backward - sum(b) for block, b in zip(self.blocks, fixed_back, strict=True)]),
+        )
+        self._kept = _sums([block.kept for block in self.blocks])
+        self.names = [list(dict.fromkeys(name for node in own for name in node.parameters)) for own in nodes]
+        self._variables = [[graph.variable(name) for name in own] for own in self.names]
+        self._known_ours: dict[int, np.ndarray] = {}
+        self._known_exchanges: dict[tuple[int, bool, int], tuple[float, np.ndarray]] = {}
+        self._known_stages: dict[tuple[int, int, int, bool, int], float] = {}
+        often = Counter(name for own in self.names for name in own)
+        self.tied = {name for name, count in often.items() if count > 1}
+        """Parameters of several blocks."""
+        self._arrays: dict[object, tuple[np.ndarray, np.ndarray]] = {}
+        self.passed = graph.passed_on([block.nodes for block in self.blocks])
+        values = [tuple(graph.inputs), *self.passed, ()]
+        self.there = np.array([sum(graph.nbytes(name) for name in own) for own in values])
+        """Bytes of values at each boundary, the model's inputs first."""
+        self.back = np.array([sum(graph.nbytes(n) for n in own if graph.differentiable(n)) for own in values])
+        """Bytes of gradients at each boundary."""
+
+    def recut(self, cuts: Sequence[str] | None, most: int = 32) -> "Space":
+        """The same with other blocks: between cuts (:func:`grace.partition.blocks.cut_at`), or at most so many."""
+        made = blocks(self.graph, most) if cuts is None else cut_at(self.graph, cuts)
+        limit = self.limit if math.isfinite(self.limit) else None
+        return Space(self.graph, made, self.devices, self.exchanges, self.batch, limit, self.state)
+
+    # -- one stage: blocks i to j, on r replicas --------------------------------------------------------
+
+    def rows(self, microbatches: int, replicas: int) -> float:
+        """Rows of a micro-batch on each of the replicas; 0 if they do not divide them."""
+        whole, rest = divmod(self.batch // microbatches, replicas)
+        return 0 if rest else whole
+
+    def seconds(self, i: int, j: int, rows: float) -> tuple[float, float]:
+        """Forward and backward."""
+        scale = rows / self.graph.rows
+        forward, backward = (
+            float(fixed[j] - fixed[i] + (linear[j] - linear[i]) * scale)
+            for fixed, linear in zip(self._fixed, self._linear, strict=True)
+        )
+        return forward, backward
+
+    @functools.cached_property
+    def parameters(self) -> np.ndarray:
+        """Bytes of the parameters of blocks i to j, each once, at [i, j]."""
+        found = np.zeros((self.count + 1, self.count + 1))
+        for i in range(self.count):
+            known: set[str] = set()
+            for j in range(i, self.count):
+                new = [name for name in self.names[j] if name not in known]
+                known.update(new)
+                found[i, j + 1] = found[i, j] + sum(self.graph.parameters[name] for name in new)
+        return found
+
+    def static(self, i: int, j: int, replicas: int, microbatches: int) -> float:
+        """Bytes that a rank has whatever is under way: parameters, gradients, optimizer state, Grace's, and what
+        torch receives into, which it allocates for all micro-batches."""
+        scale = microbatches * self.rows(microbatches, replicas) / self.graph.rows
+        received = (self.there[i] + self.back[j]) * scale
+        ours = self._ours(replicas)
+        return float(self.parameters[i, j] * (2 + self.state) + ours[j] - ours[i] + received)
+
+    def kept(self, i: int, j: int, replicas: int, microbatches: int) -> float:
+        """Bytes of one micro-batch from forward to backward."""
+        return float((self._kept[j] - self._kept[i]) * self.rows(microbatches, replicas) / self.graph.rows)
+
+    def _ours(self, replicas: int) -> np.ndarray:
+        """Sums over the blocks of what Grace keeps."""
+        if replicas not in self._known_ours:
+            self._known_ours[replicas] = _sums([self.exchanges.kept(own, replicas) for own in self._variables])
+        return self._known_ours[replicas]
+
+    def _exchange(self, replicas: int, leaves: bool, groups: int) -> tuple[float, np.ndarray]:
+        """Seconds of an exchange of almost nothing, and what each block adds, summed up."""
+        key = replicas, leaves, groups
+        if key not in self._known_exchanges:
+            network = self.devices.between(leaves, groups)
+            least = self.exchanges.seconds([LEAST], replicas, network)
+            each = [self.exchanges.seconds(own, replicas, network) for own in self._variables]
+            self._known_exchanges[key] = least, _sums([max(0.0, one - least) for one in each])
+        return self._known_exchanges[key]
+
+    def exchange(self, i: int, j: int, replicas: int, leaves: bool, groups: int) -> float:
+        """Seconds of the exchange of all parameters of blocks i to j, over replicas that :meth:`Devices.exchange`
+        tells about."""
+        key = i, j, replicas, leaves, groups
+        if key not in self._known_stages:
+            names = dict.fromkeys(name for own in self.names[i:j] for name in own)
+            network = self.devices.between(leaves, groups)
+            variables = [self.graph.variable(name) for name in names]
+            self._known_stages[key] = self.exchanges.seconds(variables, replicas, network)
+        return self._known_stages[key]
+
+    # -- all stages at once, as arrays [i, j, r] -------------------------------------------------------
+
+    def groups(self, setting: Setting, start: int, replicas: int) -> list[tuple[int, ...]]:
+        """Ranks of the place before, of this one, and of the one behind; empty where there is none.
+
+        Args:
+            start: the first rank of the layout "replicas", and the place of the layout "stages".
+        """
+        count = self.devices.count
+        if setting.layout == "stages":
+            places, many = setting.places, count
+            return [
+                tuple(range(place % places, many, places)) if 0 <= place < places or setting.local > 1 else ()
+                for place in (start - 1, start, start + 1)
+            ]
+        ends = [start - replicas, start, start + replicas, start + 2 * replicas]
+        found = [tuple(range(max(0, a), min(count, b))) for a, b in itertools.pairwise(ends)]
+        if setting.local > 1:  # they are dealt round
+            found = [
+                own or tuple(range(count - replicas, count) if k == 0 else range(replicas))
+                for k, own in enumerate(found)
+            ]
+        return found
+
+    def arrays(self, setting: Setting, start: int, most: int, held: int) -> tuple[np.ndarray, np.ndarray]:
+        """Cost and memory of every run of blocks with 1 to ``most`` replicas; infinite where none are possible.
+
+        Args:
+            start: see :meth:`groups`.
+            held: micro-batches whose activations are kept at once.
+
+        Returns:
+            Two arrays [i, j, r]; the cost is infinite too where memory does not suffice.
+        """
+        key = setting, None if self.devices.one_node else start, most, held
+        if key not in self._arrays:
+            self._arrays[key] = self._made_arrays(setting, start, most, held)
+        return self._arrays[key]
+
+    def _made_arrays(self, setting: Setting, start: int, most: int, held: int) -> tuple[np.ndarray, np.ndarray]:
+        size, many = self.count + 1, setting.microbatches
+        cost = np.full((size, size, most + 1), np.inf)
+        memory = np.full((size, size, most + 1), np.inf)
+        runs = np.triu(np.ones((size, size), bool), 1)
+        for r in range(1, most + 1):
+            rows = self.rows(many, r)
+            if not rows or (setting.places and r * setting.places != self.devices.count):
+                continue
+            scale = rows / self.graph.rows
+            taken = self._busy(setting, start, r, scale)
+            kept = self._kept[None, :] - self._kept[:, None]
+            under_way = kept * scale * (1 if setting.recompute else held)
+            ours = self._ours(r)
+            static = self.parameters * (2 + self.state) + ours[None, :] - ours[:, None]
+            received = (self.there[:, None] + self.back[None, :]) * scale * many
+            memory[:, :, r] = np.where(runs, static + received + under_way, np.inf)
+            fits = memory[:, :, r] <= self.limit * setting.share * (1 + 1e-12)
+            cost[:, :, r] = np.where(runs & fits, taken, np.inf)
+        return cost, memory
+
+    def _busy(self, setting: Setting, start: int, r: int, scale: float) -> np.ndarray:
+        """Seconds of each run of blocks."""
+        own = [
+            (f[None, :] - f[:, None]) + (n[None, :] - n[:, None]) * scale
+            for f, n in zip(self._fixed, self._linear, strict=True)
+        ]
+        busy = own[0] * (2 if setting.recompute else 1) + own[1]
+        before, here, behind = self.groups(setting, start, r)
+        whole = scale * r
+        sides = [np.zeros(self.count + 1), np.zeros(self.count + 1)]
+        crossing = self.devices.crossing
+        if self.devices.one_node:  # all places are alike
+            before, here, behind = (tuple(range(k * r, k * r + r)) for k in range(3))
+            crossing = _alike(3 * r, self.devices).crossing
+        for side, (senders, receivers) in enumerate(((before, here), (here, behind))):
+            for b in range(1, self.count):
+                there, back = float(self.there[b]) * whole, float(self.back[b]) * whole
+                sides[side][b] = max(crossing(senders, receivers, there), crossing(receivers, senders, back))
+        busy = busy + sides[0][:, None] + sides[1][None, :]
+        leaves, shared = False, 1
+        if not self.devices.one_node:
+            groups = [here]
+            if setting.layout == "stages":
+                groups = [self.groups(setting, place, r)[1] for place in range(setting.places)]
+            leaves, shared = self.devices.exchange(groups, groups.index(here))
+        least, each = self._exchange(r, leaves, shared)
+        exchange = np.where(self.parameters > 0, least + each[None, :] - each[:, None], 0.0)
+        return setting.microbatches * busy + exchange
+
+    def held(self, setting: Setting, stages: int, stage: int) -> int:
+        """Micro-batches that a stage keeps at once."""
+        if setting.schedule in SINGLE:
+            return setting.microbatches if setting.schedule == "gpipe" else min(setting.microbatches, stages - stage)
+        places = setting.places
+        rank = rank_of(setting.schedule, stage, places)
+        own = [s for s in range(stages) if rank_of(setting.schedule, s, places) == rank]
+        peaks = _most_kept(setting.schedule, places, stages, setting.microbatches)[rank]
+        return max(counts[own.index(stage)] for counts in peaks)
+
+
+def _alike(count: int, devices: Devices) -> Devices:
+    """So many ranks on one node."""
+    return Devices((0,) * count, devices.within)
+
+
+_most_kept = functools.lru_cache(maxsize=1000)(most_kept)
+
+
+def _sums(values: Sequence[float]) -> np.ndarray:
+    """Sums of the first 0, 1, ... values."""
+    return np.concatenate([[0.0], np.cumsum(np.array(values, dtype=np.float64))])

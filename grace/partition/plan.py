@@ -1,0 +1,256 @@
+"""The plan of a pipeline: which stage has which nodes on which ranks, and what a step is expected to take."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grace.core.atomic_files import replacing
+from grace.core.version import __version__
+from grace.errors import ConfigError
+from grace.partition.graph import Graph
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
+"""torch's GPipe, 1F1B, Interleaved1F1B, InterleavedZeroBubble and ZBVZeroBubble."""
+UNEQUAL = ("gpipe", "1f1b")
+"""Schedules whose stages may have different numbers of replicas."""
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage, and what is expected of a rank that has it.
+
+    Attributes:
+        nodes: names, in the graph's order.
+        ranks: who has it: one rank for each replica. A rank may have several stages (interleaved schedules).
+        sends: names of the values that it hands to the next stage.
+        forward: seconds for a replica's rows of one micro-batch.
+        backward: likewise; with what is computed again where the plan says so.
+        crossing: seconds that ``sends`` takes to the next stage, for a micro-batch.
+        returning: seconds that their gradients take back.
+        sent: bytes of ``sends`` for the rows of a micro-batch, all replicas together.
+        returned: bytes of gradients that come back for them.
+        parameters: bytes.
+        exchange: seconds of the gradients' exchange over the replicas, tied parameters first; hidden or not.
+    """
+
+    nodes: tuple[str, ...]
+    ranks: tuple[int, ...]
+    sends: tuple[str, ...] = ()
+    forward: float = 0.0
+    backward: float = 0.0
+    crossing: float = 0.0
+    returning: float = 0.0
+    sent: float = 0.0
+    returned: float = 0.0
+    parameters: float = 0.0
+    exchange: float = 0.0
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks have it."""
+        return len(self.ranks)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A pipeline.
+
+    Attributes:
+        model: digest of the graph's structure (:attr:`grace.partition.graph.Graph.key`).
+        stages: in order.
+        batch: rows of a step, all replicas together.
+        microbatches: into how many a batch is cut; replica r of R has rows [r M/R, (r+1) M/R) of each of M rows.
+        schedule: one of :data:`SCHEDULES`.
+        recompute: whether backward computes a stage's forward again, and only what comes into the stage is kept.
+        layout: "replicas" if replicas of a stage are neighbours in the order of ranks, "stages" if stages are.
+        compressor: the spec of what compresses gradients.
+        seconds: of a step.
+        bubble: part of the step in which ranks neither compute nor send, on average.
+        exposed: seconds of the exchange that nothing hides.
+        memory: bytes on each rank, by rank.
+        limit: bytes that a rank may use; None where nobody said.
+        versions: of what wrote it.
+
+    >>> plan = Plan("k", (Stage(("a",), (0, 1)), Stage(("b",), (2,))), batch=8, microbatches=4)
+    >>> plan.world_size, plan.replicas, plan.place(1), Plan.from_dict(plan.to_dict()) == plan
+    (3, (2, 1), ((0, 1),), True)
+    """
+
+    model: str
+    stages: tuple[Stage, ...]
+    batch: int
+    microbatches: int
+    schedule: str = "1f1b"
+    recompute: bool = False
+    layout: str = "replicas"
+    compressor: str = "none"
+    seconds: float = 0.0
+    bubble: float = 0.0
+    exposed: float = 0.0
+    memory: tuple[float, ...] = ()
+    limit: float | None = None
+    versions: Mapping[str, Any] = field(default_factory=lambda: {"plan": VERSION, "grace": __version__})
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise ConfigError("a plan has at least one stage")
+        if self.schedule not in SCHEDULES:
+            raise ConfigError(f"schedule {self.schedule!r} is unknown; there are {', '.join(SCHEDULES)}")
+        if not (self.batch >= 1 and self.microbatches >= 1) or self.batch % self.microbatches:
+            raise ConfigError(f"{self.microbatches} micro-batches do not divide a batch of {self.batch} rows")
+        rows = self.batch // self.microbatches
+        for i, stage in enumerate(self.stages):
+            if not stage.ranks or len(set(stage.ranks)) < len(stage.ranks):
+                raise ConfigError(f"stage {i} needs ranks, each once, and has {list(stage.ranks)}")
+            if rows % stage.replicas:
+                raise ConfigError(f"the {stage.replicas} replicas of stage {i} do not divide {rows} rows")
+        if len(set(self.replicas)) > 1 and self.schedule not in UNEQUAL:
+            raise ConfigError(f"stages with different numbers of replicas need {' or '.join(UNEQUAL)}")
+        ranks = {rank for stage in self.stages for rank in stage.ranks}
+        if ranks != set(range(len(ranks))):
+            raise ConfigError(f"a plan's ranks must be 0 to N - 1, and these are {sorted(ranks)}")
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks it is for."""
+        return len({rank for stage in self.stages for rank in stage.ranks})
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Of each stage."""
+        return tuple(stage.replicas for stage in self.stages)
+
+    def place(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """(stage, replica) of each stage that a rank has, in the order of stages."""
+        return tuple((i, stage.ranks.index(rank)) for i, stage in enumerate(self.stages) if rank in stage.ranks)
+
+    def check(self, graph: Graph, ranks: int, versions: Mapping[str, Any] | None = None) -> None:
+        """Whether it is for this model and as many ranks.
+
+        Args:
+            graph: the model.
+            ranks: how many there are.
+            versions: of packages, which must be the plan's where it tells them.
+
+        Raises:
+            ConfigError: it is not; the message says what differs.
+        """
+        if self.model != graph.key:
+            raise ConfigError(
+                f"the plan is for another model ({self.model[:12]}, and this one is {graph.key[:12]}): plan again"
+            )
+        if self.world_size != ranks:
+            raise ConfigError(f"the plan is for {self.world_size} ranks, and there are {ranks}: plan again")
+        for name, version in (versions or {}).items():
+            if self.versions.get(name, version) != version:
+                raise ConfigError(f"the plan is of {name} {self.versions[name]}, and this is {version}: plan again")
+        sends = graph.passed_on([stage.nodes for stage in self.stages])
+        for i, (stage, names) in enumerate(zip(self.stages, [*sends, ()], strict=True)):
+            if stage.sends != names:
+                raise ConfigError(
+                    f"stage {i} of the plan sends {list(stage.sends)}, and later stages read {list(names)}"
+                )
+
+    def to_dict(self) -> dict[str, Any]:
+        """What JSON can hold."""
+        document = dataclasses.asdict(self)
+        document["versions"] = dict(self.versions)
+        return json.loads(json.dumps(document))  # type: ignore[no-any-return]  # tuples as lists
+
+    @classmethod
+    def from_dict(cls, document: Any, source: str = "the plan") -> "Plan":
+        """Read again.
+
+        Raises:
+            ConfigError: it is no plan, or one of another version; the message names the field.
+        """
+        if not isinstance(document, dict):
+            raise ConfigError(f"{source} is no plan of a pipeline: it must be an object")
+        version = document.get("versions", {}).get("plan") if isinstance(document.get("versions"), dict) else None
+        if version != VERSION:
+            raise ConfigError(f"{source} is no plan of version {VERSION} (its version is {version!r}): plan again")
+        stages = document.get("stages")
+        if not isinstance(stages, list):
+            raise ConfigError(f"{source}: stages must be a list")
+        made = tuple(_made(Stage, stage, f"{source}: stage {i}") for i, stage in enumerate(stages))
+        return _made(cls, {**document, "stages": []}, source, stages=made)  # type: ignore[no-any-return]
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a file, as JSON."""
+        with replacing(path) as draft:
+            draft.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Plan":
+        """Read a file.
+
+        Raises:
+            ConfigError: it is no plan.
+        """
+        try:
+            document = json.loads(Path(path).read_text())
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is no JSON: {error}") from None
+        return cls.from_dict(document, str(path))
+
+    def __str__(self) -> str:
+        """As a table."""
+        head = "stage", "nodes", "ranks", "forward ms", "backward ms", "exchange ms", "sends MB", "parameters MB"
+        rows: list[tuple[str, ...]] = [head]
+        for i, stage in enumerate(self.stages):
+            ends = stage.nodes[0] if len(stage.nodes) == 1 else f"{stage.nodes[0]} .. {stage.nodes[-1]}"
+            times = [f"{1e3 * seconds:.3f}" for seconds in (stage.forward, stage.backward, stage.exchange)]
+            sizes = [f"{nbytes / 1e6:.3f}" for nbytes in (stage.sent, stage.parameters)]
+            rows.append((str(i), f"{ends} ({len(stage.nodes)})", ", ".join(map(str, stage.ranks)), *times, *sizes))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([*lines, self.summary])
+
+    @property
+    def summary(self) -> str:
+        """What is the same for all stages, in a line."""
+        again = ", computing forward again" if self.recompute else ""
+        limit = "" if self.limit is None else f" of {self.limit / 1e9:.3f}"
+        full = f"; the fullest rank has {max(self.memory) / 1e9:.3f}{limit} GB" if self.memory else ""
+        return (
+            f"{self.schedule}, {self.microbatches} micro-batches of {self.batch // self.microbatches} rows{again}: "
+            f"{1e3 * self.seconds:.3f} ms a step, bubble {100 * self.bubble:.1f} %, exchange not hidden "
+            f"{1e3 * self.exposed:.3f} ms (compressor {self.compressor}){full}"
+        )
+
+
+def _made(kind: Any, document: Any, source: str, **given: Any) -> Any:
+    """A dataclass of a document whose fields were checked."""
+    if not isinstance(document, dict):
+        raise ConfigError(f"{source} must be an object")
+    fields = {one.name: one for one in dataclasses.fields(kind)}
+    for name, value in document.items():
+        if name not in fields:
+            raise ConfigError(f"{source}: the field {name!r} is unknown; there are {', '.join(fields)}")
+        wanted = str(fields[name].type).removeprefix("<class '").removesuffix("'>")
+        if not _is(value, wanted):
+            raise ConfigError(f"{source}: {name} must be {wanted}, not {value!r}")
+    for name, one in fields.items():
+        needed = one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
+        if needed and name not in document:
+            raise ConfigError(f"{source}: the field {name!r} is missing")
+    plain = {name: tuple(value) if isinstance(value, list) else value for name, value in document.items()}
+    return kind(**{**plain, **given})
+
+
+def _is(value: Any, kind: str) -> bool:
+    """Whether a value of JSON is of an annotated kind."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    whole = number and isinstance(value, int)
+    if "tuple" in kind:
+        of = {"str": str, "int": int, "float": (int, float)}.get(kind.split("[")[1].split(",")[0], object)
+        return isinstance(value, list) and all(isinstance(one, of) for one in value)  # type: ignore[arg-type]
+    if "Mapping" in kind:
+        return isinstance(value, dict)
+    if "None" in kind and value is None:
+        return True
+    return {"str": isinstance(value, str), "bool": isinstance(value, bool), "int": whole}.get(kind, number)

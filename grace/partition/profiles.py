@@ -1,0 +1,157 @@
+"""Graphs as JSON: Grace's own documents, and PipeDream's profiles.
+
+A document of Grace's has ``"graph": 1`` (its version) and the fields of :class:`~grace.partition.graph.Graph`. One of
+PipeDream's (Narayanan et al., SOSP 2019) has a row for each node, with milliseconds of forward and backward and bytes
+of its value and of its parameters, for one batch on a V100, and edges.
+"""
+
+import dataclasses
+import graphlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from grace.core.atomic_files import replacing
+from grace.core.variable import Variable
+from grace.errors import ConfigError
+from grace.partition.graph import Graph, Node
+
+VERSION = 1
+ROWS = {
+    "alexnet": 256,
+    "densenet121": 64,
+    "gnmt": 32,
+    "gnmt_large": 128,
+    "inception_v3": 128,
+    "resnet18": 256,
+    "resnet50": 128,
+    "squeezenet1_0": 256,
+    "vgg16": 128,
+}
+"""Rows of PipeDream's batches: bytes of the input over those of an image of 3 x 224 x 224 (299 x 299 of inception_v3)
+floats, or of a hidden state over 1,024 floats."""
+COLUMNS = ["id", "kind", "forward_ms", "backward_ms", "activation_bytes", "parameter_bytes"]
+VIEWS = ("View", "Size", "__getitem__")
+"""Kinds whose value is another one's memory."""
+
+
+def read(path: str | Path, rows: int | None = None) -> Graph:
+    """The graph of a file, of either kind.
+
+    Args:
+        path: the file.
+        rows: of the batch of a PipeDream profile; looked up in :data:`ROWS` by the model's name if left out.
+
+    Raises:
+        ConfigError: it is neither, of another version, or something in it cannot be.
+    """
+    try:
+        document = json.loads(Path(path).read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no JSON: {error}") from None
+    if isinstance(document, dict) and document.get("columns") == COLUMNS:
+        return of_pipedream(document, rows, str(path))
+    return of_dict(document, str(path))
+
+
+def write(graph: Graph, path: str | Path) -> None:
+    """Write a graph as a document of Grace's."""
+    with replacing(path) as draft:
+        draft.write_text(json.dumps(to_dict(graph), indent=1) + "\n")
+
+
+def to_dict(graph: Graph) -> dict[str, Any]:
+    """A graph as what JSON can hold; nodes leave out what has its default.
+
+    >>> graph = Graph((Node("a", ("x",), 4.0),), {"x": 8.0}, ("a",))
+    >>> to_dict(graph)["nodes"], of_dict(to_dict(graph)) == graph
+    ([{'name': 'a', 'inputs': ['x'], 'nbytes': 4.0}], True)
+    """
+    plain = dataclasses.asdict(Node(""))
+    nodes = [
+        {key: value for key, value in dataclasses.asdict(node).items() if key == "name" or value != plain[key]}
+        for node in graph.nodes
+    ]
+    document = {
+        "graph": VERSION,
+        "rows": graph.rows,
+        "inputs": dict(graph.inputs),
+        "outputs": graph.outputs,
+        "together": [sorted(group) for group in graph.together],
+        "variables": [dataclasses.asdict(variable) for variable in graph.variables],
+        "nodes": nodes,
+    }
+    return json.loads(json.dumps(document))  # type: ignore[no-any-return]  # tuples as lists
+
+
+def of_dict(document: Any, source: str = "the document") -> Graph:
+    """The graph of a document of Grace's.
+
+    Raises:
+        ConfigError: it is none, or of another version.
+    """
+    if not isinstance(document, dict) or "graph" not in document:
+        raise ConfigError(f"{source} is no graph: it needs the field graph (its version), or PipeDream's columns")
+    if document["graph"] != VERSION:
+        raise ConfigError(f"{source} is a graph of version {document['graph']!r}, and this reads version {VERSION}")
+    try:
+        nodes = tuple(
+            Node(**{**one, "inputs": tuple(one.get("inputs", ())), "parameters": dict(one.get("parameters", {}))})
+            for one in document["nodes"]
+        )
+        variables = tuple(Variable(**{**one, "shape": tuple(one["shape"])}) for one in document.get("variables", ()))
+        together = tuple(frozenset(group) for group in document.get("together", ()))
+        return Graph(nodes, dict(document["inputs"]), tuple(document["outputs"]), document["rows"], together, variables)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{source} is no graph: {type(error).__name__}: {error}") from None
+
+
+def of_pipedream(document: Any, rows: int | None = None, source: str = "the profile") -> Graph:
+    """The graph of a PipeDream document. Nodes that are called inputs are the model's, and loading takes no time.
+
+    Raises:
+        ConfigError: an edge has no node, there is a circle, or nobody knows the rows.
+    """
+    if rows is None:
+        named = re.search(r"profiles/(\w+)/graph\.txt", str(document.get("source", "")))
+        rows = ROWS.get(named[1]) if named else None
+        if rows is None:
+            raise ConfigError(f"{source} does not tell how many rows its batch has: give rows=")
+    try:
+        table = {row[0]: row for row in document["nodes"]}
+        reads: dict[str, list[str]] = {name: [] for name in table}
+        for start, end in document["edges"]:
+            reads[end].append(start)
+            table[start]
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise ConfigError(f"{source} is no profile of PipeDream's: {type(error).__name__}: {error}") from None
+    order = list(table)
+    place = {name: i for i, name in enumerate(order)}
+    if any(place[start] > place[end] for end, starts in reads.items() for start in starts):
+        try:
+            order = list(graphlib.TopologicalSorter(reads).static_order())
+        except graphlib.CycleError as error:
+            raise ConfigError(f"{source}: its edges go in a circle: {' -> '.join(error.args[1])}") from None
+    inputs = {name: float(row[4]) for name, row in table.items() if row[1].startswith("Input")}
+    nodes = []
+    for name in order:
+        _, kind, forward, backward, nbytes, parameters = table[name]
+        if name not in inputs:
+            nodes.append(
+                Node(
+                    name,
+                    tuple(reads[name]),
+                    nbytes=float(nbytes),
+                    forward=forward / 1e3,
+                    backward=backward / 1e3,
+                    kept=0.0 if kind in VIEWS else float(nbytes),
+                    parameters={f"{name}.parameters": float(parameters)} if parameters else {},
+                    kind=kind,
+                )
+            )
+    read_by = {start for start, _ in document["edges"]}
+    outputs = tuple(node.name for node in nodes if node.name not in read_by and node.kind != "__getitem__")
+    return Graph(tuple(nodes), inputs, outputs, rows)

@@ -1,0 +1,1 @@
+"""A model cut into stages by itself, whose replicas exchange compressed gradients."""

@@ -1,0 +1,397 @@
+"""``grace.torch.Pipeline``: a model cut into stages by itself, whose replicas exchange compressed gradients."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from grace.backends.runtime import current
+from grace.errors import ConfigError
+from grace.partition.plan import Plan
+from grace.torch.parameters import broadcast_parameters
+from grace.torch.pipeline import profile, schedules
+from grace.torch.pipeline.atoms import Atoms
+from grace.torch.pipeline.capture import capture
+from grace.torch.pipeline.cutting import Built, shapes_of
+from grace.torch.pipeline.exchange import Gradients
+from grace.torch.pipeline.loop import gathered, hand_over
+from grace.torch.pipeline.places import Places
+from grace.torch.pipeline.planning import Wanted, agreed, found, state_bytes
+from grace.torch.pipeline.rows import micro_batches, rows_of
+from grace.torch.pipeline.state import StateOfStages
+
+INPUTS = ("replica", "global", "rank0")
+
+
+class Pipeline(StateOfStages):
+    """A model that runs in stages on several ranks. Every rank must make it, and make the same calls.
+
+    Args:
+        model: any module that ``torch.export`` takes; it is not changed, and its parameters train in place, on each
+            rank those of its stages.
+        example_inputs: a tensor, a tuple of arguments, or ``(args, kwargs)`` with a tuple and a dict; the model is cut
+            for these. If left out, at the first batch.
+        loss_fn: of the model's output and the target; None for a model that returns its loss. It must be a mean over
+            rows.
+        optimizer: makes an optimizer of a list of parameters.
+        compressor, residual, communicator, strategy: as for :func:`grace.DistributedOptimizer` (``residual`` is Grace's
+            memory), of the exchange over each stage's replicas. A stage with one replica exchanges nothing.
+        microbatches, stages: how many; or several numbers that may be, as of all that follow.
+        replicas: how many of every stage, or a list with one number for each stage.
+        schedule: "gpipe", "1f1b", "interleaved", "zero_bubble" or "zbv"; the first two are tried if left out.
+        recompute: keep only what comes into a stage, and compute forward again for backward; None tries both.
+        cuts: names of the last nodes of all stages but the last.
+        blocks: from how many blocks stages are made.
+        memory: bytes of a device; no limit if left out. ``memory_margin`` of them stays free.
+        links: what connects ranks (:class:`grace.planner.network.Links`, or ``Costs``); 10 Gbit/s if left out.
+        plan: a :class:`~grace.partition.plan.Plan`, or a file: written if it is not there, or else read.
+        inputs: who gives which rows. "replica": all ranks of a replica give that replica's rows; "global": all ranks
+            give the whole batch; "rank0": rank 0's counts. By default "replica" where all stages have as many replicas,
+            else "global".
+        grad_scaler: a ``torch.amp.GradScaler``.
+        whole: names of inputs that have no rows, though their first dimension has as many elements as the batch.
+        profiles: the file of measured seconds; None measures anew.
+        init: of a model on ``meta``: called with each module whose tensors were made on this rank, to fill them; by
+            default its ``reset_parameters()`` is.
+        options: further ones of :func:`grace.DistributedOptimizer`: seed, op, bucket_bytes.
+
+    Raises:
+        ConfigError: what was given cannot work.
+
+    >>> import grace
+    >>> _ = grace.init("local")
+    >>> x, y = torch.ones(4, 2), torch.zeros(4, 1)
+    >>> sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+    >>> engine = Pipeline(torch.nn.Linear(2, 1), x, torch.nn.functional.mse_loss, optimizer=sgd, microbatches=2)
+    >>> losses = [engine.step(x, y).item() for _ in range(3)]
+    >>> losses[2] < losses[0]
+    True
+    >>> grace.shutdown()
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        example_inputs: Any = None,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        *,
+        optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
+        compressor: Any = None,
+        residual: Any = None,
+        communicator: Any = None,
+        strategy: Any = None,
+        microbatches: Any = None,
+        stages: Any = None,
+        replicas: Any = None,
+        schedule: Any = None,
+        recompute: bool | None = False,
+        cuts: Sequence[str] | None = None,
+        blocks: int = 32,
+        memory: float | None = None,
+        memory_margin: float = 0.1,
+        links: Any = None,
+        plan: Any = None,
+        inputs: str | None = None,
+        grad_scaler: Any = None,
+        whole: Sequence[str] = (),
+        profiles: Any = None,
+        init: Any = None,
+        **options: Any,
+    ):
+        if inputs not in (None, *INPUTS):
+            raise ConfigError(f"inputs must be one of {', '.join(INPUTS)}, not {inputs!r}")
+        searched = stages, replicas, microbatches, schedule, recompute, cuts, blocks, memory, memory_margin, links
+        self.wanted = Wanted(*searched, compressor, residual, communicator)
+        self.backend = current()
+        if self.backend.name not in ("torch", "local"):
+            raise ConfigError(
+                f"a pipeline needs torch.distributed, which moves tensors between two ranks, and this run is over "
+                f"{self.backend.name}: start it with torchrun or grace launch, or call grace.init('torch')"
+            )
+        self.model, self.loss_fn, self.make_optimizer, self.scaler = model, loss_fn, optimizer, grad_scaler
+        self.given_plan, self.given_inputs, self.whole, self.profiles = plan, inputs, whole, profiles
+        named = {"compressor": compressor, "memory": residual, "communicator": communicator, "strategy": strategy}
+        self.options = {**options, **{name: value for name, value in named.items() if value is not None}}
+        self.training, self._syncing, self._pending = model.training, True, False
+        self._built: dict[Any, Built] = {}
+        self.plan: Plan | None = None
+        self.steps = 0
+        self.init, device = init, next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.device = torch.device("cpu") if device.type == "meta" else device
+        _check_plain(model)
+        if example_inputs is not None:
+            self._cut(*_call(example_inputs))
+
+    # -- the cut ------------------------------------------------------------------------------------------
+
+    def _cut(self, args: Any, kwargs: Any) -> None:
+        """Plan, and take this rank's stages."""
+        self.model.train(True)
+        captured = capture(self.model, args, kwargs)
+        atoms = Atoms(captured)
+        if unknown := [name for name in self.whole if name not in captured.inputs]:
+            raise ConfigError(
+                f"whole= names {unknown[0]!r}, which is no input of the model: {', '.join(captured.inputs)}"
+            )
+        self._captured = captured
+        rows = rows_of(captured.flat(args, kwargs), [name in self.whole for name in captured.inputs])
+        bare = atoms.graph(rows)
+        unequal = isinstance(self.wanted.replicas, (list, tuple)) and len(set(self.wanted.replicas)) > 1
+        each = self.given_inputs == "replica" or (self.given_inputs is None and not unequal)
+
+        def make() -> Plan:
+            dry = any(p.is_meta for p in self.model.parameters())
+            flat = captured.flat(args, kwargs)
+            costs = profile.estimated(atoms) if dry else profile.measured(atoms, flat, self.profiles)
+            state = state_bytes(self.make_optimizer)
+            return found(atoms.graph(rows, costs), self.backend.size, rows, each, self.wanted, state)
+
+        self.plan = plan = agreed(self.given_plan, make, bare, self.backend)
+        self.places = places = Places(plan, self.backend)
+        self.inputs = self.given_inputs or ("replica" if places.equal else "global")
+        if self.inputs == "replica" and not places.equal:
+            raise ConfigError("inputs='replica' needs as many replicas of each stage: use inputs='global'")
+        self.nodes = [stage.nodes for stage in plan.stages]
+        self._own_tensors(atoms)
+        self._materialize(self.init)
+        self.gradients = Gradients(self.owned, self.parameters, self.make_optimizer, places, self.scaler, self.options)
+        if self.buffers and places.own.size > 1:
+            broadcast_parameters(self.buffers, 0, places.own)
+
+    @property
+    def optimizer(self) -> Any:
+        """This rank's, of its stages' parameters; where they have none, one of a number that stands in for them."""
+        self._planned()
+        return self.gradients.optimizer
+
+    @property
+    def stage(self) -> int:
+        """The number of this rank's first stage."""
+        self._planned()
+        return self.places.stages[0]
+
+    @property
+    def replica(self) -> int:
+        """Which replica of its stages this rank is; with :attr:`replicas`, what a DistributedSampler asks for."""
+        self._planned()
+        return self.places.replica
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas of this rank's stages there are."""
+        self._planned()
+        return self.places.replicas[self.stage]
+
+    def _chunks(self, args: Any, kwargs: Any, target: Any) -> tuple[Built, list[Any], list[Any]]:
+        """Stages for these shapes, and of each micro-batch the inputs of this rank's stages, and the target."""
+        if self.plan is None:
+            self._cut(args, kwargs)
+        if self.inputs == "rank0":
+            args, kwargs, target = self._from_rank_0(args, kwargs, target)
+        assert self.plan is not None
+        count, place = self.plan.microbatches, self.places.place(self.stage)
+        captured = self._captured
+        leaves, spec = captured.flat(args, kwargs), captured.in_spec
+        whole = [name in self.whole for name in captured.inputs]
+        rows = rows_of(leaves, whole)
+        cut = micro_batches(leaves, rows, count, place, self.inputs != "replica", whole)
+        first = pytree.tree_unflatten(cut[0], spec)
+        key = (self.training, shapes_of(cut[0]))
+        if key not in self._built:
+            self.model.train(self.training)
+            holders = {**self.gradients.holders, **self.buffer_holders}
+            self._built[key] = Built(
+                self.model,
+                first[0],
+                first[1],
+                self.nodes,
+                self.training,
+                holders,
+                self.places,
+                self.device,
+                self.plan.recompute,
+                whole,
+            )
+        built = self._built[key]
+        flat = [built.captured.flat(*pytree.tree_unflatten(one, spec)) for one in cut]
+        targets, target_spec = pytree.tree_flatten(target)
+        last = self.places.place(len(self.nodes) - 1) if self.inputs != "replica" else place
+        if self.inputs != "replica" and len(self.nodes) - 1 not in self.places.stages:
+            last = place  # it computes no loss
+        parts = micro_batches(targets, rows, count, last, self.inputs != "replica")
+        return built, [built.inputs(one) for one in flat], [pytree.tree_unflatten(one, target_spec) for one in parts]
+
+    def _from_rank_0(self, *given: Any) -> Any:
+        leaves, spec = pytree.tree_flatten(given)
+        tensors = [one for one in leaves if isinstance(one, torch.Tensor)]
+        known = self.backend.allgather_object([(tuple(t.shape), t.dtype) for t in tensors])[0]
+        if len(known) != len(tensors):
+            raise ConfigError("with inputs='rank0' all ranks call with as many tensors; others' may be empty")
+        filled = iter(
+            self.places.from_rank(
+                t.contiguous() if self.backend.rank == 0 else torch.empty(shape, dtype=dtype, device=self.device), 0
+            )
+            for t, (shape, dtype) in zip(tensors, known, strict=True)
+        )
+        return pytree.tree_unflatten([next(filled) if isinstance(one, torch.Tensor) else one for one in leaves], spec)
+
+    # -- training -----------------------------------------------------------------------------------------
+
+    def _loss(self, built: Built) -> Callable[[Any, Any], torch.Tensor]:
+        scale = 1.0
+        if self.scaler is not None and self.scaler.is_enabled():
+            self.scaler.scale(torch.zeros((), device=self.device))  # it begins with its first loss
+            scale = self.scaler.get_scale()
+
+        def loss(flat: Any, target: Any) -> torch.Tensor:
+            output = built.output(flat)
+            value = output if self.loss_fn is None else self.loss_fn(output, target)
+            if not isinstance(value, torch.Tensor) or value.numel() != 1:
+                raise ConfigError("the loss must be a tensor of one element, a mean over rows: give loss_fn=")
+            return value * scale if scale != 1.0 else value
+
+        self._scale = scale
+        return loss
+
+    def _run(self, args: Any, kwargs: Any, target: Any) -> torch.Tensor:
+        """The schedule; gradients of it alone are in ``p.grad``, as means over micro-batches, in units of the loss
+        scale. Returns the loss, the mean over all rows, on all ranks."""
+        built, chunks, targets = self._chunks(args, kwargs, target)
+        assert self.plan is not None
+        loss = self._loss(built)
+        if built.schedule is None:
+            built.schedule = schedules.schedule_of(self.plan.schedule, built.stages, self.plan.microbatches, loss)
+        built.schedule._loss_fn = loss
+        with self.places.telling(f"step {self.steps} of the pipeline"):
+            losses = schedules.run(built.schedule, built.stages, chunks, targets)
+        self.steps += 1
+        factor = self.gradients.factor(self.plan.microbatches)
+        with torch.no_grad():
+            for p in self.parameters.values():
+                if p.grad is not None and factor != 1.0:
+                    p.grad.mul_(factor)
+        shares = len(losses) * self.places.replicas[-1] * self._scale
+        total = sum(float(one) for one in losses) / shares if losses else 0.0
+        return torch.tensor(self.places.total(total))
+
+    def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Clear gradients, forward and backward of all micro-batches, exchange, and update.
+
+        Args:
+            args, kwargs: of the model; with a ``loss_fn`` the last of ``args`` is the target.
+
+        Returns:
+            The mean loss over all rows, on every rank.
+        """
+        args, target = self._with_target(args)
+        if not self.training:
+            raise ConfigError("the pipeline is evaluating: call engine.train() before engine.step()")
+        if self.plan is None:
+            self._cut(args, kwargs)
+        if not self._pending:
+            self.gradients.zero_grad()
+        loss = hand_over(self, lambda: self._run(args, kwargs, target)).detach()
+        self.gradients.ready = self._pending = True
+        if self._syncing:
+            self._pending = False
+            self.gradients.step()
+            if self.scaler is not None:
+                self.scaler.update()
+        return loss
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """In training: forward and backward of all micro-batches; the loss, whose ``backward()`` adds the gradients to
+        ``p.grad``. In evaluation: the model's outputs of this replica's rows, on every rank."""
+        if not self.training:
+            return self.evaluate(*args, **kwargs)
+        args, target = self._with_target(args)
+        if self.plan is None:
+            self._cut(args, kwargs)
+        return hand_over(self, lambda: self._run(args, kwargs, target), later=True)
+
+    def _with_target(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
+        if self.loss_fn is None:
+            return args, None
+        if len(args) < 2:
+            raise ConfigError("call it with the model's arguments and then the target that loss_fn takes")
+        return args[:-1], args[-1]
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """``step()`` in this context only accumulates; the next one outside exchanges and updates."""
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    def exchange(self) -> None:
+        """Exchange the gradients, so that ``p.grad`` holds the means over all rows; ``optimizer.step()`` does so if it
+        was not done."""
+        self.gradients.exchange()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients."""
+        self._pending = False
+        if self.plan is not None:
+            self.gradients.zero_grad(set_to_none)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """As ``torch.nn.utils.clip_grad_norm_`` of the whole model; it exchanges first.
+
+        Returns:
+            The norm before, on every rank.
+        """
+        self.exchange()
+        return self.gradients.clip_norm(float(max_norm), float(norm_type))
+
+    # -- evaluation ---------------------------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> "Pipeline":
+        """As ``Module.train``."""
+        self.training = mode
+        return self
+
+    def eval(self) -> "Pipeline":
+        """As ``Module.eval``."""
+        return self.train(False)
+
+    def evaluate(self, *args: Any, gather: bool = False, **kwargs: Any) -> Any:
+        """The model's outputs, without gradients, on every rank.
+
+        Args:
+            args, kwargs: of the model, without a target.
+            gather: of the rows of all replicas, and not of this one's alone.
+        """
+        built, chunks, _ = self._chunks(args, kwargs, None)
+        with self.places.telling("the pipeline's evaluation"):
+            outputs = schedules.forward(built.stages, chunks)
+        apart = self.inputs == "replica"
+        return built.output(gathered(outputs, self.places, gather or not apart, apart))
+
+
+def _call(example: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """(args, kwargs) of example inputs."""
+    if (
+        isinstance(example, tuple)
+        and len(example) == 2
+        and isinstance(example[0], tuple)
+        and isinstance(example[1], dict)
+    ):
+        return example[0], example[1]
+    return (tuple(example) if isinstance(example, (tuple, list)) else (example,)), {}
+
+
+def _check_plain(model: torch.nn.Module) -> None:
+    for name, p in model.named_parameters():
+        if type(p) not in (torch.nn.Parameter, torch.Tensor) and not type(p).__module__.startswith("torch.nn.param"):
+            raise ConfigError(
+                f"the parameter {name!r} is a {type(p).__name__}: sharded parameters (ZeRO, FSDP, tensor parallelism) "
+                "inside stages are not supported; give the plain model, whose stages the pipeline shares out"
+            )
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        raise ConfigError(
+            "give the model itself, and not DistributedDataParallel: the pipeline has replicas of its own"
+        )

@@ -1,0 +1,133 @@
+"""The plan that a pipeline runs by: what the user gave, a file, or one that is searched for."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grace.backends.runtime import from_root
+from grace.core.backend import Backend
+from grace.errors import ConfigError
+from grace.partition.graph import Graph
+from grace.partition.plan import SCHEDULES, Plan
+from grace.partition.search import plan as search
+from grace.planner.network import Links
+from grace.session.versions import public
+
+USUAL = Links(1.25e9, 50e-6)
+"""10 Gbit/s, where nobody says what connects ranks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What the user leaves to the search, and what not; as :class:`grace.torch.Pipeline` takes it."""
+
+    stages: Any = None
+    replicas: Any = None
+    microbatches: Any = None
+    schedule: Any = None
+    recompute: bool | None = False
+    cuts: Sequence[str] | None = None
+    blocks: int = 32
+    memory: float | None = None
+    memory_margin: float = 0.1
+    links: Any = None
+    compressor: Any = None
+    residual: Any = None
+    communicator: Any = None
+
+    def __post_init__(self) -> None:
+        names = (self.schedule,) if isinstance(self.schedule, str) else self.schedule or ()
+        if unknown := [name for name in names if name not in SCHEDULES]:
+            raise ConfigError(f"schedule {unknown[0]!r} is unknown; there are {', '.join(SCHEDULES)}")
+        for name in ("stages", "replicas", "microbatches"):
+            given = getattr(self, name)
+            several = isinstance(given, Sequence) and not isinstance(given, str)
+            for one in given if several else (given,):
+                if one is not None and (not isinstance(one, int) or isinstance(one, bool) or one < 1):
+                    raise ConfigError(f"{name} must be a whole number of at least 1, not {one!r}")
+
+
+def found(graph: Graph, ranks: int, rows: int, each: bool, wanted: Wanted, state: float) -> Plan:
+    """The plan with the most rows per second.
+
+    Args:
+        graph: measured.
+        ranks: that there are.
+        rows: of the example, one replica's or all replicas'.
+        each: whether they are those of one replica: then all stages have as many replicas, unless the user says how
+            many each has.
+        wanted: what the user wants.
+        state: bytes of the optimizer's state for each byte of parameters.
+
+    Raises:
+        ConfigError: nothing fits.
+    """
+    options = dataclasses.asdict(dataclasses.replace(wanted, links=None))
+    del options["links"]
+    unequal = isinstance(wanted.replicas, (list, tuple))
+    counts: list[Any] = [None]
+    if each and not unequal:
+        counts = [r for r in range(1, ranks + 1) if ranks % r == 0 and wanted.replicas in (None, r)]
+        if wanted.stages is not None and isinstance(wanted.stages, int) and wanted.replicas is None:
+            counts = [r for r in counts if wanted.stages % (ranks // r) == 0]
+    plans, error = list[Plan](), ConfigError(f"{ranks} ranks cannot have {wanted.replicas} replicas of every stage")
+    for replicas in counts:
+        batch = rows * (replicas or (max(wanted.replicas) if each and unequal else 1))
+        given = {**options, "replicas": wanted.replicas if replicas is None else replicas}
+        try:
+            plans.append(search(graph, ranks, batch, wanted.links or USUAL, optimizer_state=state, **given))
+        except ConfigError as refused:
+            error = refused
+    if not plans:
+        raise error
+    return max(plans, key=lambda plan: plan.batch / max(plan.seconds, 1e-12))
+
+
+def state_bytes(make_optimizer: Callable[..., Any]) -> float:
+    """Bytes that an optimizer keeps for each byte of its parameters, found by a step with a small one.
+
+    >>> state_bytes(lambda parameters: torch.optim.Adam(parameters))
+    2.0
+    """
+    p = torch.nn.Parameter(torch.zeros(8, 8))
+    p.grad = torch.ones(8, 8)
+    try:
+        optimizer = make_optimizer([p])
+        optimizer.step()
+        kept = [one for one in optimizer.state[p].values() if isinstance(one, torch.Tensor) and one.numel() > 1]
+    except Exception:  # it wants the model's own parameters
+        return 1.0
+    return sum(one.nbytes for one in kept) / p.nbytes
+
+
+def agreed(plan: Any, make: Callable[[], Plan], graph: Graph, backend: Backend) -> Plan:
+    """The plan of all ranks, which is rank 0's: the user's, a file's, or one that is made (and written to the file).
+
+    Args:
+        plan: a Plan, a file, or None.
+        make: makes one.
+        graph: which it is to be for.
+        backend: all ranks; every rank must call it.
+    """
+    versions = {"torch": public(torch.__version__)}
+
+    def on_root() -> Plan:
+        if isinstance(plan, Plan):
+            return plan
+        if plan is not None and not isinstance(plan, (str, os.PathLike)):
+            raise ConfigError(f"plan= must be a file or a Plan, not {plan!r}")
+        if plan is not None and Path(plan).exists():
+            return Plan.load(Path(plan))
+        new = make()
+        new = dataclasses.replace(new, versions={**new.versions, **versions})
+        if plan is not None:
+            new.save(Path(plan))
+        return new
+
+    chosen = from_root(on_root) if backend.size > 1 else on_root()
+    chosen.check(graph, backend.size, versions)
+    return chosen

@@ -1,0 +1,249 @@
+"""What each atomic subcomponent takes: measured seconds, or seconds from FLOPs and bytes where nothing is run."""
+
+import contextlib
+import hashlib
+import json
+import os
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
+
+from grace.core.atomic_files import replacing
+from grace.torch.pipeline.atoms import Atoms, storages_of, tensors_of
+from grace.torch.pipeline.capture import values, written
+
+REPEATS, MOST, SPREAD, SECONDS = 5, 30, 0.1, 0.1
+"""At least and at most so many runs of a node, until the middle half of them lies within so much of the median, and no
+longer than so many seconds."""
+FLOPS, BYTES, OVERHEAD = 50e9, 10e9, 5e-6
+"""Of a processor core, per second, and seconds of starting an operation: a dry run's, unless one knows better."""
+VERSION = 1
+
+Costs = dict[str, dict[str, float]]
+
+
+def cache_file() -> Path:
+    """Where profiles are kept: in ``$XDG_CACHE_HOME/grace``, or else ``~/.cache/grace``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grace" / "pipeline-profiles.json"
+
+
+_memory: dict[str, list[float]] = {}
+
+
+def measured(atoms: Atoms, flat: Sequence[Any], file: str | Path | None = None) -> Costs:
+    """Seconds of forward and backward and bytes kept, of each atomic subcomponent, by running it on real inputs.
+
+    Identical subgraphs (operations, shapes, dtypes, devices) are measured once, in this process and, if there is a
+    ``file``, in all that know it.
+
+    Args:
+        atoms: of a model whose parameters have values.
+        flat: the inputs that it was captured with.
+        file: of profiles.
+
+    >>> from grace.torch.pipeline.capture import capture
+    >>> x = torch.ones(4, 2)
+    >>> costs = measured(Atoms(capture(torch.nn.Linear(2, 3), (x,))), [x])
+    >>> sorted(costs["linear"]), costs["linear"]["forward"] > 0
+    (['backward', 'forward', 'kept', 'overhead'], True)
+    """
+    known = _read(file)
+    before = dict(known)
+    found = _Measure(atoms, known).costs(flat)
+    if file is not None and known != before:
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        with replacing(file) as draft:
+            draft.write_text(json.dumps({"version": VERSION, "seconds": {**_read(file), **known}}))
+    return found
+
+
+def _read(file: str | Path | None) -> dict[str, list[float]]:
+    if file is None:
+        return _memory
+    with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):  # damaged: measured again
+        document = json.loads(Path(file).read_text())
+        if document["version"] == VERSION:
+            return {**_memory, **document["seconds"]}
+    return dict(_memory)
+
+
+class _Measure(fx.Interpreter):
+    """Runs the graph once with real values, and each node on the way as often as it takes."""
+
+    def __init__(self, atoms: Atoms, known: dict[str, list[float]]):
+        super().__init__(atoms.captured.module)
+        self.atoms, self.known, self.found = atoms, known, dict[str, list[float]]()
+
+    def costs(self, flat: Sequence[Any]) -> Costs:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            self.run(*(_copied(one) for one in flat), enable_io_processing=False)
+        _memory.update(self.known)
+        kept = kept_bytes(self.atoms)
+        overhead = min((min(seconds) for seconds in self.found.values()), default=0.0)
+        return {
+            name: {"forward": forward, "backward": backward, "kept": kept[name], "overhead": min(overhead, forward)}
+            for name, (forward, backward) in self.found.items()
+        }
+
+    def fetch_attr(self, target: str) -> Any:
+        return _copied(self.atoms.captured.attributes[target])  # what is written here is not the model's
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op == "output":
+            return None
+        if n.op == "get_attr":
+            return self.fetch_attr(str(n.target))
+        if n in self.atoms.dynamic:
+            key = self._key(n)
+            if key not in self.known:
+                self.known[key] = list(self._seconds(n))
+            self.found[n.name] = self.known[key]
+        with torch.no_grad():
+            return super().run_node(n)
+
+    def _key(self, node: fx.Node) -> str:
+        """Digest of a node with the constants that feed it."""
+        named: dict[fx.Node, int] = {}
+        lines = [str(torch.get_num_threads()), str(torch.is_autocast_enabled()), str(torch.__version__)]
+        for one in (*self.atoms.reads(node), *self.atoms.constants(node), node):
+            named[one] = len(named)
+            value = self.atoms.values[one]
+            shapes = [
+                (tuple(t.shape), t.stride(), str(t.dtype), str(t.device), t.requires_grad) for t in tensors_of(value)
+            ]
+            args = fx.map_arg((one.args, one.kwargs), lambda other: f"%{named.get(other)}")
+            lines.append(f"{'' if one.op != 'call_function' else one.target} {args} {shapes}")
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
+
+    def _seconds(self, node: fx.Node) -> tuple[float, float]:
+        reads, constants = self.atoms.reads(node), self.atoms.constants(node)
+        writes = bool(written(node))
+        forward, backward = list[float](), list[float]()
+        start = time.perf_counter()
+        while True:
+            env: dict[fx.Node, Any] = {}
+            for one in (*reads, *(one for one in constants if one.op == "get_attr")):
+                grad = self.atoms.values[one]
+                value = self.fetch_attr(str(one.target)) if one.op == "get_attr" else self.env[one]
+                env[one] = pytree.tree_map(_leaf, value, grad)
+            given = [t for one in env.values() for t in tensors_of(one) if t.requires_grad]
+            if writes:  # which leaves cannot be
+                env = pytree.tree_map_only(torch.Tensor, torch.clone, env)
+            began = _now(env)
+            for one in (*constants, node):
+                if one not in env:
+                    args, kwargs = fx.map_arg((one.args, one.kwargs), env.__getitem__)
+                    env[one] = one.target(*args, **kwargs)  # type: ignore[operator]
+            forward.append(_now(env) - began)
+            outputs = [t for t in tensors_of(env[node]) if t.requires_grad]
+            if outputs and given:
+                ones = [torch.ones_like(t) for t in outputs]
+                began = _now(env)
+                torch.autograd.grad(outputs, given, ones, allow_unused=True)
+                backward.append(_now(env) - began)
+            spent = time.perf_counter() - start
+            if len(forward) >= MOST or (len(forward) >= REPEATS and (_steady(forward, backward) or spent > SECONDS)):
+                return statistics.median(forward), statistics.median(backward or [0.0])
+
+
+def _steady(*runs: Sequence[float]) -> bool:
+    for seconds in runs:
+        if seconds:
+            low, middle, high = statistics.quantiles(seconds, n=4)
+            if high - low > SPREAD * middle:
+                return False
+    return True
+
+
+def _now(env: Mapping[fx.Node, Any]) -> float:
+    """The time, when the device is done."""
+    for value in env.values():
+        for tensor in tensors_of(value):
+            if tensor.is_cuda:
+                torch.cuda.synchronize(tensor.device)
+                return time.perf_counter()
+    return time.perf_counter()
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _leaf(value: Any, like: Any) -> Any:
+    """A value as a node reads it, with a gradient of its own."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    wants = bool(getattr(like, "requires_grad", False)) and (value.is_floating_point() or value.is_complex())
+    return value.detach().requires_grad_(wants)
+
+
+def kept_bytes(atoms: Atoms) -> dict[str, float]:
+    """Bytes that autograd keeps of each node's forward for its backward: distinct storages, each at the node that is
+    the first to keep it; parameters, buffers and the model's inputs left out."""
+    kept, seen, fakes = dict.fromkeys((node.name for node in atoms.dynamic), 0.0), set[int](), list[Any]()
+    feeds = {one: node.name for node in reversed(atoms.dynamic) for one in (*atoms.constants(node), node)}
+    given = {node.name for node in atoms.order if node.op in ("get_attr", "placeholder")}
+
+    def around(node: fx.Node) -> Any:
+        def save(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in seen and node.name not in given and node in feeds:
+                seen.add(storage._cdata)
+                fakes.append(tensor)  # or another storage would get its number
+                kept[feeds[node]] += storage.nbytes()
+            return tensor
+
+        return torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
+
+    def known(node: fx.Node, value: Any) -> None:
+        seen.update(storages_of(value))
+
+    values(atoms.captured, around=around, given=known)
+    return kept
+
+
+def estimated(atoms: Atoms, flops: float = FLOPS, nbytes: float = BYTES, overhead: float = OVERHEAD) -> Costs:
+    """The same without running anything: forward = overhead + max(FLOPs / ``flops``, bytes / ``nbytes``), backward
+    twice what is not overhead.
+
+    Args:
+        atoms: of a model that may be on ``meta``.
+        flops: per second.
+        nbytes: that memory moves per second.
+        overhead: seconds of starting an operation.
+    """
+    counts: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def around(node: fx.Node) -> Iterator[None]:
+        with FlopCounterMode(display=False) as counter:
+            yield
+        counts[node.name] = float(counter.get_total_flops())
+
+    values(atoms.captured, around=around)
+    kept, found = kept_bytes(atoms), Costs()
+    for node in atoms.dynamic:
+        own = (*atoms.constants(node), node)
+        moved = sum(t.nbytes for one in {*own, *atoms.reads(node)} for t in tensors_of(atoms.values[one]))
+        view = bool(tensors_of(atoms.values[node])) and not written(node) and _is_view(atoms, node)
+        work = 0.0 if view else max(sum(counts.get(one.name, 0.0) for one in own) / flops, moved / nbytes)
+        back = any(t.requires_grad for t in tensors_of(atoms.values[node]))
+        found[node.name] = {
+            "forward": overhead + work,
+            "backward": overhead + 2 * work if back else 0.0,
+            "kept": kept[node.name],
+            "overhead": overhead,
+        }
+    return found
+
+
+def _is_view(atoms: Atoms, node: fx.Node) -> bool:
+    read = set[int]().union(*(atoms.storages[one] for one in node.all_input_nodes))
+    return bool(atoms.storages[node]) and atoms.storages[node] <= read

@@ -1,0 +1,210 @@
+"""Pipelines from their making to their end."""
+
+import json
+import os
+
+import pytest
+import torch
+from torch import nn
+
+import grace
+from grace.partition.plan import Plan
+from tests.support.pipelines import ROWS, alone, batch, loss_fn, made, piped, sgd
+from tests.support.pool import RankFailure
+from tests.support.pools import ranks_of
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture
+def local():
+    grace.shutdown()
+    grace.init("local")
+    yield
+    grace.shutdown()
+
+
+@pytest.mark.parametrize("name", ["OneOperation", "Residual", "Several"])
+def test_one_process_is_a_pipeline_of_one_stage(local, name):
+    losses, gradients, state = alone(name, 2, 2)
+    got, own, values, place = piped(name, 2, microbatches=2, stages=1)
+    assert got == pytest.approx(losses, rel=1e-5)
+    assert all(torch.allclose(own[key], gradients[key], rtol=1e-4, atol=1e-6) for key in gradients)
+    assert all(torch.allclose(values[key], state[key], rtol=1e-4, atol=1e-6) for key in values)
+    assert place == (0, 0)
+
+
+def model_of(**settings):
+    args, kwargs, _ = batch("Residual")
+    return grace.torch.Pipeline(made("Residual"), (args, kwargs), loss_fn, optimizer=sgd, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"schedule": "2f2b"}, "schedule '2f2b' is unknown; there are gpipe"),
+        ({"microbatches": 0}, "microbatches must be a whole number of at least 1, not 0"),
+        ({"inputs": "some"}, "inputs must be one of replica"),
+        ({"plan": 3}, "plan= must be a file or a Plan"),
+        ({"stages": 1, "memory": 100.0}, "memory"),
+    ],
+)
+def test_what_cannot_work_is_refused(local, settings, message):
+    with pytest.raises(grace.ConfigError, match=message):
+        model_of(**settings)
+
+
+def test_sharded_and_wrapped_models_are_refused(local):
+    class Sharded(torch.Tensor):
+        pass
+
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(torch.ones(2, 2).as_subclass(Sharded))
+    with pytest.raises(grace.ConfigError, match="'weight' is a Sharded"):
+        grace.torch.Pipeline(model, torch.ones(2, 2), loss_fn, optimizer=sgd)
+
+
+def test_optimizers_that_are_none_are_refused(local):
+    with pytest.raises(grace.ConfigError, match="made a NoneType"):
+        grace.torch.Pipeline(made("Residual"), batch("Residual")[0], loss_fn, optimizer=lambda ps: None)
+    with pytest.raises(grace.ConfigError, match=r"optimizer= left out 'head.bias'"):
+        grace.torch.Pipeline(made("Residual"), batch("Residual")[0], loss_fn, optimizer=lambda ps: sgd(ps[:-1]))
+
+
+def with_file(file, settings):
+    engine = model_of(plan=file, **settings)
+    args, _, target = batch("Residual")
+    return engine.step(*args, target).item(), engine.plan
+
+
+def test_a_plan_is_written_and_read_and_refused(tmp_path):
+    file = tmp_path / "plan.json"
+    first, plan = ranks_of(2).run(with_file, file, {"stages": 2, "microbatches": 2, "schedule": "1f1b"})[1]
+    assert Plan.load(file) == plan
+    assert (plan.replicas, plan.microbatches, plan.schedule) == ((1, 1), 2, "1f1b")
+    again, read = ranks_of(2).run(with_file, file, {})[0]  # what it says counts
+    assert (again, read) == (first, plan)
+    ranks_of(2).run(refused, file, "is of torch 1.0")
+    document = json.loads(file.read_text())
+    file.write_text(json.dumps({**document, "model": "other"}))
+    ranks_of(2).run(refused, file, "for another model")
+
+
+def refused(file, message):
+    document = json.loads(file.read_text())
+    plan = Plan.from_dict(document)
+    if message.startswith("is of"):
+        plan = Plan.from_dict({**document, "versions": {**document["versions"], "torch": "1.0"}})
+    with pytest.raises(grace.ConfigError, match=message):
+        model_of(plan=plan)
+
+
+def chosen():
+    engine = model_of()
+    args, _, target = batch("Residual")
+    engine.step(*args, target)
+    return engine.plan, str(engine.plan), {key: engine.parameter(key) for key, _ in engine.model.named_parameters()}
+
+
+def test_the_plan_is_found_if_nobody_gives_one():
+    (plan, text, values), (other, _, same) = ranks_of(2).run(chosen)
+    assert plan == other
+    assert plan.world_size == 2
+    assert "micro-batches" in text
+    assert all(torch.equal(value, same[key]) for key, value in values.items())
+
+
+def fill(module):
+    torch.manual_seed(sum(p.numel() for p in module.parameters(recurse=False)))
+    module.reset_parameters()
+
+
+def on_meta():
+    with torch.device("meta"):
+        model = made("TiedEmbedding")
+    engine = grace.torch.Pipeline(
+        model,
+        batch("TiedEmbedding")[0],
+        loss_fn,
+        optimizer=sgd,
+        stages=2,
+        microbatches=2,
+        init=fill,
+        cuts=["embedding"],
+    )
+    args, _, target = batch("TiedEmbedding")
+    loss = engine.step(*args, target)
+    left = [name for name, p in model.named_parameters() if p.is_meta]
+    return loss.item(), engine.state_dict(), left
+
+
+def test_a_model_on_meta_is_made_where_its_stages_are():
+    first, second = ranks_of(2).run(on_meta)
+    assert first[2] == ["middle.weight", "middle.bias"]
+    assert second[2] == []
+    model = made("TiedEmbedding")
+    fill(model.table)
+    fill(model.middle)
+    optimizer = sgd(model.parameters())
+    args, _, target = batch("TiedEmbedding")
+    loss = loss_fn(model(*args), target)
+    loss.backward()
+    optimizer.step()
+    for got, state, _ in (first, second):
+        assert got == pytest.approx(loss.item(), rel=1e-5)
+        assert all(torch.allclose(value, state[key], atol=1e-6) for key, value in model.state_dict().items())
+
+
+def dies(rank):
+    engine = model_of(stages=2, microbatches=2)
+    args, _, target = batch("Residual")
+    engine.step(*args, target)
+    if grace.rank() == rank:
+        os._exit(3)
+    engine.step(*args, target)
+
+
+def test_a_rank_that_dies_ends_all_with_its_number():
+    with pytest.raises(RankFailure, match=r"rank 0 of 2: step 1 of the pipeline failed; rank 1 [\s\S]*engine says"):
+        ranks_of(2).run(dies, 1)
+
+
+def masked(whole):
+    """A mask that has as many rows as the batch, and is none."""
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x, mask):
+            return self.two(torch.tanh(self.one(x) @ mask))
+
+    torch.manual_seed(0)
+    model, x, mask, y = Masked(), torch.randn(8, 8), torch.randn(8, 8).tril(), torch.randn(8, 4)
+    expected = loss_fn(model(x, mask), y).item()
+    given = {"optimizer": sgd, "stages": 2, "microbatches": 2, "whole": whole}
+    engine = grace.torch.Pipeline(model, (x, mask), loss_fn, **given)
+    return engine.step(x, mask, y).item(), expected
+
+
+def test_inputs_without_rows_are_named():
+    for got, expected in ranks_of(2).run(masked, ["mask"]):
+        assert got == pytest.approx(expected, rel=1e-5)
+
+
+def test_names_of_inputs_are_checked(local):
+    with pytest.raises(grace.ConfigError, match="whole= names 'y', which is no input of the model: x"):
+        model_of(whole=["y"], stages=1)
+
+
+def test_frozen_parameters_stay(local):
+    model = made("Residual")
+    model.layers[0].requires_grad_(False)
+    before = model.layers[0].weight.clone()
+    engine = grace.torch.Pipeline(model, batch("Residual")[0], loss_fn, optimizer=sgd, stages=1, microbatches=2)
+    args, _, target = batch("Residual")
+    engine.step(*args, target)
+    assert torch.equal(model.layers[0].weight, before)
+    assert model.layers[0].weight.grad is None
+    assert args[0].shape[0] == ROWS

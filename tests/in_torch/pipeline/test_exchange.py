@@ -1,0 +1,107 @@
+"""Replicas of a stage exchange compressed gradients."""
+
+import pytest
+import torch
+
+import grace
+from tests.support.pipelines import ROWS, alone, batch, loss_fn, made, piped, rows, sgd
+from tests.support.pools import ranks_of
+
+pytestmark = pytest.mark.ranks
+COMPRESSORS = ["topk(ratio=0.3)", "qsgd", "powersgd(rank=1)", "fp16", "signsgd"]
+
+
+def run_compressed(names, compressors, settings):
+    return {(name, one): piped(name, 3, compressor=one, **settings) for name in names for one in compressors}
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("replicas", [(2, 2)])
+def test_replicas_have_the_same_bits(replicas):
+    names = ["Residual", "TiedEmbedding", "SharedParameter"]
+    answers = ranks_of(4).run(run_compressed, names, COMPRESSORS, {"microbatches": 2, "replicas": replicas})
+    for key in answers[0]:
+        for a, b in ((0, 1), (2, 3)):
+            (losses, _, first, place), (_, _, second, other) = answers[a][key], answers[b][key]
+            assert (place[0], place[1], other[1]) == (other[0], 0, 1)
+            assert all(torch.equal(first[name], second[name]) for name in first), key
+            assert losses[-1] < losses[0] * 2
+        # copies of a parameter on two stages too
+        for name in answers[0][key][2].keys() & answers[2][key][2].keys():
+            assert torch.equal(answers[0][key][2][name], answers[2][key][2][name]), (key, name)
+
+
+def data_parallel(name, compressor, steps, microbatches):
+    """The whole model on each rank, with Grace's optimizer."""
+    model, rank = made(name), grace.rank()
+    optimizer = grace.DistributedOptimizer(
+        sgd(model.parameters()), list(model.named_parameters()), compressor, backward_passes_per_step=microbatches
+    )
+    for step in range(steps):
+        optimizer.zero_grad()
+        given = rows(batch(name, step, 2 * ROWS), rank * ROWS, (rank + 1) * ROWS, 2 * ROWS)
+        size = ROWS // microbatches
+        for part in range(microbatches):
+            args, kwargs, target = rows(given, part * size, (part + 1) * size, ROWS)
+            (loss_fn(model(*args, **kwargs), target) / microbatches).backward()
+        optimizer.step()
+    return {key: value.detach().clone() for key, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("compressor", ["topk(ratio=0.3)", "fp16"])
+def test_the_exchange_is_that_of_whole_models(compressor):
+    expected = ranks_of(2).run(data_parallel, "Residual", compressor, 3, 2)[0]
+    settings = {"microbatches": 2, "stages": 2}
+    for answer in ranks_of(4).run(run_compressed, ["Residual"], [compressor], settings):
+        for name, value in answer["Residual", compressor][2].items():
+            assert torch.allclose(value, expected[name], rtol=1e-4, atol=1e-6), name
+
+
+def feedback(name, compressor, steps):
+    """What was applied in so many steps of a model that stands still, what is remembered, and where this rank is."""
+    (args, kwargs, target), still = batch(name, 0, 2 * ROWS), lambda ps: torch.optim.SGD(ps, lr=0.0)
+    engine = grace.torch.Pipeline(
+        made(name), (args, kwargs), loss_fn, optimizer=still, compressor=compressor, stages=2, microbatches=2
+    )
+    args, kwargs, target = rows((args, kwargs, target), engine.replica * ROWS, (engine.replica + 1) * ROWS, 2 * ROWS)
+    applied = {key: torch.zeros_like(p) for key, p in engine.parameters.items()}
+    for _ in range(steps):
+        engine.step(*args, target, **kwargs)
+        for key, p in engine.parameters.items():
+            applied[key] += p.grad
+    memories = [part for kind, part in engine.optimizer._grace.exchanger.components if kind.startswith("memory")]
+    left = {key: torch.as_tensor(value).clone() for one in memories for key, value in one.state.items()}
+    return applied, left, (engine.stage, engine.replica)
+
+
+def test_what_is_not_sent_is_remembered():
+    """Applied + mean of the residuals = steps x the gradient."""
+    _, gradients, _ = alone("Residual", 1, 2, replicas=2)
+    answers = ranks_of(4).run(feedback, "Residual", "topk(ratio=0.2)", 3)
+    for a, b in ((0, 1), (2, 3)):
+        (applied, first, _), (_, second, _) = answers[a], answers[b]
+        assert first
+        for name, value in applied.items():
+            rest = (first[name].view_as(value) + second[name].view_as(value)) / 2 if name in first else 0
+            assert torch.allclose(value + rest, 3 * gradients[name], rtol=1e-4, atol=1e-6), name
+
+
+def run_unequal(names, replicas, settings):
+    return {name: piped(name, 2, replicas=replicas, **settings) for name in names}
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("replicas", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_stages_with_unequal_replicas_are_one_process(replicas, schedule):
+    names = ["FewParameters", "Residual", "TiedEmbedding", "LossAsOutput", "Convolutional", "SharedParameter"]
+    answers = ranks_of(3).run(run_unequal, names, replicas, {"microbatches": 2, "schedule": schedule})
+    for name in names:
+        losses, gradients, state = alone(name, 2, 2, replicas=2)
+        for answer in answers:
+            got, own, values, place = answer[name]
+            assert got == pytest.approx(losses, rel=1e-5), (name, place)
+            for key in own:
+                assert torch.allclose(own[key], gradients[key], rtol=1e-4, atol=1e-6), (name, key, place)
+                assert torch.allclose(values[key], state[key], rtol=1e-4, atol=1e-6), (name, key, place)
+        assert {answer[name][3] for answer in answers} == {(s, r) for s in (0, 1) for r in range(replicas[s])}

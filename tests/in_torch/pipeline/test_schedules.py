@@ -1,0 +1,69 @@
+"""Pipelines over real ranks compute what one process computes."""
+
+import pytest
+import torch
+
+from tests.support.pipelines import BY_NAME, alone, piped_all
+from tests.support.pools import ranks_of
+
+pytestmark = pytest.mark.ranks
+NAMES = [name for name in BY_NAME if name != "OneOperation"]  # which is one stage: see test_engine.py
+SEVERAL = ("SharedInput", "Residual", "Convolutional", "TiedEmbedding", "Normalized")
+"""Models with room for four stages."""
+
+
+def check(name, answers, expected, buffers=True):
+    losses, gradients, state = expected
+    seen = set()
+    for got, own, values, place in answers:
+        assert got == pytest.approx(losses, rel=1e-5, abs=1e-7), (name, place)
+        for key, value in own.items():
+            assert torch.allclose(value, gradients[key], rtol=1e-4, atol=1e-6), (name, key, place)
+        for key, value in values.items():
+            if buffers or key in gradients:
+                assert torch.allclose(value, state[key], rtol=1e-4, atol=1e-6), (name, key, place)
+        seen |= values.keys()
+    aliases = {"head.weight"} if name == "TiedEmbedding" else set()
+    assert seen == state.keys() - aliases, name
+
+
+def run(ranks, names, microbatches, replicas=1, **settings):
+    answers = ranks_of(ranks).run(run_all, names, {"microbatches": microbatches, **settings})
+    for name in names:
+        # a batch norm's statistics are those of the replica's own rows
+        buffers = replicas == 1 or name != "Normalized"
+        check(name, [one[name] for one in answers], alone(name, 2, microbatches, replicas), buffers)
+
+
+def run_all(names, settings):
+    return piped_all(names, 2, **settings)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+def test_gpipe_is_one_process(microbatches):
+    run(2, NAMES, microbatches, schedule="gpipe")
+
+
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_1f1b_is_one_process(microbatches):
+    run(2, NAMES, microbatches, schedule="1f1b")
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+def test_zero_bubble_is_one_process(microbatches):
+    run(2, NAMES, microbatches, schedule="zero_bubble")
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_two_stages_on_each_rank_are_one_process(schedule, microbatches):
+    run(2, SEVERAL, microbatches, schedule=schedule, stages=4)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
+def test_two_replicas_of_two_stages_are_one_process(schedule):
+    run(4, NAMES, 2, 2, schedule=schedule, stages=2)
+
+
+def test_stages_that_compute_forward_again_are_one_process():
+    run(2, NAMES, 2, schedule="1f1b", recompute=True)

@@ -1,0 +1,334 @@
+"""Small models that pipelines are tested with: what RaNNC's tests cover, and what is known to be hard."""
+
+import itertools
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+ROWS = 8
+
+
+class FewParameters(nn.Module):
+    """Two layers, and an activation without parameters between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 5), nn.Linear(5, 4)
+
+    def forward(self, x):
+        return self.two(torch.tanh(self.one(x)))
+
+
+class SharedInput(nn.Module):
+    """Later layers read the input again."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x):
+        y = x
+        for layer in self.layers:
+            y = F.relu(layer(y)) + x
+        return y[:, :4]
+
+
+class ForkAndJoin(nn.Module):
+    """Two branches of unequal length, joined."""
+
+    def __init__(self):
+        super().__init__()
+        self.front, self.left, self.right, self.more = (
+            nn.Linear(6, 8),
+            nn.Linear(8, 4),
+            nn.Linear(8, 8),
+            nn.Linear(8, 4),
+        )
+
+    def forward(self, x):
+        y = self.front(x).sigmoid()
+        return self.left(y) * self.more(F.relu(self.right(y)))
+
+
+class SharedParameter(nn.Module):
+    """One layer used at the beginning and at the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared, self.other, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.head(self.shared(torch.tanh(self.other(torch.tanh(self.shared(x))))))
+
+
+class OneOperation(nn.Module):
+    """No more than a product."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 24).view(6, 4))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+class TensorProduct(nn.Module):
+    """Parameters that are computed with before they meet the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(6, 3)), nn.Parameter(torch.randn(3, 4))
+        self.scale = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x):
+        return torch.tanh(torch.einsum("ni,ik,kj->nj", x, self.a, self.b)) * self.scale.exp() + self.scale.exp()
+
+
+class WithEmbedding(nn.Module):
+    """Whole numbers in."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(11, 6), nn.Linear(18, 4)
+
+    def forward(self, x):
+        return self.head(F.gelu(self.table(x)).flatten(1))
+
+
+def gated(x, gate):
+    """A function of the user's in the graph."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([b * gate, a], -1)
+
+
+class FunctionInGraph(nn.Module):
+    """A function that splits and joins."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.two(gated(self.one(x), torch.arange(4) / 4))
+
+
+class LossAsOutput(nn.Module):
+    """A model that returns its loss, of two inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 5), nn.Linear(5, 4)
+
+    def forward(self, x, y):
+        return F.mse_loss(self.two(F.relu(self.one(x))), y)
+
+
+class Convolutional(nn.Module):
+    """Convolutions, pooling, in-place activations and a linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.head = nn.Conv2d(2, 3, 3, padding=1), nn.Conv2d(3, 4, 3, padding=1), nn.Linear(16, 4)
+
+    def forward(self, x):
+        x = F.max_pool2d(F.relu(self.one(x), inplace=True), 2)
+        x = F.max_pool2d(F.relu(self.two(x), inplace=True), 2)
+        return self.head(x.flatten(1))
+
+
+class Residual(nn.Module):
+    """Values that later, non-adjacent stages read, and in-place sums."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x):
+        first = y = self.layers[0](x)
+        for layer in self.layers[1:]:
+            z = layer(y)
+            z += y
+            y = F.relu(z, inplace=True)
+        return self.head(y + first)
+
+
+class TiedEmbedding(nn.Module):
+    """The head's weight is the embedding's."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.middle, self.head = nn.Embedding(9, 5), nn.Linear(5, 5), nn.Linear(5, 9, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.middle(self.table(x)))).mean(1)
+
+
+class Normalized(nn.Module):
+    """Batch norm in training mode, one of them used twice, and a buffer that counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.norm, self.last = (
+            nn.Linear(6, 6),
+            nn.Linear(6, 4),
+            nn.BatchNorm1d(6),
+            nn.BatchNorm1d(4),
+        )
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("seen", torch.zeros(6))
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen = self.seen + x.detach().mean(0)
+        return self.last(self.two(self.norm(F.relu(self.norm(self.one(x))))))
+
+
+class Several(nn.Module):
+    """Several inputs, a keyword, several outputs, dropout without effect, in-place writes to a part."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.drop = nn.Linear(6, 6), nn.Linear(6, 4), nn.Dropout(0.0)
+
+    def forward(self, x, shift, *, scale):
+        h = self.one(x) + shift
+        before = h * 2
+        h[:, 0] = h[:, 0] * scale
+        h = self.drop(h)
+        return {"out": self.two(h), "hidden": [before + h, h]}
+
+
+TOYS = (
+    FewParameters,
+    SharedInput,
+    ForkAndJoin,
+    SharedParameter,
+    OneOperation,
+    TensorProduct,
+    WithEmbedding,
+    FunctionInGraph,
+    LossAsOutput,
+    Convolutional,
+    Residual,
+    TiedEmbedding,
+    Normalized,
+    Several,
+)
+BY_NAME = {toy.__name__: toy for toy in TOYS}
+
+
+def made(name):
+    """A toy model, the same every time."""
+    torch.manual_seed(3)
+    return BY_NAME[name]()
+
+
+def batch(name, step=0, rows=ROWS):
+    """(args, kwargs, target) of a step."""
+    draw = torch.Generator().manual_seed(100 + step)
+    y = torch.randn(rows, 9 if name == "TiedEmbedding" else 4, generator=draw)
+    if name in ("WithEmbedding", "TiedEmbedding"):
+        return (torch.randint(0, 9, (rows, 3), generator=draw),), {}, y
+    x = torch.randn(rows, *((2, 8, 8) if name == "Convolutional" else (6,)), generator=draw)
+    if name == "LossAsOutput":
+        return (x, y), {}, None
+    if name == "Several":
+        return (x, torch.randn(6, generator=draw)), {"scale": torch.randn(rows, generator=draw)}, y
+    return (x,), {}, y
+
+
+def loss_fn(output, target):
+    """Of what a toy returns; a mean over rows."""
+    if target is None:
+        return output
+    if isinstance(output, dict):
+        return F.mse_loss(output["out"], target) + output["hidden"][0].square().mean() + output["hidden"][1].mean()
+    return F.mse_loss(output, target)
+
+
+def halves(graph, count=2):
+    """A graph's nodes in so many parts, in order, none of which parts nodes that must be together."""
+    names = [node.name for node in graph.nodes]
+    place = {name: i for i, name in enumerate(names)}
+    spans = [(min(map(place.get, one)), max(map(place.get, one))) for one in graph.together]
+    cuts = [i for i in range(1, len(names)) if not any(low < i <= high for low, high in spans)]
+    if len(cuts) < count - 1:
+        return None
+    chosen = [cuts[(i + 1) * len(cuts) // count] for i in range(count - 1)]
+    chosen = sorted(dict.fromkeys(chosen))
+    if len(chosen) < count - 1:
+        return None
+    ends = [0, *chosen, len(names)]
+    return [names[a:b] for a, b in itertools.pairwise(ends)]
+
+
+def sgd(parameters):
+    """Momentum shows gradients of all steps."""
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def rows(value, low, high, count):
+    """Rows of whatever has that many."""
+    cut = lambda one: one[low:high] if isinstance(one, torch.Tensor) and one.ndim and len(one) == count else one  # noqa: E731
+    return torch.utils._pytree.tree_map(cut, value)
+
+
+def alone(name, steps, microbatches, replicas=1, scale=1.0, clip=None):
+    """What one process computes: losses, the gradients of the last step, and the state. Batches have ``ROWS`` rows for
+    each replica; micro-batches and replicas are means."""
+    model, losses = made(name), []
+    optimizer, count = sgd(model.parameters()), ROWS * replicas
+    for step in range(steps):
+        optimizer.zero_grad()
+        given, total = batch(name, step, count), 0.0
+        size = count // (microbatches * replicas)
+        for part in range(microbatches * replicas):
+            args, kwargs, target = rows(given, part * size, (part + 1) * size, count)
+            loss = loss_fn(model(*args, **kwargs), target) / (microbatches * replicas)
+            (loss * scale).backward()
+            total += loss.item()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        losses.append(total)
+        optimizer.step()
+    gradients = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+    return losses, gradients, {key: value.clone() for key, value in model.state_dict().items()}
+
+
+def piped(name, steps, **settings):
+    """The same in a pipeline, each replica with its rows: losses, and this rank's gradients and tensors, and
+    where it stands."""
+    import grace
+
+    settings.setdefault("stages", None if "replicas" in settings else 2)
+    args, kwargs, _ = batch(name)
+    loss = None if name == "LossAsOutput" else loss_fn
+    engine = grace.torch.Pipeline(made(name), (args, kwargs), loss, optimizer=sgd, **settings)
+    losses = []
+    for step in range(steps):
+        count = ROWS * max(engine.places.replicas)
+        args, kwargs, target = batch(name, step, count)
+        if engine.inputs == "replica":
+            low = engine.replica * ROWS
+            args, kwargs, target = rows((args, kwargs, target), low, low + ROWS, count)
+        given = args if loss is None else (*args, target)
+        losses.append(engine.step(*given, **kwargs).item())
+    gradients = {key: p.grad.clone() for key, p in engine.parameters.items() if p.grad is not None}
+    own = {**engine.parameters, **engine.buffers}
+    state = {key: value.detach().clone() for key, value in own.items()}
+    return losses, gradients, state, (engine.stage, engine.replica)
+
+
+def piped_all(names, steps, **settings):
+    """Several models, one after the other."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = piped(name, steps, **settings)
+        except BaseException as error:
+            error.add_note(f"of {name}")
+            raise
+    return found

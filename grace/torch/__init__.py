@@ -15,8 +15,10 @@ from grace.communicators.base import Communicator
 from grace.core.compressor import Compressor, Traits
 from grace.core.memory import Memory
 from grace.torch.ddp import DDPState, register_ddp_hook
+from grace.torch.fsdp import FSDPState, register_fsdp_hook
 from grace.torch.optimizer import DistributedOptimizer
 from grace.torch.parameters import broadcast_optimizer_state, broadcast_parameters
+from grace.torch.reduce_scatter import ReduceScatterState, compress_reduce_scatter
 
 __all__ = [
     "Allgather",
@@ -26,19 +28,26 @@ __all__ = [
     "Compressor",
     "DDPState",
     "DistributedOptimizer",
+    "FSDPState",
     "Memory",
+    "Pipeline",
     "ReduceBroadcast",
+    "ReduceScatterState",
     "ScatterMerge",
     "ScatterReduce",
     "Traits",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "compress_reduce_scatter",
     "register_ddp_hook",
+    "register_fsdp_hook",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """``grace.torch.elastic`` needs no import of its own, but Horovod."""
+    """``grace.torch.elastic`` needs no import of its own, but Horovod; ``Pipeline`` imports much of torch."""
+    if name == "Pipeline":
+        return importlib.import_module("grace.torch.pipeline.engine").Pipeline
     if name == "elastic":
         return importlib.import_module("grace.torch.elastic")
     raise AttributeError(f"module 'grace.torch' has no attribute {name!r}")

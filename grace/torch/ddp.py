@@ -1,6 +1,7 @@
 """The same exchange as a DistributedDataParallel communication hook."""
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -45,11 +46,18 @@ class DDPState:
     are awaited inside the hook but for the last.
     """
 
-    def __init__(self, model: Any, exchanger: Exchanger, optimizer: Any, grad_scaler: Any, bucket_bytes: int | None):
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        exchanger: Exchanger,
+        optimizer: Any,
+        grad_scaler: Any,
+        bucket_bytes: int | None,
+    ):
         self.exchanger, self.optimizer, self.grad_scaler = exchanger, optimizer, grad_scaler
         self.limits = _limits(exchanger, bucket_bytes)
         exchanger.follows_scaler = lambda: grad_scaler is not None and grad_scaler.is_enabled()
-        self.names = {p: name for name, p in trainable(model).items()}
+        self.names = {p: name for name, p in parameters.items()}
         self.by_name = {variable.name: variable for variable in exchanger.variables}
         self.plans: dict[tuple[bool, tuple[str, ...]], list[Bucket]] = {}
         self.exchanges: list[Exchange] = []
@@ -169,8 +177,8 @@ class DDPState:
         if (first, names) not in self.plans:
             kinds: dict[Any, list[Shard]] = {}
             for name in names:
-                shard = self.exchanger.shards[name]
-                kinds.setdefault((id(shard.communicator), shard.variable.dtype), []).append(shard)
+                for shard in self.exchanger.shards_of[name]:
+                    kinds.setdefault((id(shard.communicator), shard.variable.dtype), []).append(shard)
             buckets: list[Bucket] = []
             for shards in kinds.values():
                 for part in cut(shards, self.limits[id(shards[0].communicator)], first=False):
@@ -346,7 +354,7 @@ def register_ddp_hook(
     ]
     exchanger = build_exchanger(list_variables, choose, backend, context, facts, check)
     recorder.note(waits="DistributedDataParallel")
-    state = DDPState(model, exchanger, optimizer, grad_scaler, bucket_bytes)
+    state = DDPState(trainable(model), exchanger, optimizer, grad_scaler, bucket_bytes)
     context.lr = state.lr
 
     def grace_hook(state, bucket):  # DDP inspects the names and annotations, and wants real types or none

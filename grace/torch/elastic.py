@@ -41,7 +41,7 @@ class OptimizerState(StateHandler):
         saved, context = self.saved["grace"], session.context
         moved = (saved["rank"], saved["size"]) != (context.rank, context.size)  # the memories are this rank's own
         saved = saved_form.seal({**saved, "rank": context.rank, "size": context.size})
-        load_state(self.value, {**self.saved, "grace": saved}, "keep" if moved else "strict")  # asks no other rank
+        load_state(self.value, {**self.saved, "grace": saved}, "keep" if moved else "strict", alone=True)
 
     def rejoin(self) -> None:
         """The ranks are others now. Said here: Horovod does not synchronize when ranks have only gone."""

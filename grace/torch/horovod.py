@@ -13,6 +13,8 @@ from grace.errors import ConfigError
 from grace.exchange.bucket import Bucket
 from grace.exchange.places import digest
 from grace.exchange.tracing import recorder
+from grace.session.exchanger import Exchanger
+from grace.session.plan import ExchangePlan
 from grace.strategy.choices import Choices
 from grace.torch import elastic  # noqa: F401  # Horovod's TorchState must know these optimizers
 from grace.torch.life import Closable, begin
@@ -29,18 +31,28 @@ class HorovodSession(Session):
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
+        self._name_buckets()
+        self.name_of = {p: name for name, p in self.parameters.items()}
+        own, me = self.exchanger.hyperparameters, weakref.proxy(self)
+        self.exchanger.hyperparameters = lambda: [*own(), ("gone on from what is called", me.exchanger.run)]
+        self.loaded()
+        self._reset()
+
+    def _name_buckets(self) -> None:
         backend: Any = self.exchanger.backend
         number = backend.count_optimizer()  # now that the ranks agree: one that was refused counts on no rank
         for bucket in self.exchanger.buckets:
             bucket.label = f"grace.{number}.{bucket.index}"
-        self.name_of = {p: name for name, p in self.parameters.items()}
         gathered = [bucket.communicator for bucket in self.exchanger.buckets if not bucket.communicator.sums]
         self.unsummed = gathered[0].describe() if gathered else ""
         """What is exchanged by other means than Horovod's all-reduce."""
-        own, exchanger = self.exchanger.hyperparameters, weakref.proxy(self.exchanger)
-        self.exchanger.hyperparameters = lambda: [*own(), ("gone on from what is called", exchanger.run)]
+
+    def take(self, exchanger: Exchanger, plan: ExchangePlan) -> None:
+        """Go on by another plan's exchanger."""
+        super().take(exchanger, plan)
+        self._name_buckets()
+        self.forget()
         self.loaded()
-        self._reset()
 
     def apart(self, parameters: Mapping[str, torch.nn.Parameter]) -> Collection[str]:
         """Those whose gradients Horovod may have to exchange: of layers that make sparse ones, in a model that was not
@@ -49,6 +61,8 @@ class HorovodSession(Session):
 
     def _reset(self) -> None:
         self.sparse: set[torch.nn.Parameter] = set()
+        self.held: list[Bucket] = []
+        """Those that are ready, and begin after backward."""
         self.waiting = self.waiting_for()
         self.versions = {}
         self.checked = False
@@ -90,10 +104,16 @@ class HorovodSession(Session):
 
     def offer(self, p: torch.nn.Parameter) -> None:
         """A gradient is complete: start the exchange of its bucket if it is the last one."""
-        for bucket in self.buckets_of[self.name_of[p]]:
+        name, auto = self.name_of[p], self.auto
+        if auto is not None and auto.left:
+            auto.ready(name)
+        for bucket in self.buckets_of[name]:
             self.waiting[bucket.index] -= 1
             if self.waiting[bucket.index] == 0:
-                self.start(bucket)
+                if auto is not None and auto.holds:
+                    self.held.append(bucket)
+                else:
+                    self.start(bucket)
 
     def count_sparse(self, gradient: torch.Tensor) -> None:
         """Count what an exchange of a sparse gradient sends: its indices and values, to every other rank."""
@@ -110,6 +130,8 @@ class HorovodSession(Session):
             handle, _ = handles.get(p, (None, None))
             if handle is None:  # no backward pass, or fewer than were announced
                 handles[p] = optimizer._allreduce_grad_async(p)
+        while self.held:
+            self.start(self.held.pop(0))
         for p, (handle, _) in handles.items():
             if callable(handle):  # sparse
                 p.grad = handle()
@@ -218,11 +240,16 @@ def synchronize(self: Any) -> None:
     if self._grace is None or (self._synchronized and not self._handles):
         self._synchronized = True
         return
+    auto = self._grace.auto
+    if auto is not None:
+        auto.computed(self._grace.copies)
     with recorder.phase("synchronize", "part"):
         if not self._grace.checked:
             self._grace.check()
         self._grace.start_missing()
         self._grace.end()
+    if auto is not None:
+        auto.exchanged()
     self._synchronized = True
 
 

@@ -14,9 +14,12 @@ from grace.core.backend import Backend
 from grace.core.given import as_in_grace, not_an_optimizer
 from grace.errors import ConfigError, ExchangeError
 from grace.exchange.tracing import recorder
+from grace.session.exchanger import Exchanger
+from grace.session.plan import ExchangePlan
 from grace.session.settings import ReduceOp, Settings
 from grace.strategy.choices import Choices
 from grace.torch.closures import synchronized
+from grace.torch.gradients import check_untouched
 from grace.torch.life import Closable, begin
 from grace.torch.session import Session
 from grace.torch.state_dict import StateMixin, initializing
@@ -76,9 +79,13 @@ class HookedSession(Session):
             raise self._too_many(name)
         self.counts[name] = count
         if count == self.passes:
-            waiting = self.waiting
+            waiting, auto = self.waiting, self.auto
+            if auto is not None and auto.left:
+                auto.ready(name)
             for bucket in self.buckets_of[name]:
                 waiting[bucket.index] -= 1
+            if auto is not None and auto.holds:
+                return
             while self.next_bucket < len(waiting) and waiting[self.next_bucket] == 0:
                 self._start_next()
 
@@ -101,20 +108,29 @@ class HookedSession(Session):
 
     def synchronize(self) -> None:
         """Exchange what is not exchanged yet and write the means into ``p.grad``."""
+        if self.auto is not None:
+            self.auto.computed(self.copies)
         with recorder.phase("synchronize", "part"):
             if self.next_bucket < len(self.exchanger.buckets):  # else nothing starts before finish() looks
-                self._check_untouched()
+                check_untouched(self)
             if not self.checked:
                 self.check()
             while self.next_bucket < len(self.exchanger.buckets):
                 self._start_next()
             self.finish()
             self._reset()
+        if self.auto is not None:
+            self.auto.exchanged()
         self.synchronized = True
 
     def abandon(self) -> None:
         """Forget what was under way, which the engine has given up."""
         super().abandon()
+        self._reset()
+
+    def take(self, exchanger: Exchanger, plan: ExchangePlan) -> None:
+        """Go on by another plan's exchanger."""
+        super().take(exchanger, plan)
         self._reset()
 
     @property
@@ -320,6 +336,8 @@ def after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if optimizer._grace.exchanger.averages:
         optimizer._grace.average()
     recorder.step_ends()
+    if optimizer._grace.auto is not None:
+        optimizer._grace.auto.stepped()
 
 
 def before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -15,14 +15,22 @@ from grace.exchange.bucket import Bucket, Outcome
 from grace.exchange.places import digest
 from grace.exchange.sparse_rows import SparseRows, scaled
 from grace.exchange.tracing import recorder
+from grace.planner.asked import Asked, asked, started
+from grace.planner.driver import Driver
+from grace.session import checkpoint
+from grace.session.exchanger import Exchanger
 from grace.session.hyperparameters import facts as in_words
 from grace.session.momentum import owners
 from grace.session.plan import ExchangePlan
 from grace.session.settings import Settings, check_integer
 from grace.session.setup import build_exchanger
 from grace.session.sharding import Shard
+from grace.session.switching import replaced, switched
 from grace.session.versions import public
 from grace.strategy.choices import Choices
+from grace.strategy.execution import StrategyPlan
+from grace.torch.auto import copies, driver_of
+from grace.torch.gradients import check_untouched, dense_of, rows_of
 from grace.torch.life import check_free
 from grace.torch.parameters import (
     broadcast_parameters,
@@ -112,24 +120,24 @@ class Session:
         ]
 
         self.plan: ExchangePlan | None = None
+        self.asked: Asked | None = None
         self.chosen_sets = chosen = groups is not None and groups != 0
 
         def choose():
-            known = isinstance(parameters, torch.nn.Module)
+            self.sparse_known = known = isinstance(parameters, torch.nn.Module)
             limits = settings.limits.of_sets if chosen else settings.limits
             apart = lambda: me().apart(own) if not known else ()  # type: ignore[union-attr]  # noqa: E731
             together = lambda: horovod_groups(own, groups, apart())  # noqa: E731
-            self.plan = choices.plan(limits, together, sparse_known=known)
+            if wanted := asked(choices):
+                facts.append(("the strategy", wanted.options.spec))
+            self.asked = wanted
+            self.plan = (started(choices) if wanted else choices).plan(limits, together, sparse_known=known)
             return self.plan
 
         self.exchanger = build_exchanger(
             list_variables, choose, backend, self.context, facts, self._check, backend.elastic, settings.hierarchical
         )
-        if grad_scaler is not None and self.exchanger.averages:
-            raise ConfigError(
-                "sync none(period): ranks that train on their own would skip different steps with a grad_scaler. "
-                "Leave it out, or synchronize every step"
-            )
+        self._check_plan(self.exchanger)
         self.exchanger.follows_scaler = lambda: grad_scaler is not None and grad_scaler.is_enabled()
         recorder.note(updates_follow=True)
         self._lay_out()
@@ -139,7 +147,6 @@ class Session:
             for name, p in self.parameters.items()
             if any(p is other for other in group["params"])
         }
-        self.momenta = owners(self.exchanger.communicators)
         self.checked = False
         self.idle = False
         """Whether gradients were cleared, and nothing was done with the optimizer since."""
@@ -153,6 +160,7 @@ class Session:
         self.written: dict[str, torch.Tensor] = {}
         if settings.broadcast and not backend.elastic:
             broadcast_parameters(start, 0, backend)
+        self.auto: Driver | None = None if self.asked is None else driver_of(self, self.asked)
 
     @property
     def optimizer(self) -> Any:
@@ -210,13 +218,40 @@ class Session:
             for name in dict.fromkeys(name for _, name in load):
                 self.buckets_of[name].append(bucket)
                 self.waits[bucket.index] += 1
+        self.momenta = owners(self.exchanger.communicators)
         rows = [(name, parts) for name, parts in self.exchanger.shards_of.items() if parts[0].variable.sparse]
         self.mixed = [name for name, parts in rows if 0 < sum(shard.period > 0 for shard in parts) < len(parts)]
         """Sparse variables some of whose parts are not exchanged."""
 
+    def _check_plan(self, exchanger: Exchanger) -> None:
+        if self.grad_scaler is not None and exchanger.averages:
+            raise ConfigError(
+                "sync none(period): ranks that train on their own would skip different steps with a grad_scaler. "
+                "Leave it out, or synchronize every step"
+            )
+
+    def switch(self, plan: ExchangePlan) -> None:
+        """Go on by another plan; every rank must call it between two steps. See :func:`switched`, which may raise."""
+        checkpoint.check_settled(self)
+        own = self.parameters.__getitem__
+        self.take(switched(self.exchanger, plan, own, self._check, self._check_plan), plan)
+
+    def beside(self, strategy: Any) -> Exchanger:
+        """An exchanger of this strategy, for a state to be loaded into; every rank must call it."""
+        return replaced(self.exchanger, StrategyPlan(strategy, self.sparse_known), self._check)
+
+    def take(self, exchanger: Exchanger, plan: ExchangePlan) -> None:
+        """Go on by this exchanger, which is of another plan, between two steps."""
+        self.exchanger, self.plan = exchanger, plan
+        self._lay_out()
+
     def waiting_for(self) -> list[int]:
         """Of how many parameters each bucket waits for gradients."""
         return self.waits.copy()
+
+    def copies(self) -> dict[str, torch.Tensor]:
+        """Of the dense gradients that there are."""
+        return copies(self.parameters)
 
     # -- gradients in ----------------------------------------------------------------------------------
 
@@ -232,7 +267,9 @@ class Session:
             if plain and gradient.is_contiguous():  # type: ignore[union-attr]
                 gradients.append(gradient)
             else:
-                gradients.append(shard.of(self._rows(name, p) if shard.variable.sparse else self._dense(name, p)))
+                sparse = shard.variable.sparse
+                given = rows_of(name, p) if sparse else dense_of(name, p, self.settings.sparse_as_dense)
+                gradients.append(shard.of(given))
                 gradient = p.grad  # which may be a dense one now
             held.append(gradient)
             versions.append(0 if gradient is None else gradient._version)
@@ -255,35 +292,12 @@ class Session:
         """Forget what was under way, which the engine has given up."""
         self.exchanger.abandon()
 
-    def _dense(self, name: str, p: torch.nn.Parameter) -> torch.Tensor:
-        if p.grad is None:
-            return torch.zeros_like(p)
-        if p.grad.layout is not torch.strided:
-            if not self.settings.sparse_as_dense:
-                raise ConfigError(
-                    f"the gradient of {name!r} is sparse ({p.grad.layout}); pass the model itself as "
-                    "named_parameters to exchange it by rows, or sparse_as_dense=True to exchange it as a dense one, "
-                    "or make the layer dense (Embedding(sparse=False))"
-                )
-            p.grad = p.grad.to_dense()
-        return p.grad.detach().contiguous()  # it has a graph after backward(create_graph=True)
-
-    def _rows(self, name: str, p: torch.nn.Parameter) -> SparseRows:
-        gradient = None if p.grad is None else p.grad.detach()
-        if gradient is None:
-            return SparseRows(p.new_zeros((0, *p.shape[1:])), torch.zeros(0, dtype=torch.int64, device=p.device))
-        if gradient.layout is torch.strided:
-            return SparseRows(gradient, torch.arange(p.shape[0], device=p.device))
-        if gradient.layout is not torch.sparse_coo or gradient.sparse_dim() != 1:
-            raise ConfigError(f"the gradient of {name!r} is sparse in another way than by rows ({gradient.layout})")
-        return SparseRows(gradient._values(), gradient._indices()[0])
-
     # -- means out -------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def finish(self) -> list[Outcome]:
         """Await the exchanges begun and write what they brought into ``p.grad``."""
-        self._check_untouched()
+        check_untouched(self)
         with self.giving_up():
             outcomes = self.exchanger.finish(self._outs)
         rows, written = self._own_rows(), self.written
@@ -316,7 +330,7 @@ class Session:
         for name in self.mixed:
             own, p = [shard for shard in self.exchanger.shards_of[name] if shard.period], self.parameters[name]
             if p.grad is not None:
-                rows[name] = [shard.back(shard.of(self._rows(name, p))) for shard in own]
+                rows[name] = [shard.back(shard.of(rows_of(name, p))) for shard in own]
         return rows
 
     def _write(self, shard: Shard, p: torch.nn.Parameter, value: torch.Tensor) -> None:
@@ -367,20 +381,6 @@ class Session:
             views = self.exchanger.views(bucket, lambda name: self.parameters[name].data)
             for view, mean in zip(views, self.exchanger.mean(bucket, views), strict=True):
                 view.copy_(mean)
-
-    def _check_untouched(self) -> None:
-        states = getattr(self.grad_scaler, "_per_optimizer_states", {})  # torch counts no version for unscale_()
-        unscaled = getattr(states.get(id(self.optimizer), {}).get("stage"), "name", "") == "UNSCALED"
-        for index, (held, versions) in self.versions.items():
-            for (_, name, p, _), own, version in zip(self.loads[index], held, versions, strict=True):
-                if own is None or (own._version == version and p.grad is own and not unscaled):
-                    continue
-                check_unwrapped(self.parameters)  # since the optimizer was made distributed
-                raise ExchangeError(
-                    f"the gradient of {name!r} was changed after its exchange began (by clipping, unscaling or "
-                    "another backward pass). Call optimizer.synchronize() after backward and before you change "
-                    "gradients; step() then uses them as they are"
-                )
 
     def _outs(self, bucket: Bucket) -> list[torch.Tensor | None]:
         """Where aggregates may be written directly: float32 or exact gradients, contiguous, of this rank."""

@@ -4,14 +4,16 @@ import contextlib
 import io
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 
 from grace.errors import ConfigError
 from grace.exchange.bucket import Traffic
+from grace.planner.explain import Plan
 from grace.session import checkpoint, saved_form
+from grace.strategy.execution import StrategyPlan
 from grace.torch.session import Session
 
 KEY = "grace.rank"
@@ -97,13 +99,37 @@ class StateMixin:
         """
         if memory == "strict" and _asking() is not None:
             memory = "maybe"  # whoever calls torch's functions cannot say it
-        load_state(self, state_dict, memory, None if self._grace.by_itself else checkpoint.compare)
+        load_state(self, state_dict, memory, self._grace.by_itself)
         self._grace.loaded()
 
     @property
     def strategy(self) -> Any:
         """The :class:`~grace.strategy.plan.Strategy` that is executed; None if there is one method for all."""
         return self._grace.strategy
+
+    @property
+    def plan(self) -> Plan | None:
+        """Why ``strategy="auto"`` chose what it did; prints as a table. None as long as it measures, and where the user
+        chose."""
+        auto = self._grace.auto
+        return None if auto is None or auto.plan is None else Plan.from_dict(auto.plan)
+
+    def use_strategy(self, strategy: Any, resources: Any = None) -> None:
+        """Go on by another strategy. Memories go along; what a residual holds that the new strategy has no memory for
+        is applied, as its mean over ranks, at the next step. Every rank must call it, between two steps; rank 0's
+        counts. Planning (``strategy="auto"``) ends.
+
+        Args:
+            strategy, resources: as ``DistributedOptimizer`` takes them: ``"uniform(compressor=powersgd(rank=2))"``.
+
+        Raises:
+            ConfigError: it does not suit this model or run, and the former strategy stays.
+            ExchangeError: a step is under way.
+            RankError: another rank refuses it.
+        """
+        self._grace.switch(StrategyPlan(strategy, self._grace.sparse_known, resources))
+        if self._grace.auto is not None:
+            self._grace.auto.stop()
 
     @property
     def traffic(self) -> Traffic:
@@ -116,35 +142,52 @@ def rank_state(optimizer: Any) -> dict[str, Any]:
     return {**super(StateMixin, optimizer).state_dict(), "grace": checkpoint.save(optimizer._grace.exchanger)}
 
 
-def load_state(optimizer: Any, state_dict: Any, memory: str, compare: Callable[..., None] | None = None) -> None:
+def load_state(optimizer: Any, state_dict: Any, memory: str, alone: bool = False) -> None:
     """Restore all of it or nothing.
 
     Args:
         memory: or "maybe": "keep" if there is nothing of Grace's in it, else "strict".
-        compare: with the other ranks; None to ask none of them.
+        alone: ask no other rank, unless the run plans its strategy.
     """
     session, before = optimizer._grace, dict(vars(optimizer))
-    exchanger, saved, loaded, error = session.exchanger, None, None, None
+    former, saved, loaded, error = session.exchanger, None, None, None
+    exchanger, resumed = former, None
     try:
         try:
             checkpoint.check_settled(session)
             with _plainly():
-                plain, saved = _taken(state_dict, exchanger.backend.rank)
+                plain, saved = _taken(state_dict, former.backend.rank)
             if memory == "maybe":
                 memory = "keep" if saved is None else "strict"
-            loaded = checkpoint.prepare(exchanger, saved, memory, lambda s: on_devices(s, session.parameters))
-            with _plainly():
-                super(StateMixin, optimizer).load_state_dict(plain)
         except Exception as raised:
             error = raised
-        if compare is not None:
-            compare(exchanger.backend, saved, memory, error)
+        if session.auto is not None:  # a plan is gone on with by all ranks, or by none
+            checkpoint.compare(former.backend, saved, memory, error)
+            resumed = session.auto.found(saved)
+            memory = "keep" if resumed is None and memory == "strict" else memory
+            if resumed is not None:
+                exchanger = session.beside(resumed.strategy)
+        try:
+            if error is None:
+                loaded = checkpoint.prepare(exchanger, saved, memory, lambda s: on_devices(s, session.parameters))
+                with _plainly():
+                    super(StateMixin, optimizer).load_state_dict(plain)
+        except Exception as raised:
+            error = raised
+        if not alone or session.auto is not None:
+            checkpoint.compare(former.backend, saved, memory, error)
         elif error is not None:
             raise error
         checkpoint.apply(exchanger, cast(checkpoint.Loaded, loaded))
     except BaseException:
         vars(optimizer).update(before)
+        if exchanger is not former:
+            exchanger.close()
         raise
+    if resumed is not None:
+        session.take(exchanger, StrategyPlan(resumed.strategy, session.sparse_known))
+        former.close()
+        session.auto.resume(resumed)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,300 @@
+"""FSDP2: compressed exchange over the replicate axis, of what was reduced within each shard group."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from grace.backends.torch_distributed import TorchBackend
+from grace.core.backend import Backend
+from grace.core.context import Context
+from grace.errors import ConfigError, ExchangeError, PayloadError, StepError
+from grace.exchange.bucket import Contribution, Outcome, Traffic
+from grace.exchange.tracing import recorder
+from grace.planner.asked import asked
+from grace.session.exchanger import Exchanger
+from grace.session.hyperparameters import facts as in_words
+from grace.session.setup import build_exchanger
+from grace.session.versions import public
+from grace.strategy.choices import Choices
+from grace.torch.ddp import DDPState
+from grace.torch.fsdp_layout import Layout, before_steps, groups_of, layouts_of
+from grace.torch.parameters import check_momentum, check_optimizer, hyperparameters
+
+
+class FSDPState(DDPState):
+    """What the hook keeps between steps, keyed by the parameters' full names; of each the part that this rank has.
+
+    FSDP2 reduces a module's gradients into one flat buffer, and hands it over; parameters are views of it. A step ends
+    where an optimizer makes one, or where a module comes a second time (a step that a scaler left out). Then the ranks
+    of a shard group tell each other whether one of theirs overflowed, so that all keep what they remember, or none.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[Layout],
+        exchanger: Exchanger,
+        optimizer: Any,
+        grad_scaler: Any,
+        shards: Backend,
+    ):
+        params = {
+            name: param.sharded_param
+            for layout in layouts
+            for name, param in zip(layout.names, layout.params, strict=True)
+            if param.sharded_param.requires_grad
+        }
+        super().__init__(params, exchanger, optimizer, grad_scaler, None)
+        self.limits = {id(communicator): None for communicator in exchanger.communicators}
+        self.layouts, self.shard_group = layouts, shards
+        self.seen: set[str] = set()
+        """Modules that came in this step."""
+        self.spoilt: bool | None = None
+        self.before = before_steps(self, params.values())
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank exchanged over the replicate axis so far, counted; read it after the optimizer's step."""
+        return self.exchanger.traffic
+
+    @property
+    def begun(self) -> bool:
+        """Whether the gradients of a step were exchanged, and no optimizer has used them yet."""
+        waiting = self.open and not self.stepped and self.exchanger.stateful
+        return self.exchanger.begun or (waiting and not self._overflowed())
+
+    def _count_updates(self) -> None:
+        """The optimizer's steps are seen."""
+
+    def before_step(self, optimizer: Any) -> None:
+        """An optimizer is about to use the gradients."""
+        self.close_step()
+        self.stepped = True
+        if self.optimizer is None:
+            self.exchanger.context.updates += 1
+
+    def close_step(self) -> None:
+        """Commit what the last step changed, or drop it if a rank of the shard group overflowed. All of them must come
+        here.
+
+        Raises:
+            StepError: the replicas are at different steps.
+        """
+        if self.open and self.exchanger.stateful and self._overflowed():
+            self.outcomes.append(Outcome(self.exchanger.variables[0], None, True))
+        self.seen.clear()
+        self.spoilt = None
+        super().close_step()
+
+    def _overflowed(self) -> bool:
+        """Whether a gradient of the step under way did, on any rank of the shard group; asked once a step."""
+        if self.spoilt is None:
+            flag = torch.zeros(1, device=next(iter(self.names)).device)
+            flag.fill_(float(any([outcome.overflow for outcome in self.outcomes])))
+            self.spoilt = bool(self.shard_group.allreduce(flag).wait())
+        return self.spoilt
+
+    def state_dict(self) -> dict[str, Any]:
+        """What all replicas remember of the parts that this rank has, as bytes under these parts' own key; every rank
+        must call it. ``torch.distributed.checkpoint`` saves and loads it whole: put this object into what is saved.
+
+        Raises:
+            ExchangeError: gradients were exchanged, and no optimizer has used them yet.
+        """
+        return {self._key: self.full_state_dict(packed=True)}
+
+    def load_state_dict(self, state: Any, memory: str = "strict") -> None:
+        """Restore what :meth:`state_dict` gave, on as many shards, and any number of replicas;
+        :mod:`grace.session.checkpoint` has the rules, and says what ``memory`` may be. Every rank must call it.
+
+        Raises:
+            ConfigError: it is of another number of shards, or does not fit.
+        """
+        if not isinstance(state, dict) or self._key not in state:
+            there = ", ".join(map(str, state)) if isinstance(state, dict) else "nothing"
+            raise ConfigError(
+                f"this rank needs what was remembered of {self._key}, and there is {there}: memories follow their "
+                "parts of the parameters, and cannot be loaded with another number of shards. Start without them"
+            )
+        super().load_state_dict(state[self._key], memory)
+
+    @property
+    def _key(self) -> str:
+        return f"shard_{self.shard_group.rank}_of_{self.shard_group.size}"
+
+    def close(self) -> None:
+        """End the exchange: compressors and memories given by you may serve another one. Every rank must call it.
+
+        From now on the model's gradients are means of each shard group alone, until another hook is registered.
+        """
+        super().close()
+        self.before.remove()
+        for layout in self.layouts:
+            layout.module.set_all_reduce_hook(_nothing)
+
+    @torch.no_grad()
+    def exchange_module(self, layout: Layout, flat: torch.Tensor) -> None:
+        """The hook proper: the mean over replicas takes the place of what one shard group has."""
+        if layout.name in self.seen:
+            self.close_step()
+        first = not self.seen
+        self.seen.add(layout.name)
+        if first:
+            check_momentum(self.momenta, self.optimizer, later=True)
+            self.open, self.stepped = True, False
+            if self.exchanger.follows_scaler():
+                self.exchanger.rescale(self.grad_scaler.get_scale())
+        recorder.gradient()
+        pieces = layout.pieces(flat)
+        shards = [(shard, piece.of(flat)) for piece in pieces for shard in self.exchanger.shards_of[piece.name]]
+        views = {shard.variable.name: shard.of(whole) for shard, whole in shards}
+        guard, traffic = self.exchanger.stateful, self.exchanger.traffic
+        exchanges = []
+        for bucket in self.buckets(tuple(piece.name for piece in pieces), first):
+            gradients = [views[variable.name] for variable in bucket.variables]
+            exchange = bucket.communicator.begin(
+                Contribution(bucket, gradients, [True] * len(gradients), guard, traffic)
+            )
+            exchange.lazy = True
+            exchanges.append(exchange)
+        try:
+            while any([exchange.advance() for exchange in exchanges]):
+                pass
+            for exchange in exchanges:
+                exchange.wait()
+                self._write(exchange, views)
+                if exchange.astray:
+                    raise StepError(exchange.astray)
+        except (PayloadError, StepError):
+            self.seen.clear()
+            self.spoilt = None
+            self._drop()
+            raise
+        self.exchanges += exchanges
+
+
+def _nothing(flat: torch.Tensor) -> None:
+    """What a closed hook does."""
+
+
+def register_fsdp_hook(
+    model: Any,
+    mesh: Any = None,
+    compressor: Any = None,
+    memory: Any = None,
+    strategy: Any = None,
+    *,
+    communicator: Any = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    grad_scaler: Any = None,
+    seed: int = 0,
+) -> FSDPState:
+    """Compress what the replicas of a sharded model exchange.
+
+    ``fully_shard`` reduces gradients within each group of ranks that hold one copy of the model; here the copies
+    average what they have, each parameter's part as a variable of its own, compressed.
+
+    Args:
+        model: a module that ``torch.distributed.fsdp.fully_shard`` was called on, with a mesh of one axis.
+        mesh: the replicate axis, as ``mesh["replicate"]`` of a mesh of two axes; it may be left out where every rank
+            holds a copy of its own (a shard axis of size 1).
+        compressor, memory, communicator, strategy: as for :func:`grace.DistributedOptimizer`.
+        optimizer: needed by memories that follow the learning rate (efsignsgd), and where a memory (dgc) or
+            compressor (signum) applies momentum, which the optimizer's must not double.
+        grad_scaler: the ``torch.amp.GradScaler`` in use, so that memories follow the loss scale.
+        seed: of the random numbers of stochastic methods; the same on all ranks.
+
+    Returns:
+        The hook's state, with ``state_dict()`` and ``load_state_dict()``, which every rank must call, and ``traffic``;
+        ``torch.distributed.checkpoint`` saves and loads it beside the model.
+
+    Raises:
+        ConfigError: what was given cannot work.
+        RankError: the replicas gave different things, or another one's cannot work.
+
+    Example::
+
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model, mesh=mesh["shard"])
+        state = grace.torch.register_fsdp_hook(model, mesh["replicate"], compressor="topk(ratio=0.01)")
+    """
+    layouts = layouts_of(model, "register_fsdp_hook")
+    holding = [layout for layout in layouts if layout.params]
+    backend = TorchBackend(_group(mesh, holding))
+    shard_mesh = holding[0].params[0].sharded_param.device_mesh
+    context = Context(seed=seed)
+
+    def check(given):
+        check_optimizer(given, optimizer)
+        if given.delayed:
+            raise ConfigError(f"{given.describe()} applies means in later steps, which FSDP's hook cannot")
+
+    def choose():
+        choices = Choices(compressor, memory, communicator, strategy)
+        if asked(choices):
+            raise ConfigError(
+                "strategy='auto' plans while training runs, which FSDP's hook cannot: give a strategy's file"
+            )
+        return choices.plan()
+
+    facts = [
+        ("torch", public(torch.__version__)),
+        ("the buckets of", "fully_shard"),
+        ("grad_scaler", "none" if grad_scaler is None else "given"),
+        *([] if optimizer is None else in_words(type(optimizer).__name__, hyperparameters(optimizer))),
+    ]
+    found = [variable for layout in holding for variable in layout.variables()]
+    exchanger = build_exchanger(lambda: found, choose, backend, context, facts, check)
+    averaged = [name for name, shard in exchanger.shards.items() if shard.period]
+    if averaged or exchanger.hierarchical:
+        exchanger.close()
+        what = f"averages {averaged[0]!r} now and then" if averaged else "is hierarchical"
+        raise ConfigError(f"the strategy {what}, which FSDP's hook cannot")
+    recorder.note(waits="fully_shard")
+    state = FSDPState(holding, exchanger, optimizer, grad_scaler, TorchBackend(shard_mesh.get_group()).duplicate())
+    context.lr = state.lr
+    for layout in holding:
+        layout.module.set_reduce_scatter_unused_params(True, recurse=False)
+        layout.module.set_all_reduce_hook(_hook(state, layout))
+    return state
+
+
+def _hook(state: FSDPState, layout: Layout) -> Any:
+    def grace_hook(flat: torch.Tensor) -> None:
+        if not any(group.all_reduce_grads for group in groups_of(layout.module)):
+            raise ExchangeError(
+                f"module {layout.name!r}: set_requires_all_reduce(False) does not hold Grace's exchange back. To "
+                "accumulate, use set_requires_gradient_sync(False)"
+            )
+        state.exchange_module(layout, flat)
+
+    return grace_hook
+
+
+def _group(mesh: Any, layouts: Sequence[Layout]) -> Any:
+    """The process group of the replicate axis.
+
+    Raises:
+        ConfigError: it is none, or not given.
+    """
+    sharded = layouts[0].params[0].sharded_param.device_mesh
+    own, world = sharded.mesh.flatten().tolist(), torch.distributed.get_world_size()
+    if mesh is None:
+        if len(own) == 1 or world == 1:
+            return None
+        raise ConfigError(
+            f"the model is sharded over {len(own)} of {world} ranks, and mesh= was not given: what is the replicate "
+            "axis? Make a mesh of both, init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', "
+            "'shard')), give fully_shard mesh['shard'], and register_fsdp_hook mesh['replicate']"
+        )
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names or ("replicate", "shard")
+        raise ConfigError(f"mesh= has {mesh.ndim} axes, and must be the replicate axis alone: mesh[{names[0]!r}]")
+    both = set(own) & set(mesh.mesh.flatten().tolist())
+    if len(both) != 1:
+        raise ConfigError(
+            f"the ranks {sorted(both)} share a copy of the model, and are replicas of each other by mesh=: it must be "
+            "the replicate axis, across which ranks hold the same part of the model, and not the one given to "
+            "fully_shard"
+        )
+    return mesh.get_group()

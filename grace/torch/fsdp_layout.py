@@ -1,0 +1,156 @@
+"""What lies where in the buffers that FSDP2 reduces, and the moments of a step that it does not tell."""
+
+import math
+import weakref
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from grace.core.variable import Variable, unwrapped
+from grace.errors import ConfigError, ExchangeError
+from grace.kernels.torch.primitives import NAMES
+from grace.torch.wrappers import bare
+
+
+class Piece(NamedTuple):
+    """A parameter in the flat buffer of its module, as one rank of a shard group has it."""
+
+    name: str
+    start: int
+    shape: tuple[int, ...]
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Its part of the buffer: a view."""
+        return flat[self.start : self.start + math.prod(self.shape)].view(self.shape)
+
+
+class Layout:
+    """The parameters of one module that ``fully_shard`` was called on, in the order of its buffers."""
+
+    def __init__(self, name: str, module: Any, names: Mapping[Any, str]):
+        self.name, self.module = name, module
+        groups = groups_of(module)
+        self.params = [param for group in groups for param in group.fsdp_params]
+        self.names = [names[param.sharded_param] for param in self.params]
+        policy = [group.mp_policy for group in groups]
+        self.dtype = policy[0].reduce_dtype or policy[0].param_dtype if policy else None
+
+    def pieces(self, flat: torch.Tensor) -> list[Piece]:
+        """Where its trained parameters lie in a buffer that was reduced.
+
+        Raises:
+            ExchangeError: the buffer has another size.
+        """
+        found, start = [], 0
+        for name, param in zip(self.names, self.params, strict=True):
+            if param.sharded_param.requires_grad:
+                found.append(Piece(name, start, tuple(param.sharded_size)))
+                start += param.padded_sharded_param_size.numel()
+        if start != flat.numel():
+            raise ExchangeError(
+                f"module {self.name!r}: {flat.numel()} elements were reduced, and its trained parameters have {start}. "
+                "Parameters must be frozen (requires_grad) before Grace's hook is registered, and "
+                "set_reduce_scatter_unused_params(True) must stay"
+            )
+        return found
+
+    def variables(self) -> list[Variable]:
+        """Of the parts of its trained parameters that this rank has."""
+        found = []
+        for name, param in zip(self.names, self.params, strict=True):
+            p = param.sharded_param
+            if p.requires_grad:
+                dtype = NAMES[self.dtype or p.dtype]
+                found.append(Variable(name, tuple(param.sharded_size), dtype, str(p.device)))
+        return found
+
+
+def groups_of(module: Any) -> list[Any]:
+    """What FSDP2 keeps of a module's own parameters: a group if there are any, several if they have several meshes."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # before torch 2.11
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    return list(groups)
+
+
+def layouts_of(model: Any, what: str) -> list[Layout]:
+    """Of all modules of a model that ``fully_shard`` was called on.
+
+    Args:
+        model: the model; compiled or not.
+        what: the function that asks, for messages.
+
+    Raises:
+        ConfigError: there is none, or one that cannot be served.
+    """
+    try:
+        from torch.distributed.fsdp import FSDPModule
+    except ImportError as error:
+        raise ConfigError(f"{what} needs torch 2.6 or newer, and this is {torch.__version__}") from error
+
+    model = bare(model)
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"{what} needs a model, not {type(model).__name__}")
+    pairs = list(model.named_parameters())
+    named = unwrapped([name for name, _ in pairs])
+    names = {p: name for name, (_, p) in zip(named, pairs, strict=True)}
+    modules = [
+        (name or "the model", module) for name, module in model.named_modules() if isinstance(module, FSDPModule)
+    ]
+    if not modules:
+        raise ConfigError(
+            f"{what} needs a model that fully_shard was called on, and {type(model).__name__} has no such module:"
+            " call fully_shard(model, mesh=mesh['shard']) first; whole models are for "
+            "grace.DistributedOptimizer and grace.torch.register_ddp_hook"
+        )
+    for name, module in modules:
+        groups = groups_of(module)
+        if len(groups) > 1:
+            raise ConfigError(
+                f"module {name!r} has parameters with {len(groups)} meshes, which {what} cannot tell apart"
+            )
+        for param in (param for group in groups for param in group.fsdp_params):
+            _check(names[param.sharded_param], param.sharded_param, type(groups[0].mesh_info).__name__)
+    return [Layout(name, module, names) for name, module in modules]
+
+
+def _check(name: str, p: Any, mesh_info: str) -> None:
+    """Refuse a parameter that was sharded along more than one axis."""
+    if p.is_meta:
+        raise ConfigError(f"parameter {name!r} has no values yet (device meta): call model.to_empty(...) first")
+    mesh = p.device_mesh
+    if mesh_info != "FSDPMeshInfo":
+        axes = mesh.mesh_dim_names or ("replicate", "shard")
+        raise ConfigError(
+            f"parameter {name!r}: fully_shard was given a mesh with a replicate axis ({', '.join(axes)}), over which "
+            "torch averages by itself, uncompressed. Give it the other axis alone, fully_shard(module, "
+            f"mesh=mesh[{axes[-1]!r}]), and the replicate axis to Grace: register_fsdp_hook(model, mesh[{axes[0]!r}])"
+        )
+    if mesh.ndim > 1:
+        raise ConfigError(
+            f"parameter {name!r} is sharded over {mesh.ndim} axes ({', '.join(map(str, p.placements))}), as tensor "
+            "parallelism beside fully_shard makes them; Grace compresses what is sharded over one axis"
+        )
+
+
+def before_steps(keeper: Any, parameters: Any) -> Any:
+    """Call ``keeper.before_step(optimizer)`` before each step of an optimizer that holds one of the parameters, as long
+    as the keeper lives.
+
+    Returns:
+        what takes the hook off again.
+    """
+    me, held = weakref.ref(keeper), {id(p) for p in parameters}
+
+    def hook(optimizer: torch.optim.Optimizer, *ignored: Any) -> None:
+        alive = me()
+        if alive is None:
+            handle.remove()
+        elif any(id(p) in held for group in optimizer.param_groups for p in group["params"]):
+            alive.before_step(optimizer)
+
+    handle = register_optimizer_step_pre_hook(hook)
+    return handle

@@ -1,0 +1,252 @@
+"""FSDP2's reduce-scatter of gradients, compressed: an all-to-all of quantized parts, and float32 sums."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+from grace.backends.torch_distributed import TorchBackend
+from grace.communicators.choice import build_communicator
+from grace.core.context import Context
+from grace.errors import ConfigError
+from grace.exchange.wire import OVERFLOW, PRESENT, Wire
+from grace.kernels import kernels_of
+from grace.session.agreement import agree
+from grace.session.versions import versions
+from grace.torch.fsdp_layout import Layout, before_steps, groups_of, layouts_of
+from grace.torch.state_dict import packed_up, unpacked
+
+
+class ReduceScatterState:
+    """What compressed reduce-scatters keep between steps: of each module, for each other rank of the shard group, what
+    was left out of the part that it was sent; together the size of the unsharded gradients, in float32.
+
+    A step ends where an optimizer makes one, or where a module comes a second time. If a gradient of any rank of the
+    shard group was not finite, all of them get NaN, and keep what they remembered before.
+    """
+
+    def __init__(self, layouts: Sequence[Layout], communicator: Any, backend: TorchBackend, context: Context):
+        self.layouts, self.backend, self.context = layouts, backend, context
+        self.compressor, self.memory = communicator.compressor, communicator.memory
+        self.communicator, self.keepers = communicator, list(communicator.keepers.values())
+        self.grad_scaler: Any = None
+        self.sent_bytes = 0
+        """That left this rank so far."""
+        self.overflow = False
+        self.seen: set[str] = set()
+        self.wires: dict[str, tuple[Wire, torch.Tensor]] = {}
+        params = [param.sharded_param for layout in layouts for param in layout.params]
+        self.before = before_steps(self, params)
+        self.earlier = [groups_of(layout.module)[0]._reduce_scatter_comm for layout in layouts]
+
+    def before_step(self, optimizer: Any) -> None:
+        """An optimizer is about to use the gradients."""
+        self.close_step()
+
+    def close_step(self) -> None:
+        """Commit what the last step changed; drop it if a gradient was not finite."""
+        if self.seen:
+            for part in self.keepers:
+                part.state.rollback() if self.overflow else part.state.commit()
+            self.context.step += 1
+            self.seen.clear()
+            self.overflow = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank remembers, as bytes under its own key: ``torch.distributed.checkpoint`` saves and loads it
+        whole."""
+        self.close_step()
+        kept = {name: value.clone() for name, value in self.memory.state.kept.items()} if self.memory.stateful else {}
+        about = {"choice": self.communicator.describe(), "rank": self.backend.rank, "size": self.backend.size}
+        saved = {**about, "step": self.context.step, "loss_scale": self.context.loss_scale, "memory": kept}
+        return {self._key: packed_up(saved)}
+
+    @property
+    def _key(self) -> str:
+        return f"rank_{dist.get_rank()}_of_{dist.get_world_size()}"
+
+    def load_state_dict(self, given: dict[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` of the same rank of as many gave.
+
+        Raises:
+            ConfigError: it is another rank's, or another choice's.
+        """
+        if self._key not in given:
+            raise ConfigError(
+                f"this rank needs what {self._key} remembered, and there is {', '.join(map(str, given))}: what was "
+                "left out of parts that other ranks have belongs to runs of as many ranks. Start without it"
+            )
+        state = unpacked(given[self._key])
+        mine = {"choice": self.communicator.describe(), "rank": self.backend.rank, "size": self.backend.size}
+        for what, value in mine.items():
+            if state.get(what) != value:
+                raise ConfigError(
+                    f"this state was saved with {what} {state.get(what)!r}, and here it is {value!r}: what was left "
+                    "out of parts that other ranks have belongs to that run alone. Start without it"
+                )
+        self.close_step()
+        self.context.step, self.context.loss_scale = state["step"], state["loss_scale"]
+        self.memory.state.clear()
+        self.memory.state.update({name: value.clone() for name, value in state["memory"].items()})
+        self.memory.state.commit()
+
+    def close(self) -> None:
+        """From now on reduce-scatters are torch's again."""
+        self.close_step()
+        self.before.remove()
+        self.communicator.release(self)
+        for layout, earlier in zip(self.layouts, self.earlier, strict=True):
+            layout.module.set_custom_reduce_scatter(earlier)
+
+    @torch.no_grad()
+    def reduce(self, name: str, given: torch.Tensor, output: torch.Tensor, mean: bool) -> None:
+        """Write the sum (or mean) over the shard group of this rank's part into ``output``."""
+        if name in self.seen:
+            self.close_step()
+        if not self.seen and self.grad_scaler is not None and self.grad_scaler.is_enabled():
+            self._rescale(self.grad_scaler.get_scale())
+        self.seen.add(name)
+        rank, size = self.backend.rank, self.backend.size
+        rows = given.view(size, -1).float().unbind()
+        k = kernels_of(given)
+        finite = bool(k.all_finite(given))
+        payloads = {}
+        for to, row in enumerate(rows):
+            if to != rank:
+                payloads[to], ctx = self._encode(f"{name}/to_{to}", row, finite)
+        if name not in self.wires:
+            wire = Wire(k, [next(iter(payloads.values()))], sums=False)
+            self.wires[name] = wire, torch.zeros(size * wire.length, dtype=torch.uint8, device=given.device)
+        wire, buffer = self.wires[name]
+        for to, payload in payloads.items():
+            place = buffer[to * wire.length : (to + 1) * wire.length]
+            wire.pack([payload], [PRESENT if finite else OVERFLOW], place)
+        self.sent_bytes += (size - 1) * wire.length
+        arrived = self.backend.alltoall(buffer).wait()
+        total, well = rows[rank].clone(), finite
+        for sender, row in enumerate(arrived):
+            if sender != rank:
+                well = wire.statuses(row) == [PRESENT] and well
+                (payload,) = wire.unpack(row)
+                total = self.compressor.accumulate(payload, ctx, total)
+        if not well:
+            self.overflow = True
+            total.fill_(torch.nan)
+        output.copy_(total.div_(size) if mean else total)
+
+    def _encode(self, key: str, row: torch.Tensor, finite: bool) -> tuple[Any, Any]:
+        if not finite:  # nobody will use it
+            payload, ctx = self.compressor.compress(torch.zeros_like(row), key)
+            return payload, ctx
+        x = self.memory.compensate(row, key)
+        payload, ctx = self.compressor.compress(x, key)
+        self.memory.update(x, key, self.compressor, payload, ctx)
+        return payload, ctx
+
+    def _rescale(self, loss_scale: float) -> None:
+        if loss_scale != self.context.loss_scale:
+            self.memory.rescale(loss_scale / self.context.loss_scale)
+            self.context.loss_scale = loss_scale
+
+
+class CompressedReduceScatter:
+    """What FSDP2 calls for one module: a ``ReduceScatter`` of its own, which lies in a private module."""
+
+    def __init__(self, name: str, state: ReduceScatterState):
+        self.name, self.state = name, state
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for a buffer."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        if op not in (ReduceOp.AVG, ReduceOp.SUM):
+            raise ConfigError(
+                f"module {self.name!r}: a compressed reduce-scatter makes sums and means, and "
+                f"set_gradient_divide_factor asks for {op}: divide the loss instead"
+            )
+        self.state.reduce(self.name, input_tensor, output_tensor, op == ReduceOp.AVG)
+
+
+def compress_reduce_scatter(
+    model: Any, block: Any = "block(bits=8)", memory: Any = None, *, grad_scaler: Any = None, seed: int = 0
+) -> ReduceScatterState:
+    """Compress the reduce-scatter of gradients within the shard groups of a sharded model.
+
+    Each rank sends every other one the part of its gradient that the other keeps, compressed, and adds up in float32
+    what it gets; its own part is exact. With :func:`register_fsdp_hook` these are the two levels of ZeRO++ and SDP4Bit.
+    What is left out is remembered, which takes the size of the unsharded gradients in float32 on every rank:
+    ``memory="none"`` for those who cannot pay.
+
+    Args:
+        model: a module that ``torch.distributed.fsdp.fully_shard`` was called on.
+        block: the method: ``block``, or another one that may compress parts of a tensor alike.
+        memory: what remembers; the method's default if left out.
+        grad_scaler: the ``torch.amp.GradScaler`` in use, so that memories follow the loss scale.
+        seed: of the random numbers of stochastic methods; the same on all ranks.
+
+    Returns:
+        The state, with ``state_dict()``, ``load_state_dict()``, ``sent_bytes``, ``close()``.
+
+    Raises:
+        ConfigError: what was given cannot work.
+        RankError: ranks of a shard group gave different things.
+
+    Example::
+
+        fully_shard(model)
+        state = grace.torch.compress_reduce_scatter(model, "block(bits=4, hadamard=32)")
+    """
+    layouts = [layout for layout in layouts_of(model, "compress_reduce_scatter") if layout.params]
+    mesh = layouts[0].params[0].sharded_param.device_mesh
+    backend, error = TorchBackend(mesh.get_group()), None
+    context = Context(seed=seed, rank=backend.rank, size=backend.size)
+    try:
+        communicator = _made(block, memory, backend.size)
+    except ConfigError as raised:
+        error = raised
+    if error is not None:
+        agree(backend, [], error)
+        raise error
+    facts = [
+        *versions(backend),
+        ("the reduce-scatter of", communicator.describe()),
+        ("the seed", str(seed)),
+        *((f"module {layout.name!r}", ", ".join(layout.names)) for layout in layouts),
+    ]
+    agree(backend, facts)
+    communicator.bind(context, backend)
+    state = ReduceScatterState(layouts, communicator, backend, context)
+    communicator.claim(state)
+    state.grad_scaler = grad_scaler
+    for layout in layouts:
+        layout.module.set_reduce_scatter_unused_params(True, recurse=False)
+        layout.module.set_custom_reduce_scatter(CompressedReduceScatter(layout.name, state))
+    return state
+
+
+def _made(block: Any, memory: Any, size: int) -> Any:
+    """The method and its memory, as a communicator has them.
+
+    Raises:
+        ConfigError: they do not suit.
+    """
+    if size == 1:
+        raise ConfigError(
+            "every rank holds a whole copy of the model, so that nothing is reduced and scattered: compress what the "
+            "copies exchange, grace.torch.register_fsdp_hook(model, ...)"
+        )
+    made = build_communicator(block, memory, "allgather", size)
+    traits, kept = made.compressor.traits, made.memory
+    if not traits.shardable or traits.rounds > 1 or not traits.fixed_size or made.compressor.votes:
+        raise ConfigError(
+            f"compress_reduce_scatter: {made.compressor.spec} cannot compress the parts of a gradient alike; use "
+            "block, or qsgd, natural, terngrad, dynamic8"
+        )
+    if kept.owns_momentum or kept.needs_lr:
+        raise ConfigError(f"compress_reduce_scatter: memory {kept.spec} needs the optimizer; use residual or loco")
+    return made

@@ -1,0 +1,233 @@
+"""Compressed reduce-scatters of FSDP2, alone and below compressed replicas."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+import grace
+from tests.in_torch.test_fsdp import BODIES, POLICIES, Net, batch, built, loss_of, mesh_of, same_bits, trained, whole
+from tests.support.pools import ranks_of
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture
+def four():
+    return ranks_of(4)
+
+
+def errors(got, wanted):
+    return max(float((got[name] - wanted[name]).abs().max()) for name in wanted)
+
+
+def exactly(policy, body):
+    """With a method that leaves nothing out: torch's reduce-scatter."""
+    mesh = mesh_of()
+    plain, net = built(mesh, **POLICIES[policy]), built(mesh["shard"], **POLICIES[policy])
+    plain.set_reduce_scatter_unused_params(True)
+    wanted = trained(plain, 3, BODIES[body])
+    lower = grace.torch.compress_reduce_scatter(net, "none", "none")
+    upper = grace.torch.register_fsdp_hook(net, mesh["replicate"], "none")
+    got = trained(net, 3, BODIES[body])
+    steps = lower.context.step
+    lower.close()
+    upper.close()
+    return errors(got, wanted), same_bits(got), steps
+
+
+@pytest.mark.parametrize(("policy", "body"), [("float32", "plain"), ("bfloat16", "accumulated"), ("kept", "spared")])
+def test_without_loss_it_is_torchs_own(four, policy, body):
+    for error, same, steps in four.run(exactly, policy, body):
+        assert error < (3e-2 if policy == "bfloat16" else 1e-6)
+        assert (same, steps) == (True, 3)
+
+
+def two_levels(block, memory, compressor):
+    mesh = mesh_of()
+    wanted = trained(built(mesh), 20, lr=0.01)
+    net = built(mesh["shard"])
+    lower = grace.torch.compress_reduce_scatter(net, block, memory)
+    upper = grace.torch.register_fsdp_hook(net, mesh["replicate"], compressor)
+    got = trained(net, 20, lr=0.01)
+    sent = lower.sent_bytes / 20
+    lower.close()
+    upper.close()
+    return errors(got, wanted), same_bits(got), sent, sum(w.numel() for w in got.values())
+
+
+@pytest.mark.parametrize(
+    ("block", "memory"),
+    [
+        ("block(bits=8)", None),
+        ("block(bits=4, hadamard=32, block=32)", None),
+        ("block(format=fp8)", "none"),
+        ("block(bits=4, rounding=stochastic, block=32)", "loco(beta=0.8)"),
+    ],
+)
+def test_both_levels_keep_the_same_bits_and_are_near_what_torch_computes(four, block, memory):
+    for error, same, sent, elements in four.run(two_levels, block, memory, "block(bits=8)"):
+        assert same
+        assert error < 0.02
+        assert sent < 4 * elements / 2 / 2  # half of what the other rank would get in float32
+
+
+def identity(steps):
+    """Over the shard group: sent + new residuals = gradients + old residuals, module by module."""
+    mesh = mesh_of()
+    net, plain = built(mesh["shard"]), built(mesh["shard"])
+    plain.set_reduce_scatter_unused_params(True)
+    state = grace.torch.compress_reduce_scatter(net, "block(bits=4)")
+    opt, group, worst = torch.optim.SGD(net.parameters(), lr=0.1), mesh["shard"].get_group(), 0.0
+    other = 1 - dist.get_rank(group)
+
+    def owed():
+        """What the other rank still has for this one, by module."""
+        found = {}
+        for layout in state.layouts:
+            mine = state.memory.state.kept.get(f"{layout.name}/to_{other}")
+            size = sum(param.padded_sharded_param_size.numel() for param in layout.params)
+            mine = torch.zeros(size) if mine is None else mine.clone()
+            both = [torch.empty(size) for _ in range(2)]
+            dist.all_gather(both, mine, group=group)
+            found[layout.name] = both[other].double()
+        return found
+
+    def of(net, layout):
+        grads = {name: p.grad.to_local() for name, p in net.named_parameters()}
+        flat, start = torch.zeros_like(owed()[layout.name]), 0
+        for name, param in zip(layout.names, layout.params, strict=True):
+            flat[start : start + grads[name].numel()] = grads[name].reshape(-1)
+            start += param.padded_sharded_param_size.numel()
+        return flat
+
+    for step in range(steps):
+        opt.zero_grad()
+        plain.zero_grad()
+        with torch.no_grad():
+            for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+                q.to_local().copy_(p.to_local())
+        old = owed()
+        loss_of(net, step).backward()
+        loss_of(plain, step).backward()
+        sent = {layout.name: of(net, layout) for layout in state.layouts}
+        wanted = {layout.name: of(plain, layout) for layout in state.layouts}
+        opt.step()
+        new = owed()
+        for name in sent:
+            difference = 2 * sent[name] + new[name] - 2 * wanted[name] - old[name]
+            worst = max(worst, float(difference.abs().max()))
+    left = max(float(value.abs().max()) for value in new.values())
+    state.close()
+    return worst, left
+
+
+def test_nothing_of_a_gradient_is_lost(four):
+    for worst, left in four.run(identity, 5):
+        assert worst < 1e-5
+        assert left > 1e-4
+
+
+def overflowed():
+    mesh = mesh_of()
+    net = built(mesh["shard"])
+    state = grace.torch.compress_reduce_scatter(net, "block(bits=4)")
+    loss_of(net, 0).backward()
+    state.close_step()
+    before = {name: value.clone() for name, value in state.memory.state.kept.items()}
+    net.zero_grad()
+    (loss_of(net, 1) * (torch.inf if dist.get_rank() == 3 else 1)).backward()
+    spoilt = [bool(p.grad.to_local().isnan().all()) for p in net.parameters() if p.grad is not None]
+    state.close_step()
+    kept = all(torch.equal(before[name], value) for name, value in state.memory.state.kept.items())
+    changed = any(float(value.abs().max()) > 0 for value in before.values())
+    state.close()
+    return all(spoilt), any(spoilt), kept, changed
+
+
+def test_a_shard_group_that_overflowed_keeps_what_it_remembered(four):
+    answers = four.run(overflowed)
+    assert [some for _, some, *_ in answers] == [False, False, True, True]  # ranks 2 and 3 are one group
+    assert all(whole for whole, *_ in answers[2:])
+    assert all(changed for *_, changed in answers)
+    assert all(kept for *_, kept, _ in answers[2:])
+
+
+def resumed():
+    mesh = mesh_of()
+
+    def run(net, first, last, saved=None):
+        state = grace.torch.compress_reduce_scatter(net, "block(bits=4, block=32, rounding=stochastic)")
+        if saved:
+            state.load_state_dict(saved)
+        opt = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in range(first, last):
+            opt.zero_grad()
+            loss_of(net, step).backward()
+            opt.step()
+        saved = state.state_dict()
+        state.close()
+        return saved
+
+    straight, stopped = built(mesh["shard"]), built(mesh["shard"])
+    run(straight, 0, 6)
+    saved = run(stopped, 0, 3)
+    run(stopped, 3, 6, saved)
+    equal = all(torch.equal(a, b) for a, b in zip(whole(straight).values(), whole(stopped).values(), strict=True))
+    with pytest.raises(grace.ConfigError) as caught:
+        grace.torch.compress_reduce_scatter(stopped, "block(bits=8)").load_state_dict(saved)
+    return equal, str(caught.value)
+
+
+def test_a_run_goes_on_from_its_state(four):
+    for equal, message in four.run(resumed):
+        assert equal
+        assert "saved with choice" in message
+        assert "here it is 'allgather, block, residual'" in message
+
+
+def refused(case):
+    mesh = mesh_of()
+    if case == "alone":
+        net = Net()
+        fully_shard(net, mesh=grace_mesh_of_one())
+        arguments = ("block",)
+    else:
+        net, arguments = built(mesh["shard"]), {"topk": ("topk",), "lr": ("block", "efsignsgd")}[case]
+    with pytest.raises(grace.ConfigError) as caught:
+        grace.torch.compress_reduce_scatter(net, *arguments)
+    return str(caught.value)
+
+
+def grace_mesh_of_one():
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))["shard"]
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [("topk", "use block"), ("lr", "use residual or loco"), ("alone", "register_fsdp_hook")],
+)
+def test_what_cannot_work_is_refused_with_what_would(four, case, words):
+    for message in four.run(refused, case):
+        assert words in message
+
+
+def alone():
+    """Every rank holds a copy: only the hook comes, and the world is the replicate axis."""
+    net = Net()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.copy_(torch.randn_like(p))
+    fully_shard(net, mesh=grace_mesh_of_one())
+    state = grace.torch.register_fsdp_hook(net, compressor="topk(ratio=0.1)")
+    weights = trained(net, 5)
+    state.close()
+    return same_bits(weights), state.exchanger.context.size, batch(0)[0].shape
+
+
+def test_a_shard_axis_of_one_rank_is_data_parallelism(four):
+    for same, size, _ in four.run(alone):
+        assert (same, size) == (True, 4)

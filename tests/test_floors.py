@@ -15,6 +15,7 @@ FLOORS = [
     ["session"],
     ["strategy"],
     ["planner"],
+    ["partition"],
     ["torch", "tensorflow"],
     [""],  # grace itself
     ["bench"],
@@ -26,6 +27,7 @@ IN_BENCH = [
     ["link", "workloads", "report", "compare"],
     ["ranks", "lifecycle"],
     ["step", "train", "kernels"],
+    ["plan"],
     ["all"],
     ["cli"],
 ]

@@ -181,7 +181,7 @@ def test_a_pages_commands_have_the_options_that_they_use(page):
             assert not word.startswith("-") or word in known, f"{word} of grace {' '.join(words)}"
 
 
-QUICK = ("list", "describe", "--version", "strategy")
+QUICK = ("list", "describe", "--version", "plan", "strategy")
 
 
 @pytest.mark.parametrize("page", WITH_COMMANDS, **NAMED)

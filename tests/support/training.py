@@ -28,7 +28,17 @@ KINDS = ("none", "bf16", "qsgd", "topk(ratio=0.1)", "signsgd", "powersgd(rank=2)
 """One of each kind of exchange."""
 SPECS = (
     *METHODS,
-    *("natural", "terngrad", "onebit", "signum", "dynamic8", "sketch", "threshold(value=0.001)", "dgc(ratio=0.1)"),
+    *(
+        "natural",
+        "terngrad",
+        "onebit",
+        "signum",
+        "dynamic8",
+        "block",
+        "sketch",
+        "threshold(value=0.001)",
+        "dgc(ratio=0.1)",
+    ),
     *("adaptive(ratio=0.1)", "inceptionn", "topk(ratio=0.1) | qsgd(levels=7)"),
 )
 """One of every method."""

@@ -304,7 +304,7 @@ def fitted(problem: Problem, made: Calibration, plain: float) -> Calibration:
     What it took otherwise than predicted may be the fault of sums, which take longer or shorter than when nothing else
     ran, of computing, which takes longer beside them, or of what every step does besides; one step cannot tell. So
     each gets a share like its usual error: sums exp(t :data:`SUMS`), computing beside them 1 + t :data:`BESIDE`, and
-    t :data:`FIXED` of the step besides, with the t that fits. Large ones are the fault of sums alone, and only what no
+    t :data:`FIXED` of the step's computing besides, with the t that fits. Large ones are the fault of sums alone, and only what no
     sums explain is fixed.
 
     Args:
@@ -313,13 +313,14 @@ def fitted(problem: Problem, made: Calibration, plain: float) -> Calibration:
         plain: seconds of an uncompressed step.
     """
     strategy = grouped(problem.variables, problem.cluster.world_size, nodes=len(set(problem.cluster.ranks)))
+    computing = min(problem.timeline.compute, plain)
 
     def tried(t: float) -> tuple[Calibration, float]:
         factor, more = math.exp(SUMS * t), min(max(0.0, t), MOST)
         curves = {**made.curves}
         if "allreduce" in curves:
             curves["allreduce"] = {n: curve.times(factor) for n, curve in curves["allreduce"].items()}
-        loose = replace(made, curves=curves, contention=Contention(BESIDE * more), step=FIXED * more * plain)
+        loose = replace(made, curves=curves, contention=Contention(BESIDE * more), step=FIXED * more * computing)
         return loose, replace(problem, costs=loose.costs()).predict(strategy).step
 
     low, high = -SUMS_MOST, SUMS_MOST

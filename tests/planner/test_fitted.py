@@ -1,5 +1,7 @@
 """What an uncompressed step says of predictions."""
 
+from dataclasses import replace
+
 import pytest
 
 from grace.core.backend import LocalBackend
@@ -61,3 +63,13 @@ def test_what_is_learned_from_begins_with_the_prediction(method):
     strategy = grouped(VARIABLES, 2, method)
     one = Candidate(method, strategy, problem(made).predict(strategy))
     assert measured_step(problem(made), one, 1.0).predicted() == pytest.approx(one.prediction.step)
+
+
+def test_what_a_slow_link_takes_longer_is_no_work_of_every_step():
+    links = Links(bandwidth=1.25e6, latency=1e-4)
+    curve = Curve.through([(n, links.seconds("allreduce", n, 2)) for n in (1e3, 1e5, 1e7)])
+    made = calibration()
+    made = replace(made, curves={**made.curves, "allreduce": {2: curve}})
+    found = fitted(problem(made), made, 1.3 * step(made))
+    assert found.step < 0.1 * TIMELINE.compute  # of a step that takes a hundred times as long
+    assert step(found, "topk") == pytest.approx(step(made, "topk"), rel=0.3)

@@ -304,8 +304,8 @@ def fitted(problem: Problem, made: Calibration, plain: float) -> Calibration:
     What it took otherwise than predicted may be the fault of sums, which take longer or shorter than when nothing else
     ran, of computing, which takes longer beside them, or of what every step does besides; one step cannot tell. So
     each gets a share like its usual error: sums exp(t :data:`SUMS`), computing beside them 1 + t :data:`BESIDE`, and
-    t :data:`FIXED` of the step's computing besides, with the t that fits. Large ones are the fault of sums alone, and only what no
-    sums explain is fixed.
+    t :data:`FIXED` of the step's computing besides, with the t that fits. Large ones are the fault of sums alone, and
+    only what no sums explain is fixed.
 
     Args:
         problem: whose costs count for nothing here.

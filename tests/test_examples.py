@@ -93,3 +93,19 @@ def test_the_difference_to_an_ordinary_script_is_six_lines(example):
     rest = [line for line in example.read_text().split('"""', 2)[2].splitlines() if line not in marked]
     uses = [line for line in rest if re.search(r"\bgrace\b", line)]
     assert uses == [line for line in uses if "help=" in line or "print(" in line]
+
+
+PIPELINE = EXAMPLES / "torch" / "pipeline.py"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "asked"),
+    [(4, ("--stages", "2")), (3, ("--replicas", "1", "2"))],
+    ids=["2 x 2", "1 and 2"],
+)
+def test_the_pipelines_example_trains_in_stages_with_replicas(ranks, asked):
+    launcher = [*TORCHRUN[:-1], str(ranks)]
+    done = run(launcher, *asked, "--steps", "20", "--vocabulary", "512", example=PIPELINE)
+    assert done.returncode == 0, done.stderr
+    loss = float(re.search(r"loss ([\d.]+) nats after 20 steps", done.stdout).group(1))
+    assert loss < 4.0  # ln 512 is 6.2

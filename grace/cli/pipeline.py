@@ -1,6 +1,7 @@
-"""``grace pipeline``: plan pipelines, show them and check them."""
+"""``grace pipeline``: plan pipelines, show them and check them, and draw what they are cut out of."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,10 +11,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from grace.bench.common.text import digits, of_bytes, parse_rate
+from grace.cli.graph_table import print_graph
+from grace.cli.pipeline_inputs import graph_of, versions_of
 from grace.core.variable import equal_bounds
 from grace.errors import ConfigError
 from grace.partition import baselines, profiles
-from grace.partition.graph import Graph
 from grace.partition.plan import Plan
 from grace.partition.search import plan as search
 from grace.partition.search import space_of
@@ -29,13 +31,19 @@ RANGE = "a number, several with commas, or a range as 2-4"
 Profile = Annotated[
     Path | None, typer.Option("--profile", help="A graph with its times: Grace's JSON, or a profile of PipeDream's.")
 ]
+Model = Annotated[
+    str | None, typer.Option("--model", help="module:function, which makes (model, example inputs) of torch.")
+]
+Dry = Annotated[bool, typer.Option("--dry", help="Estimate times from FLOPs and bytes; the model is not run.")]
 File = Annotated[Path, typer.Argument(help="A plan, as `grace pipeline plan` writes it.")]
 
 
 @app.command()
 def plan(
     devices: Annotated[int, typer.Option("-n", "--devices", min=1, help="How many ranks.")],
+    model: Model = None,
     profile: Profile = None,
+    dry: Dry = False,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="The file to write.")] = None,
     batch: Annotated[
         int | None,
@@ -69,8 +77,8 @@ def plan(
     ] = 1.0,
     compare: Annotated[bool, typer.Option("--compare", help="Show what cuts by hand would take, too.")] = False,
 ) -> None:
-    """Plan a pipeline for a model that was measured: no devices are needed."""
-    graph = graph_of(profile)
+    """Plan a pipeline for a model, or for one that was measured elsewhere: no devices are needed."""
+    graph = graph_of(profile, model, dry)
     rows = graph.rows * devices if batch is None else batch
     if nodes > devices:
         raise ConfigError(f"{devices} devices cannot be on {nodes} nodes")
@@ -99,6 +107,7 @@ def plan(
         blocks=numbers(blocks, "--blocks"),
         optimizer_state=optimizer_state,
     )
+    found = replace(found, versions={**found.versions, **versions_of(model)})
     _print(found)
     if compare:
         usable = None if limit is None else limit * (1 - memory_margin)
@@ -129,29 +138,44 @@ def show(
 
 
 @app.command()
+def graph(
+    model: Model = None,
+    profile: Profile = None,
+    dry: Dry = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The file to write, which --profile takes elsewhere.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Draw it: an HTML file to write.")] = None,
+    longest: Annotated[int, typer.Option(min=1, help="How many nodes the table has, those that take longest.")] = 20,
+) -> None:
+    """Show what a model is made of: its operations, what each takes, and what it hands on."""
+    found = graph_of(profile, model, dry)
+    print_graph(found, longest)
+    if out is not None:
+        profiles.write(found, out)
+        print(f"Wrote {out}: {len(found.nodes)} nodes")
+    if html is not None:
+        from grace.cli.graph_page import write_page
+
+        write_page(found, html)
+        print(f"Wrote {html} ({html.stat().st_size / 1000:.0f} kB).")
+
+
+@app.command()
 def check(
     plan: File,
+    model: Model = None,
     profile: Profile = None,
     devices: Annotated[int | None, typer.Option("-n", "--devices", min=1, help="How many ranks there are.")] = None,
 ) -> None:
     """Check a plan: its form, and that it is for the model and the ranks."""
     found = Plan.load(plan)
-    if profile is not None:
-        found.check(graph_of(profile), found.world_size if devices is None else devices)
+    if profile is not None or model is not None:
+        known = graph_of(profile, model, dry=model is not None)  # of times nothing is checked
+        found.check(known, found.world_size if devices is None else devices, versions_of(model))
     elif devices is not None and devices != found.world_size:
         raise ConfigError(f"{plan} is for {found.world_size} ranks, and there are {devices}")
     print(f"{plan}: {len(found.stages)} stages for {found.world_size} ranks, model {found.model[:12]}")
-
-
-def graph_of(profile: Path | None) -> Graph:
-    """The model that is meant.
-
-    Raises:
-        ConfigError: none is named.
-    """
-    if profile is None:
-        raise ConfigError("say which model: --profile FILE.json")
-    return profiles.read(profile)
 
 
 def size(text: str) -> float:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from grace.partition import profiles
 from grace.partition.plan import Plan
 from tests.support.command import grace_command
 
@@ -72,7 +73,7 @@ def test_a_plan_is_drawn(tmp_path, schedule):
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["plan", "-n", "2"], "say which model: --profile"),
+        (["plan", "-n", "2"], "say which model, in one way: --model"),
         (["plan", "-n", "2", "--profile", PROFILE, "--memory", "much"], "16GB, not 'much'"),
         (["plan", "-n", "2", "--profile", PROFILE, "--latency", "5min"], "50us, not '5min'"),
         (["plan", "-n", "2", "--profile", PROFILE, "--stages", "few"], "--stages must be a number"),
@@ -85,3 +86,80 @@ def test_a_plan_is_drawn(tmp_path, schedule):
 def test_what_cannot_be_is_refused(tmp_path, args, says):
     (tmp_path / "bad.json").write_text(json.dumps({"stages": []}))
     assert says in run(tmp_path, *args, code=2)
+
+
+MODELS = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(100, 8)
+        self.one, self.two = torch.nn.Linear(8, 8), torch.nn.Linear(8, 100)
+
+    def forward(self, x, scale=1.0):
+        y = self.embedding(x)
+        return self.two(y + torch.tanh(self.one(y)) * scale)
+
+def net():
+    return Net(), torch.zeros(4, 6, dtype=torch.long)
+
+def keywords():
+    return Net(), ((torch.zeros(4, 6, dtype=torch.long),), {"scale": torch.ones(4, 6, 1)})
+
+def meta():
+    with torch.device("meta"):
+        return Net(), torch.zeros(4, 6, dtype=torch.long)
+
+def alone():
+    return Net()
+
+def looks():
+    class Looks(Net):
+        def forward(self, x):
+            return super().forward(x) if x.sum() > 0 else x
+    return Looks(), torch.zeros(4, 6, dtype=torch.long)
+"""
+
+
+@pytest.fixture
+def models(tmp_path):
+    (tmp_path / "nets_of_a_test.py").write_text(MODELS)
+    return tmp_path
+
+
+def test_a_models_graph_is_shown_drawn_and_planned_with_elsewhere(models):
+    said = run(models, "graph", "--model", "nets_of_a_test:net", "--longest", "2", "-o", "g.json", "--html", "g.html")
+    assert re.search(r"^6 nodes \(2 Linear, .*\), 5 parameters of 7.\d+ kB, [\d.]+ \+ [\d.]+ ms$", said, re.M), said
+    assert len(re.findall(r"nets_of_a_test.py:\d+", said)) == 2
+    drawing = re.search(r"<svg.*?</svg>", (models / "g.html").read_text(), re.S)[0]
+    texts = "".join(ElementTree.fromstring(drawing).itertext())
+    assert all(name in texts for name in ("embedding", "linear_1", "weights, hands on"))
+    graph = profiles.read(models / "g.json")
+    assert (graph.rows, graph.variable("two.weight").shape) == (4, (100, 8))
+    assert all(node.forward > 0 for node in graph.nodes)
+    run(models, "plan", "--profile", "g.json", "-n", "2", "--stages", "2", "-o", "p.json")
+    assert run(models, "check", "p.json", "--model", "nets_of_a_test:net", "-n", "2").startswith("p.json: 2 stages")
+
+
+@pytest.mark.parametrize("made", ["meta", "keywords"])
+def test_a_plan_of_a_dry_run_is_for_the_model_that_is_run(models, made):
+    name = f"nets_of_a_test:{made}"
+    run(models, "plan", "--model", name, "--dry", "-n", "4", "--stages", "2", "-o", "p.json")
+    plan = Plan.load(models / "p.json")
+    assert (len(plan.stages), plan.batch, plan.versions["torch"][:2]) == (2, 16, "2.")
+    real = "net" if made == "meta" else made
+    assert run(models, "check", "p.json", "--model", f"nets_of_a_test:{real}").startswith("p.json: 2 stages for 4")
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (("--model", "nets_of_a_test:alone"), "must make (model, example inputs)"),
+        (("--model", "nets_of_a_test:looks"), "torch.export cannot take Looks at "),
+        (("--model", "nets_of_a_test:net", "--profile", PROFILE), "in one way"),
+        (("--profile", PROFILE, "--dry"), "--dry is for --model"),
+    ],
+)
+def test_models_that_cannot_be_cut_are_refused(models, asked, said):
+    assert said in run(models, "plan", "-n", "2", *asked, code=2)

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.partition.graph import Graph, Node
 from grace.torch.pipeline.capture import Captured, is_random, kind_of, line_of, values, written
@@ -123,7 +124,13 @@ class Atoms:
             )
         inputs = {one.name: _nbytes(self.values[one]) for one in self.order if one.op == "placeholder"}
         outputs = tuple(one.name for one in self.outputs())
-        return Graph(tuple(nodes), inputs, outputs or (nodes[-1].name,), rows, tuple(self.together))
+        return Graph(tuple(nodes), inputs, outputs or (nodes[-1].name,), rows, tuple(self.together), self._variables())
+
+    def _variables(self) -> tuple[Variable, ...]:
+        """Parameters that train, as exchanges see them."""
+        names = dict.fromkeys(name for node in self.dynamic for name in self.parameters(node))
+        found = ((name, self.captured.attributes[name]) for name in names)
+        return tuple(Variable(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in found)
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:

@@ -118,6 +118,40 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
     return Captured(module, attributes, placeholders, module._in_spec, module._out_spec, flat)
 
 
+def call_of(example: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """(args, kwargs) of example inputs: one tensor, a tuple of arguments, or ``(args, kwargs)``.
+
+    >>> call_of(1), call_of((1, 2)), call_of(((1,), {"mask": 2}))
+    (((1,), {}), ((1, 2), {}), ((1,), {'mask': 2}))
+    """
+    if (
+        isinstance(example, tuple)
+        and len(example) == 2
+        and isinstance(example[0], tuple)
+        and isinstance(example[1], dict)
+    ):
+        return example[0], example[1]
+    return (tuple(example) if isinstance(example, (tuple, list)) else (example,)), {}
+
+
+def check_plain(model: torch.nn.Module) -> None:
+    """Refuse sharded parameters, and DistributedDataParallel.
+
+    Raises:
+        ConfigError: it has or is one.
+    """
+    for name, p in model.named_parameters():
+        if type(p) not in (torch.nn.Parameter, torch.Tensor) and not type(p).__module__.startswith("torch.nn.param"):
+            raise ConfigError(
+                f"the parameter {name!r} is a {type(p).__name__}: sharded parameters (ZeRO, FSDP, tensor parallelism) "
+                "inside stages are not supported; give the plain model, whose stages the pipeline shares out"
+            )
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        raise ConfigError(
+            "give the model itself, and not DistributedDataParallel: the pipeline has replicas of its own"
+        )
+
+
 @contextlib.contextmanager
 def _with_values(model: torch.nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
     """The inputs; and a model on ``meta`` has fake tensors meanwhile, which are on the inputs' device."""

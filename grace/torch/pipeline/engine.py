@@ -1,7 +1,7 @@
 """``grace.torch.Pipeline``: a model cut into stages by itself, whose replicas exchange compressed gradients."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from grace.partition.plan import Plan
 from grace.torch.parameters import broadcast_parameters
 from grace.torch.pipeline import profile, schedules
 from grace.torch.pipeline.atoms import Atoms
-from grace.torch.pipeline.capture import capture
+from grace.torch.pipeline.capture import call_of, capture, check_plain
 from grace.torch.pipeline.cutting import Built, shapes_of
 from grace.torch.pipeline.exchange import Gradients
 from grace.torch.pipeline.loop import gathered, hand_over
@@ -120,9 +120,9 @@ class Pipeline(StateOfStages):
         self.steps = 0
         self.init, device = init, next((p.device for p in model.parameters()), torch.device("cpu"))
         self.device = torch.device("cpu") if device.type == "meta" else device
-        _check_plain(model)
+        check_plain(model)
         if example_inputs is not None:
-            self._cut(*_call(example_inputs))
+            self._cut(*call_of(example_inputs))
 
     # -- the cut ------------------------------------------------------------------------------------------
 
@@ -370,28 +370,3 @@ class Pipeline(StateOfStages):
             outputs = schedules.forward(built.stages, chunks)
         apart = self.inputs == "replica"
         return built.output(gathered(outputs, self.places, gather or not apart, apart))
-
-
-def _call(example: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """(args, kwargs) of example inputs."""
-    if (
-        isinstance(example, tuple)
-        and len(example) == 2
-        and isinstance(example[0], tuple)
-        and isinstance(example[1], dict)
-    ):
-        return example[0], example[1]
-    return (tuple(example) if isinstance(example, (tuple, list)) else (example,)), {}
-
-
-def _check_plain(model: torch.nn.Module) -> None:
-    for name, p in model.named_parameters():
-        if type(p) not in (torch.nn.Parameter, torch.Tensor) and not type(p).__module__.startswith("torch.nn.param"):
-            raise ConfigError(
-                f"the parameter {name!r} is a {type(p).__name__}: sharded parameters (ZeRO, FSDP, tensor parallelism) "
-                "inside stages are not supported; give the plain model, whose stages the pipeline shares out"
-            )
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        raise ConfigError(
-            "give the model itself, and not DistributedDataParallel: the pipeline has replicas of its own"
-        )

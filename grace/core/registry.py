@@ -63,7 +63,7 @@ def known(kind: str) -> dict[str, type[Component]]:
     """All components of a kind ("compressor", "memory", "communicator", "builder", "rule"), by name.
 
     >>> sorted(known("memory"))
-    ['dgc', 'efsignsgd', 'none', 'residual']
+    ['dgc', 'efsignsgd', 'loco', 'none', 'residual']
     """
     return dict(sorted({**_found(kind)[0], **_registered[kind]}.items()))
 
@@ -119,7 +119,7 @@ def legal_memories(compressor: Any) -> list[str]:
     """Names of the memories that can serve a compressor.
 
     >>> legal_memories(make("compressor", "onebit"))
-    ['efsignsgd', 'residual']
+    ['efsignsgd', 'loco', 'residual']
     """
     classes: Any = known("memory").items()
     needed = compressor.traits.needs_memory

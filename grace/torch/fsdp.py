@@ -50,7 +50,7 @@ class FSDPState(DDPState):
         self.seen: set[str] = set()
         """Modules that came in this step."""
         self.spoilt: bool | None = None
-        self.before = before_steps(self, params.values())
+        self.unhook = before_steps(self, params.values())
 
     @property
     def traffic(self) -> Traffic:
@@ -128,7 +128,7 @@ class FSDPState(DDPState):
         From now on the model's gradients are means of each shard group alone, until another hook is registered.
         """
         super().close()
-        self.before.remove()
+        self.unhook()
         for layout in self.layouts:
             layout.module.set_all_reduce_hook(_nothing)
 

@@ -1,8 +1,10 @@
 """What lies where in the buffers that FSDP2 reduces, and the moments of a step that it does not tell."""
 
+import functools
+import itertools
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -136,21 +138,29 @@ def _check(name: str, p: Any, mesh_info: str) -> None:
         )
 
 
-def before_steps(keeper: Any, parameters: Any) -> Any:
+_KEEPERS: dict[int, tuple[weakref.ref[Any], set[int]]] = {}
+"""Who is told of steps, by a number of their own, and the ids of their parameters."""
+_NUMBERS = itertools.count()
+
+
+def before_steps(keeper: Any, parameters: Any) -> Callable[[], Any]:
     """Call ``keeper.before_step(optimizer)`` before each step of an optimizer that holds one of the parameters, as long
     as the keeper lives.
 
     Returns:
-        what takes the hook off again.
+        what ends it.
     """
-    me, held = weakref.ref(keeper), {id(p) for p in parameters}
+    number = next(_NUMBERS)
+    if number == 0:  # one hook for all, which stays: torch's own dict must not change while it calls what is in it
+        register_optimizer_step_pre_hook(_before_step)
+    _KEEPERS[number] = weakref.ref(keeper), {id(p) for p in parameters}
+    return functools.partial(_KEEPERS.pop, number, None)
 
-    def hook(optimizer: torch.optim.Optimizer, *ignored: Any) -> None:
-        alive = me()
+
+def _before_step(optimizer: torch.optim.Optimizer, *ignored: Any) -> None:
+    for number, (keeper, held) in list(_KEEPERS.items()):
+        alive = keeper()
         if alive is None:
-            handle.remove()
+            _KEEPERS.pop(number, None)
         elif any(id(p) in held for group in optimizer.param_groups for p in group["params"]):
             alive.before_step(optimizer)
-
-    handle = register_optimizer_step_pre_hook(hook)
-    return handle

@@ -38,7 +38,7 @@ class ReduceScatterState:
         self.seen: set[str] = set()
         self.wires: dict[str, tuple[Wire, torch.Tensor]] = {}
         params = [param.sharded_param for layout in layouts for param in layout.params]
-        self.before = before_steps(self, params)
+        self.unhook = before_steps(self, params)
         self.earlier = [groups_of(layout.module)[0]._reduce_scatter_comm for layout in layouts]
 
     def before_step(self, optimizer: Any) -> None:
@@ -95,7 +95,7 @@ class ReduceScatterState:
     def close(self) -> None:
         """From now on reduce-scatters are torch's again."""
         self.close_step()
-        self.before.remove()
+        self.unhook()
         self.communicator.release(self)
         for layout, earlier in zip(self.layouts, self.earlier, strict=True):
             layout.module.set_custom_reduce_scatter(earlier)

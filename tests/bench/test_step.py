@@ -191,7 +191,7 @@ def test_several_numbers_of_ranks_strategies_and_the_hook(folder):
 @linked
 def test_what_chooses_itself_is_timed_when_it_has_chosen(folder):
     args = ["--model", "mine:wide", "--methods", "", "--strategy", "auto(methods=[fp16])", "--baselines", "none"]
-    *_, results = run(folder, *args, "--rounds", "1", "--bandwidth", "400mbit")
+    *_, results = run(folder, *args, "--rounds", "1", "--bandwidth", "100mbit")
     (auto,) = (row for row in results.rows if row["name"] == "strategy auto(methods=[fp16])")
     assert auto["sent_bytes"] == pytest.approx(BYTES / 2, rel=0.02)
 

@@ -184,7 +184,7 @@ def test_components_of_other_packages_are_listed_and_described(tmp_path):
     text = run("describe", "theirs(part=0.5)", PYTHONPATH=path)[0]
     assert "part = 0.5 (no default)" in text
     assert "depends on the data" in text
-    assert "carries adaptive, cast, " in run("describe", "allgather", PYTHONPATH=path)[0]
+    assert "carries adaptive, block, " in run("describe", "allgather", PYTHONPATH=path)[0]
     assert "theirs needs part" in run("describe", "theirs", PYTHONPATH=path, code=2)[1]
 
 

@@ -107,6 +107,7 @@ def test_ranks_know_their_number_and_the_strategy(script, tmp_path, engine):
 
 
 PLANNED = """
+import sys
 import torch
 import grace
 grace.init()
@@ -119,7 +120,7 @@ while steps < 200 and optimizer.plan is None:
     model(torch.randn(8, 64)).square().mean().backward()
     optimizer.step()
     steps += 1
-print(f"rank {grace.rank()}: {optimizer.strategy.id} {optimizer.plan.chosen.strategy.id}")
+sys.stdout.write(f"rank {grace.rank()}: {optimizer.strategy.id} {optimizer.plan.chosen.strategy.id}\\n")
 """
 
 

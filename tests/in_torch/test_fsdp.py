@@ -1,6 +1,7 @@
 """FSDP2 over 2 shards x 2 replicas: what crosses the replicate axis is compressed, and all else is torch's."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -142,6 +143,25 @@ def many(compressor, strategy, steps):
     sent, names = state.traffic.bits_per_element, sorted(state.exchanger.state()["memory"])
     state.close()
     return same_bits(weights), sent, names
+
+
+def forgotten():
+    """Two hooks' states are gone without close(), while two others are told of steps."""
+    mesh, states = mesh_of(), []
+    for _ in range(4):
+        net = built(mesh["shard"])
+        states.append(grace.torch.register_fsdp_hook(net, mesh["replicate"], "topk(ratio=0.1)"))
+    del states[:2]
+    gc.collect()
+    weights = trained(net, 3)
+    steps = [state.exchanger.context.step for state in states]
+    for state in states:
+        state.close()
+    return same_bits(weights), steps
+
+
+def test_states_that_are_gone_are_no_longer_told_of_steps(four):
+    assert four.run(forgotten) == [(True, [0, 3])] * 4
 
 
 METHODS = ["topk(ratio=0.1)", "block(bits=4, hadamard=32)", "powersgd(rank=2)", "efsignsgd", "qsgd"]

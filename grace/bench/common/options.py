@@ -114,7 +114,7 @@ def every_method() -> list[str]:
     """All compressors that can be built without parameters, the casts by their short names, and two compositions.
 
     >>> every_method()[:4], every_method()[-1]
-    (['none', 'adaptive', 'bf16', 'dgc'], 'topk | qsgd(levels=7, bucket_size=64, norm=max)')
+    (['none', 'adaptive', 'bf16', 'block'], 'topk | qsgd(levels=7, bucket_size=64, norm=max)')
     """
     names = [name for name, cls in known("compressor").items() if dataclasses.MISSING not in cls.parameters().values()]
     short = [name for name, spec in aliases("compressor").items() if spec["name"] == "cast"]

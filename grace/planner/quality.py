@@ -36,6 +36,8 @@ from grace.planner.expected import expected_error
 
 CLASSES = ("exact", "half", "unbiased", "feedback")
 RECOMPRESSING = ("scatter_reduce", "reduce_broadcast")
+ROUNDING = 2.0**-22
+"""The largest squared relative error of rounding to a 16-bit float (float16, of numbers above 6e-5)."""
 SLACK = 1 + 1e-9
 """For rounding: sums are taken in different orders."""
 
@@ -144,7 +146,8 @@ class Errors:
         return self.norm(variable) * expected_error(compressor.spec, variable.shape) if found is None else found
 
     def budget(self, reference: str, variables: Sequence[Variable]) -> float:
-        """What the reference loses of all of them.
+        """What the reference loses of all of them, and no less than rounding to 16-bit floats may: u^2 ||x||^2, with
+        u = 2^-11. Some gradients the reference keeps whole, as PowerSGD does those of few samples.
 
         Raises:
             ConfigError: the reference has an aggregate that is no mean.
@@ -154,7 +157,8 @@ class Errors:
                 f"reference={reference!r} votes: it has no error that others could be compared with; take another, "
                 "as powersgd(rank=4)"
             )
-        return sum(self.of_method(reference, variable) for variable in variables)
+        rounding = ROUNDING * sum(self.norm(variable) for variable in variables)
+        return max(rounding, sum(self.of_method(reference, variable) for variable in variables))
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from grace.core import registry
 from grace.core.registry import known, make
@@ -114,3 +115,11 @@ def test_measured_errors_count_before_expected_ones():
 def test_means_compressed_again_count_twice_without_a_memory():
     assert [times(s, "none") for s in ("reduce_broadcast", "scatter_reduce", "allreduce")] == [2, 2, 1]
     assert times("reduce_broadcast", "residual") == 1
+
+
+def test_a_reference_that_loses_nothing_leaves_room_for_16_bit_floats():
+    x = torch.outer(torch.linspace(0.1, 1, 300), torch.linspace(-1, 1, 200))  # of rank 1, which PowerSGD keeps whole
+    w, norm = Variable("w", (300, 200)), float(x.double().square().sum())
+    lost = float((x - x.half().float()).double().square().sum())
+    errors = Errors({"powersgd(rank=4)": {"w": 1e-14 * norm}, "fp16": {"w": lost}}, {"w": norm})
+    assert 0 < lost <= errors.budget("powersgd(rank=4)", [w]) < 1e-6 * norm

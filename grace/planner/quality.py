@@ -147,7 +147,7 @@ class Errors:
 
     def budget(self, reference: str, variables: Sequence[Variable]) -> float:
         """What the reference loses of all of them, and no less than rounding to 16-bit floats may: u^2 ||x||^2, with
-        u = 2^-11. Some gradients the reference keeps whole, as PowerSGD does those of few samples.
+        u = 2^-11, unless it is exact: some gradients others keep whole too, as PowerSGD does those of few samples.
 
         Raises:
             ConfigError: the reference has an aggregate that is no mean.
@@ -157,7 +157,7 @@ class Errors:
                 f"reference={reference!r} votes: it has no error that others could be compared with; take another, "
                 "as powersgd(rank=4)"
             )
-        rounding = ROUNDING * sum(self.norm(variable) for variable in variables)
+        rounding = 0.0 if _made(reference).traits.exact else ROUNDING * sum(self.norm(v) for v in variables)
         return max(rounding, sum(self.of_method(reference, variable) for variable in variables))
 
 

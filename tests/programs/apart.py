@@ -33,7 +33,7 @@ def main(how: str, timeout: str = "", warn: str = "") -> None:
             optimizer.step()
     except grace.GraceError as error:
         print(f"rank {grace.rank()} ended at {time.time()}: {type(error).__name__}: {error}", flush=True)
-        time.sleep(3)  # torchrun ends the others when the first has ended
+        time.sleep(6)  # launchers end the others when the first has ended
         raise
 
 

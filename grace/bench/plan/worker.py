@@ -11,7 +11,6 @@ import dataclasses
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,11 +21,11 @@ import torch
 import grace
 from grace.bench.plan.settings import MIXED, SCATTERED, Event, Settings
 from grace.bench.ranks.events import tell
-from grace.bench.ranks.run import redirect_stderr
+from grace.bench.ranks.run import as_rank, redirect_stderr
 from grace.bench.workloads.models import workload
 from grace.core.backend import Backend
 from grace.core.registry import make
-from grace.errors import ConfigError, ExchangeError, GraceError
+from grace.errors import ConfigError, ExchangeError
 from grace.planner.clock import undisturbed
 from grace.planner.driver import ROUNDS as TRIED
 from grace.planner.explain import lost, plan_of
@@ -289,8 +288,4 @@ def main(folder: str, model: str) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(*sys.argv[1:])
-    except GraceError:
-        sys.tracebacklimit = 0
-        raise
+    as_rank(main)

@@ -4,12 +4,14 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from grace.bench.common.errors import WorkerError
 from grace.bench.ranks.launchers import Launcher
+from grace.errors import GraceError
 from grace.launch.processes import end, signals_raise
 
 RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")
@@ -64,6 +66,15 @@ def run_ranks(launcher: Launcher, program: list[str], folder: Path, watch: Calla
     if failed:
         code = next(iter(failed.values()))
         raise WorkerError(f"the ranks failed (exit code {code})\n{_complaints(launcher, failed, folder)}")
+
+
+def as_rank(main: Callable[..., None]) -> None:
+    """Run a rank's program with the arguments of the command line; an error of Grace's is told without a traceback."""
+    try:
+        main(*sys.argv[1:])
+    except GraceError:
+        sys.tracebacklimit = 0
+        raise
 
 
 def redirect_stderr(folder: Path) -> None:

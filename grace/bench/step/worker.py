@@ -10,7 +10,6 @@ Usage: python -m grace.bench.step.worker FOLDER ENGINE, where FOLDER holds setti
 
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 import grace
 import grace.torch
 from grace.bench.ranks.events import tell
-from grace.bench.ranks.run import redirect_stderr
+from grace.bench.ranks.run import as_rank, redirect_stderr
 from grace.bench.step.contestants import (
     Contestant,
     Stepper,
@@ -174,8 +173,4 @@ def main(folder: str, engine: str) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(*sys.argv[1:])
-    except GraceError:
-        sys.tracebacklimit = 0
-        raise
+    as_rank(main)

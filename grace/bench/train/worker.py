@@ -11,7 +11,6 @@ import json
 import math
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,11 +18,10 @@ from typing import Any
 
 import grace
 from grace.bench.ranks.events import tell
-from grace.bench.ranks.run import redirect_stderr
+from grace.bench.ranks.run import as_rank, redirect_stderr
 from grace.bench.train.settings import Settings
 from grace.bench.workloads.task import Task, in_optimizer, task_class, trainer_class
 from grace.communicators.choice import build_communicator
-from grace.errors import GraceError
 from grace.session.momentum import owners
 
 WARMUP_STEPS = 3
@@ -108,8 +106,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(*sys.argv[1:])
-    except GraceError:
-        sys.tracebacklimit = 0
-        raise
+    as_rank(main)

@@ -6,6 +6,7 @@ from grace.bench.all import command as all_of_them
 from grace.bench.compare.command import compare
 from grace.bench.kernels.command import command as kernels
 from grace.bench.link.command import link
+from grace.bench.pipeline.command import command as pipeline
 from grace.bench.plan.command import command as plan
 from grace.bench.step.command import command as step
 from grace.bench.train.command import command as train
@@ -13,6 +14,7 @@ from grace.bench.train.command import command as train
 app = typer.Typer(no_args_is_help=True, help="Measure compressors: does compression pay here?")
 app.command("all")(all_of_them)
 app.command("kernels")(kernels)
+app.command("pipeline")(pipeline)
 app.command("plan")(plan)
 app.command("step")(step)
 app.command("train")(train)

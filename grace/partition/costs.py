@@ -60,6 +60,7 @@ class Space:
         batch: rows of a step.
         limit: bytes that a rank may use; None for no limit.
         state: bytes of optimizer state for each byte of parameters.
+        update: seconds of the optimizer's step for each byte of parameters.
     """
 
     def __init__(
@@ -71,13 +72,15 @@ class Space:
         batch: int,
         limit: float | None = None,
         state: float = 0.0,
+        update: float = 0.0,
     ):
         self.graph, self.blocks, self.devices, self.exchanges = graph, list(made), devices, exchanges
-        self.batch, self.limit, self.state = batch, math.inf if limit is None else limit, state
+        self.batch, self.limit = batch, math.inf if limit is None else limit
+        self.state, self.update = state, update
         self.count = len(self.blocks)
         nodes = [[graph.nodes[graph.index[name]] for name in block.nodes] for block in self.blocks]
         fixed = [[min(n.overhead, n.forward) for n in own] for own in nodes]
-        fixed_back = [[min(n.overhead, n.backward) for n in own] for own in nodes]
+        fixed_back = [[min(n.overhead_back, n.backward) for n in own] for own in nodes]
         self._fixed = _sums([sum(a) for a in fixed]), _sums([sum(b) for b in fixed_back])
         self._linear = (
             _sums([block.forward - sum(a) for block, a in zip(self.blocks, fixed, strict=True)]),
@@ -104,7 +107,7 @@ class Space:
         """The same with other blocks: between cuts (:func:`grace.partition.blocks.cut_at`), or at most so many."""
         made = blocks(self.graph, most) if cuts is None else cut_at(self.graph, cuts)
         limit = self.limit if math.isfinite(self.limit) else None
-        return Space(self.graph, made, self.devices, self.exchanges, self.batch, limit, self.state)
+        return Space(self.graph, made, self.devices, self.exchanges, self.batch, limit, self.state, self.update)
 
     # -- one stage: blocks i to j, on r replicas --------------------------------------------------------
 
@@ -260,7 +263,7 @@ class Space:
             leaves, shared = self.devices.exchange(groups, groups.index(here))
         least, each = self._exchange(r, leaves, shared)
         exchange = np.where(self.parameters > 0, least + each[None, :] - each[:, None], 0.0)
-        return setting.microbatches * busy + exchange
+        return setting.microbatches * busy + exchange + self.parameters * self.update
 
     def held(self, setting: Setting, stages: int, stage: int) -> int:
         """Micro-batches that a stage keeps at once."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 
-NUMBERS = ("nbytes", "forward", "backward", "kept", "overhead")
+NUMBERS = ("nbytes", "forward", "backward", "kept", "overhead", "overhead_back")
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Node:
         kind: what it is, as "Linear".
         line: of the user's model; "" where it is not known.
         differentiable: whether a gradient comes back for its value; a cut then moves ``nbytes`` back too.
-        overhead: seconds of ``forward``, and as many of ``backward``, that do not depend on the rows.
+        overhead: seconds of ``forward`` that do not depend on the rows.
+        overhead_back: likewise of ``backward``.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Node:
     line: str = ""
     differentiable: bool = True
     overhead: float = 0.0
+    overhead_back: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -130,10 +132,8 @@ class Graph:
     def seconds(self, node: Node, rows: float) -> tuple[float, float]:
         """Forward and backward seconds of a node for so many rows: overhead + linear."""
         scale = rows / self.rows
-        forward, backward = (
-            min(node.overhead, whole) + max(0.0, whole - node.overhead) * scale
-            for whole in (node.forward, node.backward)
-        )
+        times = ((node.forward, node.overhead), (node.backward, node.overhead_back))
+        forward, backward = (min(fixed, whole) + max(0.0, whole - fixed) * scale for whole, fixed in times)
         return forward, backward
 
     def nbytes(self, name: str) -> float:

@@ -24,7 +24,11 @@ def predicted(space: Space, setting: Setting, cut: Cut) -> Plan | None:
     exchanges = [_exchange(space, cut, at, stage, groups) for stage in range(count)]
     place_of = [rank_of(setting.schedule, stage, places) for stage in range(count)]
     waits = [sum(e for e, p in zip(exchanges, place_of, strict=True) if p == place) for place in range(places)]
-    seconds = max(done + wait for done, wait in zip(played.done, waits, strict=True))
+    updates = [0.0] * places
+    for (i, j), place in zip(cut.bounds, place_of, strict=True):
+        updates[place] += float(space.parameters[i, j]) * space.update
+    done = [one + update for one, update in zip(played.done, updates, strict=True)]
+    seconds = max(one + wait for one, wait in zip(done, waits, strict=True))
     memory = memory_of(space, setting, cut)
     if max(memory) > space.limit * (1 + 1e-12):
         return None
@@ -58,7 +62,7 @@ def predicted(space: Space, setting: Setting, cut: Cut) -> Plan | None:
         layout=setting.layout,
         seconds=seconds,
         bubble=played.bubble,
-        exposed=seconds - played.seconds,
+        exposed=seconds - max(done),
         memory=tuple(by_rank[rank] for rank in sorted(by_rank)),
     )
 

@@ -54,6 +54,7 @@ def plan(
     cuts: Sequence[str] | None = None,
     blocks: Some = 32,
     optimizer_state: float = 1.0,
+    optimizer_seconds: float = 0.0,
 ) -> Plan:
     """The plan whose step is expected to be shortest.
 
@@ -75,6 +76,7 @@ def plan(
         cuts: names of the last nodes of all stages but the last, in the graph's order.
         blocks: k, from how many blocks stages are made; several are tried each.
         optimizer_state: bytes for each byte of parameters: 0 of plain SGD, 1 with momentum, 2 of Adam.
+        optimizer_seconds: of its step for each byte of parameters.
 
     Raises:
         ConfigError: memory does not suffice (the message names the stage and what is missing), or nothing fits what
@@ -111,6 +113,7 @@ def plan(
             cuts=cuts,
             most=most,
             state=optimizer_state,
+            update=optimizer_seconds,
         )
         try:
             found.append(search(space, asked))
@@ -134,6 +137,7 @@ def space_of(
     cuts: Sequence[str] | None = None,
     most: int = 32,
     state: float = 1.0,
+    update: float = 0.0,
 ) -> Space:
     """What :func:`plan` searches: the model in blocks, on the devices.
 
@@ -153,7 +157,7 @@ def space_of(
         return parameters * (2 + state) + kept * least <= limit
 
     made = blocks(graph, most, fits) if cuts is None else cut_at(graph, cuts)
-    return Space(graph, made, ranks, Exchanges(costs, *choices), batch, memory, state)
+    return Space(graph, made, ranks, Exchanges(costs, *choices), batch, memory, state, update)
 
 
 @dataclasses.dataclass(frozen=True)

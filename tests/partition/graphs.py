@@ -23,6 +23,7 @@ def chain(count, forward=1.0, backward=2.0, nbytes=0.0, parameters=0.0, kept=0.0
             kept=of(kept, i),
             parameters={f"w{i}": of(parameters, i)} if of(parameters, i) else {},
             overhead=overhead,
+            overhead_back=overhead,
         )
         for i in range(count)
     ]

@@ -1,20 +1,14 @@
 """Starting the ranks of each scenario of ``grace bench plan``, and keeping what they tell in a file that grows."""
 
-import contextlib
-import dataclasses
 import json
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from grace.bench.common.text import of_ranks, show_rate
-from grace.bench.link.emulation import Link
 from grace.bench.plan.settings import Event, Settings
-from grace.bench.ranks.events import Follower
-from grace.bench.ranks.launchers import launcher
-from grace.bench.ranks.run import run_ranks
+from grace.bench.ranks.scenario import told
 from grace.errors import ConfigError
 
 KEY = ("model", "ranks", "bandwidth")
@@ -43,7 +37,9 @@ def run(
         about = dict(zip(KEY, key, strict=True))
         watch(named(about), {"engine": "torch"})
         began = time.monotonic()
-        found.append({**about, **_measure(settings, *key, lambda e, about=about: watch(named(about), e))})  # type: ignore[misc]
+        model, ranks, rate = key
+        tell = lambda event, about=about: watch(named(about), event)  # type: ignore[misc]  # noqa: E731
+        found.append({**about, **told("grace.bench.plan.worker", settings, [model], ranks, rate, tell)})
         found[-1]["wall_seconds"] = time.monotonic() - began
         kept.add(found[-1])
 
@@ -103,24 +99,3 @@ class Kept:
         if self.file is not None:
             with self.file.open("a") as lines:
                 lines.write(json.dumps(scenario) + "\n")
-
-
-def _measure(
-    settings: Settings, model: str, ranks: int, rate: float | None, watch: Callable[[Event], None]
-) -> Scenario:
-    """Start the ranks, and return what rank 0 tells in the end."""
-    found: Scenario = {}
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grace-bench-")))
-        (folder / "settings.json").write_text(json.dumps(dataclasses.asdict(settings)))
-        follower = Follower(folder / "events.jsonl")
-
-        def listen() -> None:
-            for event in follower.new():
-                found.update(event.get("scenario", {}))
-                watch(event)
-
-        link = None if rate is None else stack.enter_context(Link(ranks, rate))
-        start = stack.enter_context(launcher("torch", ranks, link))
-        run_ranks(start, ["-m", "grace.bench.plan.worker", str(folder), model], folder, listen)
-    return found

@@ -38,5 +38,7 @@ def graph_of(
     captured = capture(model.train(True), args, kwargs)
     atoms, flat = Atoms(captured), captured.flat(args, kwargs)
     dry = dry or any(p.is_meta for p in model.parameters())
-    costs = profile.estimated(atoms) if dry else profile.measured(atoms, flat, profiles)
+    if dry:
+        return atoms.graph(rows_of(flat), profile.estimated(atoms))
+    costs = profile.measured_by_rows(model, atoms, flat, [False] * len(flat), profiles)
     return atoms.graph(rows_of(flat), costs)

@@ -18,7 +18,7 @@ from grace.torch.pipeline.cutting import Built, shapes_of
 from grace.torch.pipeline.exchange import Gradients
 from grace.torch.pipeline.loop import gathered, hand_over
 from grace.torch.pipeline.places import Places
-from grace.torch.pipeline.planning import Wanted, agreed, found, state_bytes
+from grace.torch.pipeline.planning import Wanted, agreed, found, state_bytes, update_seconds
 from grace.torch.pipeline.rows import micro_batches, rows_of
 from grace.torch.pipeline.state import StateOfStages
 
@@ -136,19 +136,23 @@ class Pipeline(StateOfStages):
                 f"whole= names {unknown[0]!r}, which is no input of the model: {', '.join(captured.inputs)}"
             )
         self._captured = captured
-        rows = rows_of(captured.flat(args, kwargs), [name in self.whole for name in captured.inputs])
+        flat, whole = captured.flat(args, kwargs), [name in self.whole for name in captured.inputs]
+        rows = rows_of(flat, whole)
         bare = atoms.graph(rows)
         unequal = isinstance(self.wanted.replicas, (list, tuple)) and len(set(self.wanted.replicas)) > 1
         each = self.given_inputs == "replica" or (self.given_inputs is None and not unequal)
 
-        def make() -> Plan:
-            dry = any(p.is_meta for p in self.model.parameters())
-            flat = captured.flat(args, kwargs)
-            costs = profile.estimated(atoms) if dry else profile.measured(atoms, flat, self.profiles)
-            state = state_bytes(self.make_optimizer)
-            return found(atoms.graph(rows, costs), self.backend.size, rows, each, self.wanted, state)
+        def measure() -> Any:
+            if any(p.is_meta for p in self.model.parameters()):
+                return profile.estimated(atoms), 0.0
+            costs = profile.measured_by_rows(self.model, atoms, flat, whole, self.profiles)
+            return costs, update_seconds(self.make_optimizer, self.device)
 
-        self.plan = plan = agreed(self.given_plan, make, bare, self.backend)
+        def make(measured: Any) -> Plan:
+            (costs, update), state = measured, state_bytes(self.make_optimizer)
+            return found(atoms.graph(rows, costs), self.backend.size, rows, each, self.wanted, state, update)
+
+        self.plan = plan = agreed(self.given_plan, measure, make, bare, self.backend)
         self.places = places = Places(plan, self.backend)
         self.inputs = self.given_inputs or ("replica" if places.equal else "global")
         if self.inputs == "replica" and not places.equal:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ from grace.errors import ConfigError
 from grace.partition.graph import Graph
 from grace.partition.plan import SCHEDULES, Plan
 from grace.partition.search import plan as search
+from grace.planner.clock import undisturbed
 from grace.planner.network import Links
 from grace.session.versions import public
 
 USUAL = Links(1.25e9, 50e-6)
 """10 Gbit/s, where nobody says what connects ranks."""
+UPDATED = 2**22
+"""Elements of the parameter that an optimizer is timed with."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +55,7 @@ class Wanted:
                     raise ConfigError(f"{name} must be a whole number of at least 1, not {one!r}")
 
 
-def found(graph: Graph, ranks: int, rows: int, each: bool, wanted: Wanted, state: float) -> Plan:
+def found(graph: Graph, ranks: int, rows: int, each: bool, wanted: Wanted, state: float, update: float) -> Plan:
     """The plan with the most rows per second.
 
     Args:
@@ -62,12 +66,14 @@ def found(graph: Graph, ranks: int, rows: int, each: bool, wanted: Wanted, state
             many each has.
         wanted: what the user wants.
         state: bytes of the optimizer's state for each byte of parameters.
+        update: seconds of its step for each byte of them.
 
     Raises:
         ConfigError: nothing fits.
     """
     options = dataclasses.asdict(dataclasses.replace(wanted, links=None))
     del options["links"]
+    options |= {"optimizer_state": state, "optimizer_seconds": update}
     unequal = isinstance(wanted.replicas, (list, tuple))
     counts: list[Any] = [None]
     if each and not unequal:
@@ -79,7 +85,7 @@ def found(graph: Graph, ranks: int, rows: int, each: bool, wanted: Wanted, state
         batch = rows * (replicas or (max(wanted.replicas) if each and unequal else 1))
         given = {**options, "replicas": wanted.replicas if replicas is None else replicas}
         try:
-            plans.append(search(graph, ranks, batch, wanted.links or USUAL, optimizer_state=state, **given))
+            plans.append(search(graph, ranks, batch, wanted.links or USUAL, **given))
         except ConfigError as refused:
             error = refused
     if not plans:
@@ -104,30 +110,60 @@ def state_bytes(make_optimizer: Callable[..., Any]) -> float:
     return sum(one.nbytes for one in kept) / p.nbytes
 
 
-def agreed(plan: Any, make: Callable[[], Plan], graph: Graph, backend: Backend) -> Plan:
+def update_seconds(make_optimizer: Callable[..., Any], device: torch.device) -> float:
+    """Seconds of a step of an optimizer for each byte of its parameters, gradients scaled before as a pipeline does;
+    0 if it cannot be tried.
+
+    >>> 0 < update_seconds(lambda parameters: torch.optim.SGD(parameters, lr=0.1), torch.device("cpu")) < 1e-6
+    True
+    """
+    p, took = torch.nn.Parameter(torch.zeros(UPDATED, device=device)), list[float]()
+    p.grad = torch.ones_like(p)
+    try:
+        optimizer = make_optimizer([p])
+        for _ in range(5):
+            began = time.perf_counter()
+            p.grad.mul_(0.5)
+            optimizer.step()
+            float(p[0])  # when the device is done
+            took.append(time.perf_counter() - began)
+    except Exception:  # it wants the model's own parameters
+        return 0.0
+    return undisturbed(took) / p.nbytes
+
+
+def agreed(plan: Any, measure: Callable[[], Any], make: Callable[[Any], Plan], graph: Graph, backend: Backend) -> Plan:
     """The plan of all ranks, which is rank 0's: the user's, a file's, or one that is made (and written to the file).
 
     Args:
         plan: a Plan, a file, or None.
-        make: makes one.
+        measure: what the model takes; all ranks do so at once, as they will compute at once, which on one machine takes
+            longer than alone.
+        make: makes one of what was measured.
         graph: which it is to be for.
         backend: all ranks; every rank must call it.
     """
     versions = {"torch": public(torch.__version__)}
 
-    def on_root() -> Plan:
+    def known() -> Plan | None:
         if isinstance(plan, Plan):
             return plan
         if plan is not None and not isinstance(plan, (str, os.PathLike)):
             raise ConfigError(f"plan= must be a file or a Plan, not {plan!r}")
         if plan is not None and Path(plan).exists():
             return Plan.load(Path(plan))
-        new = make()
+        return None
+
+    def made() -> Plan:
+        new = make(measured)
         new = dataclasses.replace(new, versions={**new.versions, **versions})
         if plan is not None:
             new.save(Path(plan))
         return new
 
-    chosen = from_root(on_root) if backend.size > 1 else on_root()
+    chosen = from_root(known) if backend.size > 1 else known()
+    if chosen is None:
+        measured = measure()
+        chosen = from_root(made) if backend.size > 1 else made()
     chosen.check(graph, backend.size, versions)
     return chosen

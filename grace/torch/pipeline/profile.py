@@ -17,7 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from grace.core.atomic_files import replacing
 from grace.torch.pipeline.atoms import Atoms, storages_of, tensors_of
-from grace.torch.pipeline.capture import values, written
+from grace.torch.pipeline.capture import capture, values, written
+from grace.torch.pipeline.rows import cut_rows, rows_of
 
 REPEATS, MOST, SPREAD, SECONDS = 5, 30, 0.1, 0.1
 """At least and at most so many runs of a node, until the middle half of them lies within so much of the median, and no
@@ -52,7 +53,7 @@ def measured(atoms: Atoms, flat: Sequence[Any], file: str | Path | None = None) 
     >>> x = torch.ones(4, 2)
     >>> costs = measured(Atoms(capture(torch.nn.Linear(2, 3), (x,))), [x])
     >>> sorted(costs["linear"]), costs["linear"]["forward"] > 0
-    (['backward', 'forward', 'kept', 'overhead'], True)
+    (['backward', 'forward', 'kept'], True)
     """
     known = _read(file)
     before = dict(known)
@@ -62,6 +63,43 @@ def measured(atoms: Atoms, flat: Sequence[Any], file: str | Path | None = None) 
         with replacing(file) as draft:
             draft.write_text(json.dumps({"version": VERSION, "seconds": {**_read(file), **known}}))
     return found
+
+
+def measured_by_rows(
+    model: torch.nn.Module, atoms: Atoms, flat: Sequence[Any], whole: Sequence[bool], file: str | Path | None = None
+) -> Costs:
+    """The same with a batch of a quarter of the rows as well, so that what does not depend on them is known: starting
+    operations, and reading weights and writing their gradients, which a micro-batch of few rows takes as long for.
+
+    Args:
+        model: that ``atoms`` are of.
+        atoms: see :func:`measured`.
+        flat: the inputs that it was captured with.
+        whole: of each of them, whether it has no rows whatever its shape is.
+        file: of profiles.
+
+    >>> from grace.torch.pipeline.capture import capture
+    >>> x, model = torch.ones(64, 256), torch.nn.Linear(256, 256)
+    >>> cost = measured_by_rows(model, Atoms(capture(model, (x,))), [x], [False])["linear"]
+    >>> 0 <= cost["overhead"] <= cost["forward"], 0 <= cost["overhead_back"] <= cost["backward"]
+    (True, True)
+    """
+    costs, rows = measured(atoms, flat, file), rows_of(flat, whole)
+    few = max(rows // 4, 2)
+    if few >= rows:
+        return costs
+    fewer = cut_rows(flat, rows, 0, few, whole)
+    args, kwargs = pytree.tree_unflatten(fewer, atoms.captured.in_spec)
+    try:
+        smaller = measured(Atoms(capture(model, args, kwargs)), fewer, file)
+    except Exception:  # the model is for batches of that size alone, as PyTorch says in its own words
+        return costs
+    for name, cost in costs.items():
+        for key, fixed in (("forward", "overhead"), ("backward", "overhead_back")):
+            if name in smaller:
+                slope = max(0.0, cost[key] - smaller[name][key]) / (rows - few)
+                cost[fixed] = max(0.0, cost[key] - slope * rows)
+    return costs
 
 
 def _read(file: str | Path | None) -> dict[str, list[float]]:
@@ -86,9 +124,8 @@ class _Measure(fx.Interpreter):
             self.run(*(_copied(one) for one in flat), enable_io_processing=False)
         _memory.update(self.known)
         kept = kept_bytes(self.atoms)
-        overhead = min((min(seconds) for seconds in self.found.values()), default=0.0)
         return {
-            name: {"forward": forward, "backward": backward, "kept": kept[name], "overhead": min(overhead, forward)}
+            name: {"forward": forward, "backward": backward, "kept": kept[name]}
             for name, (forward, backward) in self.found.items()
         }
 
@@ -125,6 +162,8 @@ class _Measure(fx.Interpreter):
     def _seconds(self, node: fx.Node) -> tuple[float, float]:
         reads, constants = self.atoms.reads(node), self.atoms.constants(node)
         writes = bool(written(node))
+        wants = {one for one in constants if one.op == "get_attr" and self.atoms.values[one].requires_grad}
+        sums = [torch.zeros_like(self.fetch_attr(str(one.target))) for one in constants if one in wants]
         forward, backward = list[float](), list[float]()
         start = time.perf_counter()
         while True:
@@ -133,6 +172,7 @@ class _Measure(fx.Interpreter):
                 grad = self.atoms.values[one]
                 value = self.fetch_attr(str(one.target)) if one.op == "get_attr" else self.env[one]
                 env[one] = pytree.tree_map(_leaf, value, grad)
+            weights = [env[one] for one in constants if one in wants]
             given = [t for one in env.values() for t in tensors_of(one) if t.requires_grad]
             if writes:  # which leaves cannot be
                 env = pytree.tree_map_only(torch.Tensor, torch.clone, env)
@@ -146,7 +186,11 @@ class _Measure(fx.Interpreter):
             if outputs and given:
                 ones = [torch.ones_like(t) for t in outputs]
                 began = _now(env)
-                torch.autograd.grad(outputs, given, ones, allow_unused=True)
+                gradients = torch.autograd.grad(outputs, given, ones, allow_unused=True)
+                for weight, total in zip(weights, sums, strict=True):  # as micro-batches add up
+                    at = next((g for t, g in zip(given, gradients, strict=True) if t is weight), None)
+                    if at is not None:
+                        total += at
                 backward.append(_now(env) - began)
             spent = time.perf_counter() - start
             if len(forward) >= MOST or (len(forward) >= REPEATS and (_steady(forward, backward) or spent > SECONDS)):
@@ -240,6 +284,7 @@ def estimated(atoms: Atoms, flops: float = FLOPS, nbytes: float = BYTES, overhea
             "backward": overhead + 2 * work if back else 0.0,
             "kept": kept[node.name],
             "overhead": overhead,
+            "overhead_back": overhead if back else 0.0,
         }
     return found
 

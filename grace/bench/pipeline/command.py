@@ -1,0 +1,139 @@
+"""``grace bench pipeline``: whether the planned cut is the fastest, and steps take what is predicted."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from grace.bench.common import options
+from grace.bench.common.errors import LinkError, WorkerError
+from grace.bench.common.progress import Bar
+from grace.bench.common.text import of_ranks, show_rate
+from grace.bench.pipeline.settings import KNOWN, QUICK_ROUNDS, ROUNDS, Event, Settings
+from grace.bench.pipeline.tables import cuts_table, markdown, verdict_words
+from grace.bench.plan.scenarios import Kept
+from grace.bench.plan.settings import links
+from grace.bench.ranks.scenario import told
+from grace.launch.processes import signals_raise
+
+NAME = "grace bench pipeline"
+KEY = ("model", "bandwidth", "compressor")
+
+
+def command(
+    models: Annotated[
+        str, typer.Option(help=f"{', '.join(KNOWN)}, or module:function; separated by commas.", show_default="all")
+    ] = ",".join(KNOWN),
+    ranks: Annotated[int, typer.Option("--ranks", "-n", help="Processes.")] = 2,
+    stages: Annotated[
+        str, typer.Option(help="How many, all with as many replicas; or any: then shares of the ranks are compared.")
+    ] = "2",
+    rates: Annotated[
+        str, typer.Option("--links", help="Rates of emulated links (Linux, root), and loopback.")
+    ] = "loopback",
+    compressors: Annotated[
+        str, typer.Option("--methods", help="Compressors of gradients between replicas, each a scenario.")
+    ] = "none",
+    microbatches: Annotated[int, typer.Option(help="Into how many a batch is cut.")] = 4,
+    schedule: Annotated[str, typer.Option(help="gpipe or 1f1b.")] = "1f1b",
+    blocks: Annotated[int, typer.Option(help="From how many blocks stages are made.")] = 16,
+    rounds: Annotated[
+        int | None,
+        typer.Option(help="How often each cut has its turn.", show_default=f"{ROUNDS}, quick {QUICK_ROUNDS}"),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="File of what is measured, a line per scenario.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Leave out the scenarios that are in the file already.")
+    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer cuts, and less time for everything.")] = False,
+) -> None:
+    """Compare cuts of a model into pipeline stages: what is predicted, and what is measured.
+
+    Ranks measure the parts of the model and the link, and plan. Then the plan is
+    measured in turns with all cuts in two at the ends of blocks, and with what
+    people cut by hand: stages with as many layers, with as many parameters, and
+    with as long a time (GPipe's). With --stages any, one measures ways to share
+    out the ranks instead: data parallelism alone, as many replicas of every
+    stage, and of 3 ranks two for one stage. The last table is Markdown.
+    """
+    settings = Settings(
+        models=options.split(models),
+        bandwidths=links(rates),
+        compressors=options.methods(compressors),
+        ranks=ranks,
+        stages=None if stages == "any" else options.integers(stages, "--stages")[0],
+        microbatches=microbatches,
+        schedule=schedule,
+        blocks=blocks,
+        rounds=rounds if rounds is not None else ROUNDS,
+    )
+    compare(settings.quick() if quick else settings, out, resume, Console(highlight=False))
+
+
+def compare(
+    settings: Settings, out: Path | None = None, resume: bool = False, console: Console | None = None
+) -> list[dict[str, Any]]:
+    """Measure, and show tables.
+
+    Args:
+        settings: what to run.
+        out: file that each scenario is added to when it is there; None keeps nothing.
+        resume: go on from what the file has.
+        console: where all is shown; nowhere if left out.
+
+    Returns:
+        All scenarios.
+
+    Raises:
+        ConfigError: the file to go on from is damaged.
+        typer.Exit: a rank or a network failed (1), or Ctrl-C (130); what is finished is shown and kept.
+    """
+    console = console or Console(quiet=True)
+    kept = Kept(out)
+    found = kept.begin(resume)
+    done, code = {tuple(one[key] for key in KEY) for one in found}, 0
+    try:
+        with signals_raise(), Bar(console) as bar:
+            for key in settings.scenarios:
+                if key not in done:
+                    found.append(_measure(settings, *key, bar, console))
+                    kept.add(found[-1])
+    except (WorkerError, LinkError) as error:
+        code = 1
+        print(f"{NAME}: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        code = 130
+        print(f"{NAME}: interrupted; the ranks are ended", file=sys.stderr)
+    if found:
+        console.print(f"\n[bold]All {len(found)} scenarios[/]\n")
+        console.print(markdown(found), markup=False, soft_wrap=True)
+    if code:
+        raise typer.Exit(code)
+    return found
+
+
+def _measure(
+    settings: Settings, model: str, rate: float | None, compressor: str, bar: Bar, console: Console
+) -> dict[str, Any]:
+    where = "on loopback" if rate is None else f"at {show_rate(rate)}"
+    name = f"{model}, {of_ranks(settings.ranks)} {where}, {compressor}"
+    bar.show(name, {"engine": "torch"})
+
+    def watch(event: Event) -> None:
+        bar.show(name, event)
+
+    began = time.monotonic()
+    found = told("grace.bench.pipeline.worker", settings, [model, compressor], settings.ranks, rate, watch)
+    scenario = {"model": model, "bandwidth": rate, "compressor": compressor, "ranks": settings.ranks, **found}
+    scenario["wall_seconds"] = time.monotonic() - began
+    console.print(f"\n[bold]{name}[/] ({scenario['wall_seconds']:.0f} s)", soft_wrap=True)
+    console.print(cuts_table(scenario))
+    console.print(verdict_words(scenario), markup=False)
+    for cut, why in scenario["missing"].items():
+        console.print(f"Left out: {cut}: {why}", markup=False, style="dim")
+    return scenario

@@ -1,0 +1,122 @@
+"""Predicted and measured cuts as tables: for a terminal, and in Markdown."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from rich import box
+from rich.table import Table
+
+from grace.bench.common.text import of_rate
+from grace.bench.pipeline.settings import CHOSEN
+from grace.partition.baselines import BY_HAND
+
+Scenario = dict[str, Any]
+
+
+class Verdict(NamedTuple):
+    """On a scenario.
+
+    Attributes:
+        planned: milliseconds of the planned cut's step.
+        best: the fastest of all that were measured.
+        regret: planned over best, minus 1.
+        error: predicted over measured step of the planned cut, minus 1.
+        median: error of all, without signs, in the median.
+        by_hand: milliseconds by the name of a rule; None where its cut cannot be.
+    """
+
+    planned: float
+    best: dict[str, Any]
+    regret: float
+    error: float
+    median: float
+    by_hand: dict[str, float | None]
+
+
+def judged(scenario: Scenario) -> Verdict:
+    """What a scenario tells. A cut that several names have is one: its steps are those of all of them.
+
+    >>> cuts = [("planned", ["b"], 9.0, 10.0), ("after a", ["a"], 9.0, 9.5), ("after b", ["b"], 9.0, 12.0)]
+    >>> keys = ("name", "ends", "predicted_ms", "measured_ms")
+    >>> found = judged({"cuts": [{**dict(zip(keys, cut)), "replicas": [1, 1]} for cut in cuts]})
+    >>> found.best["name"], round(found.planned, 3), round(found.regret, 3), round(found.error, 3)
+    ('after a', 10.0, 0.053, -0.1)
+    """
+    cuts = merged(scenario["cuts"])
+    by_name = {name: cut for cut in cuts for name in cut["names"]}
+    planned, best = by_name[CHOSEN], min(cuts, key=lambda cut: cut["measured_ms"])
+    errors = sorted(abs(signed(cut)) for cut in cuts)
+    by_hand = {name: by_name[name]["measured_ms"] if name in by_name else None for name in BY_HAND}
+    regret = planned["measured_ms"] / best["measured_ms"] - 1
+    return Verdict(planned["measured_ms"], best, regret, signed(planned), errors[len(errors) // 2], by_hand)
+
+
+def merged(cuts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each cut once, with all its names; of the same cut measured twice the faster counts, since what else a machine
+    does makes steps longer only."""
+    found = dict[Any, dict[str, Any]]()
+    for cut in cuts:
+        key = tuple(cut["ends"]), tuple(cut["replicas"])
+        known = found.setdefault(key, {**cut, "names": []})
+        known["names"].append(cut["name"])
+        known["measured_ms"] = min(known["measured_ms"], cut["measured_ms"])
+    return list(found.values())
+
+
+def signed(cut: dict[str, Any]) -> float:
+    """Predicted over measured, minus 1."""
+    return float(cut["predicted_ms"] / cut["measured_ms"] - 1)
+
+
+def cuts_table(scenario: Scenario) -> Table:
+    """The cuts of a scenario, and what was expected of each; the planned one is bold."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("cut", overflow="fold")
+    for header in ("replicas", "predicted\nms", "measured\nms", "error", "to the\nplanned"):
+        table.add_column(header, justify="right", no_wrap=True)
+    planned = judged(scenario).planned
+    for cut in merged(scenario["cuts"]):
+        shape, error = "-".join(map(str, cut["replicas"])), f"{signed(cut):+.0%}"
+        times = [f"{cut[key]:.4g}" for key in ("predicted_ms", "measured_ms")]
+        style = "bold" if CHOSEN in cut["names"] else ""
+        ratio = f"{cut['measured_ms'] / planned:.2f}"
+        table.add_row(", ".join(cut["names"]), shape, *times, error, ratio, style=style)
+    return table
+
+
+def verdict_words(scenario: Scenario) -> str:
+    """On a scenario, in a sentence or two."""
+    found = judged(scenario)
+    if found.regret == 0:
+        regret = "The planned cut is the fastest"
+    else:
+        regret = f"The planned cut takes {found.regret:.1%} longer than the fastest, {found.best['names'][0]}"
+    return f"{regret}; predicted {found.error:+.0%}, all cuts {found.median:.0%} off in the median."
+
+
+def markdown(scenarios: Sequence[Scenario]) -> str:
+    """All scenarios, one line each."""
+    head = ("model", "link", "ranks", "compressor", "cuts", "planned", "step ms", "predicted", "regret", *BY_HAND)
+    rows = []
+    for scenario in scenarios:
+        found, rate = judged(scenario), scenario["bandwidth"]
+        cuts = merged(scenario["cuts"])
+        planned = next(cut for cut in cuts if CHOSEN in cut["names"])
+        named = next((name for name in planned["names"] if name.startswith("after ")), "-".join(planned["ends"]))
+        shape = "-".join(map(str, planned["replicas"]))
+        rows.append(
+            (
+                scenario["model"],
+                "loopback" if rate is None else of_rate(rate),
+                str(scenario["ranks"]),
+                scenario["compressor"],
+                str(len(cuts)),
+                f"{shape}, {named}" if planned["ends"] else shape,
+                f"{found.planned:.4g}",
+                f"{found.error:+.0%}",
+                f"{found.regret:.1%}",
+                *("-" if ms is None else f"{ms / found.planned:.2f}" for ms in found.by_hand.values()),
+            )
+        )
+    lines = ["| " + " | ".join(cells) + " |" for cells in (head, tuple("---" for _ in head), *rows)]
+    return "\n".join(lines)

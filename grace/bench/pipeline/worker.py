@@ -1,0 +1,190 @@
+"""What each rank of ``grace bench pipeline`` runs: plan a pipeline, and measure it beside other cuts of the same model.
+
+A step of a cut is predicted by the planner, from the times of the model's parts and the links, both measured here.
+
+Usage: python -m grace.bench.pipeline.worker FOLDER MODEL COMPRESSOR, where FOLDER holds settings.json; rank 0 writes
+events.jsonl there.
+"""
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+import grace
+from grace.bench.pipeline.settings import CHOSEN, Event, Settings
+from grace.bench.ranks.events import tell
+from grace.bench.ranks.run import as_rank, redirect_stderr
+from grace.bench.workloads.pipelines import Cuttable, cuttable
+from grace.core.backend import Backend
+from grace.errors import ConfigError
+from grace.partition.baselines import BY_HAND
+from grace.partition.blocks import cut_at
+from grace.partition.graph import Graph
+from grace.partition.search import space_of
+from grace.planner.clock import undisturbed
+from grace.planner.network import Links
+from grace.torch import Pipeline
+from grace.torch.pipeline.dry import graph_of
+
+LR = 1e-4
+MOST = 50
+"""Steps of a turn."""
+SMALL, LARGE, REPEATS = 8, 2**20, 20
+"""Bytes of messages whose seconds tell of a link, and how many of each."""
+Given = dict[str, Any]
+
+
+@dataclasses.dataclass
+class Run:
+    """A pipeline that is ready to train, and the seconds of its steps."""
+
+    name: str
+    engine: Pipeline
+    seconds: list[float] = dataclasses.field(default_factory=list)
+
+
+def links(backend: Backend) -> Links:
+    """What connects rank 0 and rank 1, as messages between them tell; every rank must call it."""
+    times = []
+    for nbytes in (SMALL, LARGE):
+        message, took = torch.zeros(nbytes, dtype=torch.uint8), list[float]()
+        for _ in range(REPEATS):
+            began = time.perf_counter()
+            if backend.rank == 0:
+                distributed.send(message, 1)
+                distributed.recv(message, 1)
+            elif backend.rank == 1:
+                distributed.recv(message, 0)
+                distributed.send(message, 0)
+            took.append((time.perf_counter() - began) / 2)
+        times.append(undisturbed(took))
+    found = [(LARGE - SMALL) / max(times[1] - times[0], 1e-9), times[0]]
+    return Links(*backend.allgather_object(found)[0])
+
+
+def others(graph: Graph, settings: Settings) -> dict[str, Given]:
+    """What the plan is compared with, by name: every cut in two, cuts by hand, or other shares of the ranks."""
+    found = dict[str, Given]()
+    if settings.stages is None:
+        count = settings.ranks
+        shapes = [(count // s,) * s for s in range(1, count + 1) if count % s == 0]
+        if count == 3:
+            shapes += [(2, 1), (1, 2)]
+        return {"-".join(map(str, shape)): {"stages": len(shape), "replicas": list(shape)} for shape in shapes}
+    same = {"stages": settings.stages, "replicas": settings.ranks // settings.stages}
+    if settings.stages == 2:
+        space = space_of(graph, settings.ranks, int(graph.rows), Links(1e9), most=settings.blocks)
+        found.update({f"after {one.nodes[-1]}": {**same, "cuts": [one.nodes[-1]]} for one in space.blocks[:-1]})
+    if settings.stages > 1:
+        for name, how in BY_HAND.items():
+            cuts = how(graph, settings.stages)
+            try:
+                cut_at(graph, cuts)
+            except ConfigError:  # what must be together is not
+                continue
+            found[name] = {**same, "cuts": cuts}
+    return found
+
+
+def measure(settings: Settings, model: str, compressor: str, backend: Backend, emit: Callable[[Event], None]) -> None:
+    """Plan, and measure the plan in turns with others; rank 0 calls ``emit`` with each event.
+
+    Raises:
+        ConfigError: the model cannot be cut.
+    """
+    began, work, between = time.perf_counter(), cuttable(model), links(backend)
+    graph = graph_of(work.model, work.inputs)  # by all ranks, as they compute at once
+    free = {} if settings.stages is None else {"stages": settings.stages, "replicas": settings.ranks // settings.stages}
+    wanted: dict[str, Given] = backend.allgather_object({CHOSEN: free, **others(graph, settings)})[0]
+    planning = time.perf_counter()
+    runs, missing = list[Run](), dict[str, str]()
+    for name, given in wanted.items():
+        try:
+            runs.append(Run(name, _engine(cuttable(model), settings, compressor, between, given)))
+        except ConfigError as error:  # on all ranks: the plan is rank 0's
+            if name == CHOSEN:
+                raise
+            missing[name] = str(error)
+        if name == CHOSEN:
+            planning = time.perf_counter() - planning
+    emit({"blocks": settings.rounds * len(runs)})
+    for run in runs:
+        run.engine.step(*_batch(work))
+    for number in range(settings.rounds):
+        for run in runs if number % 2 == 0 else runs[::-1]:
+            _turn(run, work, settings, backend)
+            emit({"times_ms": [1e3 * s for s in run.seconds]})
+    cuts = [_document(run) for run in runs]
+    seconds = time.perf_counter() - began
+    about = {"bytes_per_second": between.bandwidth, "latency": between.latency, "planning_seconds": planning}
+    emit({"scenario": {**about, "cuts": cuts, "missing": missing, "seconds": seconds}})
+
+
+def _engine(work: Cuttable, settings: Settings, compressor: str, between: Links, given: Given) -> Pipeline:
+    return Pipeline(
+        work.model,
+        work.inputs,
+        work.loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=LR),
+        compressor=compressor,
+        microbatches=settings.microbatches,
+        schedule=settings.schedule,
+        blocks=settings.blocks,
+        links=between,
+        inputs="global",
+        **given,
+    )
+
+
+def _batch(work: Cuttable) -> list[Any]:
+    inputs = list(work.inputs) if isinstance(work.inputs, tuple) else [work.inputs]
+    return inputs if work.loss is None else [*inputs, work.target]
+
+
+def _turn(run: Run, work: Cuttable, settings: Settings, backend: Backend) -> None:
+    """Some steps, after one that does not count."""
+    batch = _batch(work)
+    took = []
+    for _ in range(2):
+        began = time.perf_counter()
+        run.engine.step(*batch)
+        took.append(time.perf_counter() - began)
+    slowest = max(backend.allgather_object(took[-1]))
+    for _ in range(min(MOST, max(1, round(settings.seconds / settings.rounds / slowest)))):
+        began = time.perf_counter()
+        run.engine.step(*batch)
+        run.seconds.append(time.perf_counter() - began)
+
+
+def _document(run: Run) -> Event:
+    plan = run.engine.plan
+    assert plan is not None
+    return {
+        "name": run.name,
+        "replicas": list(plan.replicas),
+        "ends": [stage.nodes[-1] for stage in plan.stages[:-1]],
+        "predicted_ms": 1e3 * plan.seconds,
+        "measured_ms": 1e3 * undisturbed(run.seconds),
+        "steps": len(run.seconds),
+    }
+
+
+def main(folder: str, model: str, compressor: str) -> None:
+    """Join the run, and measure."""
+    redirect_stderr(Path(folder))
+    settings = Settings(**json.loads(Path(folder, "settings.json").read_text()))
+    torch.manual_seed(0)
+    backend = grace.init("torch")
+    events = Path(folder, "events.jsonl")
+    measure(settings, model, compressor, backend, lambda event: tell(events, event) if backend.rank == 0 else None)
+    grace.shutdown()
+
+
+if __name__ == "__main__":
+    as_rank(main)

@@ -1,0 +1,53 @@
+"""One scenario of a benchmark: ranks that are started over a network, and what the first of them tells."""
+
+import contextlib
+import dataclasses
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from grace.bench.link.emulation import Link
+from grace.bench.ranks.events import Follower
+from grace.bench.ranks.launchers import launcher
+from grace.bench.ranks.run import run_ranks
+
+
+def told(
+    module: str,
+    settings: Any,
+    given: Sequence[str],
+    ranks: int,
+    rate: float | None,
+    watch: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    """Start ranks over torch.distributed, and return what rank 0 tells in the end.
+
+    Args:
+        module: their program; its first argument is a folder with settings.json, to which rank 0 writes events.jsonl.
+        settings: a dataclass.
+        given: further arguments.
+        ranks: how many.
+        rate: bits per second of emulated links; None for loopback.
+        watch: called with each event.
+
+    Raises:
+        LinkError: a network cannot be emulated here.
+        WorkerError: a rank failed.
+    """
+    found: dict[str, Any] = {}
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grace-bench-")))
+        (folder / "settings.json").write_text(json.dumps(dataclasses.asdict(settings)))
+        follower = Follower(folder / "events.jsonl")
+
+        def listen() -> None:
+            for event in follower.new():
+                found.update(event.get("scenario", {}))
+                watch(event)
+
+        link = None if rate is None else stack.enter_context(Link(ranks, rate))
+        start = stack.enter_context(launcher("torch", ranks, link))
+        run_ranks(start, ["-m", module, str(folder), *given], folder, listen)
+    return found

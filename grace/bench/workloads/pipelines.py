@@ -1,0 +1,194 @@
+"""What ``grace bench pipeline`` cuts: models whose layers are alike, and models whose layers are not, sized for a
+processor core.
+
+Each function makes ``(model, inputs, target, loss)``, with ``loss(outputs, target)`` a mean over rows; all ranks make
+the same.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from grace.bench.common.user_functions import load_function
+from grace.bench.workloads.models import _Block
+from grace.errors import ConfigError
+
+
+class Cuttable(NamedTuple):
+    """What is trained in stages.
+
+    Attributes:
+        model: a torch module.
+        inputs: a batch, as :class:`grace.torch.Pipeline` takes ``example_inputs``.
+        target: what the loss compares outputs with.
+        loss: takes outputs and target; None of a model that returns its loss.
+    """
+
+    model: nn.Module
+    inputs: Any
+    target: Any
+    loss: Callable[..., torch.Tensor] | None
+
+
+def _images(rows: int, side: int, classes: int = 100) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return torch.randn(rows, 3, side, side, generator=draw), torch.randint(classes, (rows,), generator=draw)
+
+
+def _tokens(rows: int, length: int, vocabulary: int) -> torch.Tensor:
+    return torch.randint(vocabulary, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+def _of_tokens(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def vgg11() -> Cuttable:
+    """VGG-11 (Simonyan and Zisserman, 2015) for 8 images of 64 x 64: early layers compute, late ones have
+    parameters."""
+    layers, before = list[nn.Module](), 3
+    for width in (64, 0, 128, 0, 256, 256, 0, 512, 512, 0, 512, 512, 0):
+        if width:
+            layers += [nn.Conv2d(before, width, 3, padding=1), nn.ReLU()]
+            before = width
+        else:
+            layers.append(nn.MaxPool2d(2))
+    head = [nn.Flatten(), nn.Linear(4 * 512, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 100)]
+    return Cuttable(nn.Sequential(*layers, *head), *_images(8, 64), functional.cross_entropy)
+
+
+def resnet18() -> Cuttable:
+    """ResNet-18 (He et al., 2016) with group norm, for 8 images of 64 x 64."""
+    blocks, before = list[nn.Module](), 64
+    for width in (64, 64, 128, 128, 256, 256, 512, 512):
+        blocks.append(_Block(before, width))
+        before = width
+    stem = [nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.GroupNorm(8, 64), nn.ReLU(), nn.MaxPool2d(2)]
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 100)]
+    return Cuttable(nn.Sequential(*stem, *blocks, *head), *_images(8, 64), functional.cross_entropy)
+
+
+class _GPT(nn.Module):
+    def __init__(self, vocabulary: int, width: int, layers: int, length: int):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+            for _ in range(layers)
+        )
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        y = self.tokens(x) + self.positions(torch.arange(x.shape[1]))
+        for layer in self.layers:
+            y = layer(y, mask, is_causal=True)
+        return self.head(y)
+
+
+def gpt() -> Cuttable:
+    """A causal language model of 8 layers of width 256 and a vocabulary of 32,768: its head takes as long as several
+    layers."""
+    x = _tokens(8, 33, 32_768)
+    return Cuttable(_GPT(32_768, 256, 8, 32), x[:, :-1].contiguous(), x[:, 1:].contiguous(), _of_tokens)
+
+
+class _EncoderDecoder(nn.Module):
+    def __init__(self, width: int, layers: int, vocabulary: int):
+        super().__init__()
+        kind: dict[str, Any] = {"dim_feedforward": 4 * width, "dropout": 0.0, "batch_first": True}
+        self.source, self.words = nn.Embedding(vocabulary, width), nn.Embedding(vocabulary, width)
+        self.encoder = nn.ModuleList(nn.TransformerEncoderLayer(width, 4, **kind) for _ in range(layers))
+        self.decoder = nn.ModuleList(nn.TransformerDecoderLayer(width, 4, **kind) for _ in range(layers))
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, source: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        memory, y = self.source(source), self.words(words)
+        for layer in self.encoder:
+            memory = layer(memory)
+        for layer in self.decoder:
+            y = layer(y, memory)
+        return self.head(y)
+
+
+def encoder_decoder() -> Cuttable:
+    """A transformer with an encoder for long texts and a decoder for short ones, 4 layers of width 256 each: every
+    decoder's layer reads what the encoder gave."""
+    source, words = _tokens(8, 96, 4096), _tokens(8, 25, 4096)
+    model = _EncoderDecoder(256, 4, 4096)
+    return Cuttable(model, (source, words[:, :-1].contiguous()), words[:, 1:].contiguous(), _of_tokens)
+
+
+class _UNet(nn.Module):
+    def __init__(self, widths: tuple[int, ...] = (16, 32, 64, 128)):
+        super().__init__()
+        before = (3, *widths)
+        self.down = nn.ModuleList(_twice(a, b) for a, b in zip(before, widths, strict=False))
+        self.middle = _twice(widths[-1], 2 * widths[-1])
+        self.narrow = nn.ModuleList(nn.ConvTranspose2d(2 * w, w, 2, 2) for w in reversed(widths))
+        self.up = nn.ModuleList(_twice(2 * w, w) for w in reversed(widths))
+        self.head = nn.Conv2d(widths[0], 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = []
+        for level in self.down:
+            x = level(x)
+            kept.append(x)
+            x = functional.max_pool2d(x, 2)
+        x = self.middle(x)
+        for narrow, level in zip(self.narrow, self.up, strict=True):
+            x = level(torch.cat([kept.pop(), narrow(x)], 1))
+        return self.head(x)
+
+
+def _twice(before: int, width: int) -> nn.Module:
+    first, second = nn.Conv2d(before, width, 3, padding=1), nn.Conv2d(width, width, 3, padding=1)
+    return nn.Sequential(first, nn.GroupNorm(8, width), nn.ReLU(), second, nn.GroupNorm(8, width), nn.ReLU())
+
+
+def unet() -> Cuttable:
+    """A U-Net (Ronneberger et al., 2015) of 4 levels for 4 images of 64 x 64: what goes down is read on the way up."""
+    x, _ = _images(4, 64)
+    target = torch.randint(4, (4, 64, 64), generator=torch.Generator().manual_seed(1))
+    return Cuttable(_UNet(), x, target, functional.cross_entropy)
+
+
+def mlp() -> Cuttable:
+    """16 equal layers of width 1,024, for 64 rows."""
+    layers = [one for _ in range(16) for one in (nn.Linear(1024, 1024), nn.ReLU())]
+    x = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0))
+    return Cuttable(nn.Sequential(*layers), x, torch.zeros(64, 1024), functional.mse_loss)
+
+
+MODELS: dict[str, Callable[[], Cuttable]] = {
+    "vgg11": vgg11,
+    "resnet18": resnet18,
+    "gpt": gpt,
+    "encoder_decoder": encoder_decoder,
+    "unet": unet,
+    "mlp": mlp,
+}
+
+
+def cuttable(name: str) -> Cuttable:
+    """A model of Grace's, or what a function of the user's returns: ``(model, inputs, target, loss)``.
+
+    Args:
+        name: one of ``MODELS``, or ``module:function``, a function without arguments.
+
+    Raises:
+        ConfigError: it cannot be found, or does not return that.
+
+    >>> made = cuttable("mlp")
+    >>> made.inputs.shape, sum(p.numel() for p in made.model.parameters())
+    (torch.Size([64, 1024]), 16793600)
+    """
+    if name in MODELS:
+        return MODELS[name]()
+    made = load_function(name, "model", MODELS)()
+    if not isinstance(made, tuple) or len(made) != 4 or not isinstance(made[0], nn.Module):
+        raise ConfigError(f"{name}() must return (model, inputs, target, loss), a torch module first")
+    return Cuttable(*made)

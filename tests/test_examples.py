@@ -98,6 +98,16 @@ def test_the_difference_to_an_ordinary_script_is_six_lines(example):
 PIPELINE = EXAMPLES / "torch" / "pipeline.py"
 
 
+def test_the_pipelines_example_trains_where_mpirun_starts_the_ranks():
+    if not available("mpirun-mpi"):
+        pytest.skip("mpi4py is not installed (make horovod)")
+    program = command("mpirun-mpi", 2, str(PIPELINE), "--stages", "2", "--steps", "10")
+    env = {**environment(), "GRACE_BACKEND": "torch"}
+    done = subprocess.run(program, capture_output=True, text=True, env=env, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("nats after 10 steps") == 1
+
+
 @pytest.mark.parametrize(
     ("ranks", "asked"),
     [(4, ("--stages", "2")), (3, ("--replicas", "1", "2"))],

@@ -188,7 +188,7 @@ def _detect() -> str:
         return "horovod"
     if all(key in os.environ for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
         return "torch"
-    if any(os.environ.get(key, "1") not in ("", "1") for key in MPI_SIZES):
+    if any(os.environ.get(key, "1") not in ("", "1") for key in topology.MPI_SIZES):
         return "horovod" if _installed("horovod") else "mpi"
     return "local"
 
@@ -210,10 +210,6 @@ def _others(name: str) -> Backend:
             f"the entry point {name} = {point.value} of {GROUP} must give a backend of its name, not {is_what}"
         )
     return made
-
-
-MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
-"""How many ranks mpirun or srun has started."""
 
 
 def _installed(package: str) -> bool:

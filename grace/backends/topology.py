@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from grace.core.backend import Backend
 
+MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
+"""How many ranks mpirun or srun has started."""
+
 
 def node_name() -> str:
     """What this rank's node is called: GRACE_NODE, or the host's name."""

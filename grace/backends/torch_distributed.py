@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import socket
 import time
 import uuid
 import weakref
@@ -12,11 +13,12 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from grace.backends.topology import MPI_SIZES
 from grace.core.backend import Backend, Handle
 from grace.core.channels import Channels
 from grace.core.waiting import timeout_for
 from grace.core.watch import Patience
-from grace.errors import ConfigError
+from grace.errors import ConfigError, missing_extra
 
 SETTLE_SECONDS = 0.3
 DIRECT_BYTES = 1 << 22
@@ -55,7 +57,7 @@ class TorchBackend(Backend):
         if dist.is_initialized():
             return cls()
         kind = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(kind, timeout=timedelta(seconds=timeout_for()))
+        dist.init_process_group(kind, timeout=timedelta(seconds=timeout_for()), **_through_mpi())
         return cls(owns=True)
 
     def describe(self) -> str:
@@ -180,6 +182,28 @@ class TorchBackend(Backend):
             # gloo's threads drop their last references to Python objects only now; an interpreter that ends
             # meanwhile is aborted ("terminate called without an active exception")
             time.sleep(SETTLE_SECONDS)
+
+
+def _through_mpi() -> dict[str, Any]:
+    """Where ranks meet that mpirun or srun has started, as MPI tells them; nothing where torch's own variables say so.
+
+    Raises:
+        MissingExtraError: mpi4py is not installed.
+    """
+    if "MASTER_ADDR" in os.environ or all(os.environ.get(name, "1") in ("", "1") for name in MPI_SIZES):
+        return {}
+    try:
+        from grace.backends.mpi import MPI
+    except ImportError:
+        raise missing_extra("mpi4py", "mpi") from None
+    comm = MPI.COMM_WORLD
+    with contextlib.closing(socket.socket()) as free:
+        free.bind(("", 0))
+        here = socket.gethostname(), free.getsockname()[1]
+    hosts = comm.allgather(here)
+    host = "127.0.0.1" if len({name for name, _ in hosts}) == 1 else hosts[0][0]
+    where = f"tcp://{host}:{hosts[0][1]}"
+    return {"init_method": where, "rank": comm.Get_rank(), "world_size": comm.Get_size()}
 
 
 def _timeout(group: Any) -> float | None:

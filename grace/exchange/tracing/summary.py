@@ -93,7 +93,7 @@ class Summary:
     @property
     def words(self) -> dict[str, str]:
         """What each part is."""
-        rest = ["forward", "backward"]
+        rest = ["waiting for other stages"] if "stage" in self.parts else ["forward", "backward"]
         if "optimizer" not in self.parts:
             rest.append("the update")
         if self.waits:
@@ -116,6 +116,7 @@ class Summary:
 
 
 WORDS = {
+    "stage": "forward and backward of the rank's stages",
     "codec": "compressing and decoding",
     "wait": "waiting for other ranks and the network",
     "optimizer": "the optimizer's update",
@@ -192,7 +193,7 @@ def _parts(rank: RankTrace) -> dict[str, float]:
     """What a rank's steps are made of, in nanoseconds. Where phases of several threads overlap, the codec's come first,
     then the optimizer's, then waiting."""
     beside = _beside(rank)
-    spans: dict[str, list[Interval]] = {"codec": [], "optimizer": [], "wait": []}
+    spans: dict[str, list[Interval]] = {"codec": [], "optimizer": [], "wait": [], "stage": []}
     collectives: list[Interval] = []
     begun: dict[int, float] = {}
     for event in _counted(rank):
@@ -209,8 +210,9 @@ def _parts(rank: RankTrace) -> dict[str, float]:
         covered = length(together)
         parts[kind], before = covered - before, covered
     rest = total - before
-    if not spans["optimizer"]:
-        del parts["optimizer"]
+    for kind in ("optimizer", "stage"):
+        if not spans[kind]:
+            del parts[kind]
     if "waits" in rank.facts:
         rest += parts.pop("wait")
     return {"step": total, "under way": length(collectives), "rest": rest, **parts}

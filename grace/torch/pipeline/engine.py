@@ -8,7 +8,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from grace.backends.runtime import current
+from grace.backends.topology import Topology, node_name
 from grace.errors import ConfigError
+from grace.exchange.tracing import recorder
 from grace.partition.plan import Plan
 from grace.torch.parameters import broadcast_parameters
 from grace.torch.pipeline import profile, schedules
@@ -108,7 +110,7 @@ class Pipeline(StateOfStages):
         if self.backend.name not in ("torch", "local"):
             raise ConfigError(
                 f"a pipeline needs torch.distributed, which moves tensors between two ranks, and this run is over "
-                f"{self.backend.name}: start it with torchrun or grace launch, or call grace.init('torch')"
+                f"{self.backend.name}: call grace.init('torch'), which joins ranks of torchrun, mpirun and srun"
             )
         self.model, self.loss_fn, self.make_optimizer, self.scaler = model, loss_fn, optimizer, grad_scaler
         self.given_plan, self.given_inputs, self.whole, self.profiles = plan, inputs, whole, profiles
@@ -148,9 +150,11 @@ class Pipeline(StateOfStages):
             costs = profile.measured_by_rows(self.model, atoms, flat, whole, self.profiles)
             return costs, update_seconds(self.make_optimizer, self.device)
 
+        nodes = Topology(self.backend.allgather_object(node_name())).ranks
+
         def make(measured: Any) -> Plan:
             (costs, update), state = measured, state_bytes(self.make_optimizer)
-            return found(atoms.graph(rows, costs), self.backend.size, rows, each, self.wanted, state, update)
+            return found(atoms.graph(rows, costs), nodes, rows, each, self.wanted, state, update)
 
         self.plan = plan = agreed(self.given_plan, measure, make, bare, self.backend)
         self.places = places = Places(plan, self.backend)
@@ -160,6 +164,7 @@ class Pipeline(StateOfStages):
         self.nodes = [stage.nodes for stage in plan.stages]
         self._own_tensors(atoms)
         self._materialize(self.init)
+        recorder.begin(self.backend, ())  # as this rank of all, and not of its stages' replicas
         self.gradients = Gradients(self.owned, self.parameters, self.make_optimizer, places, self.scaler, self.options)
         if self.buffers and places.own.size > 1:
             broadcast_parameters(self.buffers, 0, places.own)

@@ -55,12 +55,14 @@ class Wanted:
                     raise ConfigError(f"{name} must be a whole number of at least 1, not {one!r}")
 
 
-def found(graph: Graph, ranks: int, rows: int, each: bool, wanted: Wanted, state: float, update: float) -> Plan:
+def found(
+    graph: Graph, nodes: Sequence[int], rows: int, each: bool, wanted: Wanted, state: float, update: float
+) -> Plan:
     """The plan with the most rows per second.
 
     Args:
         graph: measured.
-        ranks: that there are.
+        nodes: the number of the node that each rank is on.
         rows: of the example, one replica's or all replicas'.
         each: whether they are those of one replica: then all stages have as many replicas, unless the user says how
             many each has.
@@ -73,7 +75,8 @@ def found(graph: Graph, ranks: int, rows: int, each: bool, wanted: Wanted, state
     """
     options = dataclasses.asdict(dataclasses.replace(wanted, links=None))
     del options["links"]
-    options |= {"optimizer_state": state, "optimizer_seconds": update}
+    options |= {"optimizer_state": state, "optimizer_seconds": update, "nodes": nodes}
+    ranks = len(nodes)
     unequal = isinstance(wanted.replicas, (list, tuple))
     counts: list[Any] = [None]
     if each and not unequal:

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch.distributed.pipelining import _backward as split
 from torch.utils.checkpoint import checkpoint
 
+from grace.exchange.tracing import recorder
+
 KINDS, VALUES = 2, 4096
 """Values go forward, gradients back; and at most so many between two stages."""
 
@@ -259,7 +261,8 @@ class PointToPointStage:
             for value, tensor in zip(self.receives, received, strict=True):
                 tensor.requires_grad_(value.differentiable and self.has_backward)
         inputs = [*received, *args[self.stage_index]]
-        with contextlib.nullcontext() if self.has_backward else torch.no_grad():
+        traced = recorder.phase(f"forward of stage {self.stage_index}", "stage", microbatch=chunk)
+        with traced, contextlib.nullcontext() if self.has_backward else torch.no_grad():
             outputs = self._again(inputs) if self.recompute and self.has_backward else self.submod(*inputs)
         if self.has_backward or not self.is_last:
             self.chunks[chunk] = _Chunk(received, outputs)
@@ -295,7 +298,8 @@ class PointToPointStage:
         kept = self.chunks[chunk]
         ends, gradients = self._ends(chunk, loss)
         wanted = [one for one in kept.inputs if one.requires_grad]
-        with torch.autocast(self.device.type, enabled=False):
+        traced = recorder.phase(f"backward of stage {self.stage_index}", "stage", microbatch=chunk)
+        with traced, torch.autocast(self.device.type, enabled=False):
             if full_backward or not wanted or not ends:
                 whole = lambda: torch.autograd.backward(ends, gradients) if ends else None  # noqa: E731
                 if full_backward:
@@ -346,7 +350,8 @@ class PointToPointStage:
     def backward_weight_one_chunk(self, chunk: int, last_backward: bool = False) -> None:
         """The rest of a backward that went only as far as what was received."""
         kept = self.chunks.pop(chunk)
-        with torch.autocast(self.device.type, enabled=False):
+        traced = recorder.phase(f"backward of stage {self.stage_index}'s parameters", "stage", microbatch=chunk)
+        with traced, torch.autocast(self.device.type, enabled=False):
             for rest in kept.missing:
                 rest()
             if kept.groups:

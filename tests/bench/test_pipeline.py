@@ -1,0 +1,106 @@
+"""``grace bench pipeline``: what it says of given numbers, and a small run of it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from grace.bench.pipeline.settings import CHOSEN, KNOWN, Settings
+from grace.bench.pipeline.tables import judged, markdown, merged, verdict_words
+from grace.bench.workloads.pipelines import MODELS, cuttable
+from grace.errors import ConfigError
+
+GRACE = str(Path(sys.executable).with_name("grace"))
+
+
+def cut(name, end, predicted, measured, replicas=(1, 1)):
+    ends = [end] if end else []
+    return {"name": name, "ends": ends, "replicas": list(replicas), "predicted_ms": predicted, "measured_ms": measured}
+
+
+def scenario(*cuts):
+    return {"model": "m", "ranks": 2, "bandwidth": 1e9, "compressor": "none", "cuts": list(cuts)}
+
+
+SOME = scenario(
+    cut(CHOSEN, "b", 9.0, 11.0), cut("after a", "a", 8.0, 8.0), cut("after b", "b", 9.0, 10.0),
+    cut("equal layers", "c", 20.0, 25.0),
+)  # fmt: skip
+
+
+def test_a_cut_that_several_names_have_is_one():
+    assert [one["names"] for one in merged(SOME["cuts"])] == [[CHOSEN, "after b"], ["after a"], ["equal layers"]]
+    assert merged(SOME["cuts"])[0]["measured_ms"] == 10.0
+
+
+def test_regret_is_beside_the_fastest():
+    found = judged(SOME)
+    assert found.planned == 10.0
+    assert found.regret == pytest.approx(0.25)
+    assert found.error == pytest.approx(-0.1)
+    assert found.by_hand == {"equal layers": 25.0, "equal parameters": None, "equal time": None}
+    assert "takes 25.0% longer than the fastest, after a" in verdict_words(SOME)
+    assert "| 10 | -10% | 25.0% | 2.50 | - | - |" in markdown([SOME])
+
+
+def test_other_shares_of_ranks_are_other_cuts():
+    found = judged(scenario(cut(CHOSEN, "a", 1.0, 1.0), cut("2", None, 1.0, 2.0, (2,)), cut("1-1", "a", 1.0, 1.5)))
+    assert found.regret == 0
+    assert len(merged(scenario(cut("2", None, 1.0, 2.0, (2,)), cut("1-1", "a", 1.0, 1.5))["cuts"])) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"models": []}, "no models"),
+        ({"models": ["vgg"]}, "unknown model 'vgg'"),
+        ({"compressors": ["zip"]}, "zip"),
+        ({"ranks": 1}, "--ranks must be between 2 and 1000"),
+        ({"ranks": 4, "stages": 3}, "--stages must divide the 4 ranks"),
+        ({"schedule": "zbv"}, "gpipe or 1f1b"),
+        ({"blocks": 0}, "--blocks must be at least 1"),
+    ],
+)
+def test_what_cannot_work_is_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        Settings(**given)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_models_have_a_loss(name):
+    assert set(KNOWN) == set(MODELS)
+    made = cuttable(name)
+    inputs = made.inputs if isinstance(made.inputs, tuple) else (made.inputs,)
+    with torch.no_grad():
+        assert made.loss(made.model(*inputs), made.target).isfinite()
+
+
+SMALL = """
+import torch
+
+def net():
+    x = torch.ones(8, 16)
+    layers = [torch.nn.Linear(16, 16) for _ in range(4)]
+    return torch.nn.Sequential(*layers), x, torch.zeros(8, 16), torch.nn.functional.mse_loss
+"""
+
+
+@pytest.mark.ranks
+def test_a_small_run(tmp_path):
+    (tmp_path / "small.py").write_text(SMALL)
+    command = [GRACE, "bench", "pipeline", "--models", "small:net", "--quick", "--out", "found.jsonl"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.jsonl").read_text())
+    names = [one["name"] for one in found["cuts"]]
+    assert names[0] == CHOSEN
+    assert sum(name.startswith("after ") for name in names) == 3
+    assert all(one["measured_ms"] > 0 and one["predicted_ms"] > 0 for one in found["cuts"])
+    assert found["cuts"][0]["replicas"] == [1, 1]
+    again = subprocess.run([*command, "--resume"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert again.returncode == 0, again.stderr
+    assert "measuring" not in again.stdout
+    assert "| small:net | loopback | 2 | none |" in again.stdout

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed
+from torch.utils._pytree import tree_map_only
 
 import grace
 from grace.bench.pipeline.settings import CHOSEN, Event, Settings
@@ -22,7 +22,7 @@ from grace.bench.ranks.events import tell
 from grace.bench.ranks.run import as_rank, redirect_stderr
 from grace.bench.workloads.pipelines import Cuttable, cuttable
 from grace.core.backend import Backend
-from grace.errors import ConfigError
+from grace.errors import ConfigError, GraceError
 from grace.partition.baselines import BY_HAND
 from grace.partition.blocks import cut_at
 from grace.partition.graph import Graph
@@ -35,8 +35,8 @@ from grace.torch.pipeline.dry import graph_of
 LR = 1e-4
 MOST = 50
 """Steps of a turn."""
-SMALL, LARGE, REPEATS = 8, 2**20, 20
-"""Bytes of messages whose seconds tell of a link, and how many of each."""
+SMALL, LARGE, REPEATS = 2, 2**20, 10
+"""Elements of sums whose seconds tell of the links, and how many of each."""
 Given = dict[str, Any]
 
 
@@ -50,21 +50,19 @@ class Run:
 
 
 def links(backend: Backend) -> Links:
-    """What connects rank 0 and rank 1, as messages between them tell; every rank must call it."""
+    """What connects the ranks, as sums over all of them tell, which are most of what travels; every rank must call
+    it."""
     times = []
-    for nbytes in (SMALL, LARGE):
-        message, took = torch.zeros(nbytes, dtype=torch.uint8), list[float]()
+    for elements in (SMALL, LARGE):
+        numbers, took = torch.zeros(elements), list[float]()
         for _ in range(REPEATS):
             began = time.perf_counter()
-            if backend.rank == 0:
-                distributed.send(message, 1)
-                distributed.recv(message, 1)
-            elif backend.rank == 1:
-                distributed.recv(message, 0)
-                distributed.send(message, 0)
-            took.append((time.perf_counter() - began) / 2)
+            backend.allreduce(numbers).wait()
+            took.append(time.perf_counter() - began)
         times.append(undisturbed(took))
-    found = [(LARGE - SMALL) / max(times[1] - times[0], 1e-9), times[0]]
+    steps = 2 * (backend.size - 1)
+    nbytes = 4 * (LARGE - SMALL) * steps / backend.size
+    found = [nbytes / max(times[1] - times[0], 1e-9), times[0] / steps]
     return Links(*backend.allgather_object(found)[0])
 
 
@@ -92,13 +90,25 @@ def others(graph: Graph, settings: Settings) -> dict[str, Given]:
     return found
 
 
+def repeated(work: Cuttable, copies: int) -> Cuttable:
+    """The same with so many copies of each row."""
+    if copies == 1:
+        return work
+    inputs, target = tree_map_only(
+        torch.Tensor, lambda one: one.repeat(copies, *[1] * (one.ndim - 1)), (work.inputs, work.target)
+    )
+    return work._replace(inputs=inputs, target=target)
+
+
 def measure(settings: Settings, model: str, compressor: str, backend: Backend, emit: Callable[[Event], None]) -> None:
     """Plan, and measure the plan in turns with others; rank 0 calls ``emit`` with each event.
 
     Raises:
         ConfigError: the model cannot be cut.
     """
-    began, work, between = time.perf_counter(), cuttable(model), links(backend)
+    began, between = time.perf_counter(), links(backend)
+    copies = settings.ranks if settings.stages is None else 1  # so that any share of them divides the rows
+    work = repeated(cuttable(model), copies)
     graph = graph_of(work.model, work.inputs)  # by all ranks, as they compute at once
     free = {} if settings.stages is None else {"stages": settings.stages, "replicas": settings.ranks // settings.stages}
     wanted: dict[str, Given] = backend.allgather_object({CHOSEN: free, **others(graph, settings)})[0]
@@ -106,8 +116,8 @@ def measure(settings: Settings, model: str, compressor: str, backend: Backend, e
     runs, missing = list[Run](), dict[str, str]()
     for name, given in wanted.items():
         try:
-            runs.append(Run(name, _engine(cuttable(model), settings, compressor, between, given)))
-        except ConfigError as error:  # on all ranks: the plan is rank 0's
+            runs.append(Run(name, _engine(repeated(cuttable(model), copies), settings, compressor, between, given)))
+        except GraceError as error:  # on all ranks: the plan is rank 0's
             if name == CHOSEN:
                 raise
             missing[name] = str(error)

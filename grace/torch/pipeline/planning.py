@@ -128,7 +128,7 @@ def update_seconds(make_optimizer: Callable[..., Any], device: torch.device) -> 
             began = time.perf_counter()
             p.grad.mul_(0.5)
             optimizer.step()
-            float(p[0])  # when the device is done
+            float(p.detach()[0])  # when the device is done
             took.append(time.perf_counter() - began)
     except Exception:  # it wants the model's own parameters
         return 0.0

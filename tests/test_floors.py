@@ -27,7 +27,7 @@ IN_BENCH = [
     ["link", "workloads", "report", "compare"],
     ["ranks", "lifecycle"],
     ["step", "train", "kernels"],
-    ["plan"],
+    ["plan", "pipeline"],
     ["all"],
     ["cli"],
 ]

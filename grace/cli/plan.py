@@ -145,10 +145,11 @@ def plan(
 
 
 def _validate(model: str, ranks: int | None, rate: str | None, methods: list[str] | None, console: Console) -> None:
+    from grace.bench.common.options import bandwidths
     from grace.bench.plan.command import validate
-    from grace.bench.plan.settings import METHODS, Settings, links
+    from grace.bench.plan.settings import METHODS, Settings
 
-    validate(Settings([model], links(rate or "loopback"), [ranks or 2], methods or list(METHODS)), console=console)
+    validate(Settings([model], bandwidths(rate), [ranks or 2], methods or list(METHODS)), console=console)
 
 
 def planned(inputs: Inputs, auto: Auto, progress: Any = None) -> Plan:

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import grace
-from grace.backends.runtime import MPI_SIZES
+from grace.backends.topology import MPI_SIZES
 from tests.support import warm
 from tests.support.engine_pools import available
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from grace.bench.common.kept import Kept
+from grace.bench.common.options import bandwidths
 from grace.bench.plan.command import validate
-from grace.bench.plan.scenarios import Kept
-from grace.bench.plan.settings import LINKS, Settings, links
+from grace.bench.plan.settings import LINKS, Settings
 from grace.bench.plan.tables import markdown
 from grace.bench.plan.verdicts import GOALS, corrected, judged, order, totals
 from grace.errors import ConfigError
@@ -104,7 +105,7 @@ def test_totals_and_tables():
 def test_what_cannot_be_is_refused(said, message):
     with pytest.raises(ConfigError, match=message):
         Settings(**said)
-    assert links(LINKS) == [None, 1e10, 1e9, 1e8]
+    assert bandwidths(LINKS) == [None, 1e10, 1e9, 1e8]
 
 
 def test_a_mistake_is_one_line_before_anything_starts(tmp_path):
@@ -112,7 +113,7 @@ def test_a_mistake_is_one_line_before_anything_starts(tmp_path):
     args = ["bench", "plan", "--out", "kept.jsonl", "--resume"]
     done = subprocess.run([GRACE, *args], capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False)
     assert done.returncode == 2
-    assert "kept.jsonl, line 1, is no scenario of grace bench plan" in done.stderr
+    assert "kept.jsonl, line 1, is no scenario of a benchmark" in done.stderr
     assert done.stderr.count("\n") == 1
 
 

@@ -75,12 +75,13 @@ def seeds(text: str) -> list[int]:
 
 
 def bandwidths(text: str | None) -> list[float | None]:
-    """Bits per second, separated by commas; ``none`` is a network that is left as it is.
+    """Bits per second, separated by commas; ``none`` or ``loopback`` is a network that is left as it is.
 
-    >>> bandwidths("1gbit,none"), bandwidths(None)
+    >>> bandwidths("1gbit, loopback"), bandwidths(None)
     ([1000000000.0, None], [None])
     """
-    return [None if part.strip() == "none" else parse_rate(part) for part in (text or "none").split(",")]
+    parts = [part.strip() for part in (text or "none").split(",")]
+    return [None if part in ("none", "loopback") else parse_rate(part) for part in parts]
 
 
 def size(text: str) -> int:

@@ -10,12 +10,11 @@ from rich.console import Console
 
 from grace.bench.common import options
 from grace.bench.common.errors import LinkError, WorkerError
+from grace.bench.common.kept import Kept
 from grace.bench.common.progress import Bar
 from grace.bench.common.text import of_ranks, show_rate
 from grace.bench.pipeline.settings import KNOWN, QUICK_ROUNDS, ROUNDS, Event, Settings
 from grace.bench.pipeline.tables import cuts_table, markdown, verdict_words
-from grace.bench.plan.scenarios import Kept
-from grace.bench.plan.settings import links
 from grace.bench.ranks.scenario import told
 from grace.launch.processes import signals_raise
 
@@ -63,7 +62,7 @@ def command(
     """
     settings = Settings(
         models=options.split(models),
-        bandwidths=links(rates),
+        bandwidths=options.bandwidths(rates),
         compressors=options.methods(compressors),
         ranks=ranks,
         stages=None if stages == "any" else options.integers(stages, "--stages")[0],

@@ -9,10 +9,10 @@ from rich.console import Console
 
 from grace.bench.common import options
 from grace.bench.common.errors import LinkError, WorkerError
+from grace.bench.common.kept import Kept, Scenario
 from grace.bench.common.progress import Bar
 from grace.bench.plan import scenarios
-from grace.bench.plan.scenarios import Kept, Scenario
-from grace.bench.plan.settings import LINKS, METHODS, MODELS, QUICK_ROUNDS, ROUNDS, Event, Settings, links
+from grace.bench.plan.settings import LINKS, METHODS, MODELS, QUICK_ROUNDS, ROUNDS, Event, Settings
 from grace.bench.plan.tables import markdown, plans_table, verdict_words
 from grace.bench.plan.verdicts import Totals, judged, totals
 from grace.launch.processes import signals_raise
@@ -55,7 +55,7 @@ def command(
     """
     settings = Settings(
         models=options.split(models),
-        bandwidths=links(rates),
+        bandwidths=options.bandwidths(rates),
         ranks=options.integers(ranks, "--ranks"),
         methods=list(METHODS) if methods is None else options.methods(methods),
         rounds=rounds if rounds is not None else ROUNDS,

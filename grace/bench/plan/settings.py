@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from grace.bench.common.text import parse_rate
+from grace.bench.common import options
 from grace.bench.link.emulation import Link
 from grace.bench.step.settings import MODELS as KNOWN
 from grace.communicators.choice import build_communicator
@@ -42,7 +42,7 @@ class Settings:
     """
 
     models: list[str] = dataclasses.field(default_factory=lambda: list(MODELS))
-    bandwidths: list[float | None] = dataclasses.field(default_factory=lambda: links(LINKS))
+    bandwidths: list[float | None] = dataclasses.field(default_factory=lambda: options.bandwidths(LINKS))
     ranks: list[int] = dataclasses.field(default_factory=lambda: [2, 4])
     methods: list[str] = dataclasses.field(default_factory=lambda: list(METHODS))
     rounds: int = ROUNDS
@@ -76,12 +76,3 @@ class Settings:
     def quick(self) -> "Settings":
         """The same with less time for everything."""
         return dataclasses.replace(self, rounds=min(self.rounds, QUICK_ROUNDS), own=1, seconds=(0.3, 0.05, 0.3))
-
-
-def links(text: str) -> list[float | None]:
-    """Bits per second, separated by commas; ``loopback`` is this machine's own, without a limit.
-
-    >>> links("1gbit, loopback")
-    [1000000000.0, None]
-    """
-    return [None if part.strip() in ("loopback", "none") else parse_rate(part) for part in text.split(",")]

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
+from grace.bench.common.kept import Scenario
 from grace.bench.common.text import of_rate
-from grace.bench.plan.scenarios import Scenario
 from grace.bench.plan.verdicts import GOALS, Totals, Verdict, judged, signed
 
 WORDS = {

@@ -85,7 +85,7 @@ $(VENV)/demo.stamp: $(VENV)/python.stamp $(SETUP)
 
 $(VENV)/test.stamp: $(VENV)/python.stamp $(SETUP)
 	@echo "Installing what the tests need into $(VENV); the first time takes minutes."
-	$(PIP) -e ".[torch,bench,strategy,dev]"
+	$(PIP) -e ".[torch,bench,strategy,integrations,dev]"
 	@touch $@ $(VENV)/demo.stamp
 
 $(VENV)/docs.stamp: $(VENV)/python.stamp $(SETUP)

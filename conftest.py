@@ -1,6 +1,10 @@
 """What pytest leaves out where optional packages are not installed: their modules, whose doctests cannot run."""
 
+import contextlib
 from importlib.util import find_spec
+
+with contextlib.suppress(ImportError):
+    import triton  # noqa: F401 - where TensorFlow was imported before, it ends the process: both bring an LLVM
 
 MODULES = {
     "tensorflow": [
@@ -11,6 +15,7 @@ MODULES = {
     ],
     "horovod": ["grace/backends/horovod_*.py", "grace/torch/horovod.py", "grace/torch/elastic.py"],
     "mpi4py": ["grace/backends/mpi.py"],
+    **{name: [f"grace/integrations/{name}.py"] for name in ("transformers", "lightning", "accelerate", "ray")},
     "pydantic": ["grace/strategy/*", "grace/launch/*"],
 }
 

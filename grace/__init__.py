@@ -62,8 +62,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """``grace.torch`` and ``grace.tensorflow`` need no import of their own."""
-    if name in ("torch", "tensorflow"):
+    """``grace.torch``, ``grace.tensorflow`` and ``grace.integrations`` need no import of their own."""
+    if name in ("torch", "tensorflow", "integrations"):
         return importlib.import_module(f"grace.{name}")
     raise AttributeError(f"module 'grace' has no attribute {name!r}")
 

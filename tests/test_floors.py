@@ -17,6 +17,7 @@ FLOORS = [
     ["planner"],
     ["partition"],
     ["torch", "tensorflow"],
+    ["integrations"],
     [""],  # grace itself
     ["bench"],
     ["cli"],
@@ -33,7 +34,7 @@ IN_BENCH = [
 ]
 BENCH_FLOOR = {room: i for i, rooms in enumerate(IN_BENCH) for room in rooms}
 FRAMEWORKS = {"torch", "tensorflow", "keras", "horovod"}
-THEIR_ROOMS = ("torch/", "tensorflow/", "kernels/torch/", "kernels/tensorflow/", "bench/")
+THEIR_ROOMS = ("torch/", "tensorflow/", "integrations/", "kernels/torch/", "kernels/tensorflow/", "bench/")
 THEIR_FILES = {"backends/torch_distributed.py", "backends/horovod_torch.py", "backends/horovod_tensorflow.py"}
 
 

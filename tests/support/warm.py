@@ -151,6 +151,7 @@ def collect_seldom() -> None:
 
 def _import_all(names: list[str]) -> list[dict[str, types.ModuleType]]:
     """Import modules, and hide them again, but not those of Python's own library; for each, what it brought."""
+    sys.modules["pandas"] = None  # type: ignore[assignment] # Keras takes it where it is there, and it starts threads
     groups, before = [], set(sys.modules)
     for name in names:
         with contextlib.suppress(ImportError):
@@ -162,6 +163,7 @@ def _import_all(names: list[str]) -> list[dict[str, types.ModuleType]]:
             {n: module for n, module in brought.items() if n.partition(".")[0] not in sys.stdlib_module_names}
         )
         before |= set(brought)
+    del sys.modules["pandas"]
     for group in groups:
         for name in group:
             del sys.modules[name]

@@ -12,6 +12,7 @@ Scenario = dict[str, Any]
 class Kept:
     """A file of scenarios, one JSON object a line; none keeps nothing.
 
+    >>> import tempfile
     >>> file = Path(tempfile.mkdtemp(), "plans.jsonl")
     >>> Kept(file).add({"model": "lstm"})
     >>> Kept(file).read()

@@ -127,7 +127,8 @@ def launcher(engine: str, ranks: int, link: Link | None = None) -> Iterator[Laun
     Args:
         engine: "torch", "horovod", "mpi", or "local" for one rank without an engine.
         ranks: how many.
-        link: the network between them, which is up; loopback if left out.
+        link: the network between them, which is up; loopback if left out. Over torch it may join fewer machines, of
+            which each then has as many ranks, that reach each other by its own loopback.
 
     >>> with launcher("torch", 2) as start:
     ...     [process.environment["RANK"] for process in start.processes]
@@ -155,7 +156,7 @@ def _python(rank: int, link: Link | None) -> list[str]:
 
 def _torch(ranks: int, link: Link | None) -> list[Process]:
     if link is not None:
-        return [Process(_python(rank, link), link.environment(rank)) for rank in range(ranks)]
+        return [_on_node(rank, ranks, link) for rank in range(ranks)]
     with socket.socket() as free:
         free.bind((LOOPBACK, 0))
         port = free.getsockname()[1]
@@ -166,6 +167,13 @@ def _torch(ranks: int, link: Link | None) -> list[Process]:
         "MASTER_PORT": str(port),
     }
     return [Process([sys.executable], {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)]
+
+
+def _on_node(rank: int, ranks: int, link: Link) -> Process:
+    each = ranks // link.ranks
+    own = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank % each, "LOCAL_WORLD_SIZE": each}
+    node = rank // each
+    return Process(_python(node, link), {**link.environment(node), **{key: str(value) for key, value in own.items()}})
 
 
 @contextlib.contextmanager

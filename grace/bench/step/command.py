@@ -31,6 +31,13 @@ HOW_TO_READ = (
 )
 
 
+OF_SHARDS = (
+    "Of shard groups: bytes are those that left or entered a group, of the one that moved most, where links are "
+    "emulated or nodes have addresses of their own; codec: of what replicas exchange. Shard groups alone exchange "
+    "within each group only, and exposed is what the exchange between groups adds to that."
+)
+
+
 def command(
     model: Annotated[
         str,
@@ -69,6 +76,13 @@ def command(
         int | None,
         typer.Option(help="Bytes on the wire that a collective of Grace's carries.", show_default="Grace's choice"),
     ] = None,
+    sharded: Annotated[
+        int,
+        typer.Option(help="Ranks of a shard group (FSDP2), one node of emulated links.", show_default="0"),
+    ] = 0,
+    reduce_scatter: Annotated[
+        str | None, typer.Option(help="A compressor of shard groups' reduce-scatters, to measure the methods with too.")
+    ] = None,
     out: Annotated[
         Path, typer.Option("--out", "-o", help="Folder for results.json, results.csv and report.html.")
     ] = Path("out/step"),
@@ -88,8 +102,13 @@ def command(
 
     Started by torchrun, horovodrun or mpirun it measures over the network
     between those ranks, as in: torchrun ... --no-python grace bench step
+
+    With --sharded 2 of 4 ranks two share a copy of the model, by FSDP2, and what
+    its copies exchange is compared: by torch's HSDP, and by Grace's methods. An
+    emulated link joins the shard groups; within each there is the loopback. The
+    bound is shard groups that train alone. Bytes are those that leave a group.
     """
-    defaults = QUICK_METHODS if quick else METHODS
+    defaults = QUICK_METHODS if quick or sharded else METHODS
     settings = Settings(
         model=model,
         methods=list(defaults) if methods is None else options.methods(methods),
@@ -101,6 +120,8 @@ def command(
         rounds=rounds if rounds is not None else QUICK_ROUNDS if quick else ROUNDS,
         ddp_hook=ddp_hook,
         bucket_bytes=bucket_bytes,
+        sharded=sharded,
+        reduce_scatter=reduce_scatter,
     )
     here = options.launched()
     if here and bandwidth is not None:
@@ -141,19 +162,23 @@ def run(settings: Settings, out: Path, here: bool = False) -> BenchmarkRun:
 def show(console: Console, results: Results) -> None:
     """A table and a verdict per scenario."""
     measured = dict.fromkeys((row["ranks"], row["bandwidth"]) for row in results.rows)
+    sharded = results.settings.get("sharded", 0)
     for ranks, rate in measured:
         rows = [row for row in results.rows if (row["ranks"], row["bandwidth"]) == (ranks, rate)]
         name = scenario(ranks, rate)
-        console.print(f"\n[bold]{results.settings['model']}, {name}[/]", soft_wrap=True)
-        console.print(table(rows, console.width))
+        groups = f", in shard groups of {sharded}" if sharded else ""
+        console.print(f"\n[bold]{results.settings['model']}, {name}{groups}[/]", soft_wrap=True)
+        console.print(table(rows, console.width, "group" if sharded else "rank"))
         console.print(results.settings.get("verdict", {}).get(name, "Interrupted before the verdict."))
     if measured:
         console.print(HOW_TO_READ, style="dim")
+    if measured and sharded:
+        console.print(OF_SHARDS, style="dim")
     for name, reason in results.settings.get("skipped", {}).items():
         console.print(f"Left out: {name}: {reason}", markup=False, style="dim")
 
 
-def table(rows: list[dict[str, Any]], width: int = 80) -> Table:
+def table(rows: list[dict[str, Any]], width: int = 80, whose: str = "rank") -> Table:
     """Rows of one scenario; times in milliseconds. Where there is room, bytes received and samples per second too."""
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
     made.add_column("", overflow="fold")
@@ -164,13 +189,13 @@ def table(rows: list[dict[str, Any]], width: int = 80) -> Table:
         f"against\n{plain or 'plain'}": lambda row: f"{row['speedup']:.2f}x" if row["speedup"] else "",
         "codec\nms": lambda row: number(row["codec_ms"]),
         "exposed\nms": lambda row: number(row["exposed_ms"]),
-        "sent\n/ rank": lambda row: amount(row["sent_bytes"]),
-        "received\n/ rank": lambda row: amount(row["received_bytes"]),
+        f"sent\n/ {whose}": lambda row: amount(row["sent_bytes"]),
+        f"received\n/ {whose}": lambda row: amount(row["received_bytes"]),
         "wire\nms": lambda row: number(row["wire_ms"]),
         "samples\n/ s": lambda row: number(row["samples_per_s"]),
     }
     if width < ROOMY:
-        del columns["received\n/ rank"], columns["samples\n/ s"]
+        del columns[f"received\n/ {whose}"], columns["samples\n/ s"]
     for header in columns:
         made.add_column(header, justify="right", no_wrap=True)
     engines = dict.fromkeys(row["engine"] for row in rows)

@@ -7,7 +7,7 @@ from typing import Any
 from grace.bench.common.results import Results
 from grace.bench.common.text import of_ranks, show_rate
 from grace.bench.step import verdicts
-from grace.bench.step.settings import BOUND, Event
+from grace.bench.step.settings import Event
 
 
 class Table:
@@ -34,8 +34,8 @@ class Table:
             self.blocks.setdefault(event["name"], []).append(event)
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per contestant that has been measured; compute is the time of a step without communication."""
-        alone = self.blocks.get(BOUND, [])
+        """One row per contestant that has been measured; compute is the time of the bound's steps."""
+        alone = next((blocks for name, blocks in self.blocks.items() if self.about[name]["kind"] == "bound"), [])
         if not alone:
             return []
         compute = statistics.median(_times(alone))

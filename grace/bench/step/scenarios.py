@@ -62,6 +62,6 @@ def _measure(settings: Settings, engine: str, ranks: int, rate: float | None, ta
             for event in follower.new():
                 take(event)
 
-        link = None if rate is None else stack.enter_context(Link(ranks, rate))
+        link = None if rate is None else stack.enter_context(Link(settings.nodes(ranks), rate))
         start = stack.enter_context(launcher(engine, ranks, link))
         run_ranks(start, ["-m", "grace.bench.step.worker", str(folder), engine], folder, watch)

@@ -28,6 +28,10 @@ BOUND = "no communication"
 """The contestant whose ranks train alone: what no exchange can be faster than."""
 
 
+SHARDS_ALONE = "shard groups alone"
+"""With ``--sharded`` the contestant whose replicas exchange nothing."""
+
+
 MODELS = ("transformer", "resnet", "resnet50", "lstm", "ncf", "mlp")
 """Functions of :mod:`grace.bench.workloads.models`."""
 
@@ -50,6 +54,8 @@ class Settings:
         rounds: blocks of steps per row; the rows take turns.
         ddp_hook: whether the methods are measured as hooks of DistributedDataParallel too.
         bucket_bytes: bytes on the wire that a collective of Grace's carries; Grace's own choice if left out.
+        sharded: ranks of a shard group, which are one node of emulated links; 0 if every rank has the whole model.
+        reduce_scatter: compressor of reduce-scatters within shard groups, which the methods are measured with too.
 
     Raises:
         ConfigError: a value cannot work.
@@ -72,6 +78,8 @@ class Settings:
     rounds: int = ROUNDS
     ddp_hook: bool = False
     bucket_bytes: int | None = None
+    sharded: int = 0
+    reduce_scatter: str | None = None
 
     def __post_init__(self) -> None:
 
@@ -90,7 +98,8 @@ class Settings:
                 raise ConfigError(f"--ranks must be between 1 and 1000, not {ranks}")
             for rate in self.bandwidths:
                 if rate is not None:
-                    Link(ranks, rate)
+                    Link(self.nodes(ranks), rate)
+        self._check_sharded()
         if self.ddp_hook and self.engine != "torch":
             raise ConfigError("--ddp-hook is for --engine torch: DistributedDataParallel has no other engine")
         if self.model not in MODELS:
@@ -100,6 +109,31 @@ class Settings:
         if self.rounds < 1:
             raise ConfigError(f"--rounds must be at least 1, not {self.rounds}")
 
+    def _check_sharded(self) -> None:
+        if not self.sharded:
+            if self.reduce_scatter is not None:
+                raise ConfigError("--reduce-scatter is for --sharded: nothing is scattered where models are whole")
+            return
+        for ranks in self.ranks:
+            if self.sharded < 1 or ranks % self.sharded or ranks == self.sharded:
+                raise ConfigError(
+                    f"--sharded {self.sharded} must divide the {ranks} ranks into two replicas or more, as in "
+                    "--ranks 4 --sharded 2"
+                )
+        if self.engine != "torch":
+            raise ConfigError("--sharded is for --engine torch: FSDP2 has no other engine")
+        if self.ddp_hook or self.bucket_bytes is not None:
+            named = "--ddp-hook" if self.ddp_hook else "--bucket-bytes"
+            raise ConfigError(f"{named} is not for --sharded: FSDP2's modules are exchanged one after the other")
+        if self.reduce_scatter is not None:
+            build_communicator(self.reduce_scatter, None, None)
+            if self.sharded == 1:
+                raise ConfigError("--reduce-scatter needs shard groups of 2 ranks or more: --sharded 2")
+
+    def nodes(self, ranks: int) -> int:
+        """Machines that emulated links join: one for each rank, or each shard group."""
+        return ranks // max(1, self.sharded) or 1
+
     @property
     def scenarios(self) -> list[tuple[int, float | None]]:
         """Numbers of ranks, and bandwidths."""
@@ -108,6 +142,8 @@ class Settings:
     @property
     def groups(self) -> list[str]:
         """The engines whose ranks are started for a scenario, one after the other: that of the methods first."""
+        if self.sharded:
+            return [self.engine]
         wanted = {"torch": "ddp" in self.baselines, "horovod": "horovod" in self.baselines and has_horovod("torch")}
         return [self.engine, *(name for name in ENGINES if name != self.engine and wanted.get(name))]
 

@@ -10,11 +10,14 @@ ACKNOWLEDGED, RECEIVED = 120, 128
 """Where TCP_INFO (linux/tcp.h) has ``tcpi_bytes_acked`` and ``tcpi_bytes_received``, 64 bits each."""
 
 
-def tcp_bytes() -> tuple[int, int] | None:
+def tcp_bytes(between_nodes: bool = False) -> tuple[int, int] | None:
     """Bytes sent (and acknowledged) and received so far by all TCP connections that are open now; headers not counted.
 
+    Args:
+        between_nodes: count only connections whose ends have different addresses.
+
     Returns:
-        None where that cannot be known: elsewhere than on Linux.
+        None where that cannot be known: elsewhere than on Linux, or if no connection leaves this node.
 
     >>> sent, received = tcp_bytes() or (0, 0)
     >>> sent >= 0 and received >= 0
@@ -22,14 +25,17 @@ def tcp_bytes() -> tuple[int, int] | None:
     """
     if sys.platform != "linux":
         return None
-    sent = received = 0
+    sent = received = found = 0
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(name))) as connection:
+                if between_nodes and connection.getpeername()[:1] == connection.getsockname()[:1]:
+                    continue
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
             if len(info) >= RECEIVED + 8:
+                found += 1
                 sent += struct.unpack_from("Q", info, ACKNOWLEDGED)[0]
                 received += struct.unpack_from("Q", info, RECEIVED)[0]
-    return sent, received
+    return None if between_nodes and not found else (sent, received)

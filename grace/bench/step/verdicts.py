@@ -2,10 +2,12 @@
 
 from typing import Any
 
+from grace.bench.step.settings import SHARDS_ALONE
+
 LEAST_GAIN = 1.05
 """How much faster than plain averaging a method must be to be worth its trouble."""
 LONGEST_LIST = 4
-PLAIN = {"torch": ("DDP",), "horovod": ("Horovod",)}
+PLAIN = {"torch": ("DDP", "HSDP"), "horovod": ("Horovod",)}
 """The uncompressed baseline of an engine."""
 
 Row = dict[str, Any]
@@ -54,7 +56,7 @@ def words(rows: list[Row], engine: str) -> str:
     others = [row for row in rows if row is not plain and row["kind"] != "bound"]
     paying = sorted((row for row in others if row["pays"]), key=lambda row: row["step_ms"])
     slower = [row["name"] for row in others if row["step_low_ms"] > plain["step_high_ms"]]
-    own = [row for row in paying if row["kind"] == "grace" and row["name"] != "none"]
+    own = [row for row in paying if row["kind"] == "grace" and row.get("method", row["name"]) != "none"]
     said = []
     if own:
         said.append(f"Compress: {_gain(own[0], plain)} ({_ms(own[0])} instead of {_ms(plain)}).")
@@ -69,7 +71,8 @@ def words(rows: list[Row], engine: str) -> str:
     if slower:
         said.append(f"Slower than {plain['name']}: {_listed(slower)}.")
     most = plain["step_ms"] / bound["step_ms"]
-    said.append(f"Without any communication it would be {most:.1f}x{'' if own else ' as fast'}.")
+    without = "Without an exchange between replicas" if bound["name"] == SHARDS_ALONE else "Without any communication"
+    said.append(f"{without} it would be {most:.1f}x{'' if own else ' as fast'}.")
     return " ".join(said)
 
 

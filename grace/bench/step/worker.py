@@ -11,7 +11,7 @@ Usage: python -m grace.bench.step.worker FOLDER ENGINE, where FOLDER holds setti
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +81,15 @@ def measure(settings: Settings, backend: Backend, engine: str, emit: Callable[[E
     emit({"blocks": settings.rounds * len(steppers)})
     for _ in range(settings.rounds):
         for stepper, steps in steppers:
-            block = _block(stepper, steps, backend)
+            block = _block(stepper, steps, backend, settings.sharded)
             emit({**_about(stepper.contestant), "samples": work.samples, **block})
 
 
 def _contestants(settings: Settings, engine: str, ranks: int) -> list[Contestant]:
+    if settings.sharded:
+        from grace.bench.step import sharded  # it needs a newer torch
+
+        return sharded.contestants(settings)
     found = [bound()]
     if ranks > 1:
         if engine == "torch" and "ddp" in settings.baselines:
@@ -117,11 +121,12 @@ def _warm_up(stepper: Stepper, backend: Backend) -> int:
     return min(LONGEST_BLOCK, max(1, round(BLOCK_SECONDS / first)))
 
 
-def _block(stepper: Stepper, steps: int, backend: Backend) -> Event:
-    """Some steps: each one's time on this rank, and the bytes of the rank that moved most, per step."""
+def _block(stepper: Stepper, steps: int, backend: Backend, sharded: int = 0) -> Event:
+    """Some steps: each one's time on this rank, and the bytes of the rank that moved most, per step; of shard groups
+    those that left or entered one, of the group that moved most."""
     backend.allgather_object(None)  # nobody starts before what came earlier is done
     traffic = stepper.traffic
-    sockets, codec = tcp_bytes(), traffic.codec_seconds if traffic else None
+    sockets, codec = tcp_bytes(bool(sharded)), traffic.codec_seconds if traffic else None
     counted = traffic.sent_bytes if traffic else 0
     times = []
     for _ in range(steps):
@@ -130,14 +135,14 @@ def _block(stepper: Stepper, steps: int, backend: Backend) -> Event:
         _synchronize(stepper)
         times.append(1e3 * (time.perf_counter() - began))
     backend.allgather_object(None)
-    sent, received = _moved(sockets, tcp_bytes(), (stepper.traffic.sent_bytes - counted) if stepper.traffic else None)
-    ranks = backend.allgather_object((sent, received))
+    own = stepper.traffic.sent_bytes - counted if stepper.traffic else None
+    sent, received = zip(*backend.allgather_object(_moved(sockets, tcp_bytes(bool(sharded)), own)), strict=True)
     after = stepper.traffic
     return {
         "times_ms": times,
         "codec_ms": 1e3 * (after.codec_seconds - codec) / steps if after and codec is not None else None,
-        "sent_bytes": _most([rank[0] for rank in ranks], steps),
-        "received_bytes": _most([rank[1] for rank in ranks], steps),
+        "sent_bytes": _most(sent, steps, sharded or 1),
+        "received_bytes": _most(received, steps, sharded or 1),
     }
 
 
@@ -152,9 +157,16 @@ def _moved(before: Any, after: Any, counted: float | None) -> tuple[float | None
     return counted, None
 
 
-def _most(values: list[float | None], steps: int) -> float | None:
+def _most(values: Sequence[float | None], steps: int, together: int) -> float | None:
+    """Per step, of the group of so many ranks that has most.
+
+    >>> _most([4, 6, 1, 2], 2, together=1), _most([4, 6, 1, 2], 2, together=2), _most([4, None], 2, together=1)
+    (3.0, 5.0, None)
+    """
     known = [value for value in values if value is not None]
-    return max(known) / steps if len(known) == len(values) else None
+    if len(known) != len(values):
+        return None
+    return max(sum(known[first : first + together]) for first in range(0, len(known), together)) / steps
 
 
 def _synchronize(stepper: Stepper) -> None:

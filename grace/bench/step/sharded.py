@@ -1,0 +1,72 @@
+"""What ``grace bench step --sharded`` compares: FSDP2 with Grace's exchange between replicas, and torch's own HSDP."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import grace.torch
+from grace.bench.step.contestants import LR, Contestant, Trained
+from grace.bench.step.settings import SHARDS_ALONE, Settings
+
+
+def contestants(settings: Settings) -> list[Contestant]:
+    """Shard groups that train alone, torch's HSDP, and Grace's hook: each method as it is, and with compressed
+    reduce-scatters if the settings have them."""
+    shards, reduce_scatter = settings.sharded, settings.reduce_scatter
+    bf16 = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    found = [Contestant(SHARDS_ALONE, "bound", functools.partial(_plain, shards, "shard"))]
+    if "ddp" in settings.baselines:
+        found += [
+            Contestant("HSDP", "baseline", functools.partial(_plain, shards, None)),
+            Contestant("HSDP bf16", "baseline", functools.partial(_plain, shards, None, mp_policy=bf16)),
+        ]
+    hooked: list[tuple[str, str | None, dict[str, Any]]] = [
+        *((spec, spec, {"compressor": spec}) for spec in settings.methods),
+        *((f"strategy {spec}", None, {"strategy": spec}) for spec in settings.strategies),
+    ]
+    for name, method, options in hooked:
+        build = functools.partial(_hooked, shards, None, options)
+        found.append(Contestant(f"{name} under FSDP2", "grace", build, method))
+        if reduce_scatter is not None:
+            build = functools.partial(_hooked, shards, reduce_scatter, options)
+            found.append(Contestant(f"{name} + {reduce_scatter} under FSDP2", "grace", build))
+    return found
+
+
+def _plain(shards: int, axis: str | None, model: nn.Module, optimizer: Any, **options: Any) -> Trained:
+    """FSDP2 as it is, over one axis or both."""
+    mesh = _mesh(next(model.parameters()).device.type, shards)
+    model, optimizer = _sharded(model, mesh if axis is None else mesh[axis], **options)
+    return model, optimizer, None
+
+
+def _hooked(
+    shards: int, reduce_scatter: str | None, options: dict[str, Any], model: nn.Module, optimizer: Any
+) -> Trained:
+    mesh = _mesh(next(model.parameters()).device.type, shards)
+    model, optimizer = _sharded(model, mesh["shard"])
+    if reduce_scatter is not None:
+        grace.torch.compress_reduce_scatter(model, reduce_scatter)
+    state = grace.torch.register_fsdp_hook(model, mesh["replicate"], optimizer=optimizer, **options)
+    return model, optimizer, state
+
+
+@functools.cache  # process groups cost threads
+def _mesh(device: str, shards: int) -> Any:
+    size = torch.distributed.get_world_size()
+    return init_device_mesh(device, (size // shards, shards), mesh_dim_names=("replicate", "shard"))
+
+
+def _sharded(model: nn.Module, mesh: Any, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model, sharded by the parts that its lists of layers have, and an optimizer of what it now consists of."""
+    lists: list[Any] = [model] if isinstance(model, nn.Sequential) else []
+    lists += [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    for part in [part for layers in reversed(lists) for part in layers]:
+        if next(part.parameters(), None) is not None:
+            fully_shard(part, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    return model, torch.optim.SGD(model.parameters(), lr=LR)

@@ -1,0 +1,66 @@
+"""``grace bench step --sharded``, run as a user does: 2 shard groups of 2 ranks, with a link between the groups."""
+
+import pytest
+
+from grace.bench.step.settings import SHARDS_ALONE
+from tests.bench.test_step import REASON, run
+
+pytestmark = pytest.mark.ranks
+
+LAYERS = """
+import torch
+
+def layers():  # 180,600 parameters, in two modules of FSDP2's
+    model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.ReLU(), torch.nn.Linear(300, 300))
+    return model, lambda model: model(torch.ones(2, 300)).square().mean(), 2
+"""
+BYTES = 4 * 180_600
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "mine.py").write_text(LAYERS)
+    return tmp_path
+
+
+def test_what_crosses_between_shard_groups_is_compared_with_torchs_own(folder):
+    args = ["--model", "mine:layers", "-n", "4", "--sharded", "2", "--methods", "none,topk", "--rounds", "1"]
+    linked = [] if REASON else ["--bandwidth", "50mbit"]
+    out, err, results = run(folder, *args, *linked, "--reduce-scatter", "block")
+    rows = {row["name"]: row for row in results.rows}
+    own = [f"{spec}{also} under FSDP2" for spec in ("none", "topk") for also in ("", " + block")]
+    assert list(rows) == [SHARDS_ALONE, "HSDP", "HSDP bf16", *own]
+    assert err == ""
+    assert "mine:layers, 4 ranks" in out
+    assert "in shard groups of 2" in out
+    assert rows["HSDP"]["speedup"] == 1
+    assert {row["engine"] for row in results.rows} == {"torch"}
+    assert rows[own[0]]["sent_bytes"] == pytest.approx(BYTES, rel=0.02)
+    assert rows[own[2]]["sent_bytes"] < 0.1 * BYTES
+    if not REASON:  # a group's two ranks share its link: each exchanges half of the model with its replica
+        assert rows["HSDP"]["sent_bytes"] == pytest.approx(BYTES, rel=0.02)
+        assert rows["HSDP bf16"]["sent_bytes"] == pytest.approx(BYTES / 2, rel=0.02)
+        assert rows["HSDP"]["wire_ms"] == pytest.approx(8e3 * BYTES / 50e6, rel=0.02)
+        assert rows[SHARDS_ALONE]["sent_bytes"] < 10_000  # what shards exchange stays within their group
+        assert min(rows["HSDP"]["times_ms"]) > 0.9 * rows["HSDP"]["wire_ms"]
+        assert results.settings["verdict"]["4 ranks at 50mbit"].count("Without an exchange between replicas") == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["-n", "4", "--sharded", "3"], "--sharded 3 must divide the 4 ranks into two replicas or more"),
+        (["-n", "2", "--sharded", "2"], "--sharded 2 must divide the 2 ranks into two replicas or more"),
+        (["-n", "4", "--sharded", "-1"], "--sharded -1 must divide"),
+        (["-n", "4", "--sharded", "2", "--ddp-hook"], "--ddp-hook is not for --sharded"),
+        (["-n", "4", "--sharded", "2", "--bucket-bytes", "9"], "--bucket-bytes is not for --sharded"),
+        (["-n", "4", "--sharded", "1", "--reduce-scatter", "block"], "shard groups of 2 ranks or more"),
+        (["-n", "4", "--sharded", "2", "--reduce-scatter", "blok"], "did you mean 'block'?"),
+        (["-n", "4", "--reduce-scatter", "block"], "--reduce-scatter is for --sharded"),
+    ],
+)
+def test_a_mistake_is_one_line_before_anything_starts(folder, args, message):
+    out, err, _ = run(folder, *args, code=2)
+    assert out == ""
+    assert message in err
+    assert err.count("\n") == 1

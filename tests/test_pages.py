@@ -66,6 +66,7 @@ def run_page(page: Path, folder: Path, last: bool = True, programs: list[str] | 
     os.environ.update(RANK=str(grace.rank()), WORLD_SIZE=str(grace.size()))
     os.chdir(folder)
     module = sys.modules["a_page"] = types.ModuleType("a_page")  # where dataclasses look for names
+    sys.modules["tensorboard.compat.notf"] = module  # to TensorBoard: do without TensorFlow, which takes seconds
     try:
         for block in blocks(page, "python") if programs is None else programs:
             exec(compile(block, str(page), "exec"), vars(module))
@@ -73,7 +74,7 @@ def run_page(page: Path, folder: Path, last: bool = True, programs: list[str] | 
         os.chdir(before)
         os.environ.clear()
         os.environ.update(environment)
-        del sys.modules["a_page"]
+        del sys.modules["a_page"], sys.modules["tensorboard.compat.notf"]
         if last:
             grace.shutdown()
     return vars(module)

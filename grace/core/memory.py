@@ -1,6 +1,7 @@
 """The memory contract: what is remembered of earlier gradients."""
 
 import copy
+from numbers import Number
 from typing import Any, ClassVar
 
 from grace.core.compressor import Compressor, Payload, Tensor
@@ -49,6 +50,13 @@ class Memory(Keeping):
     def answering(self) -> "Memory":
         """The memory of a destination's answers (a mean that is compressed once more): a copy of this one."""
         return copy.deepcopy(self)
+
+    def held(self, name: str) -> list[Tensor]:
+        """The tensors that hold what was left out of a variable's gradients so far; all that are kept for it, unless
+        the memory says otherwise."""
+        found = [part.state.get(name) for part in self.whole().values()]
+        values = [item for value in found for item in (value.values() if isinstance(value, dict) else (value,))]
+        return [value for value in values if hasattr(value, "shape") and not isinstance(value, Number)]
 
     @classmethod
     def accepts(cls, compressor: Compressor) -> str | None:

@@ -208,6 +208,7 @@ class Exchange(AtOnce, Refusing, Judging, Rounds):
         Raises:
             ExchangeError: the engine failed; the message names the bucket and what the engine said.
         """
+        began = time.perf_counter()
         with waiting(self.place):
             try:
                 with recorder.phase("wait", "wait", bucket=self.bucket):
@@ -215,6 +216,7 @@ class Exchange(AtOnce, Refusing, Judging, Rounds):
                     self.arrived()
             except Exception as error:
                 raise self.failure(error) from error
+        self.traffic.wait_seconds += time.perf_counter() - began
 
     def arrived(self) -> None:
         """The collective under way is known to be done."""

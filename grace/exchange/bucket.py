@@ -117,18 +117,30 @@ class Traffic:
         steps: exchanges of the whole model.
         header_bytes: statuses and padding.
         sent_bytes: bytes that left this rank, as the engine's collectives move them.
+        dense_bytes: bytes that would have left it without compression, by an all-reduce round a ring.
         elements: gradient elements exchanged.
         codec_seconds: time spent in compensate, compress, update, decompress and aggregate (host clock).
+        wait_seconds: time in which training stood still for a collective, as far as Grace waits for it (host clock).
+        told: what :func:`grace.session.metrics.metrics` has told of already.
     """
 
     steps: int = 0
     header_bytes: int = 0
     sent_bytes: int = 0
+    dense_bytes: int = 0
     elements: int = 0
     codec_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    told: tuple[float, ...] = field(default=(0, 0, 0.0, 0.0), repr=False)
     _counted: dict[str, int] = field(default_factory=dict, repr=False)
     _left: dict[int, tuple[list[str], list[int], int]] = field(default_factory=dict, repr=False)
     """What is to be counted still: the same lists come at every step."""
+
+    def step(self, elements: int, nbytes: int, ranks: int) -> None:
+        """Count a step of a model of so many elements and bytes."""
+        self.steps += 1
+        self.elements += elements
+        self.dense_bytes += round(2 * (ranks - 1) / ranks * nbytes)
 
     def add(self, names: list[str], payload_bytes: list[int]) -> None:
         """Count payloads; neither list changes any more."""

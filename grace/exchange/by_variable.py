@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -123,9 +124,11 @@ class ByVariable(Exchange):
         super().wait()
         if not self.sent:
             self._send_payloads()
+        began = time.perf_counter()
         with waiting(self.place), recorder.phase("wait", "wait", bucket=self.bucket):
             for i in range(len(self.names)):
                 self.values.append(self._received_of(i))
+        self.traffic.wait_seconds += time.perf_counter() - began
         self.over, self.traced = over, traced
         self.arrived()
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, cast
@@ -137,8 +138,10 @@ class DelayedExchange(Exchange):
         return [self._sum(i, [outcomes[i] for outcomes in brought]) for i in range(len(self.names))]
 
     def _collected(self, pending: PendingExchange) -> list[Outcome]:
+        began = time.perf_counter()
         outcomes = pending.collect()
         counted, traffic = pending.traffic, self.traffic
+        traffic.wait_seconds += time.perf_counter() - began
         for name, nbytes in counted.payload_bytes.items():
             traffic.payload_bytes[name] = traffic.payload_bytes.get(name, 0) + nbytes
         traffic.header_bytes += counted.header_bytes

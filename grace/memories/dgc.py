@@ -66,6 +66,9 @@ class DGCMemory(Memory):
     def keeps(self, shape: tuple[int, ...]) -> Any:
         return {"velocity": shape, "accumulated": shape}
 
+    def held(self, name: str) -> list[Tensor]:
+        return [self.state[name]["accumulated"]] if name in self.state else []
+
     def compensate(self, tensor: Tensor, name: str) -> Tensor:
         k = kernels_of(tensor)
         shape = tuple(tensor.shape)

@@ -77,6 +77,7 @@ class Exchanger:
         """Those that the last step was made with, in words; the context has their digest."""
         recorder.begin(backend, shards)
         self.numel = sum(variable.numel for variable in self.variables)
+        self.nbytes = sum(variable.nbytes for variable in self.variables)
         self._begun: list[Exchange] = []
         self._averaged_at, self._keepers = 0, Keepers()
         self.owed: dict[str, Any] = {}
@@ -310,8 +311,7 @@ class Exchanger:
             for name in missing:
                 component.state.rollback(name)
             component.state.commit() if keep else component.state.rollback()
-        self.traffic.steps += 1
-        self.traffic.elements += self.numel
+        self.traffic.step(self.numel, self.nbytes, self.backend.size)
         recorder.exchanged()
 
     def discard(self) -> None:

@@ -8,6 +8,7 @@ The result is the mean over all ranks, equally weighted, whatever the nodes' siz
 """
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -112,8 +113,11 @@ class Hierarchy:
                 marks = kernels_of(self.like).full([REFUSED] * len(exchange.bucket.variables), "float32", self.like)
                 self.node_groups.node.broadcast(marks, self.node_groups.first).wait()
             raise
+        began = time.perf_counter()
         with recorder.phase("share", "wait", bucket=exchange.bucket):
-            return self.shared(exchange, brought)
+            outcomes = self.shared(exchange, brought)
+        self.traffic.wait_seconds += time.perf_counter() - began
+        return outcomes
 
     def shared(self, exchange: Exchange, brought: Sequence[Outcome]) -> list[Outcome]:
         """What the leader's exchange brought, on all ranks of the node; blocks."""

@@ -200,6 +200,13 @@ class DistributedMixin(Once):
         """What was exchanged so far, counted."""
         return self._grace.traffic
 
+    def metrics(self) -> dict[str, float]:
+        """Numbers of this rank for a logger, since the last call; see :mod:`grace.session.metrics`. No collective.
+
+        Where TensorFlow's graph waits (over Horovod), ``seconds_wait`` is NaN.
+        """
+        return self._grace.metrics()
+
     def state(self) -> dict[str, Any] | None:
         """What this rank's compressor and memory remember: plain numbers, text and tensors; None before the
         first exchange. ``model.save`` and ``tf.train.Checkpoint`` save it by themselves."""

@@ -25,6 +25,7 @@ from grace.planner.resuming import load
 from grace.session import checkpoint, saved_form
 from grace.session.agreement import tell
 from grace.session.exchanger import Exchanger
+from grace.session.metrics import metrics
 from grace.session.plan import ExchangePlan
 from grace.session.settings import Settings
 from grace.session.setup import build_exchanger
@@ -350,6 +351,14 @@ class Session:
     def traffic(self) -> Traffic:
         """What was exchanged so far, counted."""
         return Traffic() if self.exchanger is None else self.exchanger.traffic
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers of this rank for a logger, since the last call; see :mod:`grace.session.metrics`. No collective.
+
+        Where TensorFlow's graph waits (over Horovod), ``seconds_wait`` is NaN.
+        """
+        waits = self.exchanger is None or self._driven(self.exchanger)
+        return metrics(self.exchanger, self.traffic, waits)
 
     # -- checkpoints -----------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from grace.session import checkpoint
 from grace.session.bucketing import Limits
 from grace.session.exchanger import Exchanger
 from grace.session.hyperparameters import facts as in_words
+from grace.session.metrics import metrics
 from grace.session.momentum import owners
 from grace.session.plan import UniformPlan
 from grace.session.settings import check_integer
@@ -75,6 +76,13 @@ class DDPState:
         """What was exchanged so far, counted; read it between steps."""
         self.close_step()
         return self.exchanger.traffic
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers of this rank for a logger, since the last call; see :mod:`grace.session.metrics`. No collective.
+
+        DDP waits for what Grace has begun, and not Grace: ``seconds_wait`` is NaN.
+        """
+        return metrics(self.exchanger, self.traffic, waits=False)
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank remembers.

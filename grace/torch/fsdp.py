@@ -14,6 +14,7 @@ from grace.exchange.tracing import recorder
 from grace.planner.asked import asked
 from grace.session.exchanger import Exchanger
 from grace.session.hyperparameters import facts as in_words
+from grace.session.metrics import metrics
 from grace.session.setup import build_exchanger
 from grace.session.versions import public
 from grace.strategy.choices import Choices
@@ -56,6 +57,11 @@ class FSDPState(DDPState):
     def traffic(self) -> Traffic:
         """What this rank exchanged over the replicate axis so far, counted; read it after the optimizer's step."""
         return self.exchanger.traffic
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers of this rank's exchange with its replicas, for a logger, since the last call; see
+        :mod:`grace.session.metrics`. No collective."""
+        return metrics(self.exchanger, self.traffic)
 
     @property
     def begun(self) -> bool:

@@ -13,6 +13,7 @@ from grace.errors import ConfigError
 from grace.exchange.bucket import Traffic
 from grace.planner.explain import Plan
 from grace.session import checkpoint, saved_form
+from grace.session.metrics import metrics
 from grace.strategy.execution import StrategyPlan
 from grace.torch.session import Session
 
@@ -135,6 +136,10 @@ class StateMixin:
     def traffic(self) -> Traffic:
         """What was exchanged so far, counted."""
         return self._grace.exchanger.traffic
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers of this rank for a logger, since the last call; see :mod:`grace.session.metrics`. No collective."""
+        return metrics(self._grace.exchanger, self.traffic)
 
 
 def rank_state(optimizer: Any) -> dict[str, Any]:

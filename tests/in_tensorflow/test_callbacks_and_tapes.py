@@ -8,7 +8,7 @@ import pytest
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 import grace
-from tests.in_tensorflow.test_features import both_ways, sgd
+from tests.in_tensorflow.test_features import apply_steps, both_ways, sgd
 from tests.support.pools import launched
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -145,3 +145,47 @@ def test_steps_in_a_loop_of_a_graph_stay_in_order(two):
         sent[largest] -= total[largest]
         kept = [0.0 if i == largest else total[i] for i in range(2)]
     assert two.run(constant_gradients) == [(sent, 20)] * 2
+
+
+# -- metrics -----------------------------------------------------------------------------------------------
+
+
+def logged(graph):
+    """Metrics before the first exchange, after 3 steps and after none, of an optimizer and of a tape's exchange."""
+    from tests.support.tensorflow_training import state_of
+
+    start, gradient = np.zeros(1000, np.float32), tf.constant(np.linspace(-1, 2, 1000, dtype=np.float32))
+    optimizer, found = sgd("topk(ratio=0.1)"), []
+    found += [optimizer.metrics()]
+    apply_steps(optimizer, [tf.Variable(start)], [[gradient * (1.0 + grace.rank())]] * 3, graph)
+    exchange, w = grace.tensorflow.GradientExchange("topk(ratio=0.1)"), tf.Variable(start)
+
+    def step():
+        with grace.tensorflow.DistributedGradientTape(tf.GradientTape(), exchange=exchange) as tape:
+            loss = tf.reduce_sum(w * gradient)
+        return tape.gradient(loss, [w])
+
+    run = tf.function(step, autograph=False) if graph else step
+    for _ in range(3):
+        run()
+    for each in (optimizer._grace, exchange):
+        (residual,) = state_of(each)["memory"].values()
+        found += [{**each.metrics(), "norm": float(np.linalg.norm(residual)), "sent": each.traffic.sent_bytes}]
+    return [*found, optimizer.metrics()]
+
+
+@both_ways
+def test_metrics_are_what_was_counted_and_kept(two, graph):
+    for before, *made, after in two.run(logged, graph):
+        for numbers in made:
+            assert numbers["bytes_sent"] == numbers["sent"] > 0
+            assert numbers["bytes_dense"] == 3 * 4000
+            assert numbers["residual_norm"] == pytest.approx(numbers["norm"], rel=1e-6)
+            assert numbers["seconds_encode"] > 0
+            assert np.isnan(numbers["seconds_wait"]) == ("horovod" in two.engine)
+        assert list(after) == list(before)
+        for numbers in (before, after):
+            assert numbers["bytes_sent"] == numbers["bytes_dense"] == 0
+            assert np.isnan(numbers["ratio"])
+        assert before["residual_norm"] == 0
+        assert after["residual_norm"] == made[0]["residual_norm"] > 0

@@ -341,6 +341,11 @@ class Pipeline(StateOfStages):
         was not done."""
         self.gradients.exchange()
 
+    def metrics(self) -> dict[str, float]:
+        """Numbers of this rank's exchange with the replicas of its stages, for a logger, since the last call; see
+        :mod:`grace.session.metrics`. What stages send each other is not in it. No collective."""
+        return self.gradients.metrics()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""
         self._pending = False

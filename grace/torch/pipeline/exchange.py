@@ -6,6 +6,8 @@ from typing import Any
 import torch
 
 from grace.errors import ConfigError
+from grace.exchange.bucket import Traffic
+from grace.session.metrics import metrics
 from grace.torch.optimizer import DistributedOptimizer
 from grace.torch.pipeline.places import Places
 
@@ -137,6 +139,10 @@ class Gradients:
 
     def _before_step(self, *ignored: Any) -> None:
         self.exchange()
+
+    def metrics(self) -> dict[str, float]:
+        """See :mod:`grace.session.metrics`; of a rank without parameters all is 0."""
+        return self.optimizer.metrics() if self.parameters else metrics(None, Traffic())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear this rank's gradients."""

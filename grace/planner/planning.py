@@ -1,6 +1,7 @@
 """What ``auto`` does between two steps of training: measure links and codecs, plan, and explain."""
 
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -295,7 +296,23 @@ def candidates_of(problem: Problem, methods: Sequence[str], progress: Progress |
             found.append(Candidate(method, strategy, prediction, error, baseline=plain, methods=(spec,)))
     always = [one for one in found if one.name in ("none", "fp16")]
     best = sorted((one for one in found if one not in always), key=lambda one: one.prediction.step)
-    return sorted([*searched, *always, *best[:2]], key=lambda one: one.prediction.step)
+    return distinct(sorted([*searched, *always, *best[:2]], key=lambda one: one.prediction.step))
+
+
+def distinct(found: Sequence[Candidate]) -> list[Candidate]:
+    """The same, none called as another is: those who try them tell them apart so. The baseline keeps its name.
+
+    >>> step = Candidate("none", None, None)
+    >>> [one.name for one in distinct([step, step, replace(step, baseline=True)])]
+    ['none (2)', 'none (3)', 'none']
+    """
+    made, taken = list[Candidate](), {one.name for one in found if one.baseline}
+    for one in found:
+        names = itertools.chain([one.name], (f"{one.name} ({i})" for i in itertools.count(2)))
+        name = one.name if one.baseline else next(name for name in names if name not in taken)
+        taken.add(name)
+        made.append(replace(one, name=name))
+    return made
 
 
 def fitted(problem: Problem, made: Calibration, plain: float) -> Calibration:

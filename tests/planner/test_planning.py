@@ -1,5 +1,7 @@
 """What ``auto`` measures between two steps, in which order, and for how long; over ranks that are pretended."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -110,3 +112,20 @@ def test_one_rank_has_nothing_to_exchange(gradients):
     made = Planning(asked(Choices(strategy="auto")), Mirror(1), lambda: ["a"], VARIABLES, "numpy", 1)
     with pytest.raises(ConfigError, match="there is one rank"):
         made.measure(gradients, TIMELINE, 4e-3)
+
+
+def test_plans_of_the_same_methods_are_told_apart(quick, gradients):
+    """What is tried, what its steps teach, and what is chosen go by names: those of plans that sum otherwise than the
+    baseline does too."""
+    made = planning_of("auto(quality='exact')")
+    made.measure(gradients, TIMELINE, 4e-3)
+    costs = replace(made.problem.costs, network=Links(1e9, 1e-3), step=0.0)  # few messages are better
+    made.problem = replace(made.problem, costs=costs)
+    found = made.candidates()
+    names = [one.name for one in found]
+    assert len(found) > 1
+    assert len(set(names)) == len(names)
+    assert next(one for one in found if one.name == "none").baseline
+    made.learned({found[0].name: 1e-3})
+    assert [one.name for one in made.found if one.measured is not None] == [found[0].name]
+    assert len(made.calibration.steps) == 1

@@ -30,6 +30,8 @@ MAX_AGE = 30 * 86400.0
 MOST_STEPS = 500
 """Measured steps that are kept, the latest."""
 AGAIN = "Run `grace calibrate` as the training is run"
+NAMED = "GRACE_CALIBRATION"
+"""The variable of the environment that names the file."""
 MOST_ABREAST = 1024
 """Collectives that an engine carries at once."""
 Curves = Mapping[str, Mapping[int, Curve]]
@@ -93,7 +95,7 @@ class Key:
 
 def default_path(key: Key) -> Path:
     """Where the calibration of a run is kept: what GRACE_CALIBRATION says, or else a file in the user's cache."""
-    if chosen := os.environ.get("GRACE_CALIBRATION"):
+    if chosen := os.environ.get(NAMED):
         return Path(chosen)
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache, "grace", f"calibration-{key.digest}.json")

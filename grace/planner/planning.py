@@ -3,7 +3,9 @@
 import contextlib
 import itertools
 import math
+import os
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,7 @@ from grace.core.registry import known, legal_communicators, make
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.planner.asked import Asked
-from grace.planner.calibration import Calibration, Key, default_path, read
+from grace.planner.calibration import NAMED, Calibration, Key, default_path, read
 from grace.planner.codecs import measure
 from grace.planner.corrections import Step
 from grace.planner.costs import Codec
@@ -88,6 +90,7 @@ class Planning:
         self.problem: Problem | None = None
         self.calibration: Calibration | None = None
         self.path: Path | None = None
+        """Of the file that keeps what is measured; None for none."""
 
     # -- every rank -----------------------------------------------------------------------------------
 
@@ -141,11 +144,9 @@ class Planning:
         plain: float,
     ) -> None:
         key = Key.of(self.backend, nodes, self.framework, self.threads)
-        self.path = default_path(key)
         made = Calibration(key, time.time(), links.curves, codecs=codecs)
         made = replace(made, by_ring=self.backend.by_ring, concatenates=self.backend.concatenates)
-        with contextlib.suppress(ConfigError):  # what earlier runs have taught, if there were any
-            former = read(self.path, key)
+        if former := self._former(key):  # what earlier runs have taught
             known = {**former.codecs, **codecs}
             made = replace(made, codecs=known, corrections=former.corrections, steps=former.steps)
         options = self.options
@@ -165,6 +166,20 @@ class Planning:
         self.calibration = fitted(problem, made, plain)
         self.problem = replace(problem, costs=self.calibration.costs())
 
+    def _former(self, key: Key) -> Calibration | None:
+        """What is kept of earlier runs, if it is for this one. What is refused is told; a file of the cache is then
+        written anew, one that the user names is left alone."""
+        self.path = path = default_path(key)
+        if not path.exists():
+            return None
+        try:
+            return read(path, key)
+        except ConfigError as error:
+            named = NAMED in os.environ
+            warnings.warn(f"auto does without it{'' if named else ', and writes it anew'}: {error}", stacklevel=2)
+            self.path = None if named else path
+            return None
+
     def candidates(self) -> list[Candidate]:
         """What is worth a try, best first."""
         assert self.problem is not None
@@ -175,13 +190,13 @@ class Planning:
         """Keep what steps took, for this run's successors."""
         assert self.problem is not None
         assert self.calibration is not None
-        assert self.path is not None
         self.found = [replace(one, measured=seconds.get(one.name, one.measured)) for one in self.found]
         for one in self.found:
             if one.name in seconds:
                 self.calibration = self.calibration.with_step(measured_step(self.problem, one, seconds[one.name]))
-        with contextlib.suppress(OSError):  # a cache that cannot be written is none
-            self.calibration.write(self.path)
+        if self.path is not None:
+            with contextlib.suppress(OSError):  # a cache that cannot be written is none
+                self.calibration.write(self.path)
 
     def explained(self, chosen: str, why: str) -> tuple[dict[str, Any], str]:
         """The plan as a document, and in one line.

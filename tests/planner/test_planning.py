@@ -1,5 +1,7 @@
 """What ``auto`` measures between two steps, in which order, and for how long; over ranks that are pretended."""
 
+import re
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +11,7 @@ from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.planner import planning
 from grace.planner.asked import asked
+from grace.planner.calibration import Calibration, Key, default_path, read
 from grace.planner.mirror import Mirror
 from grace.planner.network import Links
 from grace.planner.planning import USUAL, Planning, measured
@@ -92,6 +95,32 @@ def test_what_an_earlier_run_measured_is_known_still(quick, monkeypatch, gradien
     monkeypatch.setattr(planning, "CODECS_SECONDS", 1e-9)
     second.measure(gradients, TIMELINE, 4e-3)
     assert set(second.calibration.codecs) == set(first.calibration.codecs)
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize(("damage", "said"), [("ranks", "is for another run: it has hosts"),
+                                              ("old", "is 40 days old"), ("text", "is not JSON")])  # fmt: skip
+def test_what_is_refused_is_told_and_the_users_file_left_alone(
+    quick, monkeypatch, tmp_path, gradients, named, damage, said
+):
+    if not named:
+        monkeypatch.delenv("GRACE_CALIBRATION")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    key = Key.of(Mirror(2), ["a", "b"], "numpy", 1)
+    path = default_path(key)
+    other = replace(key, ranks=3, hosts=(("a", 3),)) if damage == "ranks" else key
+    Calibration(other, time.time() - 40 * 86400 * (damage == "old"), corrections={"allreduce": 3.0}).write(path)
+    if damage == "text":
+        path.write_text("no calibration")
+    before = path.read_text()
+    made = planning_of("auto(methods=['fp16'])")
+    with pytest.warns(UserWarning, match=f"auto does without it.*{re.escape(str(path))}.*{said}"):
+        made.measure(gradients, TIMELINE, 4e-3)
+    assert made.calibration.corrections == {}
+    made.candidates()
+    made.learned({"none": 4e-3})
+    assert (path.read_text() == before) == named
+    assert named or read(path, key).steps
 
 
 def test_the_reference_is_measured_where_it_is_not_wanted(quick, gradients):

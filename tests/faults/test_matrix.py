@@ -41,11 +41,18 @@ EXCHANGE = r"rank [02] of 3: the exchange of bucket \d+ \(.*topk.*\) failed at s
 """Of one survivor at least: launchers mix what several say."""
 
 
-def ended_by(launcher: str, framework: str, fault: str, seconds: float = SECONDS, **variables: str) -> str:
+def ended_by(
+    launcher: str,
+    framework: str,
+    fault: str,
+    seconds: float = SECONDS,
+    method: str = "topk(ratio=0.05)",
+    **variables: str,
+) -> str:
     """What a run said that ended as it should: not well, soon, and with nobody left."""
     if launcher in ENGINES and not available(launcher):
         pytest.skip(f"{launcher}: its packages are not installed (make horovod)")
-    ended = run(launcher, framework, "topk(ratio=0.05)", fault, **variables)
+    ended = run(launcher, framework, method, fault, **variables)
     assert ended.code != 0, ended.printed
     assert ended.seconds < seconds, ended.printed
     assert not ended.left, ended.printed
@@ -93,3 +100,15 @@ def test_a_fault_in_the_middle_of_a_graph_ends_all_and_is_named(launcher, fault)
     printed = ended_by(launcher, "keras", fault)
     assert re.search(SAID_IN_GRAPHS[fault], printed), printed
     assert re.search(r"grace\.1\.0\.dense_kernel|bucket 0 \(dense/kernel .. dense_1/bias", printed), printed
+
+
+PLANNING = [(launcher, "links", "leave") for launcher in ("torchrun", "horovodrun-gloo", "mpirun-mpi")]
+PLANNING += [("torchrun", "codecs", "kill"), ("torchrun", "trials", "leave")]
+
+
+@pytest.mark.parametrize(("launcher", "phase", "fault"), PLANNING)
+def test_a_fault_while_auto_plans_ends_all_and_is_named(launcher, phase, fault, tmp_path):
+    printed = ended_by(launcher, "auto", fault, method=phase, GRACE_CALIBRATION=str(tmp_path / "c.json"))
+    if not (launcher == "torchrun" and fault in ENDED_FIRST and re.search(ENDED_FIRST[fault], printed)):
+        assert re.search(SAID[fault], printed), printed
+    assert "training goes on uncompressed" not in printed

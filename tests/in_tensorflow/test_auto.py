@@ -44,7 +44,7 @@ class Planning:
         return [SimpleNamespace(name=name, strategy=strategy) for name, strategy in made]
 
     def learned(self, seconds):
-        self.seconds = dict(seconds)
+        self.took = dict(seconds)
 
     def explained(self, chosen, why):
         return {"chosen": chosen}, why or f"{chosen} is taken"

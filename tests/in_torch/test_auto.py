@@ -48,7 +48,7 @@ class Planning:
         return [SimpleNamespace(name=name, strategy=strategy) for name, strategy in made]
 
     def learned(self, seconds):
-        self.seconds = dict(seconds)
+        self.took = dict(seconds)
 
     def explained(self, chosen, why):
         return {"chosen": chosen}, why or f"{chosen} is taken"
@@ -106,6 +106,27 @@ def test_nothing_is_lost_by_trying(three_ranks):
         assert chosen == "none"
         assert same
         for name, wanted in on_the_mean(UNTIL_CHOSEN + CHECKED + 3, 3).items():
+            np.testing.assert_allclose(got[name], wanted, rtol=1e-4, atol=1e-3)
+
+
+def replanned(again=4):
+    """What was chosen before and after steps began to take something else, and the weights; nothing may be lost."""
+    model, optimizer = made(replan=again)
+    count = UNTIL_CHOSEN + CHECKED
+    steps(model, optimizer, range(count))
+    first = optimizer._grace.auto.plan
+    kept = optimizer._grace.auto.current
+    more = again + UNTIL_CHOSEN - WARM + CHECKED
+    steps(model, optimizer, range(count, count + more), NONE_FASTEST)
+    auto = optimizer._grace.auto
+    return first, kept, auto.plan, auto.current, count + more, {name: w.numpy() for name, w in weights(model).items()}
+
+
+def test_another_plan_is_made_where_steps_take_something_else(two_ranks):
+    for first, kept, second, current, count, got in two_ranks.run(replanned):
+        assert (first, kept) == ({"chosen": TOPK}, TOPK)
+        assert (second, current) == ({"chosen": "none"}, "none")
+        for name, wanted in on_the_mean(count, 2).items():
             np.testing.assert_allclose(got[name], wanted, rtol=1e-4, atol=1e-3)
 
 

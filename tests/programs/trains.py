@@ -1,6 +1,7 @@
 """Trains on all ranks until a fault strikes rank 1 in its sixth step; a launcher starts it (faults/test_matrix.py).
 
-Usage: trains.py torch|keras METHOD FAULT, where FAULT is what rank 1 does then:
+Usage: trains.py torch|keras METHOD FAULT, or trains.py auto links|codecs|trials FAULT, which strikes while
+``strategy="auto"`` measures or tries these. FAULT is what rank 1 does then:
 
 kill, stop    it gets SIGKILL or SIGSTOP (and goes on after GO_ON_SECONDS, if that is set)
 raise         a ValueError that nobody catches
@@ -74,5 +75,32 @@ def fit_keras(method: str, fault: str) -> None:
     model.fit(x, np.ones((8 * batches, 10), np.float32), batch_size=8, verbose=0, callbacks=[Strike()])
 
 
+def train_auto(phase: str, fault: str) -> None:
+    import torch
+
+    from grace.planner import planning
+
+    torch.set_num_threads(1)
+    grace.init()
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = grace.DistributedOptimizer(optimizer, model, strategy="auto(methods=['fp16'])")
+    planning.LINK_SECONDS, planning.CODEC_SECONDS = 0.2, 0.02
+
+    def struck(*ignored: object, **options: object) -> None:
+        strike(fault)
+        sys.exit(0)
+
+    if grace.rank() == 1 and phase in ("links", "codecs"):
+        setattr(planning, {"links": "measure_network", "codecs": "measured"}[phase], struck)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.randn(8, 64)).square().mean().backward()
+        auto = optimizer._grace.auto
+        if grace.rank() == 1 and phase == "trials" and auto.then == auto._tried:
+            struck()
+        optimizer.step()
+
+
 if __name__ == "__main__":
-    {"torch": train_torch, "keras": fit_keras}[sys.argv[1]](*sys.argv[2:])
+    {"torch": train_torch, "keras": fit_keras, "auto": train_auto}[sys.argv[1]](*sys.argv[2:])

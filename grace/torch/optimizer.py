@@ -23,6 +23,7 @@ from grace.torch.gradients import check_untouched
 from grace.torch.life import Closable, begin
 from grace.torch.session import Session
 from grace.torch.state_dict import StateMixin, initializing
+from grace.torch.wrappers import check_unwrapped
 
 
 class HookedSession(Session):
@@ -90,6 +91,7 @@ class HookedSession(Session):
                 self._start_next()
 
     def _too_many(self, name: str) -> ExchangeError:
+        check_unwrapped(self.parameters)  # since the optimizer was made distributed
         computed = f"the gradient of {name!r} was computed {self.passes + 1} times before step(), and its exchange has"
         if self.cleared:
             return ExchangeError(

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.drawing import THOROUGH
 from tests.support.engine_pools import ENGINES, available, command, environment
+from tests.support.frameworks import OFFLINE
 
 pytestmark = pytest.mark.ranks
 
@@ -21,7 +22,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 def run(launcher, *args, example=EXAMPLE):
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **OFFLINE}
     return subprocess.run([*launcher, str(example), *args], capture_output=True, text=True, env=env, timeout=120)
 
 
@@ -93,6 +94,19 @@ def test_the_difference_to_an_ordinary_script_is_six_lines(example):
     rest = [line for line in example.read_text().split('"""', 2)[2].splitlines() if line not in marked]
     uses = [line for line in rest if re.search(r"\bgrace\b", line)]
     assert uses == [line for line in uses if "help=" in line or "print(" in line]
+
+
+@pytest.mark.parametrize("name", ["trainer"])
+def test_a_frameworks_example_trains_on_two_ranks(name, tmp_path):
+    pytest.importorskip({"trainer": "transformers"}[name])
+    example = EXAMPLES / "torch" / f"{name}.py"
+    done = run(TORCHRUN, "--steps", "20", "--output", str(tmp_path), example=example)
+    assert done.returncode == 0, done.stderr
+    loss, ratio = re.search(r"loss ([\d.]+) after 20 steps, (\d+) times fewer bytes", done.stdout).groups()
+    assert float(loss) < 5
+    assert int(ratio) > 10
+    marked = [line for line in example.read_text().splitlines() if line.endswith("# +")]
+    assert len(marked) == 2
 
 
 PIPELINE = EXAMPLES / "torch" / "pipeline.py"

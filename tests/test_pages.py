@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 import types
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import typer
 import grace
 from grace.cli import main as cli
 from tests.support.command import grace_command
+from tests.support.frameworks import torchrun
 from tests.support.pools import launched, ranks_of
 
 ROOT = Path(__file__).parent.parent
@@ -36,7 +38,9 @@ WRITTEN = sorted(set((ROOT / "docs").glob("*.md")) - {ROOT / "docs" / "methods.m
 PAGES = [page for page in WRITTEN if "```python" in page.read_text()]
 KERAS = [page for page in PAGES if imports(page, "keras")]
 HOROVOD = [page for page in PAGES if imports(page, "horovod")]
-TORCH = [page for page in PAGES if page not in KERAS + HOROVOD]
+FRAMEWORKS = [page for page in PAGES if "grace.integrations." in page.read_text() and page not in KERAS + HOROVOD]
+TORCH = [page for page in PAGES if page not in KERAS + HOROVOD + FRAMEWORKS]
+THERE = all(map(find_spec, ("transformers", "lightning", "accelerate")))
 LONGEST = 250
 NAMED = {"ids": lambda page: page.stem}
 
@@ -62,18 +66,16 @@ def run_page(page: Path, folder: Path, last: bool = True, programs: list[str] | 
         the names that the program has made.
     """
     write_files(page, folder) if grace.rank() == 0 else None
-    before, environment = Path.cwd(), dict(os.environ)
-    os.environ.update(RANK=str(grace.rank()), WORLD_SIZE=str(grace.size()))
+    before = Path.cwd()
     os.chdir(folder)
     module = sys.modules["a_page"] = types.ModuleType("a_page")  # where dataclasses look for names
     sys.modules["tensorboard.compat.notf"] = module  # to TensorBoard: do without TensorFlow, which takes seconds
     try:
-        for block in blocks(page, "python") if programs is None else programs:
-            exec(compile(block, str(page), "exec"), vars(module))
+        with torchrun():
+            for block in blocks(page, "python") if programs is None else programs:
+                exec(compile(block, str(page), "exec"), vars(module))
     finally:
         os.chdir(before)
-        os.environ.clear()
-        os.environ.update(environment)
         del sys.modules["a_page"], sys.modules["tensorboard.compat.notf"]
         if last:
             grace.shutdown()
@@ -105,8 +107,10 @@ def test_a_pages_code_runs(page, alone, tmp_path, monkeypatch):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("page", TORCH, **NAMED)
+@pytest.mark.parametrize("page", TORCH + FRAMEWORKS, **NAMED)
 def test_a_pages_code_runs_on_two_ranks(page, two_ranks, tmp_path):
+    if page in FRAMEWORKS and not THERE:
+        pytest.skip("its frameworks are not installed")
     two_ranks.run(ran, page, tmp_path)
 
 
@@ -282,6 +286,8 @@ def test_every_part_is_in_the_reference(kind):
 def test_what_the_reference_names_is_there(page):
     if page.stem == "tensorflow":
         pytest.importorskip("tensorflow", exc_type=ImportError)
+    if page.stem == "integrations" and not THERE:
+        pytest.skip("its frameworks are not installed")
     module = ""
     for kind, path in re.findall(r"^\.\. (currentmodule|auto\w+):: ([\w.]+)", page.read_text(), re.M):
         if kind == "currentmodule":

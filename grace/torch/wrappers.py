@@ -14,13 +14,16 @@ WHOLE = (
     "Grace exchanges gradients of which every rank has the whole. What works today: without sharding, "
     "grace.DistributedOptimizer with the plain model, or grace.torch.register_ddp_hook with DistributedDataParallel"
 )
+LIGHTNING = "under Lightning: Trainer(..., callbacks=[grace.integrations.lightning.GraceCallback(compressor=...)])"
 WRAPPING = {
-    "accelerate": "Accelerate's prepare() wraps models: give the hook what it returns",
-    "transformers": "Hugging Face's Trainer wraps models: give the hook trainer.model_wrapped in on_train_begin",
-    "lightning": "Lightning's Trainer wraps models: give the hook trainer.strategy.model in on_train_start",
-    "pytorch_lightning": "Lightning's Trainer wraps models: give the hook trainer.strategy.model in on_train_start",
+    "accelerate": "under Accelerate: "
+    "model, optimizer = grace.integrations.accelerate.prepare(accelerator, model, optimizer, compressor=...)",
+    "transformers": "under Hugging Face's Trainer: "
+    "Trainer(..., callbacks=[grace.integrations.transformers.GraceCallback(compressor=...)])",
+    "lightning": LIGHTNING,
+    "pytorch_lightning": LIGHTNING,
 }
-"""Packages that wrap models for their users, and what to do there."""
+"""Packages that wrap models for their users, and the line to use there."""
 
 
 def bare(model: Any) -> Any:
@@ -64,7 +67,8 @@ def check_unwrapped(parameters: Mapping[str, torch.nn.Parameter]) -> None:
                 f"parameter {names[p]!r} belongs to FullyShardedDataParallel, which shards it and averages its "
                 f"gradients itself. {WHOLE}"
             )
-        hint = "".join(f" ({text})" for package, text in WRAPPING.items() if package in sys.modules)
+        lines = dict.fromkeys(text for package, text in WRAPPING.items() if package in sys.modules)
+        hint = f" ({'; '.join(lines)})" if lines else ""
         raise ConfigError(
             f"parameter {names[p]!r} is in a DistributedDataParallel model, which averages gradients itself, "
             "uncompressed; with grace.DistributedOptimizer they would be exchanged twice. Either keep "

@@ -1,0 +1,154 @@
+"""Compressed gradients under the Trainer of Hugging Face's transformers."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback
+
+from grace.core.atomic_files import replacing
+from grace.errors import ConfigError
+from grace.integrations.wrapped import Wrapped, wrap
+from grace.session.agreement import tell
+from grace.torch.wrappers import bare
+
+FILE = "grace_memories.pt"
+"""In each checkpoint's folder."""
+WAY = "Leave deepspeed and fsdp out of TrainingArguments"
+
+
+class GraceCallback(TrainerCallback):
+    """Compresses the gradients that a ``Trainer``'s ranks exchange.
+
+    The Trainer puts the model into DistributedDataParallel when there are several ranks; when training begins its
+    communication hook is registered, and the optimizer stays what it is. Each ``checkpoint-N`` folder gets a file with
+    what all ranks remember, ``grace_memories.pt``, which ``resume_from_checkpoint`` loads, on any number of ranks;
+    trials of ``hyperparameter_search`` get none. Whenever the Trainer logs a loss, it logs what was exchanged since, as
+    ``grace_bytes_sent``, ``grace_ratio`` and so on (:mod:`grace.session.metrics`). In one process nothing is exchanged,
+    and a warning says so.
+
+    Args:
+        compressor, memory, communicator, seed, bucket_bytes: as for :func:`grace.torch.register_ddp_hook`.
+        memory_state: what becomes of memories on ``resume_from_checkpoint``: "strict" refuses a checkpoint without
+            them, or of another method; "keep" keeps what fits, and warns of the rest; "reset" starts with empty ones.
+
+    Attributes:
+        state: the hook's :class:`~grace.torch.DDPState`; None before training, and in one process.
+
+    Raises:
+        ConfigError: when training begins: the model is wrapped otherwise, or what was chosen cannot work.
+
+    Example::
+
+        Trainer(model, args, train_dataset=data, callbacks=[GraceCallback(compressor="topk(ratio=0.01)")]).train()
+    """
+
+    def __init__(
+        self,
+        compressor: Any = None,
+        memory: Any = None,
+        communicator: Any = None,
+        *,
+        seed: int = 0,
+        bucket_bytes: int | None = None,
+        memory_state: str = "strict",
+    ):
+        self.choices = {
+            "compressor": compressor,
+            "memory": memory,
+            "communicator": communicator,
+            "seed": seed,
+            "bucket_bytes": bucket_bytes,
+        }
+        self.memory_state = memory_state
+        self.trainer: Any = None
+        self.wrapped: Wrapped | None = None
+
+    @property
+    def state(self) -> Any:
+        """The hook's state."""
+        return None if self.wrapped is None else self.wrapped.state
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Register the hook, unless this model has it from the last ``train()``; load what a checkpoint remembers."""
+        self.trainer, checkpoint = _asking(self)
+        model, optimizer = self.trainer.model_wrapped, kwargs["optimizer"]
+        if self.wrapped is None or bare(self.wrapped.model) is not bare(model):
+            if self.wrapped is not None:  # another model since the last train()
+                self.wrapped.close()
+            self.wrapped = wrap(
+                model,
+                args.world_size,
+                [optimizer],
+                self.memory_state,
+                WAY,
+                "GraceCallback({})",
+                grad_scaler=getattr(optimizer, "scaler", None),
+                **self.choices,
+            )
+        elif self.state is not None and self.state.optimizer not in (None, optimizer.optimizer):
+            raise ConfigError(
+                "the Trainer has another optimizer than in its last train(), and the hook of DistributedDataParallel "
+                "stays with the former one: make a new Trainer"
+            )
+        if checkpoint is not None:
+            self._load(Path(checkpoint, FILE))
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Put what all ranks remember into the checkpoint's folder."""
+        if self.wrapped is None or args.save_only_model or state.is_hyper_param_search:
+            return
+        path = Path(args.output_dir, f"checkpoint-{state.global_step}", FILE)
+        saved = self.wrapped.state_dict()
+
+        def write() -> None:
+            if args.should_save:
+                with replacing(path) as draft:
+                    torch.save(saved, draft)
+
+        self._together(write, f"could not save {path}")
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Log what was exchanged beside the loss."""
+        if self.wrapped is not None and logs and "loss" in logs and (metrics := self.wrapped.metrics()):
+            self.trainer.log(metrics)
+
+    def _load(self, path: Path) -> None:
+        def read() -> Any:
+            try:
+                return torch.load(path, map_location="cpu", weights_only=True) if path.exists() else {}
+            except Exception as error:  # of whatever kind, by torch's zip reader and its unpickler
+                raise ConfigError(f"{path} cannot be read: {str(error)[:200]}") from error
+
+        assert self.wrapped is not None
+        self.wrapped.load_state_dict(self._together(read, "did not load its checkpoint"))
+
+    def _together(self, act: Callable[[], Any], failed: str) -> Any:
+        """Act, and hear whether other ranks could."""
+        result, error = None, None
+        try:
+            result = act()
+        except Exception as raised:
+            error = raised
+        if self.state is not None:
+            tell(self.state.exchanger.backend, "a Trainer's checkpoint", None, error, failed)
+        elif error is not None:
+            raise error
+        return result
+
+
+def _asking(callback: GraceCallback) -> tuple[Any, str | None]:
+    """The Trainer whose training begins, and the folder that it resumes from.
+
+    Callbacks are told neither, nor are they kept where a callback could find them; but one of the Trainer's own
+    methods, which knows both, has called it.
+    """
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        trainer = frame.f_locals.get("self")
+        if isinstance(trainer, Trainer) and "resume_from_checkpoint" in frame.f_locals:
+            return trainer, frame.f_locals["resume_from_checkpoint"]
+        frame = frame.f_back
+    raise ConfigError("GraceCallback.on_train_begin is for Trainer.train() to call")

@@ -27,6 +27,8 @@ from grace.session.setup import build_exchanger
 from grace.session.sharding import Shard, cut
 from grace.session.versions import public
 from grace.strategy.choices import STRATEGY
+from grace.torch.fsdp_layout import before_steps
+from grace.torch.gradients import OneGradient
 from grace.torch.parameters import check_momentum, check_optimizer, hyperparameters, variables
 from grace.torch.state_dict import on_devices, packed_up, unpacked
 from grace.torch.wrappers import bare, check_unwrapped, check_whole
@@ -67,7 +69,9 @@ class DDPState:
         self.outcomes: list[Outcome] = []
         self.momenta = owners(exchanger.communicators)
         self.open, self.stepped, self.closed = False, True, False
-        self.hook = optimizer and optimizer.register_step_post_hook(self._after_step)
+        self.seen: set[str] = set()
+        """Modules, or parameters, that came one by one in this step."""
+        self.hook = optimizer and optimizer.register_step_post_hook(torch.compiler.disable(self._after_step))
         self.hyperparameters = () if optimizer is None else hyperparameters(optimizer)
         exchanger.hyperparameters = lambda: in_words(type(optimizer).__name__, self.hyperparameters)
 
@@ -253,6 +257,20 @@ class DDPState:
             return waited.then(finish)
         return torch.futures.collect_all([work.get_future() for work in works]).then(finish)
 
+    def exchange_one(self, gradient: torch.Tensor, parameter: torch.nn.Parameter) -> None:
+        """The hook where DDP's reducer is written in Python, and hands over one gradient after the other: the mean is
+        written in place."""
+        name = self.names[parameter]
+        if name in self.seen:
+            self.seen.clear()
+        first = not self.seen
+        self.seen.add(name)
+        self.exchange(OneGradient(gradient, parameter, first)).wait()
+
+    def before_step(self, optimizer: Any) -> None:
+        """An optimizer is about to use the gradients that came one by one: the next one begins another step."""
+        self.seen.clear()
+
     @torch.no_grad()
     def _write(self, exchange: Exchange, views: dict[str, torch.Tensor]) -> None:
         traits = exchange.traits
@@ -366,7 +384,10 @@ def register_ddp_hook(
     context.lr = state.lr
 
     def grace_hook(state, bucket):  # DDP inspects the names and annotations, and wants real types or none
-        return state.exchange(bucket)
+        return state.exchange_one(*bucket) if isinstance(bucket, tuple) else state.exchange(bucket)
 
+    if getattr(model, "_use_python_reducer", False):  # optimize_ddp="python_reducer": compiled autograd traces hooks
+        before_steps(state, trainable(model).values())
+        grace_hook = torch.compiler.disable(grace_hook)
     model.register_comm_hook(state, grace_hook)
     return state

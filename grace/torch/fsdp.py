@@ -48,8 +48,6 @@ class FSDPState(DDPState):
         super().__init__(params, exchanger, optimizer, grad_scaler, None)
         self.limits = {id(communicator): None for communicator in exchanger.communicators}
         self.layouts, self.shard_group = layouts, shards
-        self.seen: set[str] = set()
-        """Modules that came in this step."""
         self.spoilt: bool | None = None
         self.unhook = before_steps(self, params.values())
 

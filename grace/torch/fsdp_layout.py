@@ -152,7 +152,7 @@ def before_steps(keeper: Any, parameters: Any) -> Callable[[], Any]:
     """
     number = next(_NUMBERS)
     if number == 0:  # one hook for all, which stays: torch's own dict must not change while it calls what is in it
-        register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_pre_hook(torch.compiler.disable(_before_step))
     _KEEPERS[number] = weakref.ref(keeper), {id(p) for p in parameters}
     return functools.partial(_KEEPERS.pop, number, None)
 

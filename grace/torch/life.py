@@ -43,8 +43,9 @@ def begin(optimizer: Any, session: Any, before_step: Callable, after_step: Calla
         before_step, after_step: the hooks of its ``step()``.
         had: its attributes before.
     """
-    session.hooks.append(optimizer.register_step_pre_hook(before_step))
-    session.hooks.append(optimizer.register_step_post_hook(after_step))
+    plain = torch.compiler.disable  # a compiled step() is compiled between these, and not in them
+    session.hooks.append(optimizer.register_step_pre_hook(plain(before_step)))
+    session.hooks.append(optimizer.register_step_post_hook(plain(after_step)))
     optimizer._grace_added = set(vars(optimizer)) - had
     _open.add(session)
     session.finalizer = weakref.finalize(optimizer, end, session)

@@ -1,0 +1,148 @@
+"""torch.compile around what Grace exchanges: the same bits as without it, under the same names."""
+
+import contextlib
+import shutil
+
+import pytest
+import torch
+
+import grace
+from tests.support.pools import ranks_of
+from tests.support.training import ddp, digest, distributed, loss_of, net, sgd, weights
+
+pytestmark = pytest.mark.ranks
+
+STEPS = 3
+NAMES = [name for name, _ in net().named_parameters()]
+
+
+@contextlib.contextmanager
+def settings(**changed):
+    """Dynamo's settings in this context; what DDP's Python reducer changes besides is taken back."""
+    import torch._dynamo as dynamo
+    import torch._inductor.config as inductor
+
+    dynamo.reset()
+    rules, fused = dynamo.trace_rules, inductor._fuse_ddp_communication
+    before = set(rules.LEGACY_MOD_INLINELIST)
+    try:
+        with dynamo.config.patch(**changed):
+            yield
+    finally:
+        inductor._fuse_ddp_communication = fused
+        rules.LEGACY_MOD_INLINELIST.intersection_update(before)
+        rules.get_legacy_mod_inlinelist.cache_clear()
+        dynamo.reset()
+
+
+def trained(forward, optimizer, step=None):
+    """Weights after a few steps."""
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(forward, number).backward()
+        (step or optimizer.step)()
+    return weights(getattr(forward, "_orig_mod", forward))
+
+
+def by_optimizer(backend=None, step_backend=None, method="topk(ratio=0.1)"):
+    """With a compiled model, a compiled step, both or none; the weights, and whether all names are plain."""
+    model = net()
+    forward = torch.compile(model, backend=backend) if backend else model
+    optimizer = distributed(forward, method)
+    step = torch.compile(optimizer.step, backend=step_backend) if step_backend else None
+    ended = trained(forward, optimizer, step)
+    saved = optimizer.full_state_dict()["grace"]
+    optimizer.close()
+    return ended, list(saved["pieces"]) == NAMES or sorted(saved["pieces"])
+
+
+def by_hook(where=None, backend="aot_eager", method="topk(ratio=0.1)"):
+    """With a model compiled outside of DDP, inside, or not at all; likewise."""
+    model = net()
+    inner = torch.compile(model, backend=backend) if where == "inside" else model
+    forward = ddp(inner)
+    if where == "outside":
+        forward = torch.compile(forward, backend=backend)
+    state = grace.torch.register_ddp_hook(forward, method)
+    trained(forward, sgd(model.parameters()))
+    saved = state.full_state_dict()
+    assert saved["step"] == STEPS
+    state.close()
+    return weights(model), list(saved["pieces"]) == NAMES or sorted(saved["pieces"])
+
+
+WAYS = {
+    "optimizer, model": (by_optimizer, ("aot_eager",), {}),
+    "optimizer, model, backward": (by_optimizer, ("aot_eager",), {"compiled_autograd": True}),
+    "optimizer, step": (by_optimizer, (None, "eager"), {}),
+    "optimizer, model and step": (by_optimizer, ("eager", "aot_eager"), {}),
+    "hook, DDP inside": (by_hook, ("outside",), {}),
+    "hook, DDP outside": (by_hook, ("inside",), {}),
+    "hook, not split": (by_hook, ("outside",), {"optimize_ddp": False}),
+    "hook, Python reducer": (by_hook, ("outside",), {"optimize_ddp": "python_reducer", "compiled_autograd": True}),
+    "hook, Python reducer, not compiled": (by_hook, (), {"optimize_ddp": "python_reducer"}),
+}
+
+
+def run(way, method):
+    function, args, changed = WAYS[way]
+    with settings(**changed):
+        ended, plain_names = function(*args, method=method)
+    return digest(ended), plain_names
+
+
+def uncompiled(method):
+    return digest(by_optimizer(method=method)[0])
+
+
+METHODS = ["topk(ratio=0.1)", "powersgd(rank=2)"]
+plain: dict[str, list[str]] = {}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("way", WAYS)
+def test_compiled_is_uncompiled_bit_for_bit(two_ranks, way, method):
+    wanted = plain.setdefault(method, two_ranks.run(uncompiled, method))
+    for (ended, plain_names), own in zip(two_ranks.run(run, way, method), wanted, strict=True):
+        assert plain_names is True
+        assert ended == own
+
+
+def taking_turns():
+    """Two parts of a model that take turns, one gradient a step, under the Python reducer: as many steps are counted as
+    are made."""
+    with settings(optimize_ddp="python_reducer"):
+        model = ddp(torch.nn.ModuleList([torch.nn.Linear(8, 1, bias=False) for _ in range(2)]))
+        optimizer = sgd(model.parameters())
+        state = grace.torch.register_ddp_hook(model, "topk(ratio=0.5)")
+        for step in range(4):
+            optimizer.zero_grad()
+            model.module[step % 2](torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+        return state.full_state_dict()["step"]
+
+
+def test_a_step_of_the_python_reducer_ends_where_the_optimizer_makes_one(two_ranks):
+    assert two_ranks.run(taking_turns) == [4, 4]
+
+
+def by_inductor():
+    """The largest differences of weights to the uncompiled run's, whose sums are rounded in another order."""
+    small = lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))  # noqa: E731
+    found = []
+    with settings():
+        for compiled in (False, True):
+            model = net(make=small)
+            forward = torch.compile(model) if compiled else model
+            optimizer = distributed(forward, "qsgd(levels=127)", memory="residual")
+            found.append(trained(forward, optimizer))
+    first, second = found
+    return [float((value - second[name]).abs().max()) for name, value in first.items()], digest(second)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch's inductor needs a C++ compiler")
+def test_compiled_to_machine_code_differs_by_rounding():
+    (differences, one), (_, other) = ranks_of(2).run(by_inductor)
+    assert one == other
+    assert max(differences) < 1e-4

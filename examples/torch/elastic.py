@@ -1,0 +1,56 @@
+"""Train on scikit-learn's digits under torchrun's restarts: where a rank dies, torchrun starts all ranks anew, and they
+go on from the last checkpoint with what compression had left out.
+
+torchrun --nproc-per-node 2 --max-restarts 3 examples/torch/elastic.py --checkpoint digits.pt
+torchrun --nnodes 1:2 --nproc-per-node 2 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
+    examples/torch/elastic.py                     # on each of two machines; one alone goes on where the other is gone
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import grace
+
+parser = argparse.ArgumentParser(description="Train on scikit-learn's digits, and survive the death of a rank.")
+parser.add_argument("--compressor", default="topk(ratio=0.01)", help="see `grace list` (default: %(default)s)")
+parser.add_argument("--epochs", type=int, default=20)
+parser.add_argument("--checkpoint", type=Path, default=Path("digits.pt"), help="seen by rank 0 (default: %(default)s)")
+args = parser.parse_args()
+
+grace.init()
+torch.manual_seed(0)
+x, y = load_digits(return_X_y=True)
+data = TensorDataset(torch.tensor(x / 16, dtype=torch.float32), torch.tensor(y))
+loader = DataLoader(data, batch_size=32, sampler=DistributedSampler(data, grace.size(), grace.rank()))
+model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+optimizer = grace.DistributedOptimizer(optimizer, model.named_parameters(), compressor=args.compressor)
+
+start = 0
+saved = grace.from_root(lambda: torch.load(args.checkpoint, weights_only=True) if args.checkpoint.exists() else None)
+if saved is not None:
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])  # on another number of ranks, too
+    start = saved["epochs"]
+if grace.rank() == 0:
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    print(f"{grace.size()} ranks begin with epoch {start}, after {restarts} restarts", flush=True)
+
+for epoch in range(start, args.epochs):
+    loader.sampler.set_epoch(epoch)  # the order of samples is the epoch's, so that it is the same after a restart
+    for images, labels in loader:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+    state = {"epochs": epoch + 1, "model": model.state_dict(), "optimizer": optimizer.full_state_dict()}
+    grace.save_from_root(args.checkpoint, lambda path, state=state: torch.save(state, path))  # whole, or the one before
+
+if grace.rank() == 0:
+    print(f"{args.epochs} epochs, loss {loss.item():.3f}")

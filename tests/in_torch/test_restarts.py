@@ -1,0 +1,62 @@
+"""torchrun --max-restarts: a group whose rank has died goes on from the last checkpoint as if nothing had been."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.training import same
+
+pytestmark = pytest.mark.ranks
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "torch" / "elastic.py"
+DYING = """
+import os, runpy, signal, sys
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+steps = 0
+
+def die(*ignored):
+    global steps
+    steps += 1
+    if steps == 70:  # in the middle of an epoch
+        os.kill(os.getpid(), signal.SIGKILL)
+
+if (os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]) == ("0", "1"):
+    register_optimizer_step_post_hook(die)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def run(*program, checkpoint):
+    """What the run printed, and its last checkpoint."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    command = [sys.executable, *launcher, *map(str, program), "--epochs", "4", "--checkpoint", str(checkpoint)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, torch.load(checkpoint, weights_only=True)
+
+
+def test_a_run_whose_rank_died_ends_as_one_that_was_not_interrupted(tmp_path):
+    dying = tmp_path / "dying.py"
+    dying.write_text(DYING)
+    said, wanted = run(EXAMPLE, checkpoint=tmp_path / "whole.pt")
+    assert re.findall("begin with epoch .*", said) == ["begin with epoch 0, after 0 restarts"]
+    said, found = run(dying, EXAMPLE, checkpoint=tmp_path / "restarted.pt")
+    assert re.findall("begin with epoch .*", said) == [
+        "begin with epoch 0, after 0 restarts",
+        "begin with epoch 2, after 1 restarts",
+    ]
+    assert found["epochs"] == wanted["epochs"] == 4
+    assert same(found["model"], wanted["model"])
+    memories, kept = ([rank["memory"] for rank in state["optimizer"]["grace"]["ranks"]] for state in (found, wanted))
+    assert len(memories) == 2
+    for mine, theirs in zip(memories, kept, strict=True):
+        assert same(mine, theirs)
+        assert all(bool(value.any()) for value in mine.values())

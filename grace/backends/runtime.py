@@ -9,7 +9,7 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
-from grace.backends import topology
+from grace.backends import launchers, topology
 from grace.backends.signals import raise_on_sigterm
 from grace.core import watch
 from grace.core.backend import Backend, LocalBackend
@@ -45,11 +45,13 @@ def init(backend: str | Backend = "auto", framework: str | None = None, timeout:
             counts. Engines that the program initialized itself keep their own timeouts for what they do themselves.
 
     Returns:
-        The backend.
+        The backend. Where a launcher's variables led to it, rank 0 says so in a line on stderr, once, unless
+        GRACE_QUIET=1 is in the environment.
 
     Raises:
-        ConfigError: an unknown name, a launcher that Grace cannot join, or a timeout that is no positive number.
-        MissingExtraError: the backend's package is not installed.
+        ConfigError: an unknown name, some of a launcher's variables without the others, or a timeout that is no
+            positive number.
+        MissingExtraError: the backend's package is not installed; the message says which launcher was found.
 
     >>> init("local").describe()
     'local, rank 0 of 1'
@@ -67,9 +69,11 @@ def init(backend: str | Backend = "auto", framework: str | None = None, timeout:
         timeout_for()
     name = _detect() if backend == "auto" else backend
     if _current is None or _current.name != name or framework not in (None, _current.framework or framework):
-        _current = _horovod(framework) if name == "horovod" else JOIN[name]() if name in JOIN else _others(name)
+        _current = _join(name, framework, detected=backend == "auto")
         if name in ("horovod", "mpi"):
             raise_on_sigterm(_current)
+        if backend == "auto":
+            launchers.tell(_current)
         atexit.unregister(shutdown)
         atexit.register(shutdown)  # to run before the engine's own, after which nobody hears that this rank has left
     elif timeout is not None:
@@ -184,13 +188,22 @@ def _detect() -> str:
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
         return "torch"
-    if "HOROVOD_RANK" in os.environ:  # horovodrun over Gloo; over MPI it leaves mpirun's variables only
-        return "horovod"
-    if all(key in os.environ for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
-        return "torch"
-    if any(os.environ.get(key, "1") not in ("", "1") for key in topology.MPI_SIZES):
-        return "horovod" if _installed("horovod") else "mpi"
-    return "local"
+    launcher = launchers.found()
+    if launcher is None:
+        launchers.check_whole()
+        return "local"
+    return "horovod" if launcher.kind == "mpi" and _installed("horovod") else launcher.kind
+
+
+def _join(name: str, framework: str | None, detected: bool) -> Backend:
+    launcher = launchers.found() if detected else None
+    try:
+        return _horovod(framework) if name == "horovod" else JOIN[name]() if name in JOIN else _others(name)
+    except MissingExtraError as error:
+        if launcher is None:
+            raise
+        neither = "; neither Horovod nor MPI's package is there" if name == "mpi" else ""
+        raise MissingExtraError(f"this program was started by {launcher}{neither}. {error}") from None
 
 
 def _check_known(name: str, where: str = "") -> None:

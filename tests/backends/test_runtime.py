@@ -9,11 +9,15 @@ import sys
 import pytest
 
 import grace
+from grace.backends import launchers
 from grace.backends.topology import MPI_SIZES
 from tests.support import warm
 from tests.support.engine_pools import available
 
-LAUNCHER_KEYS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "HOROVOD_RANK", "GRACE_BACKEND", *MPI_SIZES)
+LAUNCHER_KEYS = (
+    *("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "HOROVOD_RANK", "HOROVOD_SIZE", "GRACE_BACKEND", *MPI_SIZES),
+    *("TORCHELASTIC_RUN_ID", "RAY_JOB_ID", "GRACE_QUIET"),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -138,6 +142,12 @@ open(f"{__file__}.{grace.rank()}of{grace.size()}", "w").write(repr(model.weight.
     assert done.returncode == 0, done.stderr
     first, second = (tmp_path / f"train.py.{rank}of2" for rank in range(2))
     assert first.read_text() == second.read_text()
+    (told,) = [line for line in done.stderr.splitlines() if line.startswith("grace: ")]
+    assert re.fullmatch(
+        r"grace: torch.distributed \(gloo\), rank 0 of 2; started by torchrun: RANK=0, WORLD_SIZE=2, "
+        r"MASTER_ADDR=\S+, MASTER_PORT=\d+ \(GRACE_QUIET=1 hides this\)",
+        told,
+    )
 
 
 def without(monkeypatch, *packages):
@@ -149,10 +159,11 @@ def without(monkeypatch, *packages):
 def test_mpirun_without_horovod_and_mpi4py_names_the_line_that_installs_mpi(monkeypatch, key):
     without(monkeypatch, "horovod", "mpi4py")
     monkeypatch.setenv(key, "4")
-    with pytest.raises(
-        grace.MissingExtraError, match=r"mpi4py is not installed; install it with: pip install .*\[mpi\]"
-    ):
+    said = rf"{key}=4; neither Horovod nor MPI's package .* mpi4py is not installed; .* pip install .*\[mpi\]"
+    with pytest.raises(grace.MissingExtraError, match=said):
         grace.init()
+    with pytest.raises(grace.MissingExtraError, match=r"^mpi4py is not installed"):
+        grace.init("mpi")
 
 
 def test_horovodrun_without_horovod_names_what_builds_it(monkeypatch):
@@ -189,6 +200,75 @@ def test_torchruns_environment_counts_more_than_another_launchers():
     script = "import grace; print(grace.init().name); grace.shutdown()"
     launcher = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     assert python(script, SLURM_NTASKS="2", **launcher) == "torch"
+
+
+TORCHS = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({**TORCHS, "TORCHELASTIC_RUN_ID": "none"}, "torchrun: RANK=0, WORLD_SIZE=2, "),
+        ({**TORCHS, "RAY_JOB_ID": "01000000"}, "Ray: RANK=0, "),
+        (TORCHS, "torch.distributed's variables: RANK=0, "),
+        ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}, "horovodrun: HOROVOD_RANK=0, HOROVOD_SIZE=2"),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "SLURM_NTASKS": "4"}, "mpirun (Open MPI): OMPI_COMM_WORLD_SIZE=2"),
+        ({"PMI_SIZE": "2"}, "mpiexec or srun (PMI): PMI_SIZE=2"),
+        ({"SLURM_NTASKS": "2"}, "srun (Slurm): SLURM_NTASKS=2"),
+    ],
+)
+def test_what_was_found_is_said_once_by_rank_0(monkeypatch, capsys, variables, said):
+    for key, value in variables.items():
+        monkeypatch.setenv(key, value)
+    backend = grace.init("local")
+    assert capsys.readouterr().err == ""  # it was chosen
+    monkeypatch.setattr(launchers, "_told", False)
+    backend.rank = 1
+    launchers.tell(backend)
+    backend.rank = 0
+    for key in ("GRACE_QUIET", "GRACE_BACKEND"):
+        monkeypatch.setenv(key, "1")
+        launchers.tell(backend)
+        monkeypatch.delenv(key)
+    assert capsys.readouterr().err == ""
+    launchers.tell(backend)
+    launchers.tell(backend)
+    told = capsys.readouterr().err
+    assert told.startswith(f"grace: local, rank 0 of 1; started by {said}")
+    assert told.count("\n") == 1
+
+
+def test_without_a_launcher_nothing_is_said(capsys):
+    grace.init()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"RANK": "0"}, "RANK=0 is set, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT: torchrun"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is set, but not RANK, MASTER_ADDR, MASTER_PORT: torchrun"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "RANK=1 and WORLD_SIZE=2 are set, but not MASTER_ADDR, MASTER_PORT: "),
+        ({**TORCHS, "WORLD_SIZE": None}, "RANK=0 is set, but not WORLD_SIZE: torchrun"),
+        ({"HOROVOD_SIZE": "2"}, "HOROVOD_SIZE=2 is set, but not HOROVOD_RANK: horovodrun"),
+    ],
+)
+def test_half_of_a_launchers_variables_is_refused(monkeypatch, variables, said):
+    for key, value in variables.items():
+        monkeypatch.setenv(key, value) if value else monkeypatch.delenv(key, raising=False)
+    with pytest.raises(grace.ConfigError) as caught:
+        grace.init()
+    assert str(caught.value).startswith(said)
+    assert "GRACE_BACKEND=local" in str(caught.value)
+    monkeypatch.setenv("GRACE_BACKEND", "local")
+    assert grace.init().size == 1
+
+
+@pytest.mark.parametrize("variables", [{"MASTER_ADDR": "10.0.0.1"}, {"RANK": "0", "WORLD_SIZE": "1"}])
+def test_what_says_nothing_of_several_ranks_is_one_process(monkeypatch, variables):
+    for key, value in variables.items():
+        monkeypatch.setenv(key, value)
+    assert grace.init().name == "local"
 
 
 def test_importing_grace_imports_no_framework_and_init_local_neither():

@@ -1,0 +1,75 @@
+"""Which launcher has started this process, by the variables that it leaves in the environment."""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grace.backends.topology import MPI_SIZES
+from grace.core.backend import Backend
+from grace.errors import ConfigError
+
+TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torch.distributed reads, whoever sets it."""
+HOROVOD = ("HOROVOD_RANK", "HOROVOD_SIZE")
+MPI = dict(zip(MPI_SIZES, ("mpirun (Open MPI)", "mpiexec or srun (PMI)", "srun (Slurm)"), strict=True))
+"""Who sets the sizes that an MPI run is known by."""
+QUIET = "GRACE_QUIET"
+_told = False
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """One that was found.
+
+    Attributes:
+        name: for people.
+        kind: "horovod", "torch" or "mpi": what its variables are for.
+        variables: by which it was found.
+    """
+
+    name: str
+    kind: str
+    variables: Sequence[str]
+
+    def __str__(self) -> str:
+        return f"{self.name}: {', '.join(f'{key}={os.environ[key]}' for key in self.variables)}"
+
+
+def found() -> Launcher | None:
+    """The launcher; None if no variable of one is there, or only some."""
+    if "HOROVOD_RANK" in os.environ:  # horovodrun over Gloo; over MPI it leaves mpirun's variables only
+        return Launcher("horovodrun", "horovod", [key for key in HOROVOD if key in os.environ])
+    if all(key in os.environ for key in TORCH):
+        torchrun = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "torch.distributed's variables"
+        return Launcher("Ray" if "RAY_JOB_ID" in os.environ else torchrun, "torch", TORCH)
+    for key, name in MPI.items():
+        if os.environ.get(key, "1") not in ("", "1"):
+            return Launcher(name, "mpi", (key,))
+    return None
+
+
+def check_whole() -> None:
+    """Raise ConfigError if some variables of a launcher are there, of several ranks, and others are not: this process
+    would train alone, and nobody would notice."""
+    for keys, launcher in ((TORCH, "torchrun"), (HOROVOD, "horovodrun")):
+        size = keys[1]
+        there = [f"{key}={os.environ[key]}" for key in keys[:2] if os.environ.get(key)]
+        missing = [key for key in keys if key not in os.environ]
+        if there and missing and os.environ.get(size) != "1":
+            raise ConfigError(
+                f"{' and '.join(there)} {'is' if len(there) == 1 else 'are'} set, but not {', '.join(missing)}: "
+                f"{launcher}, and whatever starts ranks in its place, sets {', '.join(keys)}. Start the program by "
+                f"{launcher}; or, for one process, unset what is there or set GRACE_BACKEND=local"
+            )
+
+
+def tell(backend: Backend) -> None:
+    """Say once on stderr, on rank 0, by which launcher's variables this run was joined; not if somebody has chosen."""
+    global _told
+    launcher = found()
+    chosen = os.environ.get("GRACE_BACKEND", "auto") != "auto" or os.environ.get(QUIET, "0") not in ("", "0")
+    if launcher is None or backend.rank != 0 or chosen or _told:
+        return
+    _told = True
+    print(f"grace: {backend.describe()}; started by {launcher} ({QUIET}=1 hides this)", file=sys.stderr, flush=True)

@@ -96,11 +96,15 @@ def test_the_difference_to_an_ordinary_script_is_six_lines(example):
     assert uses == [line for line in uses if "help=" in line or "print(" in line]
 
 
-@pytest.mark.parametrize("name", ["trainer"])
+UNDER = {"trainer": ("transformers",), "lightning_digits": ("lightning", "--devices", "2")}
+
+
+@pytest.mark.parametrize("name", UNDER)
 def test_a_frameworks_example_trains_on_two_ranks(name, tmp_path):
-    pytest.importorskip({"trainer": "transformers"}[name])
+    package, *options = UNDER[name]
+    pytest.importorskip(package)
     example = EXAMPLES / "torch" / f"{name}.py"
-    done = run(TORCHRUN, "--steps", "20", "--output", str(tmp_path), example=example)
+    done = run(TORCHRUN, "--steps", "20", "--output", str(tmp_path), *options, example=example)
     assert done.returncode == 0, done.stderr
     loss, ratio = re.search(r"loss ([\d.]+) after 20 steps, (\d+) times fewer bytes", done.stdout).groups()
     assert float(loss) < 5

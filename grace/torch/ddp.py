@@ -27,6 +27,7 @@ from grace.session.setup import build_exchanger
 from grace.session.sharding import Shard, cut
 from grace.session.versions import public
 from grace.strategy.choices import STRATEGY
+from grace.torch.early_hook import given_to_early, grace_hook
 from grace.torch.fsdp_layout import before_steps
 from grace.torch.gradients import OneGradient
 from grace.torch.parameters import check_momentum, check_optimizer, hyperparameters, variables
@@ -383,11 +384,10 @@ def register_ddp_hook(
     state = DDPState(trainable(model), exchanger, optimizer, grad_scaler, bucket_bytes)
     context.lr = state.lr
 
-    def grace_hook(state, bucket):  # DDP inspects the names and annotations, and wants real types or none
-        return state.exchange_one(*bucket) if isinstance(bucket, tuple) else state.exchange(bucket)
-
+    hook = grace_hook
     if getattr(model, "_use_python_reducer", False):  # optimize_ddp="python_reducer": compiled autograd traces hooks
         before_steps(state, trainable(model).values())
-        grace_hook = torch.compiler.disable(grace_hook)
-    model.register_comm_hook(state, grace_hook)
+        hook = torch.compiler.disable(grace_hook)
+    if not given_to_early(model, state):
+        model.register_comm_hook(state, hook)
     return state

@@ -1,0 +1,114 @@
+"""Compressed gradients under Lightning."""
+
+import sys
+import warnings
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from grace.integrations.wrapped import KEY, Wrapped, wrap
+from grace.torch.early_hook import EarlyState, grace_hook
+
+WAY = 'Give Trainer(strategy="ddp")'
+
+
+class GraceCallback(Callback):
+    """Compresses the gradients that the ranks of a ``Trainer(strategy="ddp")`` exchange.
+
+    When training starts its hook is registered with the DistributedDataParallel model that Lightning has made, and the
+    optimizer stays what it is. Lightning's checkpoints hold what all ranks remember under ``"grace"``, which
+    ``fit(ckpt_path=...)`` loads, on any number of ranks. Every ``log_every_n_steps`` steps what was exchanged since is
+    logged, as ``grace_bytes_sent``, ``grace_ratio`` and so on (:mod:`grace.session.metrics`). In one process nothing is
+    exchanged, and a warning says so.
+
+    Args:
+        compressor, memory, communicator, seed, bucket_bytes: as for :func:`grace.torch.register_ddp_hook`.
+        memory_state: what becomes of the memories in a checkpoint: "strict" refuses one without them, or of another
+            method; "keep" keeps what fits, and warns of the rest; "reset" starts with empty ones.
+
+    Attributes:
+        state: the hook's :class:`~grace.torch.DDPState`; None before training, and in one process.
+        ddp_comm_state, ddp_comm_hook: for those who give ``DDPStrategy`` its own, beside the callback. Lightning
+            registers them on GPUs only; on CPUs the callback does.
+
+    Raises:
+        ConfigError: when training starts: the model is wrapped otherwise, or what was chosen cannot work.
+
+    Example::
+
+        Trainer(strategy="ddp", devices=2, callbacks=[GraceCallback(compressor="topk(ratio=0.01)")]).fit(model, loader)
+    """
+
+    ddp_comm_hook = staticmethod(grace_hook)
+
+    def __init__(
+        self,
+        compressor: Any = None,
+        memory: Any = None,
+        communicator: Any = None,
+        *,
+        seed: int = 0,
+        bucket_bytes: int | None = None,
+        memory_state: str = "strict",
+    ):
+        self.choices = {
+            "compressor": compressor,
+            "memory": memory,
+            "communicator": communicator,
+            "seed": seed,
+            "bucket_bytes": bucket_bytes,
+        }
+        self.memory_state = memory_state
+        self.ddp_comm_state = EarlyState()
+        self.wrapped: Wrapped | None = None
+        self.loaded: dict[str, Any] | None = None
+        self.logged = 0
+
+    @property
+    def state(self) -> Any:
+        """The hook's state."""
+        return None if self.wrapped is None else self.wrapped.state
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Register the hook, and load what a checkpoint remembers: the optimizers have their states by now."""
+        if self.wrapped is not None:  # Lightning wraps the model, and makes optimizers, anew for each fit()
+            self.wrapped.close()
+        model: Any = trainer.strategy.model
+        self.wrapped = wrap(
+            model,
+            trainer.world_size,
+            trainer.optimizers,
+            self.memory_state,
+            WAY,
+            "GraceCallback({})",
+            grad_scaler=getattr(trainer.precision_plugin, "scaler", None),
+            **self.choices,
+        )
+        loaded, self.loaded, self.logged = self.loaded, None, trainer.global_step
+        if loaded is not None:
+            self.wrapped.load_state_dict(loaded)
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Keep what a checkpoint remembers until the model is wrapped."""
+        if trainer.state.fn == "fit":
+            self.loaded = {KEY: checkpoint[KEY]} if KEY in checkpoint else {}
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Put what all ranks remember into the checkpoint; Lightning calls all of them."""
+        if self.wrapped is None:
+            return
+        if sys.exc_info()[0] is not None:
+            warnings.warn(
+                "a checkpoint that is saved because of an exception holds no memories: other ranks may not have come "
+                "as far. Load it with GraceCallback(memory_state='reset')",
+                stacklevel=2,
+            )
+            return
+        checkpoint.update(self.wrapped.state_dict())
+
+    def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *ignored: Any) -> None:
+        """Log what was exchanged, as often as Lightning logs."""
+        step, every = trainer.global_step, trainer.log_every_n_steps
+        if self.wrapped is not None and every and step != self.logged and step % every == 0:
+            self.logged = step
+            pl_module.log_dict(self.wrapped.metrics())

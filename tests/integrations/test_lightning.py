@@ -1,0 +1,186 @@
+"""GraceCallback under the real Trainer of Lightning: digits on two ranks, stopped and resumed, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import grace
+from tests.support.frameworks import digits, kept, messages, torchrun
+from tests.support.pool import Ranks
+from tests.support.training import digest
+
+pytest.importorskip("lightning")
+pytestmark = pytest.mark.ranks
+
+TOPK = "topk(ratio=0.1)"
+
+
+def net(seed: int = 0, optimizer: Any = None) -> Any:
+    """A small one."""
+    import lightning.pytorch as pl
+
+    class Net(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(seed)
+            self.layers = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+
+        def training_step(self, batch, index):
+            x, y = batch
+            loss = torch.nn.functional.cross_entropy(self.layers(x), y)
+            self.log("loss", loss)
+            return loss
+
+        def validation_step(self, batch, index):
+            x, y = batch
+            self.log("val_loss", torch.nn.functional.cross_entropy(self.layers(x), y), sync_dist=True)
+
+        def configure_optimizers(self):
+            made = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+            return optimizer(made, self) if optimizer else made
+
+    return Net()
+
+
+def loaders() -> list[Any]:
+    """Of 4 steps an epoch, in one order: Lightning resumes at an epoch's first batch, and with another order."""
+    x, y = digits()
+    sets = torch.utils.data.TensorDataset(x[:256], y[:256]), torch.utils.data.TensorDataset(x[1600:], y[1600:])
+    own = [torch.utils.data.DistributedSampler(part, grace.size(), grace.rank(), shuffle=False) for part in sets]
+    return [torch.utils.data.DataLoader(part, 16, sampler=s) for part, s in zip(sets, own, strict=True)]
+
+
+def trainer(folder: Path, *callbacks: Any, strategy: Any = "ddp", **arguments: Any) -> Any:
+    """One that accumulates two batches, clips, validates and saves on the way."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.loggers import CSVLogger
+
+    usual = {"max_steps": 12, "accumulate_grad_batches": 2, "gradient_clip_val": 1.0, "log_every_n_steps": 4}
+    saving = pl.callbacks.ModelCheckpoint(folder, filename="{step}", save_on_train_epoch_end=True, save_top_k=-1)
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=grace.size(),
+        strategy=strategy,
+        use_distributed_sampler=False,
+        callbacks=[saving, *callbacks],
+        logger=CSVLogger(folder, version=0),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{**usual, **arguments},
+    )
+
+
+def callback(compressor: str = TOPK, **choices: Any) -> Any:
+    from grace.integrations.lightning import GraceCallback
+
+    return GraceCallback(compressor, **choices)
+
+
+def bits(model: Any) -> str:
+    return digest(dict(model.state_dict()))
+
+
+def stopped_and_resumed(folder: Path) -> list[str]:
+    """Digests of the weights of a run, of one resumed in its middle, and of another fit()."""
+    with torchrun():
+        whole, first, model = trainer(folder, own := callback()), own, net()
+        whole.fit(model, *loaders())
+        after = bits(model), kept(first.state)
+        if grace.rank() == 0:
+            lines = (folder / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()
+            names = lines[0].split(",")
+            ratios = [line.split(",")[names.index("grace_ratio")] for line in lines[1:]]
+            assert [float(ratio) > 2 for ratio in ratios if ratio] == [True] * 3
+        resumed, second, other = trainer(folder / "b", own := callback()), own, net(seed=1)
+        resumed.fit(other, *loaders(), ckpt_path=str(folder / "step=8.ckpt"))
+        assert (bits(other), kept(second.state)) == after
+        resumed.save_checkpoint(folder / "end.ckpt")
+        assert "grace" in torch.load(folder / "end.ckpt", weights_only=True)
+        try:
+            raise KeyError("of one rank")
+        except KeyError:
+            with pytest.warns(UserWarning, match="because of an exception holds no memories"):
+                resumed.save_checkpoint(folder / "late.ckpt")
+        resumed.fit_loop.epoch_loop.max_steps = 14
+        resumed.fit(other, *loaders())  # once more, with a new wrapper
+        assert second.state.exchanger.context.step == 2
+        return [*after[:1], bits(other)]
+
+
+def test_a_run_that_is_resumed_goes_on_bit_for_bit(two_ranks: Ranks, tmp_path: Path):
+    one, other = two_ranks.run(stopped_and_resumed, tmp_path)
+    assert one == other
+    assert one[0] != one[1]
+
+
+def losses(folder: Path) -> list[list[float]]:
+    """Of two seeds each, uncompressed and compressed, in bfloat16."""
+    with torchrun():
+        found: list[list[float]] = []
+        for chosen in ([], [TOPK]):
+            found.append([])
+            for seed in range(2):
+                made = trainer(folder, *map(callback, chosen), max_steps=64, max_epochs=-1, precision="bf16-mixed")
+                made.fit(net(seed), *loaders())
+                found[-1].append(made.callback_metrics["val_loss"].item())
+        return found
+
+
+def test_the_loss_is_within_noise_of_the_uncompressed_one(two_ranks: Ranks, tmp_path: Path):
+    (plain, compressed), other = two_ranks.run(losses, tmp_path)
+    assert other == [plain, compressed]
+    assert sum(compressed) / 2 < max(plain) + abs(plain[0] - plain[1])
+
+
+def misused(folder: Path) -> list[str]:
+    """Messages of what must be refused, and what follows them must still work."""
+
+    def wrapping() -> None:
+        model = net(optimizer=lambda made, module: grace.DistributedOptimizer(made, module, TOPK))
+        trainer(folder).fit(model, *loaders())
+
+    def without_memories() -> None:
+        trainer(folder, max_steps=8).fit(net(), *loaders())
+        trainer(folder, callback()).fit(net(), *loaders(), ckpt_path=str(folder / "step=8.ckpt"))
+
+    def without_callback() -> None:
+        hook_with_lightnings_own(callback()).fit(net(), *loaders())
+
+    def hook_with_lightnings_own(own: Any, *callbacks: Any) -> Any:
+        return trainer(folder, *callbacks, strategy=registering(own), max_steps=2)
+
+    def registering(own: Any) -> Any:
+        return on_gpus()(ddp_comm_state=own.ddp_comm_state, ddp_comm_hook=own.ddp_comm_hook)
+
+    with torchrun():
+        found = list(messages([wrapping, without_memories, without_callback]))
+        hook_with_lightnings_own(own := callback(), own).fit(net(), *loaders())
+        assert own.state.traffic.sent_bytes > 0
+        return found
+
+
+def on_gpus() -> Any:
+    """A strategy that registers hooks as Lightning does on GPUs."""
+    from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
+    from lightning.pytorch.strategies import DDPStrategy
+
+    class OnGPUs(DDPStrategy):
+        def _register_ddp_hooks(self) -> None:
+            _register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
+
+    return OnGPUs
+
+
+WORDS = [
+    ["is in a DistributedDataParallel model", "Trainer(..., callbacks=[grace.integrations.lightning.GraceCallback("],
+    ["saved by a plain optimizer", "GraceCallback(memory_state='reset')"],
+    ["without its state", "callbacks=[callback]"],
+]
+
+
+def test_what_cannot_work_is_refused_in_lightnings_words(two_ranks: Ranks, tmp_path: Path):
+    for found in two_ranks.run(misused, tmp_path):
+        for message, words in zip(found, WORDS, strict=True):
+            assert [word for word in words if word not in message] == [], message

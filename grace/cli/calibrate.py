@@ -24,6 +24,7 @@ from grace.errors import ConfigError, GraceError, missing_extra
 from grace.planner.calibration import Calibration, Curves, Key, default_path, read
 from grace.planner.codecs import maker, measure
 from grace.planner.costs import Codec
+from grace.planner.crowd import crowding
 from grace.planner.links import Links, measure_network
 from grace.planner.step import ALONE
 from grace.session.agreement import tell
@@ -89,9 +90,10 @@ def calibrate(
             _check_writable(path)
     console = wide_console()
     limits = QUICK if quick else SECONDS
+    crowd = crowding(backend, names)
     with bar(console, backend.rank == 0) as told:
-        links, inside = _links(backend, names, room, limits[0], told)
-        codecs, left_out = _codecs(backend, chosen, gradients, room, limits[1], seed, told)
+        links, inside = _links(backend, names, room, limits[0], crowd > 1, told)
+        codecs, left_out = _codecs(backend, chosen, gradients, room, limits[1], crowd, seed, told)
     made = Calibration(
         key=key,
         made=time.time(),
@@ -193,10 +195,15 @@ def _choices(text: str, ranks: int, quick: bool) -> list[Mapping[str, Any]]:
 
 
 def _links(
-    backend: Backend, names: Sequence[str], room: _Room, seconds: float, told: Callable[[str, float], Any]
+    backend: Backend,
+    names: Sequence[str],
+    room: _Room,
+    seconds: float,
+    crowded: bool,
+    told: Callable[[str, float], Any],
 ) -> tuple[Links, Curves]:
     """Between all ranks, and between those of a node if there are several nodes."""
-    own: dict[str, Any] = {"tensor_of": room.tensor_of, "synchronize": room.synchronize}
+    own: dict[str, Any] = {"tensor_of": room.tensor_of, "synchronize": room.synchronize, "crowded": crowded}
 
     def progress(what: str, done: float) -> None:
         told(f"network: {what}", done / 2)
@@ -220,10 +227,12 @@ def _codecs(
     gradients: Mapping[str, Any],
     room: _Room,
     seconds: float,
+    crowd: float,
     seed: int,
     told: Callable[[str, float], Any],
 ) -> tuple[dict[str, Codec], dict[str, str]]:
-    """Of each method the slowest rank's, for which all wait; and why others cannot be measured."""
+    """Of each method the slowest rank's, for which all wait; and why others cannot be measured. Where ranks share
+    cores, rank 0 measures alone, and the others' turns are added."""
     codecs, left_out = dict[str, Codec](), dict[str, str]()
     ranks = max(2, backend.size)
     for i, choice in enumerate(choices):
@@ -232,13 +241,14 @@ def _codecs(
         answer: Any = None
         error: Exception | None = None
         try:
-            found = measure(choice, gradients, backend.size, seed, seconds, room.synchronize)
-            answer = found.method, found.codec
+            if crowd == 1 or backend.rank == 0:
+                found = measure(choice, gradients, backend.size, seed, seconds, room.synchronize)
+                answer = found.method, found.codec.times(crowd)
         except (GraceError, TypeError) as raised:  # frameworks do not have all types of numbers
             answer = str(raised)
         except Exception as raised:
             error = raised
-        answers = tell(backend, "times of methods", answer, error, FAILED)
+        answers = [one for one in tell(backend, "times of methods", answer, error, FAILED) if one is not None]
         refused = [given for given in answers if isinstance(given, str)]
         if refused:
             left_out[method] = refused[0]

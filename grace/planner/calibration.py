@@ -156,7 +156,7 @@ class Calibration:
             ConfigError: there is none, and there was one rank, and no link to measure.
         """
         factors = self.corrections if corrected else {}
-        codecs = {name: _times_codec(codec, factors.get(name, 1.0)) for name, codec in self.codecs.items()}
+        codecs = {name: codec.times(factors.get(name, 1.0)) for name, codec in self.codecs.items()}
         inside = self._network(self.inside, corrected) if self.inside else None
         return Costs(
             self.network(corrected) if network is None else network,
@@ -279,12 +279,6 @@ def read(path: Path, key: Key | None = None, max_age: float | None = MAX_AGE, no
     if age < -86400:
         raise ConfigError(f"{path}: is damaged: it was made {-age / 86400:.0f} days from now. {AGAIN}")
     return found
-
-
-def _times_codec(codec: Codec, factor: float) -> Codec:
-    """The same with all seconds multiplied."""
-    costs = {part: Cost(**{k: v * factor for k, v in asdict(getattr(codec, part)).items()}) for part in PARTS}
-    return Codec(**costs, bits=codec.bits)
 
 
 PARTS = ("start", "middle", "finish")

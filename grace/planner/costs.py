@@ -4,7 +4,7 @@ import bisect
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 
@@ -28,6 +28,10 @@ class Cost:
     def seconds(self, variables: int, elements: float, ranks: int) -> float:
         """For such a bucket."""
         return self.call + self.variable * variables + self.element * elements + self.peer * elements * ranks
+
+    def times(self, factor: float) -> "Cost":
+        """The same with all seconds multiplied."""
+        return Cost(*(factor * part for part in astuple(self)))
 
     @classmethod
     def fitted(
@@ -85,6 +89,10 @@ class Codec:
     middle: Cost = Cost()
     finish: Cost = Cost()
     bits: float | None = None
+
+    def times(self, factor: float) -> "Codec":
+        """The same with all seconds multiplied."""
+        return Codec(self.start.times(factor), self.middle.times(factor), self.finish.times(factor), self.bits)
 
 
 @dataclass(frozen=True)

@@ -54,12 +54,14 @@ def measure_network(
     progress: Callable[[str, float], Any] = lambda what, done: None,
     tensor_of: Callable[[np.ndarray], Any] | None = None,
     synchronize: Callable[[], Any] = lambda: None,
+    crowded: bool = False,
 ) -> Links:
     """Time each kind of collective at rising sizes, then computing beside one. Every rank must call it, alike.
 
     Sums are of float32 and of float16, all else is bytes, as exchanges send them. Of every call the slowest rank's time
-    counts, and of all calls of a size the lower quartile, because what else a machine does makes them longer only. They
-    are spread over several passes through all sizes and kinds, so that what disturbs for a while is a minority of each.
+    counts, and of all calls of a size the lower quartile, because what else a machine does makes them longer only; or
+    the median where ranks share cores, since they wait for those in steps too. Calls are spread over several passes
+    through all sizes and kinds, so that what disturbs for a while is a minority of each.
     A kind goes up to 1 MB, and on until one more size would take more than its share of the time. What is sent is not
     counted as training's.
 
@@ -72,6 +74,7 @@ def measure_network(
         progress: called with what is measured and how much of all is done, from 0 to 1.
         tensor_of: makes an array the tensor that is sent, on the device of gradients; the backend's own if left out.
         synchronize: waits until a device has done all that was asked of it.
+        crowded: whether ranks share cores.
 
     Raises:
         ConfigError: sizes, kinds or seconds that cannot be.
@@ -107,10 +110,9 @@ def measure_network(
             progress("once more", 0.5 + number / LEAST / 3)
             for (kind, nbytes), found in took.items():
                 found += tests.seconds(kind, nbytes, max(1, int(min(REPEATS, share / 16 / min(found)) / LEAST)))
+        typical = median if crowded else undisturbed
         for kind in kinds:
-            points = [
-                (float(nbytes), undisturbed(found)) for (one_kind, nbytes), found in took.items() if one_kind == kind
-            ]
+            points = [(float(nbytes), typical(found)) for (one_kind, nbytes), found in took.items() if one_kind == kind]
             curves[kind] = {backend.size: Curve.through(points)}
         progress("computing beside", 0.9)
         contention, transfer = None, 0.0

@@ -22,6 +22,7 @@ from grace.planner.calibration import NAMED, Calibration, Key, default_path, rea
 from grace.planner.codecs import measure
 from grace.planner.corrections import Step
 from grace.planner.costs import Codec
+from grace.planner.crowd import crowding
 from grace.planner.explain import lost, plan_of
 from grace.planner.grouped import grouped
 from grace.planner.links import Links, measure_network
@@ -100,7 +101,8 @@ class Planning:
         if self.backend.size == 1:
             raise ConfigError("there is one rank, and nothing to exchange")
         slow = max(tell(self.backend, "a plain step", plain))
-        links = measure_network(self.backend, max(self.shares[0], min(2 * slow, SLOWEST)))
+        crowd = crowding(self.backend, nodes)
+        links = measure_network(self.backend, max(self.shares[0], min(2 * slow, SLOWEST)), crowded=crowd > 1)
         sparse = any(variable.sparse for variable in self.variables)
         exact = self.options.quality == "exact"  # else the reference's error is the budget
         needed = ["none"] if exact else ["none", make("compressor", self.options.reference).spec]
@@ -109,10 +111,13 @@ class Planning:
         choices = [way for method in order for way in ways_of(method, self.backend.size, sparse)]
         choices = list(dict.fromkeys([*choices, *self.beside]))
         limit = math.inf if self.options.methods or self.beside else CODECS_SECONDS
+        if crowd > 1 and self.backend.rank:
+            return  # rank 0 measures alone, on a core of its own, and the others' turns are added
         # each rank by its own clock, beside the others: rank 0's figures are those that count
         found = measured(choices, gradients, self.backend.size, self.options.seed, limit=limit, seconds=self.shares[1])
         if self.backend.rank == 0:
-            self._pose(nodes, links, *found, timeline, plain)
+            codecs = {name: codec.times(crowd) for name, codec in found[0].items()}
+            self._pose(nodes, links, codecs, *found[1:], timeline, plain)
 
     @property
     def options(self) -> Any:

@@ -6,11 +6,15 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import grace as ranks
+from grace.cli import calibrate
 from grace.planner.calibration import read
 from grace.planner.corrections import Step
+from grace.planner.costs import Codec, Cost
 from grace.planner.links import KINDS
 from tests.support.command import grace_command
 from tests.support.warm import REAL
@@ -132,6 +136,30 @@ def test_ranks_measure_links_and_methods(folder):
     assert 0 < costs.network.seconds("allreduce", 1e4, 2) <= costs.network.seconds("allreduce", 1e7, 2)
     assert done.stdout.count("Wrote c.json") == 1  # rank 0 alone speaks
     assert json.loads((folder / "c.json").read_text())["made"] > 1e9
+
+
+def codecs(crowd):
+    """How many methods this rank has measured, and what fp16 takes: 1 ms on rank 0, 2 on rank 1."""
+    backend, room, seen = ranks.init(), calibrate._Room("numpy", 0), []
+
+    def measure(choice, *ignored):
+        seen.append(choice)
+        return SimpleNamespace(method=choice["compressor"], codec=Codec(Cost(call=1e-3 * (1 + backend.rank))))
+
+    former, calibrate.measure = calibrate.measure, measure
+    try:
+        choices = calibrate._choices("fp16", 2, True)
+        found, left_out = calibrate._codecs(backend, choices, {}, room, 0.1, crowd, 0, lambda what, done: None)
+    finally:
+        calibrate.measure = former
+    assert not left_out
+    return len(seen), found["fp16"].start.call
+
+
+@pytest.mark.ranks
+def test_where_ranks_share_cores_one_measures_for_all(two_ranks):
+    assert two_ranks.run(codecs, 1.0) == [(2, 2e-3), (2, 2e-3)]
+    assert two_ranks.run(codecs, 3.0) == [(2, 3e-3), (0, 3e-3)]
 
 
 def test_nothing_of_a_framework_is_imported_to_show_one(folder):

@@ -87,6 +87,20 @@ def test_what_disturbs_for_a_while_is_not_measured():
 
 
 @pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize(("crowded", "seconds"), [(False, 1.1e-4), (True, 1.011e-2)])
+def test_waits_for_cores_that_ranks_share_are_measured(crowded, seconds):
+    class Waiting(Wire):
+        calls = 0
+
+        def _slow(self, handle, nbytes):
+            Waiting.calls += nbytes >= 1000
+            return super()._slow(handle, nbytes + (1_000_000 if Waiting.calls % 3 else 0))  # 10 ms more in two of three
+
+    found = measure_network(Waiting(2), 10.0, sizes=(1000,), kinds=("allreduce",), crowded=crowded)
+    assert found.curves["allreduce"][2].seconds(1000) == pytest.approx(seconds)
+
+
+@pytest.mark.usefixtures("clock")
 def test_computing_beside_a_collective_is_timed():
     alone, under_way = [], []
 

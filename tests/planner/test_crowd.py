@@ -1,0 +1,74 @@
+"""Ranks that share cores: what is measured of codecs then."""
+
+import os
+
+import pytest
+
+import grace
+from grace.core.variable import Variable
+from grace.planner import planning
+from grace.planner.asked import asked
+from grace.planner.codecs import Measured
+from grace.planner.costs import Codec, Cost
+from grace.planner.crowd import cores, crowding
+from grace.planner.step import Timeline
+from grace.strategy.choices import Choices
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes cannot be bound to cores here"),
+]
+
+
+def bound(nodes, shared=True):
+    """The factor of ranks of these nodes that share one core; each with one of its own, if there are enough."""
+    backend, mine = grace.init(), cores()
+    os.sched_setaffinity(0, {mine[0 if shared else backend.rank % len(mine)]})
+    try:
+        return crowding(backend, nodes), len(mine)
+    finally:
+        os.sched_setaffinity(0, mine)
+
+
+def test_ranks_for_a_core_are_counted_node_by_node(three_ranks):
+    assert {found for found, _ in three_ranks.run(bound, ["a", "a", "a"])} == {3.0}
+    assert {found for found, _ in three_ranks.run(bound, ["a", "b", "a"])} == {2.0}
+    assert {found for found, _ in three_ranks.run(bound, ["a", "b", "c"])} == {1.0}
+    for found, there in three_ranks.run(bound, ["a", "a", "a"], False):
+        assert found == max(1.0, 3 / there)
+
+
+def planned(node):
+    """How many methods this rank has measured, and what rank 0 takes fp16 for, which takes 1 ms alone."""
+    backend, mine, seen = grace.init(), cores(), []
+    names = [node.format(rank) for rank in range(backend.size)]
+
+    def measure(choice, *ignored):
+        seen.append(choice)
+        return Measured(choice, Codec(Cost(call=1e-3), Cost(), Cost(element=1e-9)), {"w": 0.0}, {"w": 1.0})
+
+    options = asked(Choices(strategy="auto(methods=['fp16'])"))
+    made = planning.Planning(options, backend, lambda: names, [Variable("w", (64, 64))], "numpy", 1)
+    made.shares = 0.05, 0.01
+    former, planning.measure = planning.measure, measure
+    os.sched_setaffinity(0, {mine[0]})
+    try:
+        made.measure({"w": None}, Timeline({"w": 0.0}), 1e-3)
+    finally:
+        planning.measure = former
+        os.sched_setaffinity(0, mine)
+    codec = made.calibration and made.calibration.codecs["allreduce, cast, none"]
+    return len(seen), codec and (codec.start.call, codec.finish.element)
+
+
+def test_one_measures_alone_and_the_others_turns_are_added(two_ranks):
+    (count, codec), other = two_ranks.run(planned, "here")
+    assert count > 1
+    assert codec == (2e-3, 2e-9)
+    assert other == (0, None)
+
+
+def test_ranks_with_cores_of_their_own_measure_beside_each_other(two_ranks):
+    (count, codec), other = two_ranks.run(planned, "node{}")
+    assert codec == (1e-3, 1e-9)
+    assert other == (count, None)

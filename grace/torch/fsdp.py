@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from grace.backends.torch_distributed import TorchBackend
-from grace.core.backend import Backend
 from grace.core.context import Context
 from grace.errors import ConfigError, ExchangeError, PayloadError, StepError
 from grace.exchange.bucket import Contribution, Outcome, Traffic
@@ -19,7 +18,7 @@ from grace.session.setup import build_exchanger
 from grace.session.versions import public
 from grace.strategy.choices import Choices
 from grace.torch.ddp import DDPState
-from grace.torch.fsdp_layout import Layout, before_steps, groups_of, layouts_of
+from grace.torch.fsdp_layout import Layout, before_steps, below, groups_of, layouts_of, whole_mesh
 from grace.torch.parameters import check_momentum, check_optimizer, hyperparameters
 
 
@@ -37,7 +36,7 @@ class FSDPState(DDPState):
         exchanger: Exchanger,
         optimizer: Any,
         grad_scaler: Any,
-        shards: Backend,
+        mesh: Any,
     ):
         params = {
             name: param.sharded_param
@@ -47,7 +46,8 @@ class FSDPState(DDPState):
         }
         super().__init__(params, exchanger, optimizer, grad_scaler, None)
         self.limits = {id(communicator): None for communicator in exchanger.communicators}
-        self.layouts, self.shard_group = layouts, shards
+        self.layouts, self.mesh = layouts, mesh
+        self.shard_groups = [TorchBackend(group).duplicate() for group in mesh.get_all_groups()]
         self.spoilt: bool | None = None
         self.unhook = before_steps(self, params.values())
 
@@ -77,6 +77,15 @@ class FSDPState(DDPState):
         if self.optimizer is None:
             self.exchanger.context.updates += 1
 
+    @property
+    def dropped(self) -> bool:
+        """Whether the step under way overflowed somewhere, so that nobody keeps what it changed."""
+        return self.open and self._guards() and self._overflowed()
+
+    def _guards(self) -> bool:
+        """Whether anything is remembered, here or by reduce-scatters."""
+        return self.exchanger.stateful or any([state.communicator.stateful for state in below(self.layouts)])
+
     def close_step(self) -> None:
         """Commit what the last step changed, or drop it if a rank of the shard group overflowed. All of them must come
         here.
@@ -84,8 +93,10 @@ class FSDPState(DDPState):
         Raises:
             StepError: the replicas are at different steps.
         """
-        if self.open and self.exchanger.stateful and self._overflowed():
+        if self.dropped:
             self.outcomes.append(Outcome(self.exchanger.variables[0], None, True))
+            for state in below(self.layouts):
+                state.overflow = True
         self.seen.clear()
         self.spoilt = None
         super().close_step()
@@ -95,7 +106,9 @@ class FSDPState(DDPState):
         if self.spoilt is None:
             flag = torch.zeros(1, device=next(iter(self.names)).device)
             flag.fill_(float(any([outcome.overflow for outcome in self.outcomes])))
-            self.spoilt = bool(self.shard_group.allreduce(flag).wait())
+            for group in self.shard_groups:
+                flag = group.allreduce(flag).wait()
+            self.spoilt = bool(flag)
         return self.spoilt
 
     def state_dict(self) -> dict[str, Any]:
@@ -124,7 +137,8 @@ class FSDPState(DDPState):
 
     @property
     def _key(self) -> str:
-        return f"shard_{self.shard_group.rank}_of_{self.shard_group.size}"
+        ranks = self.mesh.mesh.flatten().tolist()
+        return f"shard_{ranks.index(torch.distributed.get_rank())}_of_{len(ranks)}"
 
     def close(self) -> None:
         """End the exchange: compressors and memories given by you may serve another one. Every rank must call it.
@@ -152,7 +166,7 @@ class FSDPState(DDPState):
         pieces = layout.pieces(flat)
         shards = [(shard, piece.of(flat)) for piece in pieces for shard in self.exchanger.shards_of[piece.name]]
         views = {shard.variable.name: shard.of(whole) for shard, whole in shards}
-        guard, traffic = self.exchanger.stateful, self.exchanger.traffic
+        guard, traffic = self._guards(), self.exchanger.traffic
         exchanges = []
         for bucket in self.buckets(tuple(piece.name for piece in pieces), first):
             gradients = [views[variable.name] for variable in bucket.variables]
@@ -196,7 +210,9 @@ def register_fsdp_hook(
     """Compress what the replicas of a sharded model exchange.
 
     ``fully_shard`` reduces gradients within each group of ranks that hold one copy of the model; here the copies
-    average what they have, each parameter's part as a variable of its own, compressed.
+    average what they have, each parameter's part as a variable of its own, compressed. Tensor parallelism may cut
+    parameters further. A parameter that no rank used in a step gets zeros for its gradient, not None, as by
+    ``set_reduce_scatter_unused_params(True)``. It needs torch 2.13.
 
     Args:
         model: a module that ``torch.distributed.fsdp.fully_shard`` was called on, with a mesh of one axis.
@@ -223,9 +239,8 @@ def register_fsdp_hook(
         state = grace.torch.register_fsdp_hook(model, mesh["replicate"], compressor="topk(ratio=0.01)")
     """
     layouts = layouts_of(model, "register_fsdp_hook")
-    holding = [layout for layout in layouts if layout.params]
-    backend = TorchBackend(_group(mesh, holding))
-    shard_mesh = holding[0].params[0].sharded_param.device_mesh
+    whole = whole_mesh(layouts)
+    backend = TorchBackend(_group(mesh, whole))
     context = Context(seed=seed)
 
     def check(given):
@@ -247,7 +262,7 @@ def register_fsdp_hook(
         ("grad_scaler", "none" if grad_scaler is None else "given"),
         *([] if optimizer is None else in_words(type(optimizer).__name__, hyperparameters(optimizer))),
     ]
-    found = [variable for layout in holding for variable in layout.variables()]
+    found = [variable for layout in layouts for variable in layout.variables()]
     exchanger = build_exchanger(lambda: found, choose, backend, context, facts, check)
     averaged = [name for name, shard in exchanger.shards.items() if shard.period]
     if averaged or exchanger.hierarchical:
@@ -255,34 +270,36 @@ def register_fsdp_hook(
         what = f"averages {averaged[0]!r} now and then" if averaged else "is hierarchical"
         raise ConfigError(f"the strategy {what}, which FSDP's hook cannot")
     recorder.note(waits="fully_shard")
-    state = FSDPState(holding, exchanger, optimizer, grad_scaler, TorchBackend(shard_mesh.get_group()).duplicate())
+    state = FSDPState(layouts, exchanger, optimizer, grad_scaler, whole)
     context.lr = state.lr
-    for layout in holding:
+    for layout in layouts:
         layout.module.set_reduce_scatter_unused_params(True, recurse=False)
-        layout.module.set_all_reduce_hook(_hook(state, layout))
+        layout.module.set_all_reduce_hook(Hook(state, layout))
     return state
 
 
-def _hook(state: FSDPState, layout: Layout) -> Any:
-    def grace_hook(flat: torch.Tensor) -> None:
-        if not any(group.all_reduce_grads for group in groups_of(layout.module)):
+class Hook:
+    """What FSDP2 calls with the reduced gradients of one module."""
+
+    def __init__(self, state: FSDPState, layout: Layout):
+        self.grace_state, self.layout = state, layout
+
+    def __call__(self, flat: torch.Tensor) -> None:
+        if not any(group.all_reduce_grads for group in groups_of(self.layout.module)):
             raise ExchangeError(
-                f"module {layout.name!r}: set_requires_all_reduce(False) does not hold Grace's exchange back. To "
+                f"module {self.layout.name!r}: set_requires_all_reduce(False) does not hold Grace's exchange back. To "
                 "accumulate, use set_requires_gradient_sync(False)"
             )
-        state.exchange_module(layout, flat)
-
-    return grace_hook
+        self.grace_state.exchange_module(self.layout, flat)
 
 
-def _group(mesh: Any, layouts: Sequence[Layout]) -> Any:
-    """The process group of the replicate axis.
+def _group(mesh: Any, whole: Any) -> Any:
+    """The process group of the replicate axis, beside the mesh of one copy of the model.
 
     Raises:
         ConfigError: it is none, or not given.
     """
-    sharded = layouts[0].params[0].sharded_param.device_mesh
-    own, world = sharded.mesh.flatten().tolist(), torch.distributed.get_world_size()
+    own, world = whole.mesh.flatten().tolist(), torch.distributed.get_world_size()
     if mesh is None:
         if len(own) == 1 or world == 1:
             return None

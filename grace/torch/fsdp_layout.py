@@ -4,7 +4,7 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +36,7 @@ class Layout:
         groups = groups_of(module)
         self.params = [param for group in groups for param in group.fsdp_params]
         self.names = [names[param.sharded_param] for param in self.params]
+        self.mesh: Any = groups[0].mesh_info.mesh if groups else None
         policy = [group.mp_policy for group in groups]
         self.dtype = policy[0].reduce_dtype or policy[0].param_dtype if policy else None
 
@@ -71,28 +72,40 @@ class Layout:
 
 def groups_of(module: Any) -> list[Any]:
     """What FSDP2 keeps of a module's own parameters: a group if there are any, several if they have several meshes."""
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # before torch 2.11
-        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-    return list(groups)
+    return list(module._get_fsdp_state()._fsdp_param_groups)
 
 
-def layouts_of(model: Any, what: str) -> list[Layout]:
-    """Of all modules of a model that ``fully_shard`` was called on.
+def below(layouts: Sequence[Layout]) -> list[Any]:
+    """The states of compressed reduce-scatters of these modules."""
+    return _states([group._reduce_scatter_comm for layout in layouts for group in groups_of(layout.module)])
+
+
+def above(layouts: Sequence[Layout]) -> list[Any]:
+    """The states of Grace's exchanges between replicas of these modules."""
+    return _states([group._all_reduce_hook for layout in layouts for group in groups_of(layout.module)])
+
+
+def _states(callees: Sequence[Any]) -> list[Any]:
+    """Of those that are Grace's, each once."""
+    found = [getattr(callee, "grace_state", None) for callee in callees]
+    return list({id(state): state for state in found if state is not None}.values())
+
+
+def layouts_of(model: Any, what: str, other_axes: bool = True) -> list[Layout]:
+    """Of all modules of a model that ``fully_shard`` was called on and that have parameters of their own.
 
     Args:
         model: the model; compiled or not.
         what: the function that asks, for messages.
+        other_axes: whether parameters may be sharded over tensor parallelism's axis too.
 
     Raises:
         ConfigError: there is none, or one that cannot be served.
     """
-    try:
-        from torch.distributed.fsdp import FSDPModule
-    except ImportError as error:
-        raise ConfigError(f"{what} needs torch 2.6 or newer, and this is {torch.__version__}") from error
+    from torch.distributed.fsdp import FSDPModule
 
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise ConfigError(f"{what} needs torch 2.13 or newer, and this is {torch.__version__}")
     model = bare(model)
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"{what} needs a model, not {type(model).__name__}")
@@ -115,12 +128,28 @@ def layouts_of(model: Any, what: str) -> list[Layout]:
                 f"module {name!r} has parameters with {len(groups)} meshes, which {what} cannot tell apart"
             )
         for param in (param for group in groups for param in group.fsdp_params):
-            _check(names[param.sharded_param], param.sharded_param, type(groups[0].mesh_info).__name__)
-    return [Layout(name, module, names) for name, module in modules]
+            _check(names[param.sharded_param], param.sharded_param, type(groups[0].mesh_info).__name__, other_axes)
+    layouts = [layout for name, module in modules if (layout := Layout(name, module, names)).params]
+    if not layouts:
+        raise ConfigError(f"{what}: {type(model).__name__} has no parameters")
+    first = layouts[0]
+    for layout in layouts[1:]:
+        if layout.mesh.mesh.tolist() != first.mesh.mesh.tolist():
+            raise ConfigError(
+                f"modules {first.name!r} and {layout.name!r} are sharded over different ranks, "
+                f"{first.mesh.mesh.tolist()} and {layout.mesh.mesh.tolist()}: {what} needs one mesh for all"
+            )
+    return layouts
 
 
-def _check(name: str, p: Any, mesh_info: str) -> None:
-    """Refuse a parameter that was sharded along more than one axis."""
+def whole_mesh(layouts: Sequence[Layout]) -> Any:
+    """Of the ranks that hold one copy of the model together: ``fully_shard``'s axis, and tensor parallelism's."""
+    meshes = [param.sharded_param.device_mesh for layout in layouts for param in layout.params]
+    return max(meshes, key=lambda mesh: mesh.ndim)
+
+
+def _check(name: str, p: Any, mesh_info: str, other_axes: bool) -> None:
+    """Refuse a parameter that was not sharded by one axis of ``fully_shard``'s."""
     if p.is_meta:
         raise ConfigError(f"parameter {name!r} has no values yet (device meta): call model.to_empty(...) first")
     mesh = p.device_mesh
@@ -131,10 +160,11 @@ def _check(name: str, p: Any, mesh_info: str) -> None:
             "torch averages by itself, uncompressed. Give it the other axis alone, fully_shard(module, "
             f"mesh=mesh[{axes[-1]!r}]), and the replicate axis to Grace: register_fsdp_hook(model, mesh[{axes[0]!r}])"
         )
-    if mesh.ndim > 1:
+    if mesh.ndim > 1 and not other_axes:
         raise ConfigError(
             f"parameter {name!r} is sharded over {mesh.ndim} axes ({', '.join(map(str, p.placements))}), as tensor "
-            "parallelism beside fully_shard makes them; Grace compresses what is sharded over one axis"
+            "parallelism beside fully_shard makes them, whose reduce-scatters Grace does not compress; "
+            "register_fsdp_hook compresses what replicas of such models exchange"
         )
 
 

@@ -10,12 +10,12 @@ from torch.distributed import ReduceOp
 from grace.backends.torch_distributed import TorchBackend
 from grace.communicators.choice import build_communicator
 from grace.core.context import Context
-from grace.errors import ConfigError
+from grace.errors import ConfigError, ExchangeError
 from grace.exchange.wire import OVERFLOW, PRESENT, Wire
 from grace.kernels import kernels_of
 from grace.session.agreement import agree
 from grace.session.versions import versions
-from grace.torch.fsdp_layout import Layout, before_steps, groups_of, layouts_of
+from grace.torch.fsdp_layout import Layout, above, before_steps, groups_of, layouts_of
 from grace.torch.state_dict import packed_up, unpacked
 
 
@@ -24,7 +24,8 @@ class ReduceScatterState:
     was left out of the part that it was sent; together the size of the unsharded gradients, in float32.
 
     A step ends where an optimizer makes one, or where a module comes a second time. If a gradient of any rank of the
-    shard group was not finite, all of them get NaN, and keep what they remembered before.
+    shard group was not finite, all of them get NaN, and keep what they remembered before; so does every replica, if
+    :func:`register_fsdp_hook`'s exchange brought it that NaN.
     """
 
     def __init__(self, layouts: Sequence[Layout], communicator: Any, backend: TorchBackend, context: Context):
@@ -48,15 +49,29 @@ class ReduceScatterState:
     def close_step(self) -> None:
         """Commit what the last step changed; drop it if a gradient was not finite."""
         if self.seen:
+            dropped = self._dropped()
             for part in self.keepers:
-                part.state.rollback() if self.overflow else part.state.commit()
+                part.state.rollback() if dropped else part.state.commit()
             self.context.step += 1
             self.seen.clear()
             self.overflow = False
 
+    def _dropped(self) -> bool:
+        """Whether a gradient of the step under way was not finite, in this shard group or on a replica."""
+        return self.overflow or any([state.dropped for state in above(self.layouts)])
+
     def state_dict(self) -> dict[str, Any]:
         """What this rank remembers, as bytes under its own key: ``torch.distributed.checkpoint`` saves and loads it
-        whole."""
+        whole. Every rank must call it.
+
+        Raises:
+            ExchangeError: gradients were reduced, and no optimizer has used them yet.
+        """
+        if self.seen and not self._dropped():
+            raise ExchangeError(
+                "gradients were reduced and scattered, and what that changes belongs to a step that no optimizer has "
+                "made yet: save after optimizer.step()"
+            )
         self.close_step()
         kept = {name: value.clone() for name, value in self.memory.state.kept.items()} if self.memory.stateful else {}
         about = {"choice": self.communicator.describe(), "rank": self.backend.rank, "size": self.backend.size}
@@ -155,7 +170,7 @@ class CompressedReduceScatter:
     """What FSDP2 calls for one module: a ``ReduceScatter`` of its own, which lies in a private module."""
 
     def __init__(self, name: str, state: ReduceScatterState):
-        self.name, self.state = name, state
+        self.name, self.grace_state = name, state
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory for a buffer."""
@@ -169,7 +184,7 @@ class CompressedReduceScatter:
                 f"module {self.name!r}: a compressed reduce-scatter makes sums and means, and "
                 f"set_gradient_divide_factor asks for {op}: divide the loss instead"
             )
-        self.state.reduce(self.name, input_tensor, output_tensor, op == ReduceOp.AVG)
+        self.grace_state.reduce(self.name, input_tensor, output_tensor, op == ReduceOp.AVG)
 
 
 def compress_reduce_scatter(
@@ -201,9 +216,8 @@ def compress_reduce_scatter(
         fully_shard(model)
         state = grace.torch.compress_reduce_scatter(model, "block(bits=4, hadamard=32)")
     """
-    layouts = [layout for layout in layouts_of(model, "compress_reduce_scatter") if layout.params]
-    mesh = layouts[0].params[0].sharded_param.device_mesh
-    backend, error = TorchBackend(mesh.get_group()), None
+    layouts = layouts_of(model, "compress_reduce_scatter", other_axes=False)
+    backend, error = TorchBackend(layouts[0].mesh.get_group()), None
     context = Context(seed=seed, rank=backend.rank, size=backend.size)
     try:
         communicator = _made(block, memory, backend.size)

@@ -16,6 +16,7 @@ from grace.core.compressor import Compressor, Traits
 from grace.core.memory import Memory
 from grace.torch.ddp import DDPState, register_ddp_hook
 from grace.torch.fsdp import FSDPState, register_fsdp_hook
+from grace.torch.memories import Memories
 from grace.torch.optimizer import DistributedOptimizer
 from grace.torch.parameters import broadcast_optimizer_state, broadcast_parameters
 from grace.torch.reduce_scatter import ReduceScatterState, compress_reduce_scatter
@@ -29,6 +30,7 @@ __all__ = [
     "DDPState",
     "DistributedOptimizer",
     "FSDPState",
+    "Memories",
     "Memory",
     "Pipeline",
     "ReduceBroadcast",

@@ -31,7 +31,7 @@ from grace.torch.early_hook import given_to_early, grace_hook
 from grace.torch.fsdp_layout import before_steps
 from grace.torch.gradients import OneGradient
 from grace.torch.parameters import check_momentum, check_optimizer, hyperparameters, variables
-from grace.torch.state_dict import on_devices, packed_up, unpacked
+from grace.torch.state_dict import check_not_saved_directly, on_devices, packed_up, unpacked
 from grace.torch.wrappers import bare, check_unwrapped, check_whole
 
 
@@ -96,6 +96,7 @@ class DDPState:
             ExchangeError: a step is under way (known if the hook was given the optimizer).
         """
         self._settle()
+        check_not_saved_directly(self.exchanger, "the hook's state")
         checkpoint.say_whose(self.exchanger, "state.state_dict()", "state.full_state_dict()")
         return checkpoint.save(self.exchanger)
 

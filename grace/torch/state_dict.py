@@ -27,6 +27,8 @@ class StateMixin:
     """State and traffic of a distributed optimizer, beside those of the user's."""
 
     _grace: Session
+    _memories_apart = False
+    """Whether :class:`grace.torch.Memories` saves and loads what is remembered."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the groups of the exchange are fixed when the optimizer is made distributed."""
@@ -51,15 +53,18 @@ class StateMixin:
         checkpoint.check_settled(self._grace)
         asking = _asking()
         if asking is None:
+            check_not_saved_directly(self._grace.exchanger, "the optimizer")
             between = sys._getframe(1).f_code.co_name == "state_dict"  # under Horovod
             better = "optimizer.full_state_dict()"
             checkpoint.say_whose(self._grace.exchanger, "optimizer.state_dict()", better, between)
             return rank_state(self)
         state = super().state_dict()  # type: ignore[misc]
+        if self._memories_apart:
+            return state
         if getattr(asking.f_locals.get("info"), "flatten_optimizer_state_dict", False):
             warnings.warn(
                 "torch.distributed.checkpoint has no place for Grace's memories if flatten_optimizer_state_dict=True: "
-                "they are not saved. Leave it out, or save optimizer.full_state_dict(packed=True) beside it",
+                "they are not saved. Save grace.torch.Memories(optimizer) beside it, or leave the option out",
                 stacklevel=2,
             )
             return state
@@ -99,6 +104,10 @@ class StateMixin:
             RankError: it was refused on another rank, or the ranks load states of different saves.
         """
         if memory == "strict" and _asking() is not None:
+            if self._memories_apart:
+                with _plainly():
+                    super().load_state_dict(state_dict)  # type: ignore[misc]
+                return
             memory = "maybe"  # whoever calls torch's functions cannot say it
         load_state(self, state_dict, memory, self._grace.by_itself)
         self._grace.loaded()
@@ -140,6 +149,20 @@ class StateMixin:
     def metrics(self) -> dict[str, float]:
         """Numbers of this rank for a logger, since the last call; see :mod:`grace.session.metrics`. No collective."""
         return metrics(self._grace.exchanger, self.traffic)
+
+
+def check_not_saved_directly(exchanger: Any, what: str) -> None:
+    """Refuse to be part of a checkpoint of ``torch.distributed.checkpoint``'s, which would keep one rank's memories.
+
+    Raises:
+        ConfigError: its ``save`` or ``load`` calls the method that calls this.
+    """
+    caller = sys._getframe(2).f_globals.get("__name__", "")
+    if caller.startswith(f"{DCP}_") and checkpoint.own_state(exchanger):
+        raise ConfigError(
+            f"{what} has memories that are each rank's own, of which torch.distributed.checkpoint would keep one "
+            "rank's: save grace.torch.Memories(...) of it, and get_state_dict(model, optimizer) for torch's part"
+        )
 
 
 def rank_state(optimizer: Any) -> dict[str, Any]:

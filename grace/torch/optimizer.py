@@ -57,7 +57,7 @@ class HookedSession(Session):
 
         def hook(parameter: torch.nn.Parameter) -> None:
             alive = session()
-            if alive is not None and torch.compiler.is_compiling():  # by compiled autograd
+            if alive is not None and torch.compiler.is_dynamo_compiling():  # by compiled autograd
                 torch.compiler.disable(alive.offer)(name, parameter.grad)
             elif alive is not None:
                 alive.offer(name, parameter.grad)

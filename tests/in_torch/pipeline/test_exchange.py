@@ -71,19 +71,42 @@ def feedback(name, compressor, steps):
             applied[key] += p.grad
     memories = [part for kind, part in engine.optimizer._grace.exchanger.components if kind.startswith("memory")]
     left = {key: torch.as_tensor(value).clone() for one in memories for key, value in one.state.items()}
-    return applied, left, (engine.stage, engine.replica)
+    nbytes = sum(p.nbytes for p in engine.parameters.values())
+    return applied, left, (engine.stage, engine.replica), (engine.metrics(), nbytes)
 
 
 def test_what_is_not_sent_is_remembered():
     """Applied + mean of the residuals = steps x the gradient."""
     _, gradients, _ = alone("Residual", 1, 2, replicas=2)
     answers = ranks_of(4).run(feedback, "Residual", "topk(ratio=0.2)", 3)
+    for _, left, _, (metrics, nbytes) in answers:
+        norm = torch.cat([value.flatten() for value in left.values()]).double().norm()
+        assert metrics["residual_norm"] == pytest.approx(float(norm), rel=1e-6)
+        assert metrics["bytes_dense"] == 3 * nbytes
+        assert metrics["bytes_sent"] > 0
     for a, b in ((0, 1), (2, 3)):
-        (applied, first, _), (_, second, _) = answers[a], answers[b]
+        (applied, first, *_), (_, second, *_) = answers[a], answers[b]
         assert first
         for name, value in applied.items():
             rest = (first[name].view_as(value) + second[name].view_as(value)) / 2 if name in first else 0
             assert torch.allclose(value + rest, 3 * gradients[name], rtol=1e-4, atol=1e-6), name
+
+
+def one_without_parameters():
+    """A rank's metrics, and whether its stage has parameters."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Tanh())
+    x, y = torch.ones(4, 6), torch.zeros(4, 4)
+    choices = {"stages": 2, "microbatches": 2, "cuts": ["linear"], "compressor": "topk(ratio=0.5)"}
+    engine = grace.torch.Pipeline(model, (x,), torch.nn.functional.mse_loss, optimizer=sgd, **choices)
+    engine.step(x, y)
+    return engine.metrics(), bool(engine.parameters)
+
+
+def test_a_rank_without_parameters_or_replicas_tells_that_nothing_was_sent():
+    answers = ranks_of(2).run(one_without_parameters)
+    assert sorted(has for _, has in answers) == [False, True]
+    for metrics, _ in answers:
+        assert metrics["bytes_sent"] == metrics["bytes_dense"] == metrics["residual_norm"] == 0
 
 
 def run_unequal(names, replicas, settings):

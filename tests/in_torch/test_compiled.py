@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import grace
-from tests.support.pools import ranks_of
+from tests.support.pools import launched, ranks_of
 from tests.support.training import ddp, digest, distributed, loss_of, net, sgd, weights
 
 pytestmark = pytest.mark.ranks
@@ -106,6 +106,12 @@ def test_compiled_is_uncompiled_bit_for_bit(two_ranks, way, method):
     for (ended, plain_names), own in zip(two_ranks.run(run, way, method), wanted, strict=True):
         assert plain_names is True
         assert ended == own
+
+
+def test_horovods_optimizer_trains_a_compiled_model_by_a_compiled_step_alike():
+    two = launched("horovodrun-gloo", 2)
+    wanted, found = two.run(uncompiled, METHODS[0]), two.run(run, "optimizer, model and step", METHODS[0])
+    assert [(own, True) for own in wanted] == found
 
 
 def taking_turns():

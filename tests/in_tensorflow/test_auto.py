@@ -188,3 +188,40 @@ def test_another_number_of_ranks_plans_anew(tmp_path):
         assert plan == {"chosen": TOPK}
         assert (began, ended) == ("none", TOPK)
         assert "this was dropped: " in said
+
+
+def really(folder):
+    """A network planned by the planner itself: what it prints, weights, and whether the plan is what is executed."""
+    import time
+    from pathlib import Path
+
+    import keras
+
+    import grace.tensorflow.auto
+    from grace.planner import clock, planning
+    from tests.support.tensorflow_training import digest
+
+    grace.tensorflow.auto.Planning, clock.time = planning.Planning, time
+    planning.LINK_SECONDS, planning.CODEC_SECONDS = 0.2, 0.01
+    planning.default_path = lambda key: Path(folder) / "calibration.json"
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.layers.Input((64,)), keras.layers.Dense(128), keras.layers.Dense(64)])
+    strategy = "auto(methods=['fp16', 'topk(ratio=0.01)'], quality='feedback', seed=1)"
+    optimizer = grace.DistributedOptimizer(keras.optimizers.SGD(0.01), strategy=strategy)
+    model.compile(optimizer, "mse")
+    x = np.random.default_rng(grace.rank()).standard_normal((120 * 8, 64)).astype("f")
+    model.fit(x, x, batch_size=8, verbose=0)
+    plan, methods = optimizer.plan, {part.compressor for each in optimizer.strategy.plans for part in each.parts}
+    # on a busy machine all may have gone back to the sums that they began with
+    executed = optimizer.strategy.id == plan.chosen.strategy.id if plan.compresses else methods == {"none"}
+    return str(plan), digest(model.variables), executed
+
+
+def test_the_planner_itself(tmp_path):
+    (plan, one, executed), (same, other, _) = launched("mpirun-mpi", 2, "tensorflow").run(really, str(tmp_path))
+    assert plan == same
+    assert one == other
+    assert executed
+    assert "measured" in plan
+    assert "fp16" in plan
+    assert (tmp_path / "calibration.json").stat().st_size > 1000

@@ -96,7 +96,11 @@ def test_the_difference_to_an_ordinary_script_is_six_lines(example):
     assert uses == [line for line in uses if "help=" in line or "print(" in line]
 
 
-UNDER = {"trainer": ("transformers",), "lightning_digits": ("lightning", "--devices", "2")}
+UNDER = {
+    "trainer": ("transformers",),
+    "lightning_digits": ("lightning", "--devices", "2"),
+    "accelerate_digits": ("accelerate",),
+}
 
 
 @pytest.mark.parametrize("name", UNDER)

@@ -64,6 +64,7 @@ class GraceCallback(TrainerCallback):
         }
         self.memory_state = memory_state
         self.trainer: Any = None
+        self.model: Any = None
         self.wrapped: Wrapped | None = None
 
     @property
@@ -75,7 +76,7 @@ class GraceCallback(TrainerCallback):
         """Register the hook, unless this model has it from the last ``train()``; load what a checkpoint remembers."""
         self.trainer, checkpoint = _asking(self)
         model, optimizer = self.trainer.model_wrapped, kwargs["optimizer"]
-        if self.wrapped is None or bare(self.wrapped.model) is not bare(model):
+        if self.wrapped is None or bare(self.model) is not bare(model):
             if self.wrapped is not None:  # another model since the last train()
                 self.wrapped.close()
             self.wrapped = wrap(
@@ -88,6 +89,7 @@ class GraceCallback(TrainerCallback):
                 grad_scaler=getattr(optimizer, "scaler", None),
                 **self.choices,
             )
+            self.model = model
         elif self.state is not None and self.state.optimizer not in (None, optimizer.optimizer):
             raise ConfigError(
                 "the Trainer has another optimizer than in its last train(), and the hook of DistributedDataParallel "

@@ -24,13 +24,12 @@ class Wrapped:
     """Grace on one model: the state of its hook, and that as frameworks' checkpoints take it.
 
     Attributes:
-        model: what the framework made of the user's model.
         state: None in one process, where nothing is exchanged.
         memory_state: what becomes of memories that a checkpoint brings: "strict", "keep" or "reset".
     """
 
-    def __init__(self, model: torch.nn.Module, state: DDPState | None, memory_state: str):
-        self.model, self.state, self.memory_state = model, state, memory_state
+    def __init__(self, state: DDPState | None, memory_state: str):
+        self.state, self.memory_state = state, memory_state
 
     def state_dict(self) -> dict[str, bytes | None]:
         """What all ranks remember, as bytes; every rank must call it."""
@@ -95,11 +94,11 @@ def wrap(
                 f"compresses what DistributedDataParallel exchanges. {way}"
             )
         warnings.warn("one process exchanges no gradients, so Grace compresses nothing in this run", stacklevel=3)
-        return Wrapped(model, None, memory_state)
+        return Wrapped(None, memory_state)
     state = register_ddp_hook(ddp, optimizer=_holder(ddp, optimizers), **choices)
     calls = dataclasses.replace(TORCH, save_all="the framework's own checkpoint", load=load, memory="memory_state")
     state.exchanger.context.calls = calls
-    return Wrapped(model, state, memory_state)
+    return Wrapped(state, memory_state)
 
 
 def check_unsharded(model: torch.nn.Module, way: str) -> None:

@@ -1,0 +1,98 @@
+"""Compressed gradients under Hugging Face's Accelerate."""
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from accelerate import Accelerator
+
+from grace.errors import ConfigError
+from grace.integrations.wrapped import Wrapped, wrap
+from grace.torch.ddp import DDPState
+from grace.torch.wrappers import bare
+
+WAY = "Start the program without FSDP, DeepSpeed and Megatron-LM"
+_prepared: WeakKeyDictionary[torch.nn.Module, Wrapped] = WeakKeyDictionary()
+
+
+def prepare(
+    accelerator: Accelerator,
+    *objects: Any,
+    compressor: Any = None,
+    memory: Any = None,
+    communicator: Any = None,
+    seed: int = 0,
+    bucket_bytes: int | None = None,
+    memory_state: str = "strict",
+    **options: Any,
+) -> Any:
+    """``accelerator.prepare(*objects)``, and gradients are exchanged compressed.
+
+    When there are several ranks Accelerate puts models into DistributedDataParallel; here its communication hook is
+    registered, and the optimizer stays what it is. ``accelerator.save_state()`` and ``load_state()`` save and load what
+    all ranks remember, on any number of ranks. In one process nothing is exchanged, and a warning says so.
+
+    Args:
+        accelerator: yours.
+        objects: models, optimizers, loaders and schedulers, a model among them; what is prepared already stays so. Give
+            the model's optimizer beside it, so that memories may follow it.
+        compressor, memory, communicator, seed, bucket_bytes: as for :func:`grace.torch.register_ddp_hook`.
+        memory_state: what becomes of memories in ``load_state()``: "strict" refuses those of another method; "keep"
+            keeps what fits, and warns of the rest; "reset" starts with empty ones.
+        options: of ``accelerator.prepare``.
+
+    Returns:
+        What ``accelerator.prepare`` returns: one object, or a tuple.
+
+    Raises:
+        ConfigError: there is no model, or Accelerate wraps it otherwise, or what was chosen cannot work.
+
+    Example::
+
+        model, optimizer, loader = prepare(accelerator, model, optimizer, loader, compressor="topk(ratio=0.01)")
+    """
+    found = accelerator.prepare(*objects, **options)
+    all_found = found if len(objects) > 1 else (found,)
+    models = [each for each in all_found if isinstance(each, torch.nn.Module)]
+    if not models:
+        raise ConfigError("grace.integrations.accelerate.prepare needs the model: prepare(accelerator, model, ...)")
+    optimizers = [each for each in all_found if isinstance(each, torch.optim.Optimizer)]
+    for model in models:
+        if not any(p.requires_grad for p in model.parameters()):
+            continue  # Accelerate does not wrap it either
+        if bare(model) in _prepared:
+            raise ConfigError("the model has Grace's hook already: call grace.integrations.accelerate.prepare once")
+        wrapped = wrap(
+            model,
+            accelerator.num_processes,
+            optimizers,
+            memory_state,
+            WAY,
+            "grace.integrations.accelerate.prepare(..., {})",
+            compressor=compressor,
+            memory=memory,
+            communicator=communicator,
+            grad_scaler=accelerator.scaler,
+            seed=seed,
+            bucket_bytes=bucket_bytes,
+        )
+        accelerator.register_for_checkpointing(wrapped)
+        _prepared[bare(model)] = wrapped
+    return found
+
+
+def state_of(model: torch.nn.Module) -> DDPState | None:
+    """The state of a prepared model's hook, whose ``traffic`` counts; None in one process."""
+    return _of(model).state
+
+
+def metrics(model: torch.nn.Module) -> dict[str, float]:
+    """What was exchanged for a prepared model since the last call, for ``accelerator.log``: ``grace_bytes_sent``,
+    ``grace_ratio`` and so on (:mod:`grace.session.metrics`); empty in one process."""
+    return _of(model).metrics()
+
+
+def _of(model: torch.nn.Module) -> Wrapped:
+    if bare(model) not in _prepared:
+        raise ConfigError("the model is not one that grace.integrations.accelerate.prepare returned")
+    return _prepared[bare(model)]

@@ -1,0 +1,228 @@
+"""A loop of Accelerate's: digits on two ranks, stopped and resumed also on others, and what is refused."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import grace
+from tests.support.frameworks import digits, kept, messages, torchrun
+from tests.support.pool import Ranks
+from tests.support.training import digest
+
+pytest.importorskip("accelerate")
+pytestmark = pytest.mark.ranks
+
+TOPK = "topk(ratio=0.1)"
+
+
+def net(seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+
+
+def accelerator(**options: Any) -> Any:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return Accelerator(cpu=True, gradient_accumulation_steps=2, **options)
+
+
+class Run:
+    """A loop that accumulates two batches, clips and computes in bfloat16."""
+
+    def __init__(self, compressor: str | None = TOPK, seed: int = 0, scaler: Any = None, **choices: Any):
+        self.by = by = accelerator(**({} if scaler else {"mixed_precision": "bf16"}))
+        by.scaler = scaler
+        x, y = digits()
+        model, data = net(seed), torch.utils.data.TensorDataset(x[:512], y[:512])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4)
+        loader = torch.utils.data.DataLoader(data, batch_size=16)
+        given = model, optimizer, loader, scheduler
+        if compressor is None:
+            made = by.prepare(*given)
+        else:
+            made = grace.integrations.accelerate.prepare(by, *given, compressor=compressor, **choices)
+        self.model, self.optimizer, self.loader, self.scheduler = made
+
+    @property
+    def state(self) -> Any:
+        return grace.integrations.accelerate.state_of(self.model)
+
+    def train(self, batches: int = 8, clip: bool = True) -> "Run":
+        for images, labels in list(self.loader)[:batches]:
+            with self.by.accumulate(self.model):
+                self.by.backward(torch.nn.functional.cross_entropy(self.model(images), labels))
+                if clip and self.by.sync_gradients:
+                    self.by.clip_grad_norm_(self.model.parameters(), 1.0)
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+        return self
+
+    def save(self, folder: Path) -> None:
+        self.by.save_state(str(folder))
+        self.by.wait_for_everyone()
+
+    def load(self, folder: Path) -> "Run":
+        self.by.load_state(str(folder))
+        return self
+
+    def bits(self) -> str:
+        return digest(dict(self.by.unwrap_model(self.model).state_dict()))
+
+
+def residuals(state: Any) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in state.state_dict()["state"]["memory"].items()}
+
+
+def stopped_and_resumed(folder: Path) -> tuple[str, dict[str, torch.Tensor]]:
+    """A digest of weights, and what this rank remembered where the run was stopped."""
+    with torchrun():
+        whole = Run().train()
+        remembered = residuals(whole.state)
+        whole.save(folder)
+        whole.train()
+        told = grace.integrations.accelerate.metrics(whole.model)
+        assert told["grace_ratio"] > 2
+        assert told["grace_bytes_sent"] == whole.state.traffic.sent_bytes
+        resumed = Run(seed=1).load(folder).train()
+        assert resumed.bits() == whole.bits()
+        assert kept(resumed.state) == kept(whole.state)
+        assert resumed.state.exchanger.context.step == 8
+        return whole.bits(), remembered
+
+
+def resumed_on_others(folder: Path) -> tuple[str, dict[str, torch.Tensor]]:
+    with torchrun():
+        run = Run(seed=1).load(folder)
+        remembered = residuals(run.state)
+        return run.train(batches=2).bits(), remembered
+
+
+def empty_after_one_process(folder: Path) -> None:
+    with torchrun():
+        run = Run(seed=1).load(folder)
+        assert run.state.exchanger.context.step == 0
+        assert residuals(run.state) == {}
+        run.train(batches=2)
+
+
+def test_a_run_goes_on_bit_for_bit_and_also_on_other_numbers_of_ranks(
+    two_ranks: Ranks, three_ranks: Ranks, tmp_path: Path, monkeypatch: Any
+):
+    (one, first), (other, second) = two_ranks.run(stopped_and_resumed, tmp_path / "two")
+    assert one == other
+    on_three = three_ranks.run(resumed_on_others, tmp_path / "two")
+    assert len({bits for bits, _ in on_three}) == 1
+    for _, remembered in on_three:  # the mean of what the two ranks had
+        for name, value in remembered.items():
+            torch.testing.assert_close(value, (first[name] + second[name]) / 2)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    with pytest.warns(UserWarning, match="one process exchanges no"):
+        run = Run()
+    with pytest.warns(UserWarning, match="is dropped: one process exchanges nothing"):
+        run.load(tmp_path / "two")
+    assert run.state is None
+    assert grace.integrations.accelerate.metrics(run.model) == {}
+    run.train(batches=2).save(tmp_path / "one")
+    two_ranks.run(empty_after_one_process, tmp_path / "one")
+
+
+def losses() -> list[list[float]]:
+    """Of two seeds each, uncompressed and compressed."""
+    with torchrun():
+        found: list[list[float]] = []
+        x, y = digits()
+        for chosen in (None, TOPK):
+            runs = [Run(chosen, seed) for seed in range(2)]
+            for run in runs:
+                for _ in range(3):
+                    run.train(batches=16)
+            with torch.no_grad():
+                logits = [run.model(x[1500:]) for run in runs]
+            found.append([torch.nn.functional.cross_entropy(each, y[1500:]).item() for each in logits])
+        return found
+
+
+def test_the_loss_is_within_noise_of_the_uncompressed_one(two_ranks: Ranks):
+    (plain, compressed), other = two_ranks.run(losses)
+    assert other == [plain, compressed]
+    assert sum(compressed) / 2 < max(plain) + abs(plain[0] - plain[1]), (plain, compressed)
+
+
+def scaled() -> list[str]:
+    """An overflow in the first step, which no memory keeps, and the scale is followed."""
+    with torchrun():
+        run = Run(scaler=torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-110)).train(
+            2, clip=False
+        )
+        assert run.optimizer.step_was_skipped
+        assert residuals(run.state) == {}
+        run.train(2, clip=False)
+        assert not run.optimizer.step_was_skipped
+        norm = grace.integrations.accelerate.metrics(run.model)["grace_residual_norm"]
+        plain = Run(scaler=torch.amp.GradScaler("cpu", init_scale=1.0)).train(2, clip=False)
+        expected = grace.integrations.accelerate.metrics(plain.model)["grace_residual_norm"]
+        assert math.isclose(norm, expected, rel_tol=1e-4)
+        return [run.bits(), plain.bits()]
+
+
+def test_a_scaler_is_followed(two_ranks: Ranks):
+    one, other = two_ranks.run(scaled)
+    assert one == other
+
+
+def misused() -> list[str]:
+    """Messages of what must be refused, and what follows them must still work."""
+
+    def wrapping() -> None:
+        by, model = accelerator(), net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = by.prepare(model, grace.DistributedOptimizer(optimizer, model, TOPK))
+        for _ in range(2):
+            by.backward(model(torch.ones(2, 64)).sum())
+            optimizer.step()
+
+    def without_model() -> None:
+        grace.integrations.accelerate.prepare(accelerator(), torch.optim.SGD(net().parameters()), compressor=TOPK)
+
+    def twice() -> None:
+        run = Run()
+        grace.integrations.accelerate.prepare(run.by, run.model, compressor=TOPK)
+
+    def sharded() -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        from grace.integrations.wrapped import wrap
+
+        wrap(fully_shard(net()), 2, [], "strict", "Start without FSDP", "prepare({})")
+
+    with torchrun():
+        found = list(messages([wrapping, without_model, twice, sharded]))
+        by, model = accelerator(), net()
+        prepared, optimizer = by.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        teacher: Any = net().requires_grad_(False)
+        teacher._is_accelerate_prepared = True  # as on GPUs, where Accelerate leaves frozen models unwrapped
+        same = grace.integrations.accelerate.prepare(by, prepared, optimizer, teacher, compressor="efsignsgd")
+        assert same[0] is prepared
+        assert grace.integrations.accelerate.state_of(prepared).optimizer is optimizer.optimizer
+        return found
+
+
+WORDS = [
+    ["is in a DistributedDataParallel model", "grace.integrations.accelerate.prepare(accelerator, model, optimizer,"],
+    ["needs the model"],
+    ["has Grace's hook already"],
+    ["sharded by fully_shard (FSDP2)", "Start without FSDP", "grace.torch.register_fsdp_hook"],
+]
+
+
+def test_what_cannot_work_is_refused_in_accelerates_words(two_ranks: Ranks):
+    for found in two_ranks.run(misused):
+        for message, words in zip(found, WORDS, strict=True):
+            assert [word for word in words if word not in message] == [], message

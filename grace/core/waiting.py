@@ -75,6 +75,8 @@ class Wait:
 
 waits: dict[Any, Wait] = {}
 """By thread, or by whatever else waits for one thing at a time."""
+_program = threading.main_thread()
+"""In which the program trains: the one that last did something with all ranks."""
 _failed: list[tuple[Wait, float]] = []
 """The wait that failed last, if none has succeeded since, and when: others may ask a moment later."""
 MOMENT = 5.0
@@ -97,18 +99,26 @@ def waiting(place: Callable[[], str]) -> Iterator[Wait]:
             waits.pop(mine, None)
 
 
+def program_is_here() -> None:
+    """The program trains in this thread: trainers (Ray's) keep the main one to themselves."""
+    global _program
+    _program = threading.current_thread()
+
+
 def here() -> tuple[list[str], str]:
-    """Where this rank is: what its threads wait in, and the line of the program that its main thread is at."""
+    """Where this rank is: what its threads wait in, and the line of the program that it is at."""
     waited = list(waits.values()) or [wait for wait, when in _failed if time.monotonic() - when < MOMENT]
     places = [wait.place() for wait in waited]
-    frame: Any = sys._current_frames().get(threading.main_thread().ident or 0)
+    trains = _program.is_alive()
+    thread = _program if trains else threading.main_thread()
+    frame: Any = sys._current_frames().get(thread.ident or 0)
     inner = ""
     while frame is not None and not _users(frame):
         if not inner and not _graces(frame):
             inner = f", in {frame.f_code.co_name}()"
         frame = frame.f_back
     if frame is None:
-        return places, ""
+        return places, "" if trains else "the end of the thread that trained"
     return places, f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}{inner if not places else ''}"
 
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grace.core.hub import ANSWER_SECONDS, LOST, SILENT, Hub, Line, addresses, connected, machine
-from grace.core.waiting import Wait, here, waits
+from grace.core.waiting import Wait, here, program_is_here, waits
 from grace.errors import RankError
 
 WARN_SECONDS = 30.0
@@ -271,6 +271,7 @@ def meet(backend: Any, kind: str, name: str) -> None:
     watch = _opened(backend)
     if watch is None or backend.members is not None:
         return
+    program_is_here()
     patience = Patience(backend)
     with watch.news:
         watch.meetings += 1

@@ -234,11 +234,12 @@ class DDPState:
         self.exchanges += exchanges
 
         def finish(done: Any) -> torch.Tensor:
-            waits.pop((id(self), grad_bucket.index()), None)
             try:
                 done.value()  # raises if a collective failed: nothing that arrived may be decoded
             except Exception as error:
                 raise exchanges[0].failure(error) from error
+            finally:  # after the failure has said where the ranks are, this one too
+                waits.pop((id(self), grad_bucket.index()), None)
             try:
                 for exchange in exchanges:
                     self._write(exchange, views)

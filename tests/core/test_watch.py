@@ -5,14 +5,18 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 import grace
 from grace.core import watch
 from grace.core.hub import LOST, Hub, Line
+from tests.support import warm
 from tests.support.pools import ranks_of
 
 
@@ -80,6 +84,45 @@ def test_a_rank_that_is_stopped_is_said_not_to_answer():
     (absent, there), _ = ranks_of(2).run(stopped)
     assert any(re.search(r"\b1 does not answer \(stopped, or its machine hangs\)", said) for said in absent), absent
     assert there == []
+
+
+def trained():
+    """What a rank does with all others, and alone between; rank 0 asks where others are."""
+    backend, absent = grace.init("torch"), None
+    backend.allgather_object("a question")
+    if backend.rank == 0:
+        time.sleep(0.3)
+        absent, _ = watch._current.elsewhere("a place")
+    else:
+        time.sleep(1)  # where it is
+    backend.allgather_object("another question")
+    return absent
+
+
+def trained_in_a_thread():
+    """As Ray Train's workers do."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(trained).result()
+
+
+@pytest.mark.ranks
+def test_where_a_rank_is_that_trains_beside_its_main_thread_is_the_line_that_trains():
+    absent, _ = ranks_of(2).run(trained_in_a_thread)
+    lines = Path(__file__).read_text().splitlines()
+    (line,) = [number for number, text in enumerate(lines, 1) if text.endswith("# where it is")]
+    assert f"rank 1 is at test_watch.py:{line}, in no exchange" in absent
+
+
+def test_a_thread_that_has_trained_to_its_end_is_said_to_be_there():
+    program = """
+import threading
+from grace.core import waiting
+thread = threading.Thread(target=waiting.program_is_here)
+thread.start(), thread.join()
+print(waiting.here())
+"""
+    done = subprocess.run([warm.REAL, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "([], 'the end of the thread that trained')\n", done.stderr
 
 
 def begun_anew():

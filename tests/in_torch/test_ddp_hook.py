@@ -1,5 +1,7 @@
 """The DDP hook is the same exchange as DistributedOptimizer, with its state under the parameters' names."""
 
+import time
+
 import pytest
 import torch
 
@@ -174,3 +176,23 @@ def narrow(dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_gradients_keep_their_dtype_under_the_hook(two_ranks, dtype):
     assert len(set(two_ranks.run(narrow, dtype))) == 1
+
+
+def one_late():
+    """What the error says where a rank never begins its backward."""
+    grace.shutdown()
+    backend = grace.init("torch", timeout=2)
+    model = ddp(net())
+    grace.torch.register_ddp_hook(model, "topk(ratio=0.1)")
+    if backend.rank == 1:
+        return time.sleep(4)
+    with pytest.raises(RuntimeError) as raised:
+        loss_of(model, 0).backward()
+    return str(raised.value)
+
+
+def test_a_rank_that_waits_in_the_hook_does_not_count_itself_among_the_absent(two_ranks):
+    said, _ = two_ranks.run(one_late)
+    two_ranks.stop()  # what is left of the exchange is in their process groups
+    assert "rank 1 is at test_ddp_hook.py" in said
+    assert "rank 0 is" not in said, said

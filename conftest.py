@@ -15,7 +15,7 @@ MODULES = {
     ],
     "horovod": ["grace/backends/horovod_*.py", "grace/torch/horovod.py", "grace/torch/elastic.py"],
     "mpi4py": ["grace/backends/mpi.py"],
-    **{name: [f"grace/integrations/{name}.py"] for name in ("transformers", "lightning", "accelerate", "ray")},
+    **{name: [f"grace/integrations/{name}.py"] for name in ("transformers", "lightning", "accelerate")},
     "pydantic": ["grace/strategy/*", "grace/launch/*"],
 }
 

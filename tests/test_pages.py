@@ -39,7 +39,9 @@ PAGES = [page for page in WRITTEN if "```python" in page.read_text()]
 KERAS = [page for page in PAGES if imports(page, "keras")]
 HOROVOD = [page for page in PAGES if imports(page, "horovod")]
 FRAMEWORKS = [page for page in PAGES if "grace.integrations." in page.read_text() and page not in KERAS + HOROVOD]
-TORCH = [page for page in PAGES if page not in KERAS + HOROVOD + FRAMEWORKS]
+EXCERPTS = [ROOT / "docs" / "clusters.md"]
+"""Lines of examples that are run, see tests/integrations/test_ray.py."""
+TORCH = [page for page in PAGES if page not in KERAS + HOROVOD + FRAMEWORKS + EXCERPTS]
 THERE = all(map(find_spec, ("transformers", "lightning", "accelerate")))
 LONGEST = 250
 NAMED = {"ids": lambda page: page.stem}

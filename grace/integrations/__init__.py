@@ -6,6 +6,6 @@ from typing import Any
 
 def __getattr__(name: str) -> Any:
     """``grace.integrations.transformers`` needs no import of its own."""
-    if name in ("transformers", "lightning", "accelerate", "ray"):
+    if name in ("transformers", "lightning", "accelerate"):
         return importlib.import_module(f"grace.integrations.{name}")
     raise AttributeError(f"module 'grace.integrations' has no attribute {name!r}")

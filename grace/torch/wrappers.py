@@ -22,6 +22,8 @@ WRAPPING = {
     "Trainer(..., callbacks=[grace.integrations.transformers.GraceCallback(compressor=...)])",
     "lightning": LIGHTNING,
     "pytorch_lightning": LIGHTNING,
+    "ray.train": "under Ray Train: "
+    "model = ray.train.torch.prepare_model(model); grace.torch.register_ddp_hook(model, ...)",
 }
 """Packages that wrap models for their users, and the line to use there."""
 

@@ -158,7 +158,7 @@ def resumed(stop, count):
     return started, digest(weights(one)), digest(weights(two)), optimizer._grace.auto.plan, other._grace.auto.plan
 
 
-@pytest.mark.parametrize("engine", ["gloo", "horovodrun-gloo"])
+@pytest.mark.parametrize("engine", ["gloo", "horovodrun-gloo", "mpirun-mpi"])
 def test_a_settled_run_resumes_bit_for_bit(engine):
     for started, one, two, plan, other in launched(engine, 2).run(resumed, UNTIL_CHOSEN + CHECKED + 2, 5):
         assert started == TOPK

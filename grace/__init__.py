@@ -15,7 +15,7 @@ from grace.communicators.compat import from_params
 from grace.core.backend import Backend, Handle
 from grace.core.compressor import Compressor, Traits
 from grace.core.context import Context
-from grace.core.given import not_an_optimizer
+from grace.core.given import keras_backend, keras_runs_on, not_an_optimizer
 from grace.core.memory import Memory
 from grace.core.registry import known, make, register
 from grace.core.state import State
@@ -75,6 +75,8 @@ def _framework(value: Any, what: str) -> Any:
         return importlib.import_module("grace.torch")
     keras: Any = sys.modules.get("keras")
     if keras is not None and isinstance(value, keras.optimizers.Optimizer):
+        if keras_backend() != "tensorflow":  # whose optimizers TensorFlow need not be installed for
+            raise keras_runs_on(keras_backend())
         return importlib.import_module("grace.tensorflow")
     if what == "DistributedOptimizer":
         raise not_an_optimizer(value)

@@ -46,6 +46,8 @@ def not_an_optimizer(value: Any) -> ConfigError:
     grace.DistributedOptimizer takes an optimizer of torch or Keras, not a list of 2: call it for each optimizer
     """
     said, hint = f"an object of {_name(type(value))}", ""
+    if _is(value, "keras", "optimizers.Optimizer") and (on := keras_backend()) != "tensorflow":
+        return keras_runs_on(on)
     if value is None:
         said = "None"
     elif isinstance(value, type):
@@ -63,6 +65,29 @@ def not_an_optimizer(value: Any) -> ConfigError:
     elif _is(inner := getattr(value, "optimizer", None), "torch", "optim.Optimizer"):
         hint = f": give its optimizer ({type(inner).__name__}), before anything wraps it"
     return ConfigError(f"grace.DistributedOptimizer takes an optimizer of torch or Keras, not {said}{hint}")
+
+
+def keras_backend() -> str:
+    """What Keras runs on."""
+    return sys.modules["keras"].backend.backend()
+
+
+def keras_runs_on(backend: str) -> ConfigError:
+    """The error that says what to do where Keras's optimizers do not hold TensorFlow's variables.
+
+    >>> print(keras_runs_on("jax"))
+    Keras runs on jax here, whose gradients Grace does not exchange: set KERAS_BACKEND=tensorflow before it is imported
+    """
+    if backend != "torch":
+        does = "whose gradients Grace does not exchange: set KERAS_BACKEND=tensorflow before it is imported"
+        return ConfigError(f"Keras runs on {backend} here, {does}")
+    return ConfigError(
+        "Keras runs on torch here, and its optimizers cannot exchange gradients there; torch's can. Its models are "
+        "torch modules, so write opt = grace.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr), "
+        "model.named_parameters(), ...), and let your loop, or your model's train_step, call opt.zero_grad(), "
+        "loss.backward() and opt.step() (examples/torch/keras_on_torch.py). Or set KERAS_BACKEND=tensorflow before it "
+        "is imported"
+    )
 
 
 def _name(kind: type) -> str:

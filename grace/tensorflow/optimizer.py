@@ -14,7 +14,7 @@ from grace.backends.runtime import current
 from grace.communicators.base import Communicator
 from grace.core.backend import Backend
 from grace.core.calls import KERAS
-from grace.core.given import as_in_grace, not_an_optimizer
+from grace.core.given import as_in_grace, keras_backend, keras_runs_on, not_an_optimizer
 from grace.errors import ConfigError
 from grace.exchange.bucket import Traffic
 from grace.planner.explain import Plan
@@ -23,6 +23,7 @@ from grace.session.hyperparameters import facts, numbers
 from grace.session.momentum import doubled, owners
 from grace.session.settings import ReduceOp, Settings
 from grace.strategy.choices import Choices
+from grace.tensorflow.distribute import refuse_distribute
 from grace.tensorflow.loss_scale import finite_everywhere
 from grace.tensorflow.optimizer_state import FILE, Remembered
 from grace.tensorflow.session import Mean, Session
@@ -309,14 +310,15 @@ def DistributedOptimizer(
     array([1., 0.], dtype=float32)
     >>> grace.shutdown()
     """
-    if keras.backend.backend() != "tensorflow":
-        raise ConfigError(f"Keras runs on {keras.backend.backend()} here; Grace takes Keras on TensorFlow")
+    if keras_backend() != "tensorflow":
+        raise keras_runs_on(keras_backend())
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise not_an_optimizer(optimizer)
     inner: Any = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
     if isinstance(inner, DistributedMixin):
         raise ConfigError("this optimizer is distributed already")
     check_not_horovods(inner, compression, compressor)
+    refuse_distribute(inner._distribution_strategy)
     backend = engine_of(process_set, backend)
     known: Any = weakref.ref(inner)  # which holds the session
     cls = type(inner)

@@ -34,6 +34,7 @@ from grace.strategy.choices import Choices
 from grace.strategy.execution import StrategyPlan
 from grace.tensorflow.auto import PlannedRun, driver_of
 from grace.tensorflow.averaging import average
+from grace.tensorflow.distribute import refuse_distribute
 from grace.tensorflow.graph_exchange import GraphRun, HostRun
 from grace.tensorflow.representation import Tensors, inside, medium_of
 from grace.tensorflow.variables import alike, broadcast_variables, described_as, names_as_saved, names_of, value_of
@@ -222,6 +223,7 @@ class Session:
     def check_open(self) -> None:
         """Raise if it has ended, or cannot be in this graph."""
         refuse_xla()
+        refuse_distribute()
         if self.closed:
             raise ExchangeError(
                 "this exchange was closed, and a graph that was traced before still wants it: call model.compile "

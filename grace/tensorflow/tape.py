@@ -11,6 +11,7 @@ from grace.core.given import as_in_grace
 from grace.errors import ConfigError, ExchangeError
 from grace.session.settings import ReduceOp, Settings
 from grace.strategy.choices import Choices
+from grace.tensorflow.distribute import refuse_distribute
 from grace.tensorflow.optimizer_state import Remembered
 from grace.tensorflow.session import Mean, Session
 from grace.tensorflow.variables import value_of
@@ -163,6 +164,7 @@ def DistributedGradientTape(
     if isinstance(tape, _Distributed):
         raise ConfigError("this tape is distributed already")
     check_not_horovods(None, options.get("compression"), compressor)
+    refuse_distribute()
     if exchange is not None and (compressor is not None or options):
         raise ConfigError("the exchange holds its compressor and options; do not pass them as well")
     tape.__class__ = type(type(tape).__name__, (_Distributed, type(tape)), {})

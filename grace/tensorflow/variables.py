@@ -14,6 +14,7 @@ from grace.core.variable import Variable
 from grace.errors import ConfigError, RankError
 from grace.kernels import kernels_of
 from grace.session.agreement import first_difference, tell
+from grace.tensorflow.distribute import refuse_distribute, strategy_of
 
 
 def value_of(variable: Any) -> Any:
@@ -86,6 +87,7 @@ def names_as_saved(names: list[str], variables: Sequence[Any], saved: dict[str, 
 
 def described_as(name: str, variable: Any, sparse: bool) -> Variable:
     """What the exchange knows of a variable; it raises if that cannot be exchanged."""
+    refuse_distribute(strategy_of(value_of(variable)))
     dtype = tf.as_dtype(variable.dtype).name
     if not dtype.startswith(("float", "bfloat")):
         raise ConfigError(f"variable {name!r} is {dtype}; Grace exchanges float16, bfloat16, float32 and float64")
@@ -118,6 +120,7 @@ def broadcast_variables(variables: Iterable[Any], root: int = 0, backend: Backen
 def broadcast_as(names: list[str], variables: Sequence[Any], root: int, backend: Backend) -> None:
     """The same, of variables that the ranks compare under these names."""
     found = [value_of(variable) for variable in variables]
+    refuse_distribute(*map(strategy_of, found))
     _compare(names, [f"{tf.as_dtype(v.dtype).name}{v.shape}" for v in found], root, backend)
     with backend.asking(f"broadcast of {len(found)} variables"), tf.init_scope():
         for variable in found:

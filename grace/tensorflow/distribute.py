@@ -1,0 +1,55 @@
+"""tf.distribute's strategies, which exchange gradients in their own way: refused by name."""
+
+import re
+from typing import Any
+
+import tensorflow as tf
+
+from grace.errors import ConfigError
+
+PUBLIC = {"CollectiveAllReduceStrategy": "MultiWorkerMirroredStrategy"}
+"""What a class is called by those who use it, where that is not its name."""
+REASONS = {
+    "MirroredStrategy": "averages gradients over the devices of one process itself, uncompressed",
+    "MultiWorkerMirroredStrategy": "averages gradients over its workers itself, uncompressed",
+    "ParameterServerStrategy": "lets each worker step at its own pace, where an exchange needs all ranks in each step",
+    "TPUStrategy": "compiles steps by XLA, which cannot compile an exchange",
+    "OneDeviceStrategy": "runs steps in a context of its own; tf.device places a model too",
+}
+
+
+def refusal(name: str) -> ConfigError:
+    """The error for a strategy's class.
+
+    >>> print(str(refusal("TPUStrategyV2"))[:92])
+    Grace does not go under tf.distribute's TPUStrategy, which compiles steps by XLA, which cann
+    >>> "step at its own pace" in str(refusal("ParameterServerStrategyV2"))
+    True
+    """
+    name = re.sub(r"V\d$", "", name)
+    name = PUBLIC.get(name, name)
+    reason = REASONS.get(name, "places variables and adds up gradients itself")
+    return ConfigError(
+        f"Grace does not go under tf.distribute's {name}, which {reason}. Grace's ranks are processes, one for a "
+        "device, each with its own model: leave the strategy and its scope out, and start ranks by horovodrun or mpirun"
+    )
+
+
+def refuse_distribute(*made: Any) -> None:
+    """Raise under a strategy's scope, or for what was made under one.
+
+    Args:
+        made: the strategies that models and optimizers were made under, as Keras keeps them.
+
+    Raises:
+        ConfigError: that names the strategy.
+    """
+    found = [tf.distribute.get_strategy()] if tf.distribute.has_strategy() else []
+    for strategy in [*found, *made]:
+        if isinstance(strategy, tf.distribute.Strategy) and type(strategy).__name__ != "_DefaultDistributionStrategy":
+            raise refusal(type(strategy).__name__)
+
+
+def strategy_of(variable: Any) -> Any:
+    """What a variable was made under, if that has copied it to its devices; or else None."""
+    return variable.distribute_strategy if isinstance(variable, tf.distribute.DistributedValues) else None

@@ -1,0 +1,85 @@
+"""Keras's torch backend, in new processes, where Keras is imported with it: its models, and what is refused."""
+
+import os
+import socket
+import subprocess
+
+import pytest
+
+from tests.support import ROOT
+from tests.support.warm import REAL
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+PROGRAM = """
+import hashlib, runpy, sys
+sys.modules["tensorflow"] = None  # is not needed
+found = runpy.run_path("EXAMPLE", run_name="__main__")
+import keras, numpy as np, torch, torch.distributed as dist
+import grace, grace.torch
+
+def bits(model):
+    values = [np.asarray(v.value.detach()).tobytes() for v in model.trainable_variables]
+    own = hashlib.sha256(b"".join(values)).hexdigest()
+    both = [None] * 2
+    dist.all_gather_object(both, own)
+    return both
+
+same = bits(found["model"])
+assert same[0] == same[1], same
+assert found["optimizer"].traffic.steps == 3 * (1797 // 64)
+
+started, kept = [], {}
+for name in ("all_gather_object", "all_reduce", "barrier", "broadcast"):
+    kept[name] = getattr(dist, name)
+    setattr(dist, name, lambda *args, name=name, **options: started.append(name))
+for wrap in (grace.DistributedOptimizer, grace.torch.DistributedOptimizer):
+    try:
+        wrap(keras.optimizers.SGD(0.1), "topk")
+    except grace.ConfigError as refused:
+        assert str(refused).startswith("Keras runs on torch here"), refused
+        assert "torch.optim.SGD(model.parameters()" in str(refused)
+    else:
+        raise AssertionError("not refused")
+assert started == [], started
+for name, plain in kept.items():
+    setattr(dist, name, plain)
+
+def trained(rows, wrap):
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([keras.Input([4]), keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)])
+    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model)
+    for step in range(5):
+        x = torch.tensor(np.random.default_rng(step).standard_normal((8, 4)), dtype=torch.float32)[rows]
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    return np.concatenate([np.asarray(v.value.detach()).ravel() for v in model.trainable_variables])
+
+ours = trained(slice(grace.rank(), 8, 2), lambda opt, model: grace.DistributedOptimizer(opt, model.named_parameters()))
+np.testing.assert_allclose(ours, trained(slice(8), lambda opt, model: opt), rtol=1e-5, atol=1e-6)
+"""
+
+
+def test_keras_models_train_in_fit_and_in_loops_by_torchs_optimizers_and_keras_own_are_refused(tmp_path):
+    pytest.importorskip("keras")
+    script = tmp_path / "train.py"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    script.write_text(PROGRAM.replace("EXAMPLE", str(ROOT / "examples" / "torch" / "keras_on_torch.py")))
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    env |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        subprocess.Popen(
+            [REAL, str(script), "--epochs", "3", "--compressor", "topk(ratio=0.1)"],
+            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=150)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    assert "topk(ratio=0.1) on torch.distributed (gloo), rank 0 of 2" in said[0]
+    assert float(said[0].split("accuracy ")[1].split("%")[0]) > 80

@@ -16,6 +16,7 @@ from grace.tensorflow.optimizer import DistributedOptimizer
 from grace.tensorflow.saving import load_model, save_model
 from grace.tensorflow.tape import DistributedGradientTape, GradientExchange
 from grace.tensorflow.variables import broadcast_variables
+from grace.tensorflow.warmup import LearningRateWarmupCallback
 
 __all__ = [
     "Allgather",
@@ -27,6 +28,7 @@ __all__ = [
     "DistributedGradientTape",
     "DistributedOptimizer",
     "GradientExchange",
+    "LearningRateWarmupCallback",
     "Memory",
     "MetricAverageCallback",
     "ReduceBroadcast",

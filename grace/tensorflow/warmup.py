@@ -1,0 +1,147 @@
+"""The learning rate's first epochs, where many ranks make a large one."""
+
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
+import keras
+
+from grace.core.backend import Backend
+from grace.errors import ConfigError, RankError
+from grace.session.agreement import first_difference, tell
+from grace.tensorflow.callbacks import OnRanks
+
+
+class LearningRateWarmupCallback(OnRanks):
+    """Raises the learning rate from ``initial_lr / size`` to ``initial_lr``, batch by batch, over the first epochs.
+
+    In batch s (from 0) of epoch e, with n batches an epoch, it is
+
+        initial_lr / size * (1 + (size - 1) * (e + (s + 1) / n) / warmup_epochs)
+
+    (Goyal et al. 2017, arXiv 1706.02677; the numbers of Horovod's callback of this name.) Then it is left alone.
+    ``fit(initial_epoch=...)`` and ``BackupAndRestore`` go on in the middle.
+
+    Args:
+        initial_lr: where it ends: what one rank would take, times the number of ranks.
+        warmup_epochs: over how many epochs; it may be a fraction.
+        momentum_correction: where SGD's and RMSprop's velocities have the learning rate in them, scale them as it
+            changes.
+        steps_per_epoch: batches an epoch; as Keras counts them, if left out.
+        verbose: 1 to print where it ends, on rank 0.
+        backend: the engine; that of ``grace.init()`` if left out.
+
+    Raises:
+        ConfigError: a number that cannot be.
+
+    >>> LearningRateWarmupCallback(0.1 * 8).rate(done=0, ranks=8, steps=100)
+    0.1014
+    >>> LearningRateWarmupCallback(0.1 * 8).rate(done=499, ranks=8, steps=100)
+    0.8
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: float = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+        backend: Backend | None = None,
+    ):
+        super().__init__(backend)
+        for name, value in [("initial_lr", initial_lr), ("warmup_epochs", warmup_epochs)]:
+            if not isinstance(value, Real) or not 0 < value < float("inf"):
+                raise ConfigError(f"LearningRateWarmupCallback takes a positive number as {name}, not {value!r}")
+        if steps_per_epoch is not None and (not isinstance(steps_per_epoch, int) or steps_per_epoch < 1):
+            raise ConfigError(f"steps_per_epoch is a number of batches, not {steps_per_epoch!r}")
+        self.initial_lr, self.warmup_epochs = float(initial_lr), float(warmup_epochs)
+        self.momentum_correction, self.steps_per_epoch, self.verbose = momentum_correction, steps_per_epoch, verbose
+        self.steps, self.epoch, self.warming = 1, 0, False
+
+    def rate(self, done: int, ranks: int, steps: int) -> float:
+        """The learning rate of a batch before which there were ``done``, of ``steps`` an epoch."""
+        progress = min(1.0, (done + 1) / (self.warmup_epochs * steps))
+        return self.initial_lr * (1 + (ranks - 1) * progress) / ranks
+
+    def set_model(self, model: Any) -> None:
+        """Keras hands over the model.
+
+        Raises:
+            ConfigError: its optimizer's learning rate is a schedule, which decides it itself.
+        """
+        super().set_model(model)
+        rate = getattr(self._optimizer, "_learning_rate", None)
+        if callable(rate) and not isinstance(rate, keras.Variable):
+            name = getattr(rate, "__name__", type(rate).__name__)
+            raise ConfigError(
+                f"the optimizer's learning rate is {name}, which decides it at every step, so "
+                "LearningRateWarmupCallback cannot: give the optimizer a number, and decay by "
+                "keras.callbacks.LearningRateScheduler; or leave this callback out, and give the schedule a warm-up of "
+                "its own (keras.optimizers.schedules.CosineDecay has warmup_target and warmup_steps)"
+            )
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Compare the ranks' numbers, since all must have the same learning rate in a step.
+
+        Raises:
+            ConfigError: nobody knows how many batches an epoch has.
+            RankError: the ranks have different ones.
+        """
+        steps, error = self.steps_per_epoch or self.params.get("steps"), None
+        if not steps:
+            error = ConfigError(
+                "LearningRateWarmupCallback must know how many batches an epoch has, which Keras does not before the "
+                "first has ended: pass steps_per_epoch=... to it"
+            )
+        own = [(name, f"{getattr(self, name)}") for name in ("initial_lr", "warmup_epochs", "momentum_correction")]
+        everyone = tell(self.ranks, "a warm-up", [*own, ("steps_per_epoch", f"{steps}")], error)
+        if any(other != everyone[0] for other in everyone):
+            facts: list[Any] = [[(f"{name} =", value) for name, value in other] for other in everyone]
+            raise RankError(first_difference(facts, DIFFERENT))
+        self.steps = steps
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Note which it is."""
+        self.epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Set the learning rate, as long as it warms up."""
+        done = self.epoch * self.steps + batch
+        if done < self.warmup_epochs * self.steps:
+            self.warming = True
+            self._set(self.rate(done, self.ranks.size, self.steps))
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Log the learning rate; at the end say which it is."""
+        if self.warming and epoch + 1 >= self.warmup_epochs:
+            self.warming = False
+            self._set(self.initial_lr)  # with steps_per_execution not every batch begins here
+            if self.verbose and self.ranks.rank == 0:
+                print(f"\nEpoch {epoch + 1}: the learning rate has warmed up to {self.initial_lr:g}")
+        if logs is not None:
+            logs["learning_rate"] = float(keras.ops.convert_to_numpy(self._optimizer.learning_rate))
+
+    @property
+    def _optimizer(self) -> Any:
+        optimizer = getattr(self.model, "optimizer", None)
+        return getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
+
+    def _set(self, rate: float) -> None:
+        optimizer = self._optimizer
+        before = float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+        optimizer.learning_rate = rate
+        after = float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+        if self.momentum_correction and before not in (0.0, after):
+            for velocity in _velocities(optimizer):
+                velocity.assign(velocity * (after / before))
+
+
+def _velocities(optimizer: Any) -> Sequence[Any]:
+    """Momenta that have the learning rate in them: v <- momentum * v - lr * g. Others are sums of gradients."""
+    if isinstance(optimizer, keras.optimizers.SGD):
+        return getattr(optimizer, "momentums", ())
+    return getattr(optimizer, "_momentums", ()) if isinstance(optimizer, keras.optimizers.RMSprop) else ()
+
+
+DIFFERENT = "the ranks are about to warm up their learning rates differently; the first difference: "

@@ -1,0 +1,199 @@
+"""The warm-up of learning rates, over 2 real ranks: numbers, velocities, what is refused, and stops in its middle."""
+
+# ruff: noqa: E402 - what is imported after TensorFlow needs it
+
+import contextlib
+import io
+
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+
+import grace
+from tests.support.pools import launched
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+LR, WARMUP, STEPS = 0.4, 2, 4
+
+
+def two(engine="mpirun-mpi"):
+    return launched(engine, 2, "tensorflow")
+
+
+def rates(ranks=2, epochs=3):
+    """The formula."""
+    batches = [(epoch + (batch + 1) / STEPS) / WARMUP for epoch in range(epochs) for batch in range(STEPS)]
+    return [LR / ranks * (1 + (ranks - 1) * min(1, progress)) for progress in batches]
+
+
+def callback(**options):
+    return grace.tensorflow.LearningRateWarmupCallback(LR, **{"warmup_epochs": WARMUP, **options})
+
+
+def fit(model, callbacks, epochs=3, rows=16 * STEPS, **options):
+    from tests.support.tensorflow_training import samples
+
+    x, y = samples(rows, grace.rank())
+    shown = {"batch_size": 16, "shuffle": False, "verbose": 0, **options}
+    return model.fit(x, y, epochs=epochs, callbacks=callbacks, **shown)
+
+
+def compiled(optimizer, spec="topk(ratio=0.1)", **options):
+    from tests.support.tensorflow_training import LOSS, network
+
+    model = network()
+    model.compile(grace.DistributedOptimizer(optimizer, spec), LOSS, **options)
+    return model
+
+
+def warmed(kind):
+    """What the optimizer and a memory have seen in each batch, what was logged and printed, and the weights."""
+    import keras
+
+    from tests.support.tensorflow_training import digest
+
+    optimizer = keras.optimizers.SGD(0.01, momentum=0.0 if kind == "efsignsgd" else 0.9)
+    if kind == "loss scale":
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+    model = compiled(optimizer, "efsignsgd" if kind == "efsignsgd" else "topk(ratio=0.1)")
+    seen, remembered = [], []
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+
+    def look(batch, logs):
+        seen.append(float(np.asarray(optimizer.learning_rate)))
+        remembered.append(inner._grace.lr)
+
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        looking = keras.callbacks.LambdaCallback(on_train_batch_end=look)
+        history = fit(model, [callback(verbose=1), grace.tensorflow.MetricAverageCallback(), looking]).history
+    return seen, remembered, history["learning_rate"], printed.getvalue().split("\n"), digest(model.variables)
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine"), [("topk", "horovodrun-gloo"), ("efsignsgd", "mpirun-mpi"), ("loss scale", "mpirun-mpi")]
+)
+def test_the_rate_rises_by_the_formula_batch_by_batch_and_stays(kind, engine):
+    first, second = two(engine).run(warmed, kind)
+    for seen, remembered, logged, printed, weights in (first, second):
+        np.testing.assert_allclose(seen, rates(), rtol=1e-6)
+        np.testing.assert_allclose(logged, rates()[STEPS - 1 :: STEPS], rtol=1e-6)
+        assert seen[STEPS * WARMUP :] == [np.float32(LR)] * STEPS
+        assert weights == first[-1]
+        if kind == "efsignsgd":  # its memory divides by the rate of the last step
+            assert remembered == seen
+        lines = [line for line in printed if line]
+        assert lines == (["Epoch 2: the learning rate has warmed up to 0.4"] if printed is first[3] else [])
+
+
+def constant_gradient(momentum_correction, kind):
+    """The loss is w + constant: each step's gradient is 1."""
+    import keras
+
+    sgd = {"SGD": keras.optimizers.SGD, "Nesterov": lambda *a, **b: keras.optimizers.SGD(*a, nesterov=True, **b)}
+    model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
+    optimizer = grace.DistributedOptimizer(sgd[kind](0.3, momentum=0.5))
+    model.compile(optimizer, lambda y, predicted: predicted, steps_per_execution=1)
+    x = np.ones((STEPS, 1), "f")
+    warmup = callback(momentum_correction=momentum_correction)
+    model.fit(x, x, batch_size=1, epochs=3, verbose=0, callbacks=[warmup])
+    return float(np.ravel(model.get_weights()[0])[0])
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Nesterov"])
+@pytest.mark.parametrize("corrected", [True, False])
+def test_velocities_follow_the_rate(corrected, kind):
+    w = v = 0.0
+    before = 0.3
+    for rate in rates():
+        v = 0.5 * v * (rate / before if corrected else 1) - rate
+        w += 0.5 * v - rate if kind == "Nesterov" else v
+        before = rate
+    assert two().run(constant_gradient, corrected, kind) == pytest.approx([w, w], rel=1e-5)
+
+
+def others():
+    """Rates at the end of epochs, with several steps in one execution, and where only half an epoch warms up."""
+    import keras
+
+    found = []
+    for options, warmup in (({"steps_per_execution": 2}, {}), ({}, {"warmup_epochs": 0.5})):
+        model = compiled(keras.optimizers.Adam(0.01), "qsgd", **options)
+        found.append(fit(model, [callback(**warmup)], epochs=2).history["learning_rate"])
+    return found
+
+
+def test_several_steps_at_once_and_fractions_of_epochs_end_at_the_rate_too():
+    for several, fraction in two().run(others):
+        np.testing.assert_allclose(several, [LR / 2 * (1 + 3 / 8), LR], rtol=1e-6)
+        np.testing.assert_allclose(fraction, [LR, LR], rtol=1e-6)
+
+
+def refused():
+    import keras
+
+    rank, said = grace.rank(), []
+    decay = keras.optimizers.schedules.CosineDecay(0.1, 100)
+    endless = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=tf.TensorSpec([None, 16]))
+    sgd = keras.optimizers.SGD
+    broadcast = grace.tensorflow.BroadcastCallback()
+    for optimizer, warmup, options in (
+        (sgd(decay), callback(), {}),
+        (sgd(0.1), grace.tensorflow.LearningRateWarmupCallback(0.1 * (1 + rank)), {}),
+        (sgd(0.1), callback(), {"rows": 64 - 16 * rank}),
+    ):
+        model = compiled(optimizer)
+        with pytest.raises((grace.ConfigError, grace.RankError)) as error:
+            fit(model, [warmup, broadcast], **options)
+        said.append(str(error.value))
+        assert model.optimizer._grace.exchanger is None
+    model = compiled(sgd(0.1))
+    with pytest.raises(grace.ConfigError) as error:
+        model.fit(endless, verbose=0, callbacks=[callback()])
+    return [*said, str(error.value)]
+
+
+def test_what_cannot_be_warmed_up_is_refused_on_all_ranks_before_an_exchange():
+    for schedule, rates_differ, steps_differ, unknown in two().run(refused):
+        assert "learning rate is CosineDecay, which decides it at every step" in schedule
+        assert "rank 0 has initial_lr = 0.1, rank 1 has initial_lr = 0.2" in rates_differ
+        assert "rank 0 has steps_per_epoch = 4, rank 1 has steps_per_epoch = 3" in steps_differ
+        assert "pass steps_per_epoch=" in unknown
+
+
+@pytest.mark.parametrize("options", [{"initial_lr": 0}, {"warmup_epochs": -1}, {"steps_per_epoch": 0}])
+def test_numbers_that_cannot_be_are_refused(options):
+    with pytest.raises(grace.ConfigError, match=next(iter(options))):
+        grace.tensorflow.LearningRateWarmupCallback(**{"initial_lr": 0.1, **options})
+
+
+def stopped(folder):
+    """In the middle of the warm-up: by Keras's own backup, and by a model that was saved."""
+    import keras
+
+    from tests.support.tensorflow_training import digest
+
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 2:
+                raise KeyboardInterrupt
+
+    found, make = [], lambda: compiled(keras.optimizers.SGD(0.1, momentum=0.9))
+    backup = lambda: keras.callbacks.BackupAndRestore(f"{folder}/{grace.rank()}", delete_checkpoint=False)  # noqa: E731
+    for callbacks in ([], [backup(), Stop()], [backup()]):
+        model = make()
+        with contextlib.suppress(KeyboardInterrupt):
+            fit(model, [callback(warmup_epochs=3.5), *callbacks], epochs=5)
+        found.append(digest(model.variables))
+    model = make()
+    fit(model, [callback(warmup_epochs=3.5)], epochs=2)
+    grace.tensorflow.save_model(model, f"{folder}/half.keras")
+    model = grace.tensorflow.load_model(f"{folder}/half.keras")
+    fit(model, [callback(warmup_epochs=3.5)], epochs=5, initial_epoch=2)
+    return [*found, digest(model.variables)]
+
+
+def test_training_that_was_stopped_in_the_middle_of_the_warmup_goes_on_as_if_it_had_not_been(tmp_path):
+    for whole, interrupted, resumed, loaded in two().run(stopped, str(tmp_path)):
+        assert resumed == loaded == whole != interrupted

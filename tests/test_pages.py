@@ -156,6 +156,13 @@ def test_what_a_page_makes_of_a_program_trains_two_ranks_alike(page, number, tmp
 
 @pytest.mark.slow
 @pytest.mark.ranks
+@pytest.mark.parametrize("page", KERAS, **NAMED)
+def test_a_keras_pages_code_runs_on_two_ranks(page, tmp_path):
+    launched("mpirun-mpi", 2, "tensorflow").run(ran, page, tmp_path, False)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.parametrize("page", HOROVOD, **NAMED)
 def test_a_pages_code_runs_over_horovod(page, tmp_path):
     launched("horovodrun-gloo", 2).run(ran, page, tmp_path, False)

@@ -91,6 +91,25 @@ def test_the_residual_weighs_what_it_keeps_and_what_is_new(make_tensor, beta, ga
         np.testing.assert_allclose(communicator.step(make_tensor(gradient), "w"), sent, atol=1e-5)
 
 
+@frameworks
+@pytest.mark.parametrize(("beta", "reset"), [(0.5, 4), (0.2, 0), (1.0, 3), (0.9, 512)])
+def test_loco_follows_the_papers_algorithm(make_tensor, beta, reset):
+    """e = (1 - beta) e + beta (g + e - C(g + e)), and 0 every ``reset`` steps (arXiv 2407.04480, algorithm 1)."""
+    communicator = Allgather("block(bits=4, block=25)", f"loco(beta={beta}, reset={reset})")
+    e = np.zeros(100)
+    for step in range(10):
+        if reset and step % reset == 0:
+            e[:] = 0
+        gradient = data("gaussian", 100, step)
+        h = np.float64(gradient) + e
+        scale = np.abs(h).reshape(4, 25).max(1).repeat(25)
+        sent = np.float64(communicator.step(make_tensor(gradient), "w"))
+        clear = np.abs(np.abs(h / scale * 7) % 1 - 0.5) > 1e-4  # else rounding may decide the code
+        np.testing.assert_allclose(sent[clear], (scale * np.rint(h / scale * 7) / 7)[clear], atol=1e-5)
+        e = (1 - beta) * e + beta * (h - sent)
+        np.testing.assert_allclose(remembered(communicator).reshape(-1), e, atol=1e-5)
+
+
 SCHEDULES = {
     "constant": lambda step: 0.1,
     "changes every step": lambda step: 0.1 * 0.9**step,

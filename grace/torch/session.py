@@ -236,9 +236,10 @@ class Session:
         own = self.parameters.__getitem__
         self.take(switched(self.exchanger, plan, own, self._check, self._check_plan), plan)
 
-    def beside(self, strategy: Any) -> Exchanger:
-        """An exchanger of this strategy, for a state to be loaded into; every rank must call it."""
-        return replaced(self.exchanger, StrategyPlan(strategy, self.sparse_known), self._check)
+    def beside(self, strategy: Any) -> tuple[Exchanger, ExchangePlan]:
+        """An exchanger of this strategy, for a state to be loaded into, and its plan; every rank must call it."""
+        plan = StrategyPlan(strategy, self.sparse_known)
+        return replaced(self.exchanger, plan, self._check), plan
 
     def take(self, exchanger: Exchanger, plan: ExchangePlan) -> None:
         """Go on by this exchanger, which is of another plan, between two steps."""

@@ -179,7 +179,7 @@ def load_state(optimizer: Any, state_dict: Any, memory: str, alone: bool = False
     """
     session, before = optimizer._grace, dict(vars(optimizer))
     former, saved, loaded, error = session.exchanger, None, None, None
-    exchanger, resumed = former, None
+    exchanger, resumed, plan = former, None, session.plan
     try:
         try:
             checkpoint.check_settled(session)
@@ -194,7 +194,7 @@ def load_state(optimizer: Any, state_dict: Any, memory: str, alone: bool = False
             resumed = session.auto.found(saved)
             memory = "keep" if resumed is None and memory == "strict" else memory
             if resumed is not None:
-                exchanger = session.beside(resumed.strategy)
+                exchanger, plan = session.beside(resumed.strategy)
         try:
             if error is None:
                 loaded = checkpoint.prepare(exchanger, saved, memory, lambda s: on_devices(s, session.parameters))
@@ -213,7 +213,7 @@ def load_state(optimizer: Any, state_dict: Any, memory: str, alone: bool = False
             exchanger.close()
         raise
     if resumed is not None:
-        session.take(exchanger, StrategyPlan(resumed.strategy, session.sparse_known))
+        session.take(exchanger, plan)
         former.close()
         session.auto.resume(resumed)
 

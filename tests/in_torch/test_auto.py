@@ -154,6 +154,7 @@ def resumed(stop, count):
         warnings.simplefilter("error")
         other.load_state_dict(saved["optimizer"])
     started = other._grace.auto.current
+    assert other.strategy is not None
     steps(two, other, range(stop, stop + count))
     return started, digest(weights(one)), digest(weights(two)), optimizer._grace.auto.plan, other._grace.auto.plan
 

@@ -34,7 +34,6 @@ from grace.planner.planning import Planning, measured_step
 from grace.planner.problem import Problem
 from grace.planner.quality import SLACK, allows, class_of
 from grace.planner.search import Candidate
-from grace.strategy.execution import StrategyPlan
 from grace.strategy.plan import Strategy
 
 LR = 1e-4
@@ -171,7 +170,7 @@ def _runs(trainer: Trainer, trials: Sequence[Trial], expected: Sequence[float]) 
     for number, ((_, strategy), seconds) in enumerate(zip(trials, expected, strict=True)):
         exchanger, plan = session.exchanger, session.plan
         if number:  # the first is what the run has begun with
-            exchanger, plan = session.beside(strategy), StrategyPlan(strategy, session.sparse_known)
+            exchanger, plan = session.beside(strategy)
         found.append(Run(lambda e=exchanger, p=plan: session.take(e, p), seconds))  # type: ignore[misc]
     for run in found[1:]:
         run.take()

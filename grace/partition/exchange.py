@@ -1,69 +1,112 @@
 """The gradients' exchange of a stage over its replicas, behind the schedule: seconds, and bytes that Grace keeps."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
+from grace.backends.topology import Topology
 from grace.communicators.choice import build_communicator
 from grace.core.variable import Variable
+from grace.planner.asked import asked
 from grace.planner.network import Network
+from grace.planner.planning import methods_of
 from grace.planner.simulate import simulate
 from grace.planner.step import Timeline, Work
-from grace.planner.works import Costs, works_of
+from grace.planner.works import Costs, works, works_of
 from grace.session.bucketing import Limits
 from grace.session.sharding import uniform
+from grace.strategy.choices import Choices
+from grace.strategy.execution import resolve
 
 LEAST = Variable("", (1,))
 """What an exchange of almost nothing has."""
 
 
 class Exchanges:
-    """Predicts exchanges of one method.
+    """Predicts exchanges of one method, or of a strategy.
 
     Args:
         costs: of the cluster; its networks are not used.
         compressor, memory, communicator: specs, or None for their defaults.
+        strategy: a builder or its spec, or a document, instead. Of ``auto`` the shortest of what it may choose
+            counts: no compression, and the methods that it names, or else its reference.
 
     Raises:
         ConfigError: they are unknown, or do not go together.
 
     >>> from grace.planner.network import Links
     >>> from grace.planner.usual import UsualCodecs
-    >>> slow = Links(1e8)
-    >>> found = [Exchanges(Costs(slow, UsualCodecs()), spec) for spec in ("none", "topk(ratio=0.01)")]
-    >>> plain, sparse = (one.seconds([Variable("w", (1000, 1000))], 2, slow) for one in found)
+    >>> slow, w = Links(1e8), [Variable("w", (1000, 1000))]
+    >>> plain, sparse = (
+    ...     Exchanges(Costs(slow, UsualCodecs()), spec).seconds(w, 2, slow) for spec in ("none", "topk(ratio=0.01)")
+    ... )
     >>> plain > 5 * sparse
     True
+    >>> ruled = "uniform(compressor=topk(ratio=0.01), communicator=allgather)"
+    >>> kinds = [Exchanges(Costs(slow, UsualCodecs()), strategy=one).seconds(w, 2, slow) for one in ("auto", ruled)]
+    >>> [plain > 5 * seconds for seconds in kinds]
+    [True, True]
     """
 
-    def __init__(self, costs: Costs, compressor: Any = None, memory: Any = None, communicator: Any = None):
-        self.costs, self.choices = costs, (compressor, memory, communicator)
-        build_communicator(*self.choices)
-        self._made: dict[int, Any] = {}
+    def __init__(
+        self, costs: Costs, compressor: Any = None, memory: Any = None, communicator: Any = None, strategy: Any = None
+    ):
+        self.costs, self.strategy = costs, strategy
+        self.ways: list[tuple[Any, Any, Any]] = [(compressor, memory, communicator)]
+        auto = None if strategy is None else asked(Choices(strategy=strategy))
+        if auto is not None:
+            self.strategy = None
+            usual = {"exact": [], "half": ["fp16"]}.get(auto.options.quality, [auto.options.reference])
+            named = methods_of(auto.options.methods, auto.options.quality) if auto.options.methods else usual
+            self.ways = [(way, None, None) for way in dict.fromkeys(["none", *named])]
+        for way in self.ways:
+            build_communicator(*way)
+        self._made: dict[Any, Any] = {}
         self._costs: dict[int, Costs] = {}  # which hold the networks
 
     def seconds(self, variables: Sequence[Variable], replicas: int, network: Network) -> float:
         """What the exchange takes when all gradients are there and nothing else is computed."""
         if replicas == 1 or not variables:
             return 0.0
-        found = self._works(variables, replicas, network)
-        return simulate(Timeline({}), found, self.costs.contention, self.costs.step).step
+        every = self._works(variables, replicas, network)
+        return min(simulate(Timeline({}), one, self.costs.contention, self.costs.step).step for one in every)
 
     def beside(self, variables: Sequence[Variable], replicas: int, network: Network, timeline: Timeline) -> float:
         """Seconds of a step of data parallelism alone, whose exchange goes on beside backward."""
-        found = [] if replicas == 1 or not variables else self._works(variables, replicas, network)
-        return simulate(timeline, found, self.costs.contention, self.costs.step if found else 0.0).step
+        every = [[]] if replicas == 1 or not variables else self._works(variables, replicas, network)
+        step = self.costs.step if every[0] else 0.0
+        return min(simulate(timeline, one, self.costs.contention, step).step for one in every)
 
     def kept(self, variables: Sequence[Variable], replicas: int) -> float:
         """Bytes of memories and buffers on a rank."""
         if replicas == 1 or not variables:
             return 0.0
-        return sum(work.memory for work in self._works(variables, replicas, self.costs.network))
+        return max(sum(work.memory for work in one) for one in self._works(variables, replicas, self.costs.network))
 
-    def _works(self, variables: Sequence[Variable], replicas: int, network: Network) -> list[Work]:
-        if replicas not in self._made:
-            self._made[replicas] = build_communicator(*self.choices, replicas)
+    def _works(self, variables: Sequence[Variable], replicas: int, network: Network) -> list[list[Work]]:
+        """What is done, in each way that may be chosen."""
         if id(network) not in self._costs:
             self._costs[id(network)] = dataclasses.replace(self.costs, network=network, inside=None)
-        shards = uniform(variables, self._made[replicas], Limits())
-        return works_of(shards, replicas, self._costs[id(network)])
+        costs = self._costs[id(network)]
+        if self.strategy is not None and variables[0] is not LEAST:  # which no document has
+            own = of_stage(self.strategy, [variable.name for variable in variables])
+            return [works(resolve(own, variables, Topology(["here"] * replicas)), costs)]
+        found = []
+        for way in self.ways:
+            if (way, replicas) not in self._made:
+                self._made[way, replicas] = build_communicator(*way, replicas)
+            found.append(works_of(uniform(variables, self._made[way, replicas], Limits()), replicas, costs))
+        return found
+
+
+def of_stage(strategy: Any, names: Collection[str]) -> Any:
+    """What a strategy's document says of one stage's variables, in their order; its ranks are the stage's replicas.
+
+    >>> of_stage({"version": 1, "cluster": {"world_size": 4}, "variables": {"a": 1, "b": 2}}, ["b"])
+    {'version': 1, 'variables': {'b': 2}}
+    """
+    if not isinstance(strategy, dict) or "variables" not in strategy:
+        return strategy
+    kept = {key: value for key, value in strategy.items() if key not in ("model", "cluster")}
+    known = strategy["variables"]
+    return {**kept, "variables": {name: known[name] for name in names if name in known}}

@@ -44,6 +44,7 @@ def plan(
     compressor: Any = None,
     residual: Any = None,
     communicator: Any = None,
+    strategy: Any = None,
     nodes: Sequence[int] | None = None,
     stages: Some = None,
     replicas: Some = None,
@@ -66,6 +67,7 @@ def plan(
         memory: bytes of a device; no limit if left out.
         memory_margin: part of them that stays free.
         compressor, residual, communicator: of gradients; specs, or None for defaults. ``residual`` is Grace's memory.
+        strategy: instead of these, as :class:`~grace.partition.exchange.Exchanges` takes it.
         nodes: the number of the node of each rank; all on one if left out.
         stages: how many; one number or several that may be. Those of all ranks together, several on a rank counted.
         replicas: how many of every stage, or several numbers that may be; a list is one number for each stage.
@@ -108,7 +110,7 @@ def plan(
             batch,
             links,
             memory=None if memory is None else memory * (1 - memory_margin),
-            choices=(compressor, residual, communicator),
+            choices=(compressor, residual, communicator, strategy),
             nodes=nodes,
             cuts=cuts,
             most=most,
@@ -122,7 +124,7 @@ def plan(
     if not found:
         raise refused or ConfigError("blocks= must be at least one number")
     best = min(found, key=lambda one: round(one.seconds, 9))
-    return dataclasses.replace(best, limit=memory, compressor=_described(compressor))
+    return dataclasses.replace(best, limit=memory, compressor=_described(compressor if strategy is None else strategy))
 
 
 def space_of(
@@ -132,7 +134,7 @@ def space_of(
     links: Network | Costs,
     *,
     memory: float | None = None,
-    choices: tuple[Any, Any, Any] = (None, None, None),
+    choices: tuple[Any, ...] = (),
     nodes: Sequence[int] | None = None,
     cuts: Sequence[str] | None = None,
     most: int = 32,
@@ -314,6 +316,9 @@ def _some(value: Some) -> set[int] | None:
 
 
 def _described(compressor: Any) -> str:
+    """In a plan: a spec, or a strategy's."""
+    if isinstance(compressor, dict) and "name" not in compressor:
+        return "a strategy's"
     return "none" if compressor is None else str(getattr(compressor, "spec", compressor))
 
 

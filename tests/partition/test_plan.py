@@ -7,7 +7,7 @@ import pytest
 
 from grace.core.variable import Variable
 from grace.errors import ConfigError
-from grace.partition.exchange import Exchanges
+from grace.partition.exchange import LEAST, Exchanges
 from grace.partition.layout import Devices, groups_of
 from grace.partition.plan import Plan, Stage
 from grace.partition.search import plan
@@ -130,3 +130,20 @@ def test_exchanges_of_stages():
     assert sparse.kept(variables, 2) >= 4e6 > sparse.kept(variables, 1) == 0.0
     with pytest.raises(ConfigError, match="topkk"):
         Exchanges(costs, "topkk")
+
+
+def test_exchanges_by_strategies():
+    costs, slow = Costs(Links(1e8), UsualCodecs()), Links(1e8)
+    variables = [Variable("w", (1000, 1000)), Variable("b", (1000,))]
+    sparse = {"sync": {"type": "allgather"}, "compressor": "topk(ratio=0.01)", "memory": "residual"}
+    rules = {"version": 1, "rules": [{"match": {"ndim": 2}, **sparse}, {"match": {}, "sync": {"type": "allreduce"}}]}
+    shapes = {"other": [3], "b": [1000], "w": [1000, 1000]}
+    named = {"version": 1, "variables": {name: {"shape": shape, **sparse} for name, shape in shapes.items()}}
+    plain = Exchanges(costs).seconds(variables, 2, slow)
+    for strategy in ("auto", rules, named, "uniform(compressor=topk(ratio=0.01), communicator=allgather)"):
+        found = Exchanges(costs, strategy=strategy)
+        assert found.seconds(variables, 2, slow) < plain / 5
+        assert found.seconds([LEAST], 2, slow) > 0
+        assert found.kept(variables, 2) > 4e6
+    exact = Exchanges(costs, strategy="auto(quality=exact)")
+    assert exact.seconds(variables, 2, slow) == plain

@@ -148,6 +148,7 @@ def _engine(work: Cuttable, settings: Settings, compressor: str, between: Links,
         blocks=settings.blocks,
         links=between,
         inputs="global",
+        profiles=False,
         **given,
     )
 

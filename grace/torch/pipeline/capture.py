@@ -135,11 +135,17 @@ def call_of(example: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
 
 
 def check_plain(model: torch.nn.Module) -> None:
-    """Refuse sharded parameters, and DistributedDataParallel.
+    """Refuse what is no torch module, sharded parameters, and DistributedDataParallel.
 
     Raises:
-        ConfigError: it has or is one.
+        ConfigError: it is or has such.
     """
+    if not isinstance(model, torch.nn.Module):
+        kind = f"{type(model).__module__.partition('.')[0]}'s {type(model).__name__}"
+        raise ConfigError(
+            f"a pipeline is cut out of a torch module, not out of {kind}: stages run on torch.distributed.pipelining, "
+            "and TensorFlow and Keras have nothing like it; there grace.DistributedOptimizer exchanges whole models'"
+        )
     for name, p in model.named_parameters():
         if type(p) not in (torch.nn.Parameter, torch.Tensor) and not type(p).__module__.startswith("torch.nn.param"):
             raise ConfigError(

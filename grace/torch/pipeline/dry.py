@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from grace.errors import ConfigError
 from grace.partition.graph import Graph
 from grace.torch.pipeline import profile
 from grace.torch.pipeline.atoms import Atoms
@@ -31,8 +30,6 @@ def graph_of(
     >>> graph.rows, [node.name for node in graph.nodes], graph.variable("weight").shape
     (4, ['linear'], (3, 2))
     """
-    if not isinstance(model, torch.nn.Module):
-        raise ConfigError(f"a pipeline is cut out of a torch module, not of {type(model).__name__}")
     check_plain(model)
     args, kwargs = call_of(example_inputs)
     captured = capture(model.train(True), args, kwargs)

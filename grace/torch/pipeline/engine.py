@@ -1,6 +1,7 @@
 """``grace.torch.Pipeline``: a model cut into stages by itself, whose replicas exchange compressed gradients."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,10 +18,10 @@ from grace.torch.pipeline import profile, schedules
 from grace.torch.pipeline.atoms import Atoms
 from grace.torch.pipeline.capture import call_of, capture, check_plain
 from grace.torch.pipeline.cutting import Built, shapes_of
-from grace.torch.pipeline.exchange import Gradients
+from grace.torch.pipeline.exchange import Gradients, check_options, chosen_strategy, documented
 from grace.torch.pipeline.loop import gathered, hand_over
 from grace.torch.pipeline.places import Places
-from grace.torch.pipeline.planning import Wanted, agreed, found, state_bytes, update_seconds
+from grace.torch.pipeline.planning import Wanted, agreed, check_whole, found, state_bytes, update_seconds
 from grace.torch.pipeline.rows import micro_batches, rows_of
 from grace.torch.pipeline.state import StateOfStages
 
@@ -41,7 +42,7 @@ class Pipeline(StateOfStages):
         compressor, residual, communicator, strategy: as for :func:`grace.DistributedOptimizer` (``residual`` is Grace's
             memory), of the exchange over each stage's replicas. A stage with one replica exchanges nothing.
         microbatches, stages: how many; or several numbers that may be, as of all that follow.
-        replicas: how many of every stage, or a list with one number for each stage.
+        replicas: how many of every stage, or a list with one number for each stage; or a range or set of numbers.
         schedule: "gpipe", "1f1b", "interleaved", "zero_bubble" or "zbv"; the first two are tried if left out.
         recompute: keep only what comes into a stage, and compute forward again for backward; None tries both.
         cuts: names of the last nodes of all stages but the last.
@@ -54,10 +55,11 @@ class Pipeline(StateOfStages):
             else "global".
         grad_scaler: a ``torch.amp.GradScaler``.
         whole: names of inputs that have no rows, though their first dimension has as many elements as the batch.
-        profiles: the file of measured seconds; None measures anew.
+        profiles: the file of measured seconds; by default one in the user's cache. False measures anew.
         init: of a model on ``meta``: called with each module whose tensors were made on this rank, to fill them; by
             default its ``reset_parameters()`` is.
-        options: further ones of :func:`grace.DistributedOptimizer`: seed, op, bucket_bytes.
+        options: further ones of :func:`grace.DistributedOptimizer`: op, gradient_predivide_factor, seed, bucket_bytes,
+            group_bytes, hierarchical, sparse_as_dense.
 
     Raises:
         ConfigError: what was given cannot work.
@@ -98,12 +100,13 @@ class Pipeline(StateOfStages):
         inputs: str | None = None,
         grad_scaler: Any = None,
         whole: Sequence[str] = (),
-        profiles: Any = None,
+        profiles: Any = True,
         init: Any = None,
         **options: Any,
     ):
         if inputs not in (None, *INPUTS):
             raise ConfigError(f"inputs must be one of {', '.join(INPUTS)}, not {inputs!r}")
+        check_options(options)
         searched = stages, replicas, microbatches, schedule, recompute, cuts, blocks, memory, memory_margin, links
         self.wanted = Wanted(*searched, compressor, residual, communicator)
         self.backend = current()
@@ -112,8 +115,10 @@ class Pipeline(StateOfStages):
                 f"a pipeline needs torch.distributed, which moves tensors between two ranks, and this run is over "
                 f"{self.backend.name}: call grace.init('torch'), which joins ranks of torchrun, mpirun and srun"
             )
+        check_plain(model)
         self.model, self.loss_fn, self.make_optimizer, self.scaler = model, loss_fn, optimizer, grad_scaler
-        self.given_plan, self.given_inputs, self.whole, self.profiles = plan, inputs, whole, profiles
+        self.given_plan, self.given_inputs, self.whole = plan, inputs, whole
+        self.profiles = profile.cache_file() if profiles is True else profiles or None
         named = {"compressor": compressor, "memory": residual, "communicator": communicator, "strategy": strategy}
         self.options = {**options, **{name: value for name, value in named.items() if value is not None}}
         self.training, self._syncing, self._pending = model.training, True, False
@@ -122,7 +127,6 @@ class Pipeline(StateOfStages):
         self.steps = 0
         self.init, device = init, next((p.device for p in model.parameters()), torch.device("cpu"))
         self.device = torch.device("cpu") if device.type == "meta" else device
-        check_plain(model)
         if example_inputs is not None:
             self._cut(*call_of(example_inputs))
 
@@ -130,6 +134,7 @@ class Pipeline(StateOfStages):
 
     def _cut(self, args: Any, kwargs: Any) -> None:
         """Plan, and take this rank's stages."""
+        check_whole(self.make_optimizer)
         self.model.train(True)
         captured = capture(self.model, args, kwargs)
         atoms = Atoms(captured)
@@ -144,17 +149,22 @@ class Pipeline(StateOfStages):
         unequal = isinstance(self.wanted.replicas, (list, tuple)) and len(set(self.wanted.replicas)) > 1
         each = self.given_inputs == "replica" or (self.given_inputs is None and not unequal)
 
+        hosts = self.backend.allgather_object(node_name())
+
         def measure() -> Any:
             if any(p.is_meta for p in self.model.parameters()):
                 return profile.estimated(atoms), 0.0
-            costs = profile.measured_by_rows(self.model, atoms, flat, whole, self.profiles)
+            beside = hosts.count(hosts[self.backend.rank])
+            costs = profile.measured_by_rows(self.model, atoms, flat, whole, self.profiles, beside)
             return costs, update_seconds(self.make_optimizer, self.device)
 
-        nodes = Topology(self.backend.allgather_object(node_name())).ranks
+        nodes = Topology(hosts).ranks
 
         def make(measured: Any) -> Plan:
-            (costs, update), state = measured, state_bytes(self.make_optimizer)
-            return found(atoms.graph(rows, costs), nodes, rows, each, self.wanted, state, update)
+            (costs, update), state = measured, state_bytes(self.make_optimizer, self.model.parameters())
+            given, names = chosen_strategy(self.options), dict(self.model.named_parameters())
+            wanted = dataclasses.replace(self.wanted, strategy=documented(given, names) or given)
+            return found(atoms.graph(rows, costs), nodes, rows, each, wanted, state, update)
 
         self.plan = plan = agreed(self.given_plan, measure, make, bare, self.backend)
         self.places = places = Places(plan, self.backend)
@@ -163,7 +173,8 @@ class Pipeline(StateOfStages):
             raise ConfigError("inputs='replica' needs as many replicas of each stage: use inputs='global'")
         self.nodes = [stage.nodes for stage in plan.stages]
         self._own_tensors(atoms)
-        self._materialize(self.init)
+        with places.together():
+            self._materialize(self.init)
         recorder.begin(self.backend, ())  # as this rank of all, and not of its stages' replicas
         self.gradients = Gradients(self.owned, self.parameters, self.make_optimizer, places, self.scaler, self.options)
         if self.buffers and places.own.size > 1:

@@ -1,15 +1,41 @@
 """The gradients of a rank's stages, from the end of a schedule to the optimizer's step."""
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from grace.backends.runtime import from_root
+from grace.core import documents
 from grace.errors import ConfigError
 from grace.exchange.bucket import Traffic
+from grace.partition.exchange import of_stage
+from grace.planner.asked import Baseline
 from grace.session.metrics import metrics
+from grace.strategy.choices import STRATEGY
+from grace.strategy.plan import Strategy
 from grace.torch.optimizer import DistributedOptimizer
 from grace.torch.pipeline.places import Places
+
+OPTIONS = "op", "gradient_predivide_factor", "seed", "bucket_bytes", "group_bytes", "hierarchical", "sparse_as_dense"
+"""Of a distributed optimizer, which a pipeline hands on."""
+INSTEAD = {
+    "backward_passes_per_step": "accumulate under `with engine.no_sync():`",
+    "resources": "builders of strategies get the replicas of each stage, and the nodes that they are on",
+}
+
+
+def check_options(options: Collection[str]) -> None:
+    """Refuse what a pipeline does not hand on.
+
+    Raises:
+        ConfigError: there is such an option.
+    """
+    if odd := [name for name in options if name not in OPTIONS]:
+        why = INSTEAD.get(odd[0], f"of a distributed optimizer's it takes {', '.join(OPTIONS)}")
+        raise ConfigError(f"a pipeline has no option {odd[0]!r}: {why}")
 
 
 class Gradients:
@@ -33,7 +59,7 @@ class Gradients:
         scaler: Any,
         options: Mapping[str, Any],
     ):
-        self.parameters, self.places, self.scaler = dict(parameters), places, scaler
+        self.parameters, self.places, self.scaler, self.ruled = dict(parameters), places, scaler, False
         self.holders = {
             name: tuple(stage for stage, names in enumerate(owned) if name in names)
             for name in dict.fromkeys(name for names in owned for name in names)
@@ -44,6 +70,16 @@ class Gradients:
         """Whether gradients were computed that are not exchanged."""
         self.optimizer: Any = None
         self.stand_in = torch.nn.Parameter(torch.zeros(1))
+        with places.together():
+            self._make(make_optimizer)
+        given = chosen_strategy(options)
+        document = from_root(lambda: documented(given, self.holders))  # a file is on rank 0's host
+        with places.together():
+            self._distribute(options, document or given)
+        self.start_equal()
+
+    def _make(self, make_optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> None:
+        """The user's optimizer."""
         if not self.parameters:  # a scaler has to follow here too
             self.optimizer = torch.optim.SGD([self.stand_in], lr=0.0)
             self.optimizer.register_step_pre_hook(self._before_step)
@@ -60,24 +96,34 @@ class Gradients:
             if left := [name for name, p in self.parameters.items() if p.requires_grad and p not in held]:
                 raise ConfigError(f"optimizer= left out {left[0]!r}: freeze it before the pipeline is made, or take it")
             self.optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step))
-            if places.own.size == 1:  # nobody to exchange with
-                options = {"op": options.get("op", "average"), "seed": options.get("seed", 0)}
-            self.optimizer = DistributedOptimizer(
-                self.optimizer, list(self.parameters.items()), backend=places.own, grad_scaler=scaler, **options
-            )
-            self._session.paused = True  # hooks see micro-batches, before they are scaled
-            cls = type(self.optimizer)
-            self.optimizer.__class__ = type(cls.__name__, (_Stepping, cls), {"__module__": cls.__module__})
-            self.optimizer._pipeline = self
-        self.start_equal()
+
+    def _distribute(self, options: Mapping[str, Any], strategy: Any) -> None:
+        """Exchange over the replicas of this rank's stages."""
+        if not self.parameters:
+            return
+        chosen = dict(options)
+        if strategy is not None:
+            self.ruled = True
+            chosen["strategy"] = of_stage(strategy, self.parameters)
+        if self.places.own.size == 1:  # nobody to exchange with
+            chosen = {"op": options.get("op", "average"), "seed": options.get("seed", 0)}
+            if strategy is not None:
+                chosen["strategy"] = Baseline()
+        self.optimizer = DistributedOptimizer(
+            self.optimizer, list(self.parameters.items()), backend=self.places.own, grad_scaler=self.scaler, **chosen
+        )
+        self._session.paused = True  # hooks see micro-batches, before they are scaled
+        cls = type(self.optimizer)
+        self.optimizer.__class__ = type(cls.__name__, (_Stepping, cls), {"__module__": cls.__module__})
+        self.optimizer._pipeline = self
 
     @property
     def _session(self) -> Any:
         return self.optimizer._grace
 
-    def _tied_groups(self) -> list[tuple[list[str], Any]]:
-        """Names of tied parameters of this rank, with who else has copies; a replica's stages, or all where stages have
-        different numbers of replicas."""
+    def _tied_groups(self) -> list[tuple[list[str], Any, int]]:
+        """Names of tied parameters of this rank, with who else has copies (a replica's stages, or all where stages have
+        different numbers of replicas), and who of them has the first stage."""
         sets: dict[tuple[int, ...], list[str]] = {}
         for name, stages in self.holders.items():
             ranks = {self.places.ranks[stage] for stage in stages}
@@ -90,16 +136,16 @@ class Gradients:
             for members in rows:
                 made = self.places.split(tuple(sorted(members)))
                 if made is not None:
-                    found.append((names, made))
+                    found.append((names, made, sorted(members).index(members[0])))
         return found
 
     @torch.no_grad()
     def start_equal(self) -> None:
         """Tied parameters start from their first stage's."""
-        for names, group in self.tied:
+        for names, group, first in self.tied:
             for name in names:
                 value = self.parameters[name].detach().contiguous()
-                group.broadcast(value, 0).wait()
+                group.broadcast(value, first).wait()
                 self.parameters[name].copy_(value)
 
     # -- from the schedule --------------------------------------------------------------------------------
@@ -113,7 +159,7 @@ class Gradients:
     def prepare(self) -> None:
         """Before the exchange: sum copies of tied parameters; and an overflow anywhere is one everywhere, so that all
         memories roll back."""
-        for names, group in self.tied:
+        for names, group, _ in self.tied:
             for name in names:
                 p = self.parameters[name]
                 if p.grad is None:
@@ -135,7 +181,36 @@ class Gradients:
             self.ready = False
             self.prepare()
             if self.parameters:
+                self._tell_planner()
                 self.optimizer.synchronize()
+            if self.ruled:
+                self._settle_copies()
+
+    def _tell_planner(self) -> None:
+        """Of ``strategy="auto"``: what it times is the exchange alone, which nothing hides; steps would tell of other
+        stages' exchanges too."""
+        auto = self._session.auto
+        if auto is not None and auto.watching:
+            self.places.own.allgather_object(None)  # so that nobody's schedule is taken for exchange
+            auto.clock.begin()
+            for name, p in self.parameters.items():
+                if p.grad is not None:
+                    auto.ready(name)
+
+    @torch.no_grad()
+    def _settle_copies(self) -> None:
+        """A strategy may treat copies of a tied parameter differently on two stages: the first one's mean counts."""
+        for names, group, first in self.tied:
+            for name in names:
+                p = self.parameters[name]
+                there = group.tensor_of([float(p.grad is not None)])
+                group.broadcast(there, first).wait()
+                if not float(there):  # nothing has come yet
+                    p.grad = None
+                    continue
+                mean = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
+                group.broadcast(mean, first).wait()
+                p.grad = mean
 
     def _before_step(self, *ignored: Any) -> None:
         self.exchange()
@@ -175,6 +250,32 @@ class Gradients:
             if p.grad is not None:
                 p.grad.mul_(scale)
         return total
+
+
+def chosen_strategy(options: Mapping[str, Any]) -> Any:
+    """The user's, or what the launcher names; None if one method is for all."""
+    return options.get("strategy", os.environ.get(STRATEGY) or None)
+
+
+def documented(strategy: Any, known: Collection[str]) -> dict[str, Any] | None:
+    """The document of a strategy; None if a builder is meant.
+
+    Args:
+        strategy: the user's.
+        known: names of the model's parameters.
+
+    Raises:
+        ConfigError: it cannot be read, or names other variables.
+    """
+    if isinstance(strategy, Strategy):
+        strategy = strategy.to_dict()
+    elif isinstance(strategy, Path) or (isinstance(strategy, str) and strategy.endswith((".yaml", ".yml", ".json"))):
+        strategy = documents.parse(documents.read(Path(strategy)), str(strategy))
+    if not isinstance(strategy, dict) or "name" in strategy:
+        return None
+    if odd := [name for name in strategy.get("variables") or () if name not in known]:
+        raise ConfigError(f"the strategy is for another model: this one has no parameter {odd[0]!r}")
+    return strategy
 
 
 class _Stepping:

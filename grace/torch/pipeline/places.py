@@ -13,6 +13,7 @@ from grace.core.backend import Backend
 from grace.core.waiting import waiting
 from grace.errors import ConfigError
 from grace.partition.plan import Plan
+from grace.session.agreement import tell
 from grace.torch.pipeline.point_to_point import Place
 
 _kept: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
@@ -91,6 +92,20 @@ class Places:
                 raise self.backend.failure(
                     f"rank {self.rank} of {self.backend.size}: {what} failed; {why}. The engine says: {error}"
                 ) from error
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """What fails in here on a rank fails on all of them. Every rank must enter it.
+
+        Raises:
+            RankError: another rank failed.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        tell(self.backend, "a pipeline", None, error)
 
     def total(self, value: float) -> float:
         """The sum over all ranks; every rank must call it."""

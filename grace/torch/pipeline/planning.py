@@ -1,13 +1,15 @@
 """The plan that a pipeline runs by: what the user gave, a file, or one that is searched for."""
 
+import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from grace.backends.runtime import from_root
 from grace.core.backend import Backend
@@ -21,6 +23,8 @@ from grace.session.versions import public
 
 USUAL = Links(1.25e9, 50e-6)
 """10 Gbit/s, where nobody says what connects ranks."""
+SHARDING = ("deepspeed", "fairscale")
+"""Packages whose optimizers spread their state over ranks, as torch.distributed's do."""
 UPDATED = 2**22
 """Elements of the parameter that an optimizer is timed with."""
 
@@ -42,6 +46,7 @@ class Wanted:
     compressor: Any = None
     residual: Any = None
     communicator: Any = None
+    strategy: Any = None
 
     def __post_init__(self) -> None:
         names = (self.schedule,) if isinstance(self.schedule, str) else self.schedule or ()
@@ -49,7 +54,7 @@ class Wanted:
             raise ConfigError(f"schedule {unknown[0]!r} is unknown; there are {', '.join(SCHEDULES)}")
         for name in ("stages", "replicas", "microbatches"):
             given = getattr(self, name)
-            several = isinstance(given, Sequence) and not isinstance(given, str)
+            several = isinstance(given, Iterable) and not isinstance(given, str)
             for one in given if several else (given,):
                 if one is not None and (not isinstance(one, int) or isinstance(one, bool) or one < 1):
                     raise ConfigError(f"{name} must be a whole number of at least 1, not {one!r}")
@@ -73,14 +78,14 @@ def found(
     Raises:
         ConfigError: nothing fits.
     """
-    options = dataclasses.asdict(dataclasses.replace(wanted, links=None))
-    del options["links"]
+    options = {field.name: getattr(wanted, field.name) for field in dataclasses.fields(wanted) if field.name != "links"}
     options |= {"optimizer_state": state, "optimizer_seconds": update, "nodes": nodes}
     ranks = len(nodes)
     unequal = isinstance(wanted.replicas, (list, tuple))
+    may_be = set(wanted.replicas) if isinstance(wanted.replicas, (range, Set)) else {wanted.replicas}
     counts: list[Any] = [None]
     if each and not unequal:
-        counts = [r for r in range(1, ranks + 1) if ranks % r == 0 and wanted.replicas in (None, r)]
+        counts = [r for r in range(1, ranks + 1) if ranks % r == 0 and (r in may_be or None in may_be)]
         if wanted.stages is not None and isinstance(wanted.stages, int) and wanted.replicas is None:
             counts = [r for r in counts if wanted.stages % (ranks // r) == 0]
     plans, error = list[Plan](), ConfigError(f"{ranks} ranks cannot have {wanted.replicas} replicas of every stage")
@@ -96,21 +101,48 @@ def found(
     return max(plans, key=lambda plan: plan.batch / max(plan.seconds, 1e-12))
 
 
-def state_bytes(make_optimizer: Callable[..., Any]) -> float:
-    """Bytes that an optimizer keeps for each byte of its parameters, found by a step with a small one.
+def check_whole(make_optimizer: Callable[..., Any]) -> None:
+    """Refuse optimizers whose state is spread over ranks. Every rank must call it: making one may be a collective.
 
-    >>> state_bytes(lambda parameters: torch.optim.Adam(parameters))
+    Raises:
+        ConfigError: it is such a one.
+    """
+    try:
+        optimizer = make_optimizer([torch.nn.Parameter(torch.zeros(8, 8))])
+    except Exception:  # it wants the model's own parameters
+        return
+    for cls in type(optimizer).__mro__:
+        if cls.__module__.partition(".")[0] in SHARDING or cls.__module__.startswith("torch.distributed."):
+            raise ConfigError(
+                f"optimizer= makes a {type(optimizer).__name__} ({cls.__module__}), which spreads its state over ranks "
+                "(ZeRO): in a pipeline each rank updates all parameters of its own stages, and no others. Give the "
+                "plain optimizer; more stages, or fewer replicas, leave less of its state to each rank"
+            )
+
+
+def state_bytes(make_optimizer: Callable[..., Any], parameters: Iterable[torch.Tensor]) -> float:
+    """Bytes that an optimizer keeps for each byte of its parameters, found by its first step with fake ones.
+
+    Args:
+        make_optimizer: the user's.
+        parameters: whose shapes count.
+
+    >>> state_bytes(lambda parameters: torch.optim.Adam(parameters), torch.nn.Linear(8, 8).parameters())
     2.0
     """
-    p = torch.nn.Parameter(torch.zeros(8, 8))
-    p.grad = torch.ones(8, 8)
-    try:
-        optimizer = make_optimizer([p])
-        optimizer.step()
-        kept = [one for one in optimizer.state[p].values() if isinstance(one, torch.Tensor) and one.numel() > 1]
-    except Exception:  # it wants the model's own parameters
-        return 1.0
-    return sum(one.nbytes for one in kept) / p.nbytes
+    with FakeTensorMode(), contextlib.suppress(Exception):  # it wants the model's own parameters
+        own = [torch.nn.Parameter(torch.empty(p.shape, dtype=p.dtype)) for p in parameters if p.requires_grad]
+        own = own or [torch.nn.Parameter(torch.empty(8, 8))]
+        for p in own:
+            p.grad = torch.empty_like(p)
+        optimizer, done = make_optimizer(own), False
+        with contextlib.suppress(Exception):  # some look at numbers, and have made their state before
+            optimizer.step()
+            done = True
+        kept = [one for p in own for one in optimizer.state[p].values() if isinstance(one, torch.Tensor)]
+        if done or kept:
+            return sum(one.nbytes for one in kept if one.numel() > 1) / sum(p.nbytes for p in own)
+    return 1.0
 
 
 def update_seconds(make_optimizer: Callable[..., Any], device: torch.device) -> float:

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import platform
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,10 +36,16 @@ def cache_file() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grace" / "pipeline-profiles.json"
 
 
+def _machine() -> str:
+    """What computes here: on another kind, home directories may be the same, and times are others."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} cores, {gpu}"
+
+
 _memory: dict[str, list[float]] = {}
 
 
-def measured(atoms: Atoms, flat: Sequence[Any], file: str | Path | None = None) -> Costs:
+def measured(atoms: Atoms, flat: Sequence[Any], file: str | Path | None = None, beside: int = 1) -> Costs:
     """Seconds of forward and backward and bytes kept, of each atomic subcomponent, by running it on real inputs.
 
     Identical subgraphs (operations, shapes, dtypes, devices) are measured once, in this process and, if there is a
@@ -48,6 +55,7 @@ def measured(atoms: Atoms, flat: Sequence[Any], file: str | Path | None = None) 
         atoms: of a model whose parameters have values.
         flat: the inputs that it was captured with.
         file: of profiles.
+        beside: how many ranks of this host measure at once.
 
     >>> from grace.torch.pipeline.capture import capture
     >>> x = torch.ones(4, 2)
@@ -57,16 +65,22 @@ def measured(atoms: Atoms, flat: Sequence[Any], file: str | Path | None = None) 
     """
     known = _read(file)
     before = dict(known)
-    found = _Measure(atoms, known).costs(flat)
+    found = _Measure(atoms, known, beside).costs(flat)
     if file is not None and known != before:
-        Path(file).parent.mkdir(parents=True, exist_ok=True)
-        with replacing(file) as draft:
-            draft.write_text(json.dumps({"version": VERSION, "seconds": {**_read(file), **known}}))
+        with contextlib.suppress(OSError):  # a cache that cannot be written is none
+            Path(file).parent.mkdir(parents=True, exist_ok=True)
+            with replacing(file) as draft:
+                draft.write_text(json.dumps({"version": VERSION, "seconds": {**_read(file), **known}}))
     return found
 
 
 def measured_by_rows(
-    model: torch.nn.Module, atoms: Atoms, flat: Sequence[Any], whole: Sequence[bool], file: str | Path | None = None
+    model: torch.nn.Module,
+    atoms: Atoms,
+    flat: Sequence[Any],
+    whole: Sequence[bool],
+    file: str | Path | None = None,
+    beside: int = 1,
 ) -> Costs:
     """The same with a batch of a quarter of the rows as well, so that what does not depend on them is known: starting
     operations, and reading weights and writing their gradients, which a micro-batch of few rows takes as long for.
@@ -76,7 +90,7 @@ def measured_by_rows(
         atoms: see :func:`measured`.
         flat: the inputs that it was captured with.
         whole: of each of them, whether it has no rows whatever its shape is.
-        file: of profiles.
+        file, beside: see :func:`measured`.
 
     >>> from grace.torch.pipeline.capture import capture
     >>> x, model = torch.ones(64, 256), torch.nn.Linear(256, 256)
@@ -84,14 +98,14 @@ def measured_by_rows(
     >>> 0 <= cost["overhead"] <= cost["forward"], 0 <= cost["overhead_back"] <= cost["backward"]
     (True, True)
     """
-    costs, rows = measured(atoms, flat, file), rows_of(flat, whole)
+    costs, rows = measured(atoms, flat, file, beside), rows_of(flat, whole)
     few = max(rows // 4, 2)
     if few >= rows:
         return costs
     fewer = cut_rows(flat, rows, 0, few, whole)
     args, kwargs = pytree.tree_unflatten(fewer, atoms.captured.in_spec)
     try:
-        smaller = measured(Atoms(capture(model, args, kwargs)), fewer, file)
+        smaller = measured(Atoms(capture(model, args, kwargs)), fewer, file, beside)
     except Exception:  # the model is for batches of that size alone, as PyTorch says in its own words
         return costs
     for name, cost in costs.items():
@@ -115,9 +129,10 @@ def _read(file: str | Path | None) -> dict[str, list[float]]:
 class _Measure(fx.Interpreter):
     """Runs the graph once with real values, and each node on the way as often as it takes."""
 
-    def __init__(self, atoms: Atoms, known: dict[str, list[float]]):
+    def __init__(self, atoms: Atoms, known: dict[str, list[float]], beside: int):
         super().__init__(atoms.captured.module)
         self.atoms, self.known, self.found = atoms, known, dict[str, list[float]]()
+        self.where = f"{_machine()}, {beside} ranks"
 
     def costs(self, flat: Sequence[Any]) -> Costs:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -148,7 +163,7 @@ class _Measure(fx.Interpreter):
     def _key(self, node: fx.Node) -> str:
         """Digest of a node with the constants that feed it."""
         named: dict[fx.Node, int] = {}
-        lines = [str(torch.get_num_threads()), str(torch.is_autocast_enabled()), str(torch.__version__)]
+        lines = [self.where, str(torch.get_num_threads()), str(torch.is_autocast_enabled()), str(torch.__version__)]
         for one in (*self.atoms.reads(node), *self.atoms.constants(node), node):
             named[one] = len(named)
             value = self.atoms.values[one]

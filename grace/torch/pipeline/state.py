@@ -210,28 +210,35 @@ class StateOfStages:
         state = {i: saved["state"][numbers[name]] for i, name in enumerate(names) if numbers[name] in saved["state"]}
         remembered = saved.get("grace")
         if remembered is not None:
-            remembered = _part(remembered, names)
-            if remembered["components"] != own["grace"]["components"] and memory == "strict":
-                memory = "keep"  # a stage with one replica exchanges nothing
+            remembered, whole = _part(remembered, names)
+            if memory == "strict" and not (whole and remembered["components"] == own["grace"]["components"]):
+                memory = "keep"  # a stage with one replica exchanges nothing, and others exchange in other ways
         optimizer.load_state_dict({"state": state, "param_groups": groups, "grace": remembered}, memory)
 
 
 def _together(saved: Sequence[Any]) -> Any:
-    """What the exchangers of all stages remember, as one's. Stages with one replica have nothing to remember, unless
-    all do."""
+    """What the exchangers of all stages remember, as one's; as a list of several where stages exchange in different
+    ways. Stages with one replica have nothing to remember, unless all do."""
     several = [one for one in saved if one["size"] > 1] or list(saved)
-    if not several:
-        return None
-    first = _open(several[0])
-    for one in several[1:]:
-        if one["components"] != first["components"] or one["size"] != first["size"]:
+    found = list[dict[str, Any]]()
+    for one in map(_open, several):
+        first = next((other for other in found if _alike(one, other)), None)
+        if first is None:
+            found.append(one)
             continue
         first["pieces"] = {**one["pieces"], **first["pieces"]}
         first["shared"] = _joined(first["shared"], one["shared"], lambda a, b: list(dict.fromkeys([*a, *b])))
         first["state"] = _joined(first["state"], one["state"], lambda a, b: {**b, **a})
         ranks = zip(first["ranks"], one["ranks"], strict=True)
         first["ranks"] = [_joined(a, b, lambda a, b: {**b, **a}) for a, b in ranks]
-    return saved_form.seal(first)
+    sealed = [saved_form.seal(one) for one in found]
+    return sealed if len(sealed) > 1 else next(iter(sealed), None)
+
+
+def _alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether what two exchangers remember may be one's: a plan that was chosen is of one stage's variables."""
+    same = one["components"] == other["components"] and one["size"] == other["size"]
+    return same and "plan" not in one and "plan" not in other
 
 
 def _joined(one: Mapping[str, Any], other: Mapping[str, Any], join: Any) -> dict[str, Any]:
@@ -243,13 +250,16 @@ def _open(saved: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in saved.items() if key not in ("checksum", "checksums", "holds")}
 
 
-def _part(saved: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """What is remembered of these parameters."""
-    part = _open(saved)
+def _part(saved: Any, names: Sequence[str]) -> tuple[dict[str, Any], bool]:
+    """What is remembered of these parameters, by the exchanger that had most of them; and whether it had all."""
+    kinds = saved if isinstance(saved, list) else [saved]
+    part = _open(max(kinds, key=lambda one: sum(name in one["pieces"] for name in names)))
     own = {name for name in part["pieces"] if name in names}
+    if own != part["pieces"].keys() or len(own) < len(names):
+        part.pop("plan", None)  # which is of other variables
     of = lambda key: key in own or str(key).rpartition("/part_")[0] in own  # noqa: E731
     kept = lambda table: {kind: {k: v for k, v in values.items() if of(k)} for kind, values in table.items()}  # noqa: E731
     part["pieces"] = {name: piece for name, piece in part["pieces"].items() if name in own}
     part["shared"] = {kind: [name for name in values if of(name)] for kind, values in part["shared"].items()}
     part["state"], part["ranks"] = kept(part["state"]), [kept(one) for one in part["ranks"]]
-    return saved_form.seal(part)
+    return saved_form.seal(part), len(own) == len(names) or not isinstance(saved, list)

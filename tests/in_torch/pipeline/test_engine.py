@@ -1,17 +1,23 @@
 """Pipelines from their making to their end."""
 
+import dataclasses
 import json
 import os
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import grace
 from grace.partition.plan import Plan
+from grace.partition.search import plan as search
+from grace.planner.network import Links
+from grace.torch.pipeline import dry
+from grace.torch.pipeline.planning import state_bytes
 from tests.support.pipelines import ROWS, alone, batch, loss_fn, made, piped, sgd
 from tests.support.pool import RankFailure
-from tests.support.pools import ranks_of
+from tests.support.pools import launched, ranks_of
 
 pytestmark = pytest.mark.ranks
 
@@ -46,7 +52,10 @@ def model_of(**settings):
         ({"microbatches": 0}, "microbatches must be a whole number of at least 1, not 0"),
         ({"inputs": "some"}, "inputs must be one of replica"),
         ({"plan": 3}, "plan= must be a file or a Plan"),
-        ({"stages": 1, "memory": 100.0}, "memory"),
+        ({"stages": 1, "memory": 100.0}, r"a rank of stage 0 \(linear to .*\) needs .* GB are missing"),
+        ({"compresor": "topk"}, "no option 'compresor': of a distributed optimizer's it takes op, "),
+        ({"backward_passes_per_step": 2}, r"accumulate under `with engine.no_sync\(\):`"),
+        ({"stages": {0, 1}}, "stages must be a whole number of at least 1, not 0"),
     ],
 )
 def test_what_cannot_work_is_refused(local, settings, message):
@@ -69,6 +78,83 @@ def test_optimizers_that_are_none_are_refused(local):
         grace.torch.Pipeline(made("Residual"), batch("Residual")[0], loss_fn, optimizer=lambda ps: None)
     with pytest.raises(grace.ConfigError, match=r"optimizer= left out 'head.bias'"):
         grace.torch.Pipeline(made("Residual"), batch("Residual")[0], loss_fn, optimizer=lambda ps: sgd(ps[:-1]))
+
+
+def test_other_frameworks_models_are_refused(local):
+    with pytest.raises(grace.ConfigError, match="not out of builtins's object: stages run on torch"):
+        grace.torch.Pipeline(object(), torch.ones(2, 2), loss_fn, optimizer=sgd)
+
+
+def over_others():
+    with pytest.raises(grace.ConfigError, match="which moves tensors between two ranks") as said:
+        model_of()
+    return str(said.value)
+
+
+@pytest.mark.parametrize("engine", ["horovodrun-gloo", "mpirun-mpi"])
+def test_other_engines_are_refused(engine):
+    for said in launched(engine, 2).run(over_others):
+        assert f"this run is over {'horovod' if 'horovod' in engine else 'mpi'}: call grace.init('torch')" in said
+
+
+def spread_or_late(spread):
+    """What it says of an optimizer that is spread over ranks, or cannot be made on one of them."""
+
+    def make(parameters):
+        if spread:
+            return ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1)
+        if grace.rank() == 1 and len(parameters) > 1:
+            raise ValueError("not here")
+        return sgd(parameters)
+
+    with pytest.raises((ValueError, grace.GraceError)) as caught:
+        grace.torch.Pipeline(made("Residual"), batch("Residual")[0], loss_fn, optimizer=make, stages=2, microbatches=2)
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+def test_optimizers_that_are_spread_over_ranks_are_refused():
+    spread = ranks_of(2).run(spread_or_late, True)
+    assert all("makes a ZeroRedundancyOptimizer" in said and "(ZeRO)" in said for said in spread)
+
+
+def test_what_fails_on_a_rank_fails_on_all():
+    said = ranks_of(2).run(spread_or_late, False)
+    assert said == ["RankError: rank 1 refused to start: not here", "ValueError: not here"]
+
+
+def test_optimizer_state_is_that_of_the_models_shapes():
+    model = nn.Linear(300, 200)
+    adafactor = state_bytes(lambda ps: torch.optim.Adafactor(ps), model.parameters())
+    assert adafactor == pytest.approx((300 + 200 + 200) / (300 * 200 + 200), rel=0.01)  # a row, a column, the bias
+    assert state_bytes(lambda ps: torch.optim.Adam(ps), model.parameters()) == 2.0
+    assert state_bytes(lambda ps: torch.optim.SGD(ps, lr=0.1), model.parameters()) == 0.0
+
+
+def ranged(settings):
+    engine = model_of(**settings)
+    return engine.plan.replicas, engine.plan.microbatches
+
+
+def of_a_dry_run(file):
+    model, (args, kwargs, target) = made("Residual"), batch("Residual")
+    if grace.rank() == 0:
+        search(dry.graph_of(model, (args, kwargs), dry=True), 2, ROWS, Links(1e9), stages=2, microbatches=2).save(file)
+    engine = model_of(plan=file)
+    engine.step(*args, target)
+    return engine.plan, engine.stage
+
+
+def test_a_plan_of_a_dry_run_is_run(tmp_path):
+    file = tmp_path / "plan.json"
+    (plan, first), (other, second) = ranks_of(2).run(of_a_dry_run, file)
+    assert plan == other
+    assert dataclasses.replace(plan, versions={}) == dataclasses.replace(Plan.load(file), versions={})
+    assert (first, second) == (0, 1)
+
+
+def test_numbers_may_be_ranges():
+    assert ranks_of(2).run(ranged, {"replicas": range(1, 2), "microbatches": {4}})[0] == ((1, 1), 4)
+    assert ranks_of(2).run(ranged, {"replicas": {2}, "microbatches": range(2, 4), "blocks": [2, 4]})[0] == ((2,), 2)
 
 
 def with_file(file, settings):

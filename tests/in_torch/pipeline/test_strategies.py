@@ -1,0 +1,115 @@
+"""Replicas of stages exchange by strategies: builders, documents, and ``auto``, which times each stage's exchange."""
+
+import copy
+
+import pytest
+import torch
+
+import grace
+from grace.core.variable import Variable
+from grace.partition.exchange import of_stage
+from grace.planner import driver
+from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
+from grace.torch.pipeline.exchange import documented
+from tests.support.pipelines import ROWS, batch, loss_fn, made, rows, sgd
+from tests.support.pools import ranks_of
+
+pytestmark = pytest.mark.ranks
+NAME = "TiedEmbedding"
+CUT = {"cuts": ["embedding"], "replicas": 2, "microbatches": 2}
+"""The embedding on one stage, and the head, which is the same parameter, on the other."""
+LARGE = {"match": {"ndim": 2}, "sync": {"type": "allgather"}, "compressor": "topk(ratio=0.3)", "memory": "residual"}
+RULES = {"version": 1, "rules": [LARGE, {"match": {}, "sync": {"type": "allreduce"}}]}
+LATE = {"version": 1, "rules": [{"match": {}, "sync": {"type": "reduce_broadcast", "destination": 1, "staleness": 1}}]}
+
+
+def engine_of(**settings):
+    args, kwargs, _ = batch(NAME)
+    return grace.torch.Pipeline(made(NAME), (args, kwargs), loss_fn, optimizer=sgd, **CUT, **settings)
+
+
+def steps(engine, numbers):
+    for step in numbers:
+        count, low = 2 * ROWS, ROWS * engine.replica
+        args, kwargs, target = rows(batch(NAME, step, count), low, low + ROWS, count)
+        engine.step(*args, target, **kwargs)
+
+
+def exchanged(settings):
+    engine = engine_of(**settings)
+    steps(engine, range(4))
+    return {key: p.detach().clone() for key, p in engine.parameters.items()}
+
+
+def whole(method="topk(ratio=0.3)"):
+    """A strategy for the whole model, on all ranks."""
+    part = ShardPlan(Sync("allgather"), method, "residual")
+    own = [Variable(name, tuple(p.shape)) for name, p in made(NAME).named_parameters()]
+    return Strategy(tuple(VariablePlan(variable, (part,)) for variable in own), world_size=4)
+
+
+def same_bits(answers):
+    for a, b in ((0, 1), (2, 3)):
+        assert all(torch.equal(value, answers[b][key]) for key, value in answers[a].items())
+    tied = [one["table.weight"] for one in answers]
+    assert all(torch.equal(tied[0], other) for other in tied)
+
+
+@pytest.mark.parametrize("strategy", ["parallax(compressor=qsgd)", "ps_load_balancing", RULES, LATE])
+def test_replicas_and_tied_copies_have_the_same_bits(strategy):
+    same_bits(ranks_of(4).run(exchanged, {"strategy": strategy}))
+
+
+def test_a_strategy_of_the_whole_model_is_its_methods():
+    expected = ranks_of(4).run(exchanged, {"compressor": "topk(ratio=0.3)", "communicator": "allgather"})
+    answers = ranks_of(4).run(exchanged, {"strategy": whole()})
+    same_bits(answers)
+    for one, other in zip(expected, answers, strict=True):
+        assert all(torch.equal(value, other[key]) for key, value in one.items())
+
+
+def test_documents_are_cut_for_stages_and_checked():
+    document = documented(whole(), ["table.weight", "middle.weight", "middle.bias"])
+    assert list(of_stage(document, ["middle.bias"])["variables"]) == ["middle.bias"]
+    with pytest.raises(grace.ConfigError, match=r"this one has no parameter 'middle\.weight'"):
+        documented(whole(), ["table.weight"])
+
+
+def planned(shorter):
+    """``auto`` until it has chosen, saved, and resumed."""
+    for name, number in shorter.items():
+        setattr(driver, name, number)
+    auto = {"strategy": "auto(methods=['topk(ratio=0.3)'])"}
+    engine = engine_of(**auto)
+    followed = engine.optimizer._grace.auto
+    for step in range(200):
+        steps(engine, [step])
+        if followed.plan is not None and followed.settled:
+            break
+    saved = engine.state_dict(), copy.deepcopy(engine.optimizer_state_dict())
+    chosen = engine.optimizer._grace.strategy.to_dict()
+    assert engine.plan.compressor == auto["strategy"]
+    steps(engine, range(2))
+    end = engine.state_dict()
+    again = engine_of(**auto)
+    again.load_state_dict(saved[0])
+    again.load_optimizer_state_dict(saved[1])
+    resumed = again.optimizer._grace
+    assert resumed.strategy.to_dict() == chosen
+    assert resumed.auto.settled
+    steps(again, range(2))
+    state = again.state_dict()
+    assert all(torch.equal(value, state[key]) for key, value in end.items())
+    waits = followed.timeline.forward
+    return {key: p.detach().clone() for key, p in again.parameters.items()}, chosen, waits, followed.plan is not None
+
+
+def test_auto_chooses_for_each_stage_and_resumes():
+    shorter = {"WARM": 1, "HELD": 3, "PLAIN": 3, "TIMED": 2, "ROUNDS": 1, "CHECKED": 2}
+    answers = ranks_of(4).run(planned, shorter)
+    same_bits([values for values, _, _, _ in answers])
+    for a, b, names in ((0, 1, ["table.weight"]), (2, 3, ["table.weight", "middle.weight", "middle.bias"])):
+        assert answers[a][1] == answers[b][1]
+        assert sorted(answers[a][1]["variables"]) == sorted(names)
+    assert all(done for _, _, _, done in answers)
+    assert all(waits < 1e-3 for _, _, waits, _ in answers)  # the schedule is no part of what is compared

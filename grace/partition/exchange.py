@@ -90,7 +90,8 @@ class Exchanges:
         costs = self._costs[id(network)]
         if self.strategy is not None and variables[0] is not LEAST:  # which no document has
             own = of_stage(self.strategy, [variable.name for variable in variables])
-            return [works(resolve(own, variables, Topology(["here"] * replicas)), costs)]
+            resources = None if isinstance(own, dict) and "name" not in own else ""  # not the launcher's, of all ranks
+            return [works(resolve(own, variables, Topology(["here"] * replicas), resources=resources), costs)]
         found = []
         for way in self.ways:
             if (way, replicas) not in self._made:

@@ -132,7 +132,8 @@ def test_exchanges_of_stages():
         Exchanges(costs, "topkk")
 
 
-def test_exchanges_by_strategies():
+def test_exchanges_by_strategies(monkeypatch):
+    monkeypatch.setenv("GRACE_RESOURCES", "of-all-ranks.yaml")  # which the launcher names
     costs, slow = Costs(Links(1e8), UsualCodecs()), Links(1e8)
     variables = [Variable("w", (1000, 1000)), Variable("b", (1000,))]
     sparse = {"sync": {"type": "allgather"}, "compressor": "topk(ratio=0.01)", "memory": "residual"}

@@ -179,10 +179,10 @@ def unscaled():
     return engine.state_dict()
 
 
-def half(name):
+def half(name, dtype):
     engine = engine_of(name, schedule="1f1b")
     args, kwargs = own_rows(engine, name, 0)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", dtype):
         loss = engine(*args, **kwargs)
     loss.backward()
     built = next(iter(engine._built.values()))
@@ -190,34 +190,35 @@ def half(name):
     return loss.item(), gradients(engine), sent
 
 
-def test_bf16_autocast_is_one_process():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_is_one_process(dtype):
     name = "Convolutional"
     model = made(name)
     args, _, target = batch(name)
     total = 0.0
     for low in (0, ROWS // 2):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", dtype):
             loss = loss_fn(model(args[0][low : low + ROWS // 2]), target[low : low + ROWS // 2]) / 2
         loss.backward()
         total += loss.item()
-    for got, own, sent in ranks_of(2).run(half, name):
+    for got, own, sent in ranks_of(2).run(half, name, dtype):
         assert got == pytest.approx(total, rel=1e-5)
         assert close(own, {key: p.grad for key, p in model.named_parameters()}, 1e-3)
-        assert torch.bfloat16 in sent
+        assert dtype in sent
 
 
 def with_inputs(inputs):
-    engine = engine_of("Residual", stages=2, inputs=inputs)
-    args, kwargs, target = batch("Residual", 0, 2 * ROWS)
+    engine = engine_of("Several", stages=2, inputs=inputs)
+    args, kwargs, target = batch("Several", 0, 2 * ROWS)
     if inputs == "rank0" and grace.rank():
-        args, target = (torch.empty(0),), torch.empty(0)
+        args, kwargs, target = torch.utils._pytree.tree_map(lambda _: torch.empty(0), (args, kwargs, target))
     loss = engine.step(*args, target, **kwargs)
     return loss.item(), engine.state_dict()
 
 
 @pytest.mark.parametrize("inputs", ["global", "rank0"])
 def test_the_whole_batch_may_be_given(inputs):
-    expected = alone("Residual", 1, 2, replicas=2)
+    expected = alone("Several", 1, 2, replicas=2)
     for loss, state in ranks_of(4).run(with_inputs, inputs):
         assert loss == pytest.approx(expected[0][0], rel=1e-5)
         assert close(state, expected[2])

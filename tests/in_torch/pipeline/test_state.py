@@ -70,6 +70,15 @@ def test_a_resumed_run_has_the_same_bits(name):
     assert all(equal(end, other) for other in ranks_of(4).run(resumed, name, state, settings))
 
 
+def test_stages_that_exchange_in_different_ways_resume_too():
+    early = {"sync": {"type": "allgather"}, "compressor": TOPK, "memory": "residual"}
+    late = {"sync": {"type": "allreduce"}, "compressor": "powersgd(rank=1)", "memory": "residual"}
+    rules = [{"match": {"name": "layers.[01].*"}, **early}, {"match": {"ndim": 2}, **late}, {"match": {}, **early}]
+    settings = {"cuts": ["relu_"], "strategy": {"version": 1, "rules": rules}}
+    (state, end, _, _) = ranks_of(4).run(saved, "Residual", settings)[0]
+    assert all(equal(end, other) for other in ranks_of(4).run(resumed, "Residual", state, settings))
+
+
 def test_the_state_loads_in_a_plain_program_and_on_another_plan():
     (state, end, _, _) = ranks_of(2).run(saved, "TiedEmbedding", {"stages": 2})[0]
     model = made("TiedEmbedding")

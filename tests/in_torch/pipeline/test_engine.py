@@ -13,7 +13,7 @@ import grace
 from grace.partition.plan import Plan
 from grace.partition.search import plan as search
 from grace.planner.network import Links
-from grace.torch.pipeline import dry
+from grace.torch.pipeline import dry, profile
 from grace.torch.pipeline.planning import state_bytes
 from tests.support.pipelines import ROWS, alone, batch, loss_fn, made, piped, sgd
 from tests.support.pool import RankFailure
@@ -133,6 +133,16 @@ def test_optimizer_state_is_that_of_the_models_shapes():
 def ranged(settings):
     engine = model_of(**settings)
     return engine.plan.replicas, engine.plan.microbatches
+
+
+def test_profiles_are_kept_on_disk(local, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(profile, "_memory", {})
+    model_of(profiles=False)
+    assert not profile.cache_file().exists()
+    monkeypatch.setattr(profile, "_memory", {})
+    model_of()
+    assert json.loads(profile.cache_file().read_text())["seconds"]
 
 
 def of_a_dry_run(file):

@@ -49,6 +49,18 @@ def test_identical_subgraphs_are_measured_once(tmp_path, monkeypatch):
     assert profile.measured(atoms, [x], file).keys() == first.keys()
 
 
+def test_what_more_ranks_take_is_measured_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr(profile, "_memory", {})
+    x, file = torch.ones(16, 64), tmp_path / "profiles.json"
+    atoms = Atoms(capture(layers(), (x,)))
+    for beside, count in ((1, 3), (2, 6), (2, 6)):
+        profile.measured(atoms, [x], file, beside)
+        assert len(json.loads(file.read_text())["seconds"]) == count
+    monkeypatch.setattr(profile, "_memory", {})
+    (tmp_path / "taken").write_text("")
+    assert profile.measured(atoms, [x], tmp_path / "taken" / "profiles.json")  # a cache that cannot be written is none
+
+
 def test_kept_bytes_are_those_of_distinct_storages():
     model, x = layers(), torch.ones(16, 64)
     kept = profile.kept_bytes(Atoms(capture(model, (x,))))

@@ -84,8 +84,8 @@ def planned(shorter):
     followed = engine.optimizer._grace.auto
     for step in range(200):
         steps(engine, [step])
-        if followed.plan is not None and followed.settled:
-            break
+        if all(engine.backend.allgather_object(followed.plan is not None and followed.settled)):
+            break  # stages try different numbers of candidates
     saved = engine.state_dict(), copy.deepcopy(engine.optimizer_state_dict())
     chosen = engine.optimizer._grace.strategy.to_dict()
     assert engine.plan.compressor == auto["strategy"]

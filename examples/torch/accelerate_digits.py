@@ -1,7 +1,7 @@
 """Train a small network on scikit-learn's digits with Accelerate. Two lines are Grace's: `# +`.
 
-accelerate launch --num_processes 2 examples/torch/accelerate_digits.py --compressor "topk(ratio=0.01)"
-torchrun --nproc-per-node 2 examples/torch/accelerate_digits.py
+torchrun --nproc-per-node 2 examples/torch/accelerate_digits.py --compressor "topk(ratio=0.01)"
+accelerate launch --multi_gpu --num_processes 2 examples/torch/accelerate_digits.py      # on GPUs
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Train a small network on scikit-learn's digits with Lightning. Two lines are Grace's: `# +`.
 
-python examples/torch/lightning_digits.py --devices 2 --compressor "topk(ratio=0.01)"
-torchrun --nproc-per-node 2 examples/torch/lightning_digits.py --devices 2
+torchrun --nproc-per-node 2 examples/torch/lightning_digits.py --devices 2 --compressor "topk(ratio=0.01)"
+python examples/torch/lightning_digits.py --devices 2        # Lightning starts the other rank
 """
 
 import argparse

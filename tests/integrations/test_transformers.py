@@ -207,6 +207,11 @@ def otherwise(folder: Path) -> None:
                     resumed.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
             else:
                 resumed.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
+        made = trainer(folder, own := callback(), max_steps=1)
+        made.model_init = lambda: gpt()  # a new model, and so a new hook, for each train()
+        for _ in range(2):
+            made.train()
+            assert own.state.exchanger.context.step == 1
         compiled = trainer(folder, own := callback(), max_steps=2, torch_compile=True, torch_compile_backend="eager")
         compiled.train()
         assert not any("_orig_mod" in name for name in kept(own.state))

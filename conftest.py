@@ -14,6 +14,7 @@ MODULES = {
         "grace/bench/*/*tensorflow*",
     ],
     "horovod": ["grace/backends/horovod_*.py", "grace/torch/horovod.py", "grace/torch/elastic.py"],
+    "triton": ["grace/kernels/triton/*"],
     "mpi4py": ["grace/backends/mpi.py"],
     **{name: [f"grace/integrations/{name}.py"] for name in ("transformers", "lightning", "accelerate")},
     "pydantic": ["grace/strategy/*", "grace/launch/*"],

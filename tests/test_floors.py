@@ -33,8 +33,9 @@ IN_BENCH = [
     ["cli"],
 ]
 BENCH_FLOOR = {room: i for i, rooms in enumerate(IN_BENCH) for room in rooms}
-FRAMEWORKS = {"torch", "tensorflow", "keras", "horovod"}
-THEIR_ROOMS = ("torch/", "tensorflow/", "integrations/", "kernels/torch/", "kernels/tensorflow/", "bench/")
+FRAMEWORKS = {"torch", "triton", "tensorflow", "keras", "horovod"}
+IN_KERNELS = ("kernels/torch/", "kernels/triton/", "kernels/tensorflow/")
+THEIR_ROOMS = ("torch/", "tensorflow/", "integrations/", "bench/", *IN_KERNELS)
 THEIR_FILES = {"backends/torch_distributed.py", "backends/horovod_torch.py", "backends/horovod_tensorflow.py"}
 
 

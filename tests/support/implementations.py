@@ -10,10 +10,16 @@ import torch
 from grace.kernels.fused.primitives import FusedKernels
 from grace.kernels.torch.fused import FusedTorchKernels
 from grace.kernels.torch.primitives import TorchKernels
+from grace.kernels.triton.availability import missing
 from tests.support.data import REFERENCE, SMALLEST, TINY
 from tests.support.pairwise import pairwise
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether this process runs Triton's kernels one by one in NumPy: then they are what is tested, and nothing else."""
+
 try:
+    if INTERPRETED:  # and TensorFlow is not loaded
+        raise ImportError
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     import tensorflow as tf
 
@@ -125,8 +131,16 @@ OTHERS = [
 """Every implementation that must equal the reference."""
 if torch.cuda.is_available():
     OTHERS.append(pytest.param(Implementation(TorchKernels(), "cuda"), id="cuda"))
+    if not missing():
+        from grace.kernels.triton.primitives import TritonKernels
 
-if tf is None:
+        OTHERS.append(pytest.param(Implementation(TritonKernels(), "cuda"), id="triton"))
+
+if INTERPRETED:
+    from grace.kernels.triton.primitives import TritonKernels
+
+    OTHERS = [pytest.param(Implementation(TritonKernels(), "cpu"), id="triton")]
+elif tf is None:
     OTHERS.append(pytest.param(None, id="tensorflow", marks=pytest.mark.skip(reason="TensorFlow is not installed")))
 else:
     from grace.kernels.tensorflow import fused

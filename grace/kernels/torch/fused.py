@@ -2,6 +2,7 @@
 
 import functools
 import math
+import warnings
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from grace.kernels.contract.primitives import NARROW, Kernels
 from grace.kernels.fused.availability import missing
 from grace.kernels.torch.primitives import DTYPES, NAMES, TorchKernels
+from grace.kernels.triton.availability import missing as triton_missing
 
 HALVES = (torch.float16, torch.bfloat16)
 IN_CACHE = 1 << 16  # elements below which torch's temporary tensors cost nothing
@@ -173,6 +175,22 @@ _PLAIN, _FUSED = TorchKernels(), FusedTorchKernels()
 _USE_FUSED = not missing()
 
 
+@functools.cache
+def _triton_kernels(device: torch.device) -> Kernels:
+    """Those of a GPU: Triton's, if they work there."""
+    if triton_missing():
+        return _PLAIN
+    from grace.kernels.triton.primitives import KERNELS, trouble
+
+    if why := trouble(device):
+        warnings.warn(f"Triton does not work on {device}, so Grace takes torch's operations: {why}", stacklevel=2)
+    return _PLAIN if why else KERNELS
+
+
 def kernels_of_tensor(tensor: torch.Tensor) -> Kernels:
-    """Fused kernels for CPU tensors when Numba is installed (and GRACE_FUSED is not 0), else plain ones."""
-    return _FUSED if _USE_FUSED and tensor.device.type == "cpu" else _PLAIN
+    """Fused kernels for CPU tensors when Numba is installed, Triton's for GPUs when that is, and plain ones else, and
+    where GRACE_FUSED is 0."""
+    kind = tensor.device.type
+    if kind == "cpu":
+        return _FUSED if _USE_FUSED else _PLAIN
+    return _triton_kernels(tensor.device) if kind == "cuda" else _PLAIN

@@ -1,0 +1,1 @@
+"""The kernels for torch tensors on GPUs, written in Triton."""

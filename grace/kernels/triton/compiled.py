@@ -1,0 +1,219 @@
+"""What compilers make of the kernels, on a machine without a GPU: ``python -m grace.kernels.triton.compiled``.
+
+Every method is called with tensors on the meta device; the launches that it would make are written down, compiled for
+a GPU that need not be there, and what came out is read: registers, spills, local and shared memory, vector loads.
+"""
+
+import contextlib
+import io
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from grace.kernels.random import Stream
+from grace.kernels.triton.launching import Launch, recorded
+from grace.kernels.triton.primitives import TritonKernels
+from grace.kernels.triton.sparsification import counted, placed
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+"""NVIDIA's A100, H100 and B200, and AMD's MI300."""
+TYPES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int32: "i32",
+    torch.uint32: "u32",
+    torch.uint8: "u8",
+}
+N = 1 << 24
+"""Elements of the tensors that are pretended."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a compiler made of one launch.
+
+    Attributes:
+        kernel, target: whose, for what.
+        registers: of 32 bits, a thread.
+        spilled: bytes (NVIDIA) or registers (AMD) that did not fit and are written to memory.
+        local: bytes of a thread's own memory.
+        shared: bytes of a program's.
+        widest: bytes of the widest load from memory.
+        text: the assembly.
+    """
+
+    kernel: str
+    target: str
+    registers: int
+    spilled: int
+    local: int
+    shared: int
+    widest: int
+    text: str
+
+    @property
+    def inexact(self) -> str:
+        """An instruction that gives other bits than the reference, if there is one: a product and a sum in one, an
+        approximate division or root, or one that takes the smallest numbers for zeros."""
+        if "gfx" not in self.target:
+            found = re.search(r"\bfma\.rn\S*|\b(div|sqrt|rcp)\.(full|approx)\S*|\S+\.ftz\S*", self.text)
+        elif "v_div_fixup_f32" in self.text:  # an exact division has products and sums in one
+            found = re.search(r"float_denorm_mode_32 [012]\b", self.text)
+        else:
+            found = re.search(r"\bv_(pk_)?(fma|fmac|mac|mad)_f32\S*|float_denorm_mode_32 [012]\b", self.text)
+        return found[0] if found else ""
+
+
+def calls() -> dict[str, Callable[[TritonKernels], Any]]:
+    """Each method, called as compressors call it."""
+    x, half, codes = _meta(N), _meta(N, torch.float16), _meta(N, torch.uint8)
+    scales, one, places = _meta(N // 512), _meta(1), _meta(N // 128, torch.int32)
+    stream, table = Stream(1), _meta(256)
+    return {
+        "all_finite": lambda k: k.all_finite(x),
+        "combine": lambda k: k.combine(0.9, x, 1.0, x),
+        "add": lambda k: k.add(x, half),
+        "divide to 16 bits": lambda k: k.divide(half, x, 3),
+        "divide": lambda k: k.divide(x, half, 3),
+        "signs": lambda k: k.signs(x),
+        "mean_abs": lambda k: k.mean_abs(x),
+        "max_abs": lambda k: k.max_abs(x),
+        "side_means": lambda k: k.side_means(x),
+        "clip_deviation": lambda k: k.clip_deviation(x, 2.5),
+        "random_bits": lambda k: k.random_bits(stream, N, x),
+        "uniform": lambda k: k.uniform(stream, N, x),
+        "quantize by l2 norms": lambda k: k.quantize(x, 127, 512, "l2", stream),
+        "quantize": lambda k: k.quantize(x, 127, 512, "max", stream),
+        "quantize odd buckets": lambda k: k.quantize(x, 127, 37, "max", stream),
+        "quantize one bucket": lambda k: k.quantize(x, 1, N, "max", stream),
+        "quantize to the nearest": lambda k: k.quantize(x, 7, 64, "max", None),
+        "dequantize": lambda k: k.dequantize(x, codes, scales, 127, 512, 0.5),
+        "round_float8": lambda k: k.round_float8(x, 512, None),
+        "add_float8": lambda k: k.add_float8(x, codes, scales, 512, 0.5),
+        "round_powers": lambda k: k.round_powers(x, stream),
+        "add_powers": lambda k: k.add_powers(x, codes, 0.5),
+        "rotate": lambda k: k.rotate(x),
+        "bucketize": lambda k: k.bucketize(x, one, _meta(255)),
+        "add_table": lambda k: k.add_table(x, codes, 8, table, one, 0.5),
+        "pack to 4 bits": lambda k: k.pack(codes, 4),
+        "unpack of 4 bits": lambda k: k.unpack(codes[: N // 2], 4, N),
+        "pack_signs": lambda k: k.pack_signs(x),
+        "add_signs": lambda k: k.add_signs(x, codes[: N // 8], one, 0.5),
+        "topk": lambda k: k.topk(x, N // 128),
+        "random_indices": lambda k: k.random_indices(stream, N, N // 128, x),
+        "sample_indices": lambda k: k.sample_indices(stream, N, N // 128, x),
+        "above": lambda k: placed(x, 1.0, counted(x, 1.0), N // 128),  # between which the count is read back
+        "where_code": lambda k: placed(codes, 2, counted(codes, 2), N // 128),
+        "bitmap": lambda k: k.bitmap(places, N),
+        "scatter_add": lambda k: k.scatter_add(x, places, _meta(N // 128), 0.5),
+        "zero_at": lambda k: k.zero_at(x, places),
+        "add_at": lambda k: k.add_at(x, places, one, 0.5),
+    }
+
+
+def launches() -> dict[str, list[Launch]]:
+    """What each of them launches."""
+    found, kernels = {}, TritonKernels()
+    for name, call in calls().items():
+        with recorded() as found[name]:
+            call(kernels)
+    return found
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """In this context :func:`compiled` compiles anew, into a folder that goes again."""
+    knobs = triton.knobs
+    with tempfile.TemporaryDirectory() as folder, knobs.cache.scope(), knobs.nvidia.scope():
+        knobs.cache.dir, knobs.nvidia.dump_ptxas_log = folder, True
+        yield
+
+
+def compiled(launch: Launch, target: str) -> Compiled:
+    """A launch's kernel as it is compiled for a target, with what is known of its arguments when it is launched."""
+    names, signature, constants, known = launch.kernel.arg_names, {}, {}, {}
+    for place, (name, arg) in enumerate(zip(names, launch.args, strict=False)):
+        chosen = launch.kernel.params[place].do_not_specialize
+        if isinstance(arg, torch.Tensor):
+            signature[name], known[place,] = f"*{TYPES[arg.dtype]}", [["tt.divisibility", 16]]
+        elif arg is None or (arg == 1 and isinstance(arg, int) and not chosen):
+            signature[name], constants[name] = "constexpr", arg
+        elif isinstance(arg, float):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32"
+            if arg % 16 == 0 and not chosen:
+                known[place,] = [["tt.divisibility", 16]]
+    for name in names[len(launch.args) :]:
+        signature[name], constants[name] = "constexpr", launch.constants[name]
+    options = {name: value for name, value in launch.constants.items() if name not in names}
+    log = io.StringIO()
+    with contextlib.redirect_stdout(log):
+        source = ASTSource(launch.kernel, signature, constants, known)
+        made = triton.compile(source, target=TARGETS[target], options=options)
+    read = _nvidia if "ptx" in made.asm else _amd
+    return Compiled(launch.kernel.__name__, target, shared=made.metadata.shared, **read(made.asm, log.getvalue()))
+
+
+def _meta(n: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(n, dtype=dtype, device="meta")
+
+
+def _nvidia(asm: Any, log: str) -> dict[str, Any]:
+    def number(pattern: str) -> int:
+        return sum(map(int, re.findall(pattern, log)))
+
+    loads = re.findall(r"ld\.global\S*?(?:\.v(\d))?\.[bfus](\d+)\b", asm["ptx"])
+    return {
+        "registers": number(r"Used (\d+) registers"),
+        "spilled": number(r"(\d+) bytes spill stores"),
+        "local": number(r"(\d+) bytes stack frame"),
+        "widest": max((int(vector or 1) * int(bits) // 8 for vector, bits in loads), default=0),
+        "text": asm["ptx"],
+    }
+
+
+def _amd(asm: Any, log: str) -> dict[str, Any]:
+    text = asm["amdgcn"]
+
+    def number(name: str) -> int:
+        return sum(map(int, re.findall(rf"\.{name}: +(\d+)", text)))
+
+    loads = re.findall(r"(?:global|buffer)_load_(ubyte|ushort|dword)(?:x(\d))?", text)
+    widths = {"ubyte": 1, "ushort": 2, "dword": 4}
+    return {
+        "registers": number("vgpr_count"),
+        "spilled": number("vgpr_spill_count") + number("sgpr_spill_count"),
+        "local": number("private_segment_fixed_size"),
+        "widest": max((widths[kind] * int(many or 1) for kind, many in loads), default=0),
+        "text": text,
+    }
+
+
+def main() -> None:
+    """Print the table of BENCHMARKS.md."""
+    print(f"| kernel | {' | '.join(TARGETS)} |\n| --- | {' | '.join('---' for _ in TARGETS)} |")
+    with compiling():
+        for name, made in launches().items():
+            for launch in made:
+                row = [compiled(launch, target) for target in TARGETS]
+                cells = [f"{one.registers}, {one.spilled + one.local}, {one.shared:,}, {one.widest}" for one in row]
+                print(f"| `{row[0].kernel}` of {name} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""How kernels are launched: on the device of their tensors, or only written down, to be compiled for another."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+BLOCK = 1024
+"""Elements of a program of most kernels: 8 of each thread, two 16-byte loads."""
+FEWER = BLOCK // 2
+"""Where 8 would not fit into registers."""
+
+
+@dataclass
+class Launch:
+    """One launch of a kernel that was written down.
+
+    Attributes:
+        kernel: what ``triton.jit`` made.
+        programs: how many of it are started.
+        args: its arguments, by position.
+        constants: those that are known when it is compiled, and the compiler's options.
+    """
+
+    kernel: Any
+    programs: int
+    args: tuple[Any, ...]
+    constants: dict[str, Any]
+
+
+_RECORD: list[Launch] | None = None
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """In this context launches are written down instead of made: tensors may be on the meta device."""
+    global _RECORD
+    before, _RECORD = _RECORD, []
+    try:
+        yield _RECORD
+    finally:
+        _RECORD = before
+
+
+def launch(kernel: Any, programs: int, *args: Any, warps: int = 4, **constants: Any) -> None:
+    """Start ``programs`` of a kernel on the device of its first argument.
+
+    A product and a sum are rounded one after the other, as everywhere, so that all devices compute the same bits.
+    """
+    options = {"num_warps": warps, "enable_fp_fusion": False}
+    if _RECORD is not None:
+        _RECORD.append(Launch(kernel, programs, args, {**constants, **options}))
+    elif programs:
+        with torch.cuda.device_of(args[0]):  # nothing, of a tensor on a CPU
+            kernel[(programs,)](*args, **constants, **options)
+
+
+def signed(word: int) -> int:
+    """A 32-bit word as the int32 of the same bits, so that its size does not choose its type.
+
+    >>> signed(0xFFFFFFFF), signed(7)
+    (-1, 7)
+    """
+    return word - (1 << 32) if word >= 1 << 31 else word

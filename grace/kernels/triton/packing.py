@@ -1,0 +1,104 @@
+"""Kernels that pack codes and signs into streams of bits, and read them."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def pack(out, codes, n, size, BITS: tl.constexpr, GROUPS: tl.constexpr):
+    """8 codes of a group are BITS bytes."""
+    first = tl.program_id(0).to(tl.int64) * GROUPS
+    group, lane = tl.arange(0, GROUPS), tl.arange(0, 8)
+    place = group[:, None] * 8 + lane[None, :]
+    code = tl.load(codes + first * 8 + place, mask=place < n - first * 8, other=0).to(tl.int64)
+    word = tl.sum(code << (lane * BITS).to(tl.int64)[None, :], 1)
+    byte = group[:, None] * BITS + lane[None, :]
+    inside = (lane < BITS)[None, :] & (byte < size - first * BITS)
+    tl.store(out + first * BITS + byte, (word[:, None] >> (lane * 8).to(tl.int64)[None, :]).to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def code_at(packed, place, inside, size, BITS: tl.constexpr):
+    """The codes at these places of a stream of ``size`` bytes (int32)."""
+    if BITS == 8:
+        return tl.load(packed + place, mask=inside, other=0).to(tl.int32)
+    byte, shift = place * BITS // 8, (place * BITS % 8).to(tl.int32)
+    word = tl.load(packed + byte, mask=inside, other=0).to(tl.int32)
+    if 8 % BITS != 0:  # a code may lie in two bytes
+        word |= tl.load(packed + byte + 1, mask=inside & (byte + 1 < size), other=0).to(tl.int32) << 8
+    return (word >> shift) & ((1 << BITS) - 1)
+
+
+@triton.jit
+def unpack(out, packed, n, size, BITS: tl.constexpr, N: tl.constexpr):
+    base = tl.program_id(0).to(tl.int64) * N  # a multiple of 8 codes, and so of whole bytes
+    place = tl.arange(0, N)
+    inside = place < n - base
+    code = code_at(packed + base // 8 * BITS, place, inside, size - base // 8 * BITS, BITS)
+    tl.store(out + base + place, code.to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def pack_signs(out, x, n, WORDS: tl.constexpr):
+    """32 signs a word."""
+    first = tl.program_id(0).to(tl.int64) * WORDS
+    word, lane = tl.arange(0, WORDS), tl.arange(0, 32)
+    place = word[:, None] * 32 + lane[None, :]
+    inside = place < n - first * 32
+    value = tl.load(x + first * 32 + place, mask=inside, other=-1.0)
+    bits = (value >= 0).to(tl.int32) << lane[None, :]
+    tl.store(out + first + word, tl.sum(bits, 1), mask=word * 32 < n - first * 32)
+
+
+@triton.jit
+def add_signs(out, packed, scale, n, weight, N: tl.constexpr):
+    base = tl.program_id(0).to(tl.int64) * N
+    place = tl.arange(0, N)
+    inside = place < n - base
+    amount = weight
+    if scale is not None:
+        amount = weight * tl.load(scale)
+    kept = tl.load(out + base + place, mask=inside, other=0)
+    byte = tl.load(packed + base // 8 + place // 8, mask=inside, other=0).to(tl.int32)
+    tl.store(out + base + place, kept + tl.where((byte >> place % 8) & 1 == 1, amount, -amount), mask=inside)
+
+
+@triton.jit
+def add_table(out, packed, table, scale, n, size, entries, weight, BITS: tl.constexpr, N: tl.constexpr):
+    """Codes beyond the table add nothing."""
+    base = tl.program_id(0).to(tl.int64) * N
+    place = tl.arange(0, N)
+    inside = place < n - base
+    amount = weight
+    if scale is not None:
+        amount = weight * tl.load(scale)
+    code = code_at(packed + base // 8 * BITS, place, inside, size - base // 8 * BITS, BITS)
+    kept = tl.load(out + base + place, mask=inside, other=0)
+    value = tl.load(table + code, mask=inside & (code < entries), other=0)
+    tl.store(out + base + place, kept + value * amount, mask=inside)
+
+
+@triton.jit
+def bucketize(out, x, scale, edges, count, n, N: tl.constexpr):
+    """How many of at most 255 edges are below each number; all of them below NaN, as a sort has it."""
+    base = tl.program_id(0).to(tl.int64) * N
+    place = tl.arange(0, N)
+    inside = place < n - base
+    divisor = tl.load(scale)
+    divisor = tl.where(divisor > 0, divisor, 1.0)
+    value = tl.load(x + base + place, mask=inside, other=0)
+    value = tl.div_rn(value, tl.full([N], 0, tl.float32) + divisor)
+    below = tl.zeros([N], tl.int32)
+    for half in tl.static_range(8):
+        middle = below + (128 >> half)
+        edge = tl.load(edges + middle - 1, mask=inside & (middle <= count), other=0)
+        below = tl.where((middle <= count) & ((edge < value) | (value != value)), middle, below)
+    tl.store(out + base + place, below.to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def set_bits(words, indices, k, n, N: tl.constexpr):
+    """Bits at these places below n of words that are zero."""
+    place = tl.program_id(0) * N + tl.arange(0, N)
+    index = tl.load(indices + place, mask=place < k, other=-1)
+    tl.atomic_or(words + index // 32, 1 << (index & 31), mask=(index >= 0) & (index < n))

@@ -1,0 +1,135 @@
+"""The random numbers of :mod:`grace.kernels.random` inside kernels: the same integers, made where they are used."""
+
+import triton
+import triton.language as tl
+
+from grace.kernels.random import FEISTEL_ROUNDS, MULTIPLIERS, ROUNDS, WEYL, Stream, feistel_bits
+from grace.kernels.triton.launching import signed
+
+_M0, _M1 = tl.constexpr(MULTIPLIERS[0]), tl.constexpr(MULTIPLIERS[1])
+_W0, _W1 = tl.constexpr(WEYL[0]), tl.constexpr(WEYL[1])
+_ROUNDS, _FEISTEL_ROUNDS = tl.constexpr(ROUNDS), tl.constexpr(FEISTEL_ROUNDS)
+
+WORDS = ("key_low", "key_high", "step", "draw")
+"""Arguments of kernels that change at every step, so that none is compiled for their values."""
+
+
+def words_of(stream: Stream) -> tuple[int, ...]:
+    """A stream as the four arguments of a kernel."""
+    return tuple(signed(word) for word in stream.words)
+
+
+def walk_of(stream: Stream, n: int) -> tuple[int, ...]:
+    """What :func:`walked` takes of the permutation of n indices."""
+    return (*words_of(stream.permuting()), *feistel_bits(n))
+
+
+@triton.jit
+def philox(c0, c1, c2, c3, k0, k1):
+    """The four words of each block (uint32)."""
+    for _ in tl.static_range(_ROUNDS):
+        high0, high1 = (
+            tl.umulhi(c0, tl.full(c0.shape, _M0, tl.uint32)),
+            tl.umulhi(c2, tl.full(c2.shape, _M1, tl.uint32)),
+        )
+        low0, low1 = c0 * tl.full(c0.shape, _M0, tl.uint32), c2 * tl.full(c2.shape, _M1, tl.uint32)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = k0 + tl.full([], _W0, tl.uint32), k1 + tl.full([], _W1, tl.uint32)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def blocks(block, key_low, key_high, step, draw):
+    """The four words of blocks with these numbers (int64)."""
+    low, high = block.to(tl.uint32), (block >> 32).to(tl.uint32)
+    step, draw = (
+        tl.full(low.shape, 0, tl.uint32) + step.to(tl.uint32),
+        tl.full(low.shape, 0, tl.uint32) + draw.to(tl.uint32),
+    )
+    return philox(low, high, step, draw, key_low.to(tl.uint32), key_high.to(tl.uint32))
+
+
+@triton.jit
+def row_of_words(first, key_low, key_high, step, draw, N: tl.constexpr):
+    """N consecutive words, from element ``first`` on, a multiple of 4: all four of each block are used."""
+    a, b, c, d = blocks(first // 4 + tl.arange(0, N // 4), key_low, key_high, step, draw)
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [N])
+
+
+@triton.jit
+def rows_of_words(first, key_low, key_high, step, draw, ROWS: tl.constexpr, COLS: tl.constexpr, FOURS: tl.constexpr):
+    """A row of COLS consecutive words from each element of ``first`` on; FOURS: these are multiples of 4."""
+    if FOURS:
+        a, b, c, d = blocks((first // 4)[:, None] + tl.arange(0, COLS // 4)[None, :], key_low, key_high, step, draw)
+        return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [ROWS, COLS])
+    element = first[:, None] + tl.arange(0, COLS)[None, :]
+    a, b, c, d = blocks(element // 4, key_low, key_high, step, draw)
+    word = element % 4
+    return tl.where(word == 0, a, tl.where(word == 1, b, tl.where(word == 2, c, d)))
+
+
+@triton.jit
+def uniform(words):
+    """Multiples of 2**-24 in [0, 1)."""
+    return (words >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+
+
+@triton.jit
+def permuted(index, key_low, key_high, step, draw, left_bits, right_bits):
+    """The images of indices (uint32) under the Feistel permutation of its whole domain."""
+    one = tl.full([], 1, tl.uint32)
+    key_low, key_high = key_low.to(tl.uint32), key_high.to(tl.uint32)
+    zero = tl.full(index.shape, 0, tl.uint32)
+    step, draw = zero + step.to(tl.uint32), zero + draw.to(tl.uint32)
+    left_bits, right_bits = left_bits.to(tl.uint32), right_bits.to(tl.uint32)
+    left, right = index >> right_bits, index & ((one << right_bits) - 1)
+    for number in tl.static_range(_FEISTEL_ROUNDS):
+        mixed, _, _, _ = philox(right, zero + number, step, draw, key_low, key_high)
+        left, right = right, left ^ (mixed & ((one << left_bits) - 1))
+        left_bits, right_bits = right_bits, left_bits
+    return (left << right_bits) | right
+
+
+@triton.jit
+def walked(index, n, key_low, key_high, step, draw, left_bits, right_bits):
+    """Indices below n walked through the permutation until they are below n again."""
+    index = permuted(index, key_low, key_high, step, draw, left_bits, right_bits)
+    outside = index >= n
+    while tl.max(outside.to(tl.int32), 0) > 0:
+        index = tl.where(outside, permuted(index, key_low, key_high, step, draw, left_bits, right_bits), index)
+        outside = index >= n
+    return index
+
+
+@triton.jit(do_not_specialize=WORDS)
+def write_words(out, n, key_low, key_high, step, draw, N: tl.constexpr):
+    base = tl.program_id(0).to(tl.int64) * N
+    place = tl.arange(0, N)
+    words = row_of_words(base, key_low, key_high, step, draw, N)
+    tl.store(out + base + place, words, mask=place < n - base)
+
+
+@triton.jit(do_not_specialize=WORDS)
+def write_uniform(out, n, key_low, key_high, step, draw, N: tl.constexpr):
+    base = tl.program_id(0).to(tl.int64) * N
+    place = tl.arange(0, N)
+    words = row_of_words(base, key_low, key_high, step, draw, N)
+    tl.store(out + base + place, uniform(words), mask=place < n - base)
+
+
+@triton.jit(do_not_specialize=(*WORDS, "left_bits", "right_bits"))
+def write_walked(out, n, k, key_low, key_high, step, draw, left_bits, right_bits, N: tl.constexpr):
+    place = tl.program_id(0) * N + tl.arange(0, N)
+    given = tl.where(place < k, place, 0).to(tl.uint32)
+    walked_to = walked(given, n.to(tl.uint32), key_low, key_high, step, draw, left_bits, right_bits)
+    tl.store(out + place, walked_to.to(tl.int32), mask=place < k)
+
+
+@triton.jit(do_not_specialize=WORDS)
+def write_samples(out, n, k, key_low, key_high, step, draw, N: tl.constexpr):
+    """One index of each of k slices of [0, n)."""
+    base = tl.program_id(0).to(tl.int64) * N
+    place = base + tl.arange(0, N)
+    words = row_of_words(base, key_low, key_high, step, draw, N).to(tl.int64)
+    start, stop = place * n // k, (place + 1) * n // k
+    tl.store(out + place, (start + ((stop - start) * words >> 32)).to(tl.int32), mask=place < k)

@@ -1,0 +1,163 @@
+"""Kernels that find elements: the largest ones by their digits, those above a threshold, and places in tensors."""
+
+import triton
+import triton.language as tl
+
+from grace.kernels.triton.arithmetic import magnitude_bits
+
+DIGITS = tl.constexpr(256)
+"""Magnitudes have 31 bits: digits of 8, 8, 8 and 7."""
+
+
+@triton.jit
+def digit_of(counts, k, BINS: tl.constexpr):
+    """The digit of the k-th largest of which there are so many of each digit, and its rank among those of its digit."""
+    from_here = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts  # this digit or a larger one
+    bins = tl.arange(0, BINS)
+    digit = tl.max(tl.where(from_here >= k, bins, 0), 0)
+    above = tl.sum(tl.where(bins > digit, counts, 0), 0)
+    return digit, k - above
+
+
+@triton.jit
+def narrowed(counts, state, k, PASS: tl.constexpr):
+    """The upper digits of the k-th largest that are known before a pass, and its rank among those that have them."""
+    prefix, rank = tl.full([], 0, tl.int32), k.to(tl.int32)
+    if PASS > 0:
+        if PASS > 1:
+            prefix, rank = tl.load(state + 2 * PASS - 2), tl.load(state + 2 * PASS - 1)
+        found = tl.load(counts + (PASS - 1) * DIGITS + tl.arange(0, DIGITS))
+        digit, rank = digit_of(found, rank, DIGITS)
+        prefix = prefix * DIGITS + digit
+        if tl.program_id(0) == 0:
+            tl.store(state + 2 * PASS, prefix)
+            tl.store(state + 2 * PASS + 1, rank)
+    return prefix, rank
+
+
+@triton.jit
+def count_digits(counts, state, x, n, k, steps, PASS: tl.constexpr, N: tl.constexpr):
+    """Count one digit of those elements whose upper digits are those of the k-th largest."""
+    prefix, _ = narrowed(counts, state, k, PASS)
+    base = tl.program_id(0).to(tl.int64) * steps * N
+    place = tl.arange(0, N)
+    shift: tl.constexpr = 23 - 8 * PASS
+    found = tl.zeros([DIGITS], tl.int32)
+    for step in range(steps):
+        inside = place < n - base - step * N
+        bits = magnitude_bits(tl.load(x + base + step * N + place, mask=inside, other=0))
+        if PASS > 0:
+            inside = inside & ((bits >> (shift + 8)) == prefix)
+        found += tl.histogram((bits >> shift) & (DIGITS - 1), DIGITS, mask=inside)
+    tl.atomic_add(counts + PASS * DIGITS + tl.arange(0, DIGITS), found, mask=found > 0)
+
+
+@triton.jit
+def count_last(rows, above, counts, state, x, n, k, steps, N: tl.constexpr):
+    """The last 7 bits, counted by each program for itself, and how many elements are larger by their upper digits."""
+    prefix, _ = narrowed(counts, state, k, 3)
+    base = tl.program_id(0).to(tl.int64) * steps * N
+    place = tl.arange(0, N)
+    found = tl.zeros([128], tl.int32)
+    larger = tl.zeros([N], tl.int32)
+    for step in range(steps):
+        inside = place < n - base - step * N
+        bits = magnitude_bits(tl.load(x + base + step * N + place, mask=inside, other=0))
+        larger += (inside & ((bits >> 7) > prefix)).to(tl.int32)
+        found += tl.histogram(bits & 127, 128, mask=inside & ((bits >> 7) == prefix))
+    tl.store(rows + tl.program_id(0) * 128 + tl.arange(0, 128), found)
+    tl.store(above + tl.program_id(0), tl.sum(larger, 0))
+
+
+@triton.jit
+def place_programs(starts, ties, state, rows, above, programs, P: tl.constexpr):
+    """What is taken whole, and from where each program writes: larger elements first counted, then equal ones."""
+    prefix, rank = tl.load(state + 6), tl.load(state + 7)
+    bins, program = tl.arange(0, 128), tl.arange(0, P)
+    counts = tl.zeros([128], tl.int32)
+    for low in range(0, programs, P):
+        at = (low + program)[:, None] * 128 + bins[None, :]
+        counts += tl.sum(tl.load(rows + at, mask=(low + program < programs)[:, None], other=0), 0)
+    digit, rank = digit_of(counts, rank, 128)
+    tl.store(state + 8, prefix * 128 + digit)
+    tl.store(state + 9, rank)
+    started, tied = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+    for low in range(0, programs, P):
+        here = low + program < programs
+        at = (low + program)[:, None] * 128 + bins[None, :]
+        found = tl.load(rows + at, mask=here[:, None], other=0)
+        larger = tl.load(above + low + program, mask=here, other=0)
+        larger += tl.sum(tl.where((bins > digit)[None, :], found, 0), 1)
+        equal = tl.sum(tl.where((bins == digit)[None, :], found, 0), 1)
+        tl.store(starts + low + program, started + tl.cumsum(larger, 0) - larger, mask=here)
+        tl.store(ties + low + program, tied + tl.cumsum(equal, 0) - equal, mask=here)
+        started, tied = started + tl.sum(larger, 0), tied + tl.sum(equal, 0)
+
+
+@triton.jit
+def write_largest(out, starts, ties, state, x, n, steps, N: tl.constexpr):
+    """The places of the k largest, ascending; of those equal to the smallest of them the first ones."""
+    threshold, rank = tl.load(state + 8), tl.load(state + 9)
+    larger_before, tied_before = tl.load(starts + tl.program_id(0)), tl.load(ties + tl.program_id(0))
+    base = tl.program_id(0).to(tl.int64) * steps * N
+    place = tl.arange(0, N)
+    for step in range(steps):
+        inside = place < n - base - step * N
+        bits = magnitude_bits(tl.load(x + base + step * N + place, mask=inside, other=0))
+        larger, equal = (inside & (bits > threshold)).to(tl.int32), (inside & (bits == threshold)).to(tl.int32)
+        ranks = tied_before + tl.cumsum(equal, 0)  # from 1
+        at = larger_before + tl.cumsum(larger, 0) - larger + tl.minimum(ranks - equal, rank)
+        taken = (larger > 0) | ((equal > 0) & (ranks <= rank))
+        tl.store(out + at, (base + step * N + place).to(tl.int32), mask=taken)
+        larger_before += tl.sum(larger, 0)
+        tied_before += tl.sum(equal, 0)
+
+
+@triton.jit
+def chosen(x, base, place, n, value, N: tl.constexpr):
+    """1 for each element above a threshold in magnitude, or of codes (uint8) that equals one."""
+    inside = place < n - base
+    given = tl.load(x + base + place, mask=inside, other=0)
+    if x.dtype.element_ty == tl.uint8:
+        return (inside & (given == value)).to(tl.int32)
+    return (inside & (tl.abs(given) > value)).to(tl.int32)
+
+
+@triton.jit
+def count_chosen(counts, x, n, value, N: tl.constexpr):
+    base = tl.program_id(0).to(tl.int64) * N
+    tl.store(counts + tl.program_id(0), tl.sum(chosen(x, base, tl.arange(0, N), n, value, N), 0))
+
+
+@triton.jit
+def write_chosen(out, ends, x, n, value, N: tl.constexpr):
+    """Their places, behind those of the programs before: ``ends`` are sums of counts."""
+    base = tl.program_id(0).to(tl.int64) * N
+    place = tl.arange(0, N)
+    taken = chosen(x, base, place, n, value, N)
+    first = tl.load(ends + tl.program_id(0)) - tl.sum(taken, 0)
+    tl.store(out + first + tl.cumsum(taken, 0) - taken, (base + place).to(tl.int32), mask=taken > 0)
+
+
+@triton.jit
+def scatter_add(out, indices, values, n, k, weight, N: tl.constexpr):
+    """Places outside of ``out`` are left out."""
+    place = tl.program_id(0) * N + tl.arange(0, N)
+    index = tl.load(indices + place, mask=place < k, other=-1)
+    value = tl.load(values + place, mask=place < k, other=0)
+    inside = (index >= 0) & (index < n)
+    kept = tl.load(out + index, mask=inside, other=0)
+    tl.store(out + index, kept + value * weight, mask=inside)
+
+
+@triton.jit
+def scatter_one(out, indices, value, n, k, weight, N: tl.constexpr):
+    """One value to all places; zeros where there is none."""
+    place = tl.program_id(0) * N + tl.arange(0, N)
+    index = tl.load(indices + place, mask=place < k, other=-1)
+    inside = (index >= 0) & (index < n)
+    if value is None:
+        tl.store(out + index, tl.full([N], 0, tl.float32), mask=inside)
+    else:
+        kept = tl.load(out + index, mask=inside, other=0)
+        tl.store(out + index, kept + tl.load(value) * weight, mask=inside)

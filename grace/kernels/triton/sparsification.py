@@ -1,0 +1,104 @@
+"""The sparsifiers' kernels in Triton."""
+
+from typing import Any
+
+import torch
+import triton
+
+from grace.kernels.checks import check_count
+from grace.kernels.triton import packing, random, selection
+from grace.kernels.triton.launching import BLOCK, FEWER, launch
+from grace.kernels.triton.quantization import blocks
+
+PROGRAMS = 1024
+"""Of a search for the largest: more would count more digits than elements."""
+STEP = 1024
+"""Elements that such a program reads at once."""
+
+
+class SparseTriton:
+    """A part of :class:`~grace.kernels.triton.primitives.TritonKernels`."""
+
+    check_indices: Any
+
+    def random_indices(self, stream, n, k, like):
+        out = torch.empty(k, dtype=torch.int32, device=like.device)
+        launch(random.write_walked, triton.cdiv(k, BLOCK), out, n, k, *random.walk_of(stream, n), N=BLOCK)
+        return out
+
+    def sample_indices(self, stream, n, k, like):
+        out = torch.empty(k, dtype=torch.int32, device=like.device)
+        launch(random.write_samples, triton.cdiv(k, FEWER), out, n, k, *random.words_of(stream), N=FEWER)
+        return out
+
+    def topk(self, x, k):
+        """Nothing is read back: the smallest of the largest is found digit by digit, by counting, on the device."""
+        n, out = x.numel(), torch.empty(k, dtype=torch.int32, device=x.device)
+        steps = max(1, triton.cdiv(triton.cdiv(n, PROGRAMS), STEP))
+        programs = triton.cdiv(n, steps * STEP)
+        if not k:
+            return out
+        spare = torch.zeros(3 * 256 + 10, dtype=torch.int32, device=x.device)
+        counts, state = spare[: 3 * 256], spare[3 * 256 :]
+        rows = torch.empty((programs, 128), dtype=torch.int32, device=x.device)
+        above, starts, ties = torch.empty((3, programs), dtype=torch.int32, device=x.device)
+        for number in range(3):
+            launch(selection.count_digits, programs, counts, state, x, n, k, steps, PASS=number, N=STEP)
+        launch(selection.count_last, programs, rows, above, counts, state, x, n, k, steps, N=STEP)
+        launch(selection.place_programs, 1, starts, ties, state, rows, above, programs, P=32)
+        launch(selection.write_largest, programs, out, starts, ties, state, x, n, steps, N=STEP)
+        return out
+
+    def above(self, x, threshold):
+        return _chosen(x, float(threshold))
+
+    def where_code(self, codes, code):
+        return _chosen(codes, code)
+
+    def bitmap(self, indices, n):
+        words = torch.zeros(triton.cdiv(n, 32), dtype=torch.int32, device=indices.device)
+        launch(packing.set_bits, blocks(indices), words, indices, indices.numel(), n, N=BLOCK)
+        return words.view(torch.uint8)[: triton.cdiv(n, 8)]
+
+    def scatter_add(self, out, indices, values, weight):
+        check_count("values", values.numel(), indices.numel())
+        self.check_indices(indices, out.numel())
+        k = indices.numel()
+        launch(
+            selection.scatter_add, triton.cdiv(k, BLOCK), out, indices, values, out.numel(), k, float(weight), N=BLOCK
+        )
+        return out
+
+    def zero_at(self, out, indices):
+        self.check_indices(indices, out.numel())
+        launch(selection.scatter_one, blocks(indices), out, indices, None, out.numel(), indices.numel(), 0.0, N=BLOCK)
+        return out
+
+    def add_at(self, out, indices, value, weight):
+        check_count("means", value.numel(), 1)
+        self.check_indices(indices, out.numel())
+        k = indices.numel()
+        launch(
+            selection.scatter_one, triton.cdiv(k, BLOCK), out, indices, value, out.numel(), k, float(weight), N=BLOCK
+        )
+        return out
+
+
+def _chosen(x: torch.Tensor, value: float | int) -> torch.Tensor:
+    """The places of what :func:`~grace.kernels.triton.selection.chosen` takes; their number is read back."""
+    ends = counted(x, value)
+    return placed(x, value, ends, int(ends[-1]) if len(ends) else 0)
+
+
+def counted(x: torch.Tensor, value: float | int) -> torch.Tensor:
+    """How many elements of each program and all before it are chosen."""
+    counts = torch.empty(blocks(x), dtype=torch.int32, device=x.device)
+    launch(selection.count_chosen, blocks(x), counts, x, x.numel(), value, N=BLOCK)
+    return counts.cumsum(0, dtype=torch.int32)
+
+
+def placed(x: torch.Tensor, value: float | int, ends: torch.Tensor, count: int) -> torch.Tensor:
+    """The places of the ``count`` elements that are chosen."""
+    out = torch.empty(count, dtype=torch.int32, device=x.device)
+    launch(selection.write_chosen, blocks(x), out, ends, x, x.numel(), value, N=BLOCK)
+    return out

@@ -1,0 +1,115 @@
+"""What compilers make of Triton's kernels, for GPUs that need not be here; each check has a kernel that fails it."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+
+from tests.support.implementations import INTERPRETED
+
+triton = pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
+
+REGISTERS = 128
+"""A thread's, at most: with more, an SM's 65536 hold fewer than 512 threads."""
+SHARED = 48 << 10
+"""Bytes of a program: what every GPU gives without being asked."""
+NARROW = {
+    **dict.fromkeys(("write_words", "write_uniform", "write_walked", "write_samples"), 0),  # read nothing
+    ("round_rows", "quantize odd buckets"): 4,  # which begin anywhere
+    "pack": 4,  # 8 codes of a thread
+    **dict.fromkeys((("count_chosen", "where_code"), ("write_chosen", "where_code")), 4),  # codes
+    "unpack": 1,  # of a byte for two
+    ("divide", "divide", "gfx942"): 8,  # 16 bits of each of 4 elements
+    ("bucketize", "bucketize", "gfx942"): 8,  # 2 of each of 256 threads
+}
+"""Bytes of the widest load of those kernels that have none of 16."""
+ODD = {("round_rows", "quantize odd buckets"): 200}
+"""Registers where each element's random number is one of four that are made."""
+
+
+def named(table, kernel, method, target, otherwise):
+    found = (table[key] for key in ((kernel, method, target), (kernel, method), kernel) if key in table)
+    return next(found, otherwise)
+
+
+def faults(one, method=""):
+    """What is wrong with what was compiled."""
+    found = []
+    if one.registers > (most := named(ODD, one.kernel, method, one.target, REGISTERS)):
+        found.append(f"{one.registers} registers, more than {most}")
+    if one.spilled:
+        found.append(f"{one.spilled} spilled")
+    if one.local:
+        found.append(f"{one.local} bytes of local memory")
+    if one.shared > SHARED:
+        found.append(f"{one.shared} bytes of shared memory")
+    if one.widest < (least := named(NARROW, one.kernel, method, one.target, 16)):
+        found.append(f"no load of {least} bytes")
+    if one.inexact:
+        found.append(f"not the reference's bits: {one.inexact}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    from grace.kernels.triton import compiled
+
+    with compiled.compiling():
+        yield compiled
+
+
+@pytest.mark.parametrize("targets", [["sm_90"], ["gfx942"], pytest.param(["sm_80", "sm_100"], marks=pytest.mark.slow)])
+def test_kernels_fit_into_registers_read_16_bytes_and_round_as_the_reference(compiled, targets):
+    """Of several targets each launch is compiled for one; BENCHMARKS.md's table is of all."""
+    bad, made = {}, [(method, launch) for method, found in compiled.launches().items() for launch in found]
+    for place, (method, launch) in enumerate(made):
+        one = compiled.compiled(launch, targets[place % len(targets)])
+        assert one.registers > 0
+        if found := faults(one, method):
+            bad[method, one.kernel, one.target] = found
+    assert not bad
+
+
+def pretended(kernel, *args, **constants):
+    from grace.kernels.triton.launching import launch, recorded
+
+    x = torch.empty(1 << 16, device="meta")
+    with recorded() as made:
+        launch(kernel, 1, x, x, 1 << 16, *args, **constants)
+    return made[0]
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_badly_written_kernels_are_found(compiled, target):
+    from tests.support import triton_kernels as bad
+
+    assert faults(compiled.compiled(pretended(bad.strided, N=1024), target)) == ["no load of 16 bytes"]
+    fine = pretended(bad.contracted, 0.3, N=1024)
+    assert not faults(compiled.compiled(fine, target))
+    joined = dataclasses.replace(fine, constants={**fine.constants, "enable_fp_fusion": True})
+    assert "fma" in faults(compiled.compiled(joined, target))[0]
+    if target == "sm_90":
+        (said,) = faults(compiled.compiled(pretended(bad.inexact, 0.3, N=1024), target))
+        assert "not the reference's bits: div." in said
+    greedy = faults(compiled.compiled(pretended(bad.greedy, N=1 << 15 if target == "sm_90" else 1 << 17), target))
+    assert [" ".join(said.split()[1:]) for said in greedy] == [
+        "registers, more than 128",
+        "spilled",
+        "bytes of local memory",
+    ]
+    (said,) = faults(compiled.compiled(pretended(bad.sharing, N=128), target))
+    assert "bytes of shared memory" in said
+
+
+def test_every_kernel_of_the_folder_is_compiled(compiled):
+    """Whatever no other function calls."""
+    from grace.kernels.triton import arithmetic, packing, random, rounding, selection
+
+    made = {launch.kernel.__name__ for launches in compiled.launches().values() for launch in launches}
+    functions = {}
+    for module in (arithmetic, packing, random, rounding, selection):
+        functions |= {k: v.src for k, v in vars(module).items() if isinstance(v, triton.runtime.JITFunction)}
+    inside = {name for name in functions for src in functions.values() if re.search(rf"(?<!def )\b{name}\(", src)}
+    assert set(functions) == inside | made

@@ -1,5 +1,7 @@
 """``grace bench step --sharded``, run as a user does: 2 shard groups of 2 ranks, with a link between the groups."""
 
+import sys
+
 import pytest
 
 from grace.bench.step.settings import SHARDS_ALONE
@@ -44,6 +46,14 @@ def test_what_crosses_between_shard_groups_is_compared_with_torchs_own(folder):
         assert rows[SHARDS_ALONE]["sent_bytes"] < 10_000  # what shards exchange stays within their group
         assert min(rows["HSDP"]["times_ms"]) > 0.9 * rows["HSDP"]["wire_ms"]
         assert results.settings["verdict"]["4 ranks at 50mbit"].count("Without an exchange between replicas") == 1
+
+
+def test_ranks_that_a_launcher_has_started_form_shard_groups(folder):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "--no-python"]
+    args = ["--model", "mine:layers", "--sharded", "2", "--methods", "topk", "--baselines", "none", "--rounds", "1"]
+    *_, results = run(folder, *args, launcher=torchrun)
+    assert [(row["name"], row["ranks"]) for row in results.rows] == [(SHARDS_ALONE, 4), ("topk under FSDP2", 4)]
+    assert results.complete
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,9 @@ def command(
     emulated link joins the shard groups; within each there is the loopback. The
     bound is shard groups that train alone. Bytes are those that leave a group.
     """
-    defaults = QUICK_METHODS if quick or sharded else METHODS
+    defaults, here = QUICK_METHODS if quick or sharded else METHODS, options.launched()
+    if here and sharded:
+        ranks = str(2 * sharded)  # until they have joined, and are counted
     settings = Settings(
         model=model,
         methods=list(defaults) if methods is None else options.methods(methods),
@@ -123,7 +125,6 @@ def command(
         sharded=sharded,
         reduce_scatter=reduce_scatter,
     )
-    here = options.launched()
     if here and bandwidth is not None:
         raise ConfigError("--bandwidth starts ranks of its own; these ranks were started by a launcher")
     run(settings, out, here).finish(Console(highlight=False))

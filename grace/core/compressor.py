@@ -263,4 +263,4 @@ class Sparsifier(Compressor):
         return k.reshape(k.scatter_add(k.flat(out), self.sent_indices(payload, ctx), payload[0], weight), ctx)
 
     def sent_indices(self, payload: Payload, ctx: Any) -> Tensor | None:
-        return decode(kernels_of(payload[1]), payload[1], math.prod(ctx))
+        return decode(kernels_of(payload[1]), payload[1], math.prod(ctx), payload[0].shape[0])

@@ -52,8 +52,8 @@ def encode(k: Kernels, indices: Tensor, n: int, fixed: bool) -> Tensor:
     return k.narrow(indices) if width == 16 else indices
 
 
-def decode(k: Kernels, coded: Tensor, n: int) -> Tensor:
-    """The positions, int32, ascending.
+def decode(k: Kernels, coded: Tensor, n: int, count: int | None = None) -> Tensor:
+    """The positions, int32, ascending; ``count``, if it is known, is how many there must be.
 
     >>> import numpy as np
     >>> from grace.kernels import NumpyKernels
@@ -62,5 +62,5 @@ def decode(k: Kernels, coded: Tensor, n: int) -> Tensor:
     """
     dtype = k.dtype(coded)
     if dtype == "uint8":
-        return k.positions(coded, n)
+        return k.positions(coded, n, count)
     return k.widen(coded) if dtype == "int16" else coded

@@ -94,7 +94,12 @@ def test_random_numbers_and_places(it, x):
     exactly(it, "scatter_add", out, indices, x[: x.size // 2], 1 / 3)
     exactly(it, "add_at", out, indices, np.float32([3]), 1 / 3)
     exactly(it, "zero_at", out, indices)
-    exactly(it, "bitmap", indices, x.size + 1)
+    bitmap = exactly(it, "bitmap", indices, x.size + 1)
+    for count in (None, indices.size):
+        exactly(it, "positions", bitmap, x.size + 1, count)
+    if found := REFERENCE.positions(bitmap, x.size + 1).tolist():  # what is damaged writes nowhere else
+        assert it.run("positions", bitmap, x.size + 1, len(found) - 1).tolist() == found[:-1]
+        assert it.run("positions", bitmap, x.size + 1, len(found) + 2).tolist() == [*found, -1, -1]
     exactly(it, "above", x, float(np.median(np.abs(x))) if x.size else 0.0)
     exactly(it, "where_code", np.sign(x).astype(np.int8).view(np.uint8), 255)
 

@@ -278,8 +278,9 @@ class Kernels(ValueKernels, SparseKernels):
         """One bit per position below n, set at ``indices``, packed as by :meth:`pack`."""
 
     @abc.abstractmethod
-    def positions(self, bitmap: Tensor, n: int) -> Tensor:
-        """The inverse of :meth:`bitmap`: ascending int32 indices."""
+    def positions(self, bitmap: Tensor, n: int, count: int | None = None) -> Tensor:
+        """The inverse of :meth:`bitmap`: ascending int32 indices. ``count``, if it is known, is how many there must be:
+        so nothing needs to be read back from a device, where -1 stands for those that are missing."""
 
     @abc.abstractmethod
     def narrow(self, indices: Tensor) -> Tensor:

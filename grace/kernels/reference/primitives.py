@@ -204,7 +204,7 @@ class NumpyKernels(ValueReference, SparseReference, Kernels):
         codes[indices] = 1
         return np.packbits(codes, bitorder="little")
 
-    def positions(self, bitmap, n):
+    def positions(self, bitmap, n, count=None):
         return np.flatnonzero(np.unpackbits(bitmap, count=n, bitorder="little")).astype(np.int32)
 
     def narrow(self, indices):

@@ -255,7 +255,7 @@ class TensorFlowKernels(ValueTensorFlow, SparseTensorFlow, Kernels):
         codes = tf.scatter_nd(indices[:, None], tf.ones_like(indices), [n])
         return self.pack(tf.cast(codes, tf.uint8), 1)
 
-    def positions(self, bitmap, n):
+    def positions(self, bitmap, n, count=None):
         return tf.cast(tf.where(self.unpack(bitmap, 1, n) > 0)[:, 0], tf.int32)
 
     def narrow(self, indices):

@@ -240,7 +240,7 @@ class TorchKernels(ValueTorch, SparseTorch, Kernels):
         codes = torch.zeros(n, dtype=torch.uint8, device=indices.device)
         return self.pack(codes.index_fill_(0, indices.long(), 1), 1)
 
-    def positions(self, bitmap, n):
+    def positions(self, bitmap, n, count=None):
         return self.unpack(bitmap, 1, n).nonzero().view(-1).to(torch.int32)
 
     def narrow(self, indices):

@@ -130,13 +130,13 @@ def count_chosen(counts, x, n, value, N: tl.constexpr):
 
 
 @triton.jit
-def write_chosen(out, ends, x, n, value, N: tl.constexpr):
-    """Their places, behind those of the programs before: ``ends`` are sums of counts."""
+def write_chosen(out, ends, x, n, value, count, N: tl.constexpr):
+    """The places of the first ``count``, behind those of the programs before: ``ends`` are sums of counts."""
     base = tl.program_id(0).to(tl.int64) * N
     place = tl.arange(0, N)
     taken = chosen(x, base, place, n, value, N)
-    first = tl.load(ends + tl.program_id(0)) - tl.sum(taken, 0)
-    tl.store(out + first + tl.cumsum(taken, 0) - taken, (base + place).to(tl.int32), mask=taken > 0)
+    at = tl.load(ends + tl.program_id(0)) - tl.sum(taken, 0) + tl.cumsum(taken, 0) - taken
+    tl.store(out + at, (base + place).to(tl.int32), mask=(taken > 0) & (at < count))
 
 
 @triton.jit

@@ -20,6 +20,7 @@ class SparseTriton:
     """A part of :class:`~grace.kernels.triton.primitives.TritonKernels`."""
 
     check_indices: Any
+    unpack: Any
 
     def random_indices(self, stream, n, k, like):
         out = torch.empty(k, dtype=torch.int32, device=like.device)
@@ -60,6 +61,10 @@ class SparseTriton:
         launch(packing.set_bits, blocks(indices), words, indices, indices.numel(), n, N=BLOCK)
         return words.view(torch.uint8)[: triton.cdiv(n, 8)]
 
+    def positions(self, bitmap, n, count=None):
+        codes = self.unpack(bitmap, 1, n)
+        return _chosen(codes, 1) if count is None else placed(codes, 1, counted(codes, 1), count)
+
     def scatter_add(self, out, indices, values, weight):
         check_count("values", values.numel(), indices.numel())
         self.check_indices(indices, out.numel())
@@ -98,7 +103,7 @@ def counted(x: torch.Tensor, value: float | int) -> torch.Tensor:
 
 
 def placed(x: torch.Tensor, value: float | int, ends: torch.Tensor, count: int) -> torch.Tensor:
-    """The places of the ``count`` elements that are chosen."""
-    out = torch.empty(count, dtype=torch.int32, device=x.device)
-    launch(selection.write_chosen, blocks(x), out, ends, x, x.numel(), value, N=BLOCK)
+    """The places of the first ``count`` elements that are chosen; -1 for those that are not there."""
+    out = torch.full((count,), -1, dtype=torch.int32, device=x.device)
+    launch(selection.write_chosen, blocks(x), out, ends, x, x.numel(), value, count, N=BLOCK)
     return out

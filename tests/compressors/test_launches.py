@@ -1,0 +1,69 @@
+"""How many kernels a variable's encoding and decoding start on a GPU, counted on the meta device."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from grace.kernels.torch import fused
+from grace.kernels.torch.primitives import TorchKernels
+from tests.support.methods import make
+
+pytest.importorskip("triton")
+BUDGETS = {
+    "fp16": (1, 1),
+    "qsgd": (1, 1),
+    "qsgd(levels=7)": (2, 2),
+    "natural": (1, 1),
+    "terngrad": (22, 2),
+    "block": (1, 1),
+    "block(format=fp8)": (1, 1),
+    "dynamic8": (8, 3),
+    "signsgd": (1, 1),
+    "efsignsgd": (6, 1),
+    "onebit": (11, 1),
+    "topk(ratio=0.01)": (8, 1),
+    "topk(ratio=0.1)": (10, 6),
+    "randomk": (2, 1),
+}
+"""The most launches to encode a variable, and to add what one rank sent. Random numbers alone are 100 of torch's."""
+NO_LAUNCH = {"view", "_unsafe_view", "select", "slice", "expand", "detach", "alias", "unsqueeze", "t", "transpose"}
+NO_LAUNCH |= {"empty", "empty_like", "unbind", "as_strided", "permute", "squeeze", "split"}
+
+
+class Operations(TorchDispatchMode):
+    """Counts torch's operations that start something on a device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket.__name__ not in NO_LAUNCH
+        return func(*args, **(kwargs or {}))
+
+
+def launches(method: str) -> tuple[int, int]:
+    from grace.kernels.triton.launching import recorded
+
+    compressor, x = make(method), torch.empty(1 << 15, 8, device="meta")
+    with recorded() as encoding, Operations() as encoded:
+        payload, ctx = compressor.compress(x, "w")
+    with recorded() as decoding, Operations() as decoded:
+        compressor.accumulate(payload, ctx, x, 0.5)
+    return len(encoding) + encoded.count, len(decoding) + decoded.count
+
+
+@pytest.mark.parametrize("method", BUDGETS)
+def test_a_variable_takes_few_launches(method, monkeypatch):
+    from grace.kernels.triton.primitives import KERNELS
+
+    monkeypatch.setattr(fused, "_PLAIN", KERNELS)
+    encoding, decoding = launches(method)
+    assert 0 < encoding <= BUDGETS[method][0]
+    assert 0 < decoding <= BUDGETS[method][1]
+
+
+@pytest.mark.parametrize(("method", "least"), [("qsgd", (100, 5)), ("signsgd", (5, 5)), ("efsignsgd", (10, 5))])
+def test_torchs_operations_are_more_than_that(method, least, monkeypatch):
+    monkeypatch.setattr(fused, "_PLAIN", TorchKernels())
+    encoding, decoding = launches(method)
+    assert encoding >= least[0]
+    assert decoding >= least[1]

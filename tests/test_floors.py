@@ -36,7 +36,12 @@ BENCH_FLOOR = {room: i for i, rooms in enumerate(IN_BENCH) for room in rooms}
 FRAMEWORKS = {"torch", "triton", "tensorflow", "keras", "horovod"}
 IN_KERNELS = ("kernels/torch/", "kernels/triton/", "kernels/tensorflow/")
 THEIR_ROOMS = ("torch/", "tensorflow/", "integrations/", "bench/", *IN_KERNELS)
-THEIR_FILES = {"backends/torch_distributed.py", "backends/horovod_torch.py", "backends/horovod_tensorflow.py"}
+THEIR_FILES = {
+    "backends/torch_distributed.py",
+    "backends/torchrun.py",
+    "backends/horovod_torch.py",
+    "backends/horovod_tensorflow.py",
+}
 
 
 def module(file: Path) -> str:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from grace.backends.topology import MPI_SIZES
+from grace.backends.torchrun import store_of_this_start
 from grace.core.backend import Backend, Handle
 from grace.core.channels import Channels
 from grace.core.waiting import timeout_for
@@ -57,7 +58,9 @@ class TorchBackend(Backend):
         if dist.is_initialized():
             return cls()
         kind = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(kind, timeout=timedelta(seconds=timeout_for()), **_through_mpi())
+        seconds = timeout_for()
+        ways = _through_mpi() or store_of_this_start(seconds)
+        dist.init_process_group(kind, timeout=timedelta(seconds=seconds), **ways)
         return cls(owns=True)
 
     def describe(self) -> str:

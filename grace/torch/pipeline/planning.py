@@ -82,7 +82,7 @@ def found(
     options |= {"optimizer_state": state, "optimizer_seconds": update, "nodes": nodes}
     ranks = len(nodes)
     unequal = isinstance(wanted.replicas, (list, tuple))
-    may_be = set(wanted.replicas) if isinstance(wanted.replicas, (range, Set)) else {wanted.replicas}
+    may_be = wanted.replicas if isinstance(wanted.replicas, (range, Set)) else (wanted.replicas,)
     counts: list[Any] = [None]
     if each and not unequal:
         counts = [r for r in range(1, ranks + 1) if ranks % r == 0 and (r in may_be or None in may_be)]

@@ -192,6 +192,7 @@ def one_late():
 
 
 def test_a_rank_that_waits_in_the_hook_does_not_count_itself_among_the_absent(two_ranks):
+    two_ranks.stop()  # process groups of earlier tests, which would be used again, wait for longer
     said, _ = two_ranks.run(one_late)
     two_ranks.stop()  # what is left of the exchange is in their process groups
     assert "rank 1 is at test_ddp_hook.py" in said

@@ -86,6 +86,7 @@ def train_auto(phase: str, fault: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     optimizer = grace.DistributedOptimizer(optimizer, model, strategy="auto(methods=['fp16'])")
     planning.LINK_SECONDS, planning.CODEC_SECONDS = 0.2, 0.02
+    planning.crowding = lambda *ignored: 1.0  # where ranks share cores rank 0 would measure codecs alone
 
     def struck(*ignored: object, **options: object) -> None:
         strike(fault)

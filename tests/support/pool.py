@@ -91,11 +91,16 @@ class Ranks:
 
     def _stacks(self) -> str:
         """Where all ranks are."""
+        file = Path(self.stacks)
         for pid in self.pids:
+            before = file.stat().st_size
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
-            time.sleep(0.5)  # all write to one file, one after the other
-        return Path(self.stacks).read_text()
+                for _ in range(10):  # all write to one file, one after the other; a busy machine takes its time
+                    time.sleep(0.5)
+                    if file.stat().st_size > before:
+                        break
+        return file.read_text()
 
     def _start(self) -> None:
         context = mp.get_context("spawn")

@@ -205,10 +205,15 @@ def test_the_example_trains(cluster, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(EXAMPLE.parent), *sys.path])
     module = importlib.import_module(EXAMPLE.stem)
     ray.cloudpickle.register_pickle_by_value(module)  # as what is in the script that is run
-    module.main(["--epochs", "3", "--compressor", "topk(ratio=0.1)", "--storage", str(tmp_path), "--name", "digits"])
-    loss, sent = re.search(r"loss ([\d.]+), ([\d,]+) bytes sent", capsys.readouterr().out).groups()
-    assert float(loss) < 1.0  # ln 10 is 2.3
-    assert int(sent.replace(",", "")) > 0
+    found = {}
+    for name, compressor in (("plain", "none"), ("compressed", "topk(ratio=0.1)")):
+        module.main(["--epochs", "12", "--compressor", compressor, "--storage", str(tmp_path), "--name", name])
+        loss, sent = re.search(r"loss ([\d.]+), ([\d,]+) bytes sent", capsys.readouterr().out).groups()
+        found[name] = float(loss), int(sent.replace(",", ""))
+    (plain, dense), (compressed, sent) = found["plain"], found["compressed"]
+    assert plain < 0.1  # ln 10 is 2.3
+    assert abs(compressed - plain) < 0.05
+    assert 0 < sent < 0.3 * dense
 
 
 def test_the_pages_code_is_the_examples():

@@ -1,5 +1,6 @@
 """Pools of ranks (pool.py, engines.py) tell of ranks that fail or hang, and go on with new ones."""
 
+import signal
 import time
 
 import pytest
@@ -17,6 +18,11 @@ pytestmark = [
 ]
 
 
+def forgets_handlers():
+    """As Lightning's Trainer does, which puts back what Python knows of."""
+    signal.signal(signal.SIGUSR1, signal.getsignal(signal.SIGUSR1))
+
+
 def stands_still_here(rank):
     if grace.rank() == rank:
         time.sleep(100)
@@ -30,6 +36,7 @@ def fails(rank):
 
 def test_where_a_rank_hangs_is_said(engine):
     pool = launched(engine, 2)
+    pool.run(forgets_handlers)
     began = time.monotonic()
     with pytest.raises(RankFailure, match=r"no answer within 3 s(.|\n)*in stands_still_here"):
         pool.run(stands_still_here, 1, timeout=3)

@@ -126,7 +126,8 @@ class Launched(Ranks):
 
 
 def _serve(address: str, framework: str) -> None:
-    tell_stacks(f"{Path(address).parent}/stacks")
+    stacks = f"{Path(address).parent}/stacks"
+    tell_stacks(stacks)
     import grace
 
     if framework == "torch":
@@ -145,6 +146,7 @@ def _serve(address: str, framework: str) -> None:
         with contextlib.suppress(EOFError):
             while True:
                 function, args = pickle.loads(pipe.recv())
+                tell_stacks(stacks)
                 try:
                     answer = (True, function(*args))
                 except BaseException:

@@ -138,7 +138,10 @@ def save_coverage() -> str:
 
 
 def tell_stacks(file: str) -> None:
-    """Append to a file, when SIGUSR1 comes, where all threads are."""
+    """Append to a file, when SIGUSR1 comes, where all threads are. To be called before each function: Lightning's
+    Trainer puts all signals' handlers back that Python knows of, and it does not know of this one.
+    """
+    faulthandler.unregister(signal.SIGUSR1)
     faulthandler.register(signal.SIGUSR1, Path(file).open("a"), all_threads=True)  # noqa: SIM115
 
 
@@ -157,6 +160,7 @@ def _serve(pipe: Any, rank: int, size: int, store: str, stacks: str) -> None:
     with contextlib.suppress(EOFError):
         while True:
             function, args = pickle.loads(pipe.recv())
+            tell_stacks(stacks)
             try:
                 grace.shutdown()
                 grace.init("torch")

@@ -1,7 +1,8 @@
 """Index coding: how the positions of a sparse payload travel.
 
 Ascending positions below n are sent as whichever is smallest, by the sizes alone, so that every rank chooses alike:
-int32, 16 bits where n <= 65536, or a bitmap of n bits. The decoder tells them apart by dtype.
+int32, 16 bits where n <= 65536, or a bitmap of n bits. Of positions of which as many are known to be in each chunk of
+elements, 16 bits are enough. The decoder tells them apart by dtype.
 """
 
 from grace.errors import ConfigError
@@ -25,19 +26,21 @@ def check_positions(n: int, whose: str = "a tensor", method: str = "the method",
     return n
 
 
-def index_bits(n: int, count: int | None = None) -> int:
+def index_bits(n: int, count: int | None = None, chunk: int = 0) -> int:
     """Bits that ``count`` positions below n take; per position where the count depends on the data (None),
-    which rules the bitmap out, because its size does not tell the count.
+    which rules the bitmap out, because its size does not tell the count. ``chunk`` is of how many elements it is known
+    how many positions they have, if it is.
 
     >>> index_bits(1000, 10), index_bits(1000, 500), index_bits(1_000_000, 100)
     (160, 1000, 3200)
     """
-    width = 16 if n <= NARROW else 32
+    width = 16 if min(n, chunk or n) <= NARROW else 32
     return width if count is None else min(width * count, 8 * ((n + 7) // 8))
 
 
-def encode(k: Kernels, indices: Tensor, n: int, fixed: bool) -> Tensor:
-    """Code ascending int32 positions below n; ``fixed`` if every rank sends equally many.
+def encode(k: Kernels, indices: Tensor, n: int, fixed: bool, chunk: int = 0) -> Tensor:
+    """Code ascending int32 positions below n; ``fixed`` if every rank sends equally many, in each chunk if there are
+    chunks.
 
     >>> import numpy as np
     >>> from grace.kernels import NumpyKernels
@@ -45,15 +48,17 @@ def encode(k: Kernels, indices: Tensor, n: int, fixed: bool) -> Tensor:
     array([89], dtype=uint8)
     """
     check_positions(n)
-    count = indices.shape[0]
-    width = 16 if n <= NARROW else 32
-    if fixed and index_bits(n, count) < width * count:
+    count, width = indices.shape[0], index_bits(n, None, chunk)
+    if fixed and index_bits(n, count, chunk) < width * count:
         return k.bitmap(indices, n)
     return k.narrow(indices) if width == 16 else indices
 
 
-def decode(k: Kernels, coded: Tensor, n: int, count: int | None = None) -> Tensor:
-    """The positions, int32, ascending; ``count``, if it is known, is how many there must be.
+def decode(
+    k: Kernels, coded: Tensor, n: int, count: int | None = None, chunks: tuple[int, int] | None = None
+) -> Tensor:
+    """The positions, int32, ascending; ``count``, if it is known, is how many there must be, and ``chunks`` are the
+    elements of a chunk, and how many positions each has.
 
     >>> import numpy as np
     >>> from grace.kernels import NumpyKernels
@@ -63,4 +68,6 @@ def decode(k: Kernels, coded: Tensor, n: int, count: int | None = None) -> Tenso
     dtype = k.dtype(coded)
     if dtype == "uint8":
         return k.positions(coded, n, count)
-    return k.widen(coded) if dtype == "int16" else coded
+    if dtype == "int16":
+        return k.widen_chunks(coded, *chunks) if chunks else k.widen(coded)
+    return coded

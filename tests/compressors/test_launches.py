@@ -23,6 +23,7 @@ BUDGETS = {
     "onebit": (11, 1),
     "topk(ratio=0.01)": (8, 1),
     "topk(ratio=0.1)": (10, 6),
+    "topk(ratio=0.01, chunk=1024)": (3, 2),
     "randomk": (2, 1),
 }
 """The most launches to encode a variable, and to add what one rank sent. Random numbers alone are 100 of torch's."""

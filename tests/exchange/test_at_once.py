@@ -31,7 +31,8 @@ SPECS = [
     ("terngrad", None), ("terngrad(clip=1)", "residual"), ("natural", None), ("natural", "residual"),
     ("signum", None), ("signum(momentum=0.3)", None),
     ("topk(ratio=0.1)", "residual(beta=0.7, gamma=0.3)"), ("block", None), ("block(bits=4, block=33)", "residual"),
-    ("block(rounding=stochastic)", None),
+    ("block(rounding=stochastic)", None), ("topk(chunk=1024)", None), ("topk(ratio=0.3, chunk=32)", "none"),
+    ("topk(ratio=1, chunk=256)", "residual(beta=0.5)"),
 ]  # fmt: skip
 BIG = (70_000,)  # from which a threshold is guessed, positions take four bytes, and there are several tiles
 

@@ -48,6 +48,13 @@ def test_topk_is_exact_on(it, name, n):
         same(it.run("topk", x, k), np.sort(order[:k]).astype(np.int32))
 
 
+@crossed(OTHERS, ("name", "n"), NAMES, SIZES)
+def test_topk_is_exact_of_chunks_of(it, name, n):
+    x = adversarial(name, n)
+    for chunk, k in ((32, 1), (256, 3), (1024, 10), (1024, 1024), (4096, 41)):
+        same(it.run("topk_chunks", x, chunk, k), REFERENCE.topk_chunks(x, chunk, k))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_topk_is_exact_where_the_sample_is_sparsest(name):
     n = 300_001

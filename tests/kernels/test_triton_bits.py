@@ -143,6 +143,15 @@ def test_the_largest_are_found_digit_by_digit(it, name, monkeypatch):
             exactly(it, "topk", x, k)
 
 
+def test_the_largest_of_chunks_are_found_by_halving(it):
+    for name, given in TIED.items():
+        for n, chunk, k in ((1500, 64, 3), (1500, 1024, 10), (32, 32, 32), (0, 64, 1)):
+            x = given(n)
+            x[5:6] = -np.nan if name != "all zero" else 0
+            exactly(it, "topk_chunks", x, chunk, k)
+    exactly(it, "topk_chunks", data("mixed", 4097), 4096, 41)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_16_bit_floats_are_computed_with_in_float32(it, dtype):
     k, device = it.kernels, it.device

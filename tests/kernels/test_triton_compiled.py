@@ -21,6 +21,7 @@ NARROW = {
     "pack": 4,  # 8 codes of a thread
     **dict.fromkeys((("count_chosen", "where_code"), ("write_chosen", "where_code")), 4),  # codes
     "unpack": 1,  # of a byte for two
+    ("widen_chunks", "widen_chunks", "gfx942"): 8,  # 16 bits of each of 4 places
     ("divide", "divide", "gfx942"): 8,  # 16 bits of each of 4 elements
     ("bucketize", "bucketize", "gfx942"): 8,  # 2 of each of 256 threads
 }

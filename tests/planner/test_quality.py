@@ -42,6 +42,16 @@ def test_the_expected_error_is_that_of_gaussian_gradients(spec, shape):
     assert expected_error(spec, shape) == pytest.approx(float(np.sum(lost**2) / np.sum(x**2)), rel=0.1, abs=1e-12)
 
 
+@pytest.mark.parametrize(("ratio", "chunk"), [(0.01, 1024), (0.01, 128), (0.1, 64)])
+def test_chunks_that_choose_apart_keep_as_much_less_as_is_expected(ratio, chunk):
+    spec, x = f"topk(ratio={ratio}, chunk={chunk})", np.random.default_rng(1).standard_normal(1 << 19).astype("float32")
+    compressor = make("compressor", spec)
+    sent = compressor.compress(x, "w")[0][0]
+    largest = np.sort(np.abs(x))[-sent.size :]
+    less = (np.sum(largest**2) - np.sum(sent**2)) / np.sum(x**2)
+    assert expected_error(spec, x.shape) - (1 - kept(sent.size / x.size)) == pytest.approx(less, rel=0.25)
+
+
 @pytest.mark.parametrize("rank", [1, 2, 4, 8])
 def test_low_rank_methods_lose_what_falls_off_in_the_spectrum(rank):
     random = np.random.default_rng(2)

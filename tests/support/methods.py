@@ -10,8 +10,8 @@ from grace.core.context import Context
 
 SPECS = [
     "none", "fp16", "qsgd", "qsgd(levels=7)", "qsgd(levels=1, bucket_size=33)", "qsgd(norm=max, levels=64)",
-    "topk", "topk(ratio=0.3)", "randomk", "randomk(ratio=0.3, unbiased=true)", "signsgd", "efsignsgd",
-    "powersgd", "powersgd(rank=3)", "powersgd(warm_start=false)",
+    "topk", "topk(ratio=0.3)", "topk(ratio=0.05, chunk=64)", "randomk", "randomk(ratio=0.3, unbiased=true)",
+    "signsgd", "efsignsgd", "powersgd", "powersgd(rank=3)", "powersgd(warm_start=false)",
 ]  # fmt: skip
 SHAPES = [(), (0,), (0, 3), (1,), (7,), (64,), (1000,), (5, 3), (33, 17), (8, 3, 3, 3), (2, 1, 1), (1, 513)]
 

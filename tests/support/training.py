@@ -39,7 +39,7 @@ SPECS = (
         "threshold(value=0.001)",
         "dgc(ratio=0.1)",
     ),
-    *("adaptive(ratio=0.1)", "inceptionn", "topk(ratio=0.1) | qsgd(levels=7)"),
+    *("adaptive(ratio=0.1)", "inceptionn", "topk(ratio=0.1) | qsgd(levels=7)", "topk(ratio=0.05, chunk=64)"),
 )
 """One of every method."""
 PAIRS = [(method, name) for method in METHODS for name in legal_communicators(make("compressor", method))]

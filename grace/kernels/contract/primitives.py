@@ -284,11 +284,11 @@ class Kernels(ValueKernels, SparseKernels):
 
     @abc.abstractmethod
     def narrow(self, indices: Tensor) -> Tensor:
-        """Indices below 65536 as 16-bit patterns (int16)."""
+        """The lower 16 bits of indices (int16)."""
 
     @abc.abstractmethod
     def widen(self, narrow: Tensor) -> Tensor:
-        """The inverse of :meth:`narrow`."""
+        """The inverse of :meth:`narrow`, for indices below 65536."""
 
     @abc.abstractmethod
     def check_indices(self, indices: Tensor, n: int) -> None:

@@ -1,4 +1,4 @@
-"""The primitives of the sparsifiers whose payload size depends on the data."""
+"""The primitives of the sparsifiers whose payload size depends on the data, and of those that choose in chunks."""
 
 import abc
 from typing import Any
@@ -11,11 +11,21 @@ Tensor = Any
 class SparseKernels(abc.ABC):
     """A part of :class:`~grace.kernels.contract.primitives.Kernels`, whose conventions hold here.
 
-    Sizes that depend on the data are known to the host, so these wait for the device.
+    Sizes that depend on the data are known to the host, so those that have them wait for the device.
     """
 
     random_bits: Any
+    widen: Any
     check_indices: Any
+
+    @abc.abstractmethod
+    def topk_chunks(self, x: Tensor, chunk: int, k: int) -> Tensor:
+        """Indices, ascending, of the k largest magnitudes of each ``chunk`` elements (a power of two, 32 to 4096), as
+        ``topk`` chooses them; of m elements at the end the ceil(k m / chunk) largest: of n ceil(k n / chunk)."""
+
+    @abc.abstractmethod
+    def widen_chunks(self, narrow: Tensor, chunk: int, k: int) -> Tensor:
+        """The indices that :meth:`topk_chunks` gave, of their lower 16 bits."""
 
     @abc.abstractmethod
     def above(self, x: Tensor, threshold: float) -> Tensor:

@@ -13,6 +13,9 @@ from grace.kernels.contract.primitives import Placed
 from grace.kernels.fused import addresses, buckets, sparse_buckets
 from grace.kernels.fused.loops import TILE, f32
 
+WIDTHS = {"int32": 4, "int16": 2, "uint8": 1}
+"""Bytes of a coded position, and 1 of a bitmap."""
+
 
 class Codec:
     """Encodes and decodes all variables of a bucket; addresses are of contiguous float32 tensors on the CPU.
@@ -152,13 +155,11 @@ class Powers(Codec):
 class Largest(Codec):
     """See :class:`~grace.compressors.topk.TopK`."""
 
-    WIDTHS = {"int32": 4, "int16": 2, "uint8": 1}
-
     def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]]):
         super().__init__(sizes, payloads)
         self.last, room = np.zeros(len(sizes), np.uint32), 0
         for row, n, (values, coded) in zip(self.plan, sizes, payloads, strict=True):
-            row[addresses.MORE], row[addresses.MORE + 1] = values.shape[0], self.WIDTHS[coded.dtype]
+            row[addresses.MORE], row[addresses.MORE + 1] = values.shape[0], WIDTHS[coded.dtype]
             if n >= sparse_buckets.SAMPLED:
                 room = max(room, 4 * values.shape[0] + 1024)
         self.indices, self.found = np.empty(room + TILE, np.int32), np.empty(room + TILE, np.uint32)
@@ -171,7 +172,27 @@ class Largest(Codec):
         return self.sound.tolist()
 
     def decode(self, outs: Any, wires: Any, count: float, loss_scale: float) -> bool:
-        return sparse_buckets.decode_sparse(outs, wires, self.plan, f32(1 / count))
+        return sparse_buckets.decode_sparse(outs, wires, self.plan, f32(1 / count), 0, 1)
+
+
+class LargestOfChunks(Codec):
+    """See :class:`~grace.compressors.topk.TopK`, with chunks."""
+
+    def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]], chunk: int, kept: int):
+        super().__init__(sizes, payloads)
+        self.chunk, self.kept = chunk, kept
+        for row, (values, coded) in zip(self.plan, payloads, strict=True):
+            row[addresses.MORE], row[addresses.MORE + 1] = values.shape[0], WIDTHS[coded.dtype]
+        self.indices, self.found = np.empty(chunk + 1, np.int32), np.empty(chunk + 1, np.uint32)
+        self.chosen = np.empty(max(self.plan[:, addresses.MORE], default=0), np.int32)
+
+    def encode(self, rows: Any, factors: Any, wire: int, most: Any, streams: Any) -> list[bool]:
+        spare = self.indices, self.found, self.chosen
+        sparse_buckets.encode_chunks(rows, factors, self.plan, wire, most, self.chunk, self.kept, *spare, self.sound)
+        return self.sound.tolist()
+
+    def decode(self, outs: Any, wires: Any, count: float, loss_scale: float) -> bool:
+        return sparse_buckets.decode_sparse(outs, wires, self.plan, f32(1 / count), self.chunk, self.kept)
 
 
 CODECS: dict[str, type[Codec]] = {
@@ -181,4 +202,5 @@ CODECS: dict[str, type[Codec]] = {
     "ternary": Ternary,
     "powers": Powers,
     "largest": Largest,
+    "largest of chunks": LargestOfChunks,
 }

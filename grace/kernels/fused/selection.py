@@ -6,10 +6,11 @@ then one by one those that were found among them.
 
 import numpy as np
 
-from grace.kernels.fused.lanes import LANES, lowest, magnitudes_within
-from grace.kernels.fused.loops import INF_BITS, LOW31, compiled, i32, u32
+from grace.kernels.fused.lanes import LANES, float_of, lowest, magnitudes_within, part, pattern_of
+from grace.kernels.fused.loops import INF_BITS, LOW31, _max_bits, compiled, f32, i32, u32
 
 END = u32(0x80000000)  # above all magnitudes
+LOWERED = f32(0.9)  # what the last threshold is multiplied by to guess the next one
 
 
 @compiled
@@ -106,6 +107,28 @@ def _filter(bits, threshold, indices, found):
 
 
 @compiled
+def _filter_part(bits, threshold, first, indices, found, count):
+    """Append positions and patterns at or above the threshold; returns how many there are then."""
+    full, span = bits.size // LANES * LANES, u32(END - threshold)
+    for start in range(0, full, LANES):
+        lanes = magnitudes_within(bits, start, threshold, span)
+        i = start + lowest(lanes)  # most blocks have none or one, and a branch would often be foreseen wrongly
+        indices[count], found[count] = first + i, bits[i] & LOW31
+        count += lanes != u32(0)
+        lanes = u32(lanes & (lanes - u32(1)))
+        while lanes:
+            i = start + lowest(lanes)
+            indices[count], found[count] = first + i, bits[i] & LOW31
+            count += 1
+            lanes = u32(lanes & (lanes - u32(1)))
+    for i in range(full, bits.size):
+        if bits[i] & LOW31 >= threshold:
+            indices[count], found[count] = first + i, bits[i] & LOW31
+            count += 1
+    return count
+
+
+@compiled
 def _above(bits, threshold, out):
     """Positions of the finite and infinite magnitudes above a bit pattern; returns how many."""
     count, full, low = 0, bits.size // LANES * LANES, u32(threshold + u32(1))
@@ -124,6 +147,61 @@ def _above(bits, threshold, out):
             out[count] = i
             count += 1
     return count
+
+
+@compiled
+def _kth_of_few(bits, k):
+    """A pattern that the k largest magnitudes reach, and no others but such as equal it, by halving: few elements
+    are in the cache, and nothing is made room for."""
+    low, high = u32(0), _max_bits(bits)
+    while low < high:
+        middle, count = u32(low + (high - low + 1) // 2), 0
+        for i in range(bits.size):
+            count += (bits[i] & LOW31) >= middle
+        if count == k:
+            return middle
+        if count > k:
+            low = middle
+        else:
+            high = u32(middle - u32(1))
+    return low
+
+
+@compiled
+def _count_above(bits, pattern):
+    count = 0
+    for i in range(bits.size):
+        count += (bits[i] & LOW31) > pattern
+    return count
+
+
+@compiled
+def _take_chunk(bits, guess, first, indices, found, out):
+    """Write the positions of a chunk's largest, as many as ``out`` has room for; returns the smallest one's pattern.
+
+    Only what reaches a guess is looked at, if that is enough.
+    """
+    count = _filter_part(bits, guess, first, indices, found, 0)
+    whole = count < out.size
+    among = bits if whole else part(found, 0, count)
+    kth = _kth_of_few(among, out.size)
+    _collect(among, kth, out.size - _count_above(among, kth), out)
+    for j in range(out.size):
+        out[j] = first + out[j] if whole else indices[out[j]]
+    return kth
+
+
+@compiled
+def _topk_chunks(bits, chunk, k):
+    count = -(-k * bits.size // chunk)
+    out, indices, found = np.empty(count, np.int32), np.empty(chunk + 1, np.int32), np.empty(chunk + 1, np.uint32)
+    guess, done = u32(0), 0
+    for low in range(0, bits.size, chunk):
+        mine = min(k, count - done)
+        here = part(bits, low, min(low + chunk, bits.size))
+        kth = _take_chunk(here, guess, low, indices, found, part(out, done, done + mine))
+        guess, done = pattern_of(float_of(kth) * LOWERED), done + mine
+    return out
 
 
 @compiled

@@ -4,35 +4,12 @@ import numpy as np
 from numba import njit
 
 from grace.kernels.fused.addresses import FIRST, GRADIENT, MORE, NEXT, SECOND, SIZE, _at, _compensated
-from grace.kernels.fused.lanes import LANES, float_of, lowest, magnitudes_within, part, pattern_of
-from grace.kernels.fused.loops import LOW31, TILE, _max_bits, compiled, f32, i32, u8, u32, u64
-from grace.kernels.fused.selection import END, _collect, _kth_largest
+from grace.kernels.fused.lanes import float_of, part, pattern_of
+from grace.kernels.fused.loops import TILE, _max_bits, compiled, i32, u8, u32, u64
+from grace.kernels.fused.selection import LOWERED, _collect, _filter_part, _kth_largest, _take_chunk
 
 u16 = np.uint16
 SAMPLED = 1 << 14  # elements from which on a threshold is guessed
-LOWERED = f32(0.9)
-
-
-@compiled
-def _filter_part(x, threshold, first, indices, found, count):
-    """Append positions and patterns at or above the threshold; returns how many there are then."""
-    bits, full, span = x.view(np.uint32), x.size // LANES * LANES, u32(END - threshold)
-    for start in range(0, full, LANES):
-        lanes = magnitudes_within(bits, start, threshold, span)
-        i = start + lowest(lanes)  # most blocks have none or one, and a branch would often be foreseen wrongly
-        indices[count], found[count] = first + i, bits[i] & LOW31
-        count += lanes != u32(0)
-        lanes = u32(lanes & (lanes - u32(1)))
-        while lanes:
-            i = start + lowest(lanes)
-            indices[count], found[count] = first + i, bits[i] & LOW31
-            count += 1
-            lanes = u32(lanes & (lanes - u32(1)))
-    for i in range(full, x.size):
-        if bits[i] & LOW31 >= threshold:
-            indices[count], found[count] = first + i, bits[i] & LOW31
-            count += 1
-    return count
 
 
 @compiled
@@ -62,14 +39,15 @@ def encode_largest(rows, factors, plan, wire, most, last, indices, found, sample
             x = _compensated(row, by, n, low, min(low + TILE, n))
             largest = max(largest, _max_bits(x.view(np.uint32)))
             if guessing and count <= room:
-                count = _filter_part(x, threshold, low, indices, found, count)
+                count = _filter_part(x.view(np.uint32), threshold, low, indices, found, count)
         sound[v] = largest <= most
         x = _at(row[GRADIENT] if row[NEXT] == 0 else row[NEXT], n, np.float32)
         if guessing and not k <= count <= room:
             threshold, count = _guess(x, k, sample), 0
             for low in range(0, n, TILE):
                 if count <= room:
-                    count = _filter_part(part(x, low, min(low + TILE, n)), threshold, low, indices, found, count)
+                    bits = part(x, low, min(low + TILE, n)).view(np.uint32)
+                    count = _filter_part(bits, threshold, low, indices, found, count)
         out = part(chosen, 0, k)
         if guessing and k <= count <= room:
             last[v], larger = _kth_largest(part(found, 0, count), k)
@@ -80,6 +58,24 @@ def encode_largest(rows, factors, plan, wire, most, last, indices, found, sample
             last[v], larger = _kth_largest(x.view(np.uint32), k)
             _collect(x.view(np.uint32), last[v], k - larger, out)
         _write_sparse(x, out, width, row[NEXT] != 0, wire + plan[v, FIRST], wire + plan[v, SECOND])
+
+
+@compiled
+def encode_chunks(rows, factors, plan, wire, most, chunk, kept, indices, found, chosen, sound):
+    """The largest of each chunk, chosen while it is in the cache; the last one's smallest, a little lowered, is what
+    the next one's must reach, if enough do."""
+    for v in range(rows.shape[0]):
+        row, n, count, width = rows[v], plan[v, SIZE], plan[v, MORE], plan[v, MORE + 1]
+        largest, guess, done = u32(0), u32(0), 0
+        for low in range(0, n, chunk):
+            bits = _compensated(row, factors[v], n, low, min(low + chunk, n)).view(np.uint32)
+            largest = max(largest, _max_bits(bits))
+            mine = min(kept, count - done)
+            kth = _take_chunk(bits, guess, low, indices, found, part(chosen, done, done + mine))
+            guess, done = pattern_of(float_of(kth) * LOWERED), done + mine
+        sound[v] = largest <= most
+        x = _at(row[GRADIENT] if row[NEXT] == 0 else row[NEXT], n, np.float32)
+        _write_sparse(x, part(chosen, 0, count), width, row[NEXT] != 0, wire + plan[v, FIRST], wire + plan[v, SECOND])
 
 
 @njit(inline="always")
@@ -113,6 +109,17 @@ def _add_sparse(out, values, coded, weight):
 
 
 @compiled
+def _add_chunks(out, values, coded, chunk, kept, weight):
+    """Of each position the lower 16 bits."""
+    for j in range(values.size):
+        index = i32((j // kept * chunk & ~0xFFFF) | coded[j])
+        if index >= out.size:
+            return False
+        out[u64(index)] += weight * values[j]
+    return True
+
+
+@compiled
 def _add_marked(out, values, bitmap, weight):
     used = 0
     for byte in range(bitmap.size):
@@ -128,8 +135,8 @@ def _add_marked(out, values, bitmap, weight):
 
 
 @compiled
-def decode_sparse(outs, wires, plan, weight):
-    """Whether all positions were such ones."""
+def decode_sparse(outs, wires, plan, weight, chunk, kept):
+    """Whether all positions were such ones; chunks are of no elements where there are none."""
     for v in range(outs.size):
         n, k, width = plan[v, SIZE], plan[v, MORE], plan[v, MORE + 1]
         out = _at(outs[v], n, np.float32)
@@ -138,6 +145,8 @@ def decode_sparse(outs, wires, plan, weight):
             values, coded = _at(wires[rank] + plan[v, FIRST], k, np.float32), wires[rank] + plan[v, SECOND]
             if width == 4:
                 well = _add_sparse(out, values, _at(coded, k, np.int32), weight)
+            elif width == 2 and chunk:
+                well = _add_chunks(out, values, _at(coded, k, np.uint16), chunk, kept, weight)
             elif width == 2:
                 well = _add_sparse(out, values, _at(coded, k, np.uint16), weight)
             else:

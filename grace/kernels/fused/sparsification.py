@@ -8,7 +8,7 @@ import numpy as np
 from grace.kernels.checks import check_count, check_range
 from grace.kernels.fused.loops import SHIFT32, compiled, f32, f64, i32, u8, u64
 from grace.kernels.fused.rounding import _sum_squares
-from grace.kernels.fused.selection import _above, _kth_largest
+from grace.kernels.fused.selection import _above, _kth_largest, _topk_chunks
 from grace.kernels.reference.sparsification import SparseReference, clip_factor, rounded_down
 
 
@@ -89,6 +89,9 @@ class SparseFused(SparseReference):
     """A part of :class:`~grace.kernels.fused.primitives.FusedKernels`."""
 
     empty: Any
+
+    def topk_chunks(self, x, chunk, k):
+        return _topk_chunks(x.view(np.uint32), chunk, k)
 
     def above(self, x, threshold):
         out = np.empty(x.size, np.int32)  # what is not written to takes no memory, but the rest of a huge page

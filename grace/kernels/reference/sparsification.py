@@ -35,6 +35,19 @@ class SparseReference(SparseKernels):
     array([1, 2], dtype=int32)
     """
 
+    def topk_chunks(self, x, chunk, k):
+        rows, count = -(-x.size // chunk), -(-k * x.size // chunk)
+        bits = np.full(rows * chunk, -1, np.int32)
+        bits[: x.size] = x.view(np.uint32) & LOW31
+        order = np.argsort(-bits.reshape(rows, chunk), axis=1, kind="stable")[:, :k]
+        order[-1:, count - (rows - 1) * k :] = chunk  # behind those that the last chunk has
+        found = np.sort(order, axis=1) + chunk * np.arange(rows)[:, None]
+        return found.reshape(-1)[:count].astype(np.int32)
+
+    def widen_chunks(self, narrow, chunk, k):
+        starts = np.arange(narrow.size, dtype=np.int32) // max(1, k) * chunk
+        return (starts & ~0xFFFF) | narrow.view(np.uint16)
+
     def above(self, x, threshold):
         return np.flatnonzero(np.abs(x) > np.float32(threshold)).astype(np.int32)
 

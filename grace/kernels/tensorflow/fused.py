@@ -26,6 +26,7 @@ GRAPH: dict[str, Callable[..., Shapes]] = {
     "pack_signs": lambda x: [(np.uint8, (length(x) + 7) // 8)],
     "add_signs": lambda out, *_: [(np.float32, length(out))],
     "topk": lambda x, k: [(np.int32, k)],
+    "topk_chunks": lambda x, chunk, k: [(np.int32, -(-k * length(x) // chunk))],
     "side_means": lambda x: [(np.float32, 2)],
     "clip_deviation": lambda x, factor: [(np.float32, length(x))],
     "round_powers": lambda x, stream: [(np.uint8, length(x))],
@@ -58,8 +59,8 @@ class FusedTensorFlowKernels(TensorFlowKernels):
         "unpack", "pack_signs", "add_signs", "topk", "gather", "scatter_add", "max_abs", "side_means",
         "clip_deviation", "round_powers", "add_powers", "round_float8", "add_float8", "rotate", "bucketize",
         "add_table", "quantile_buckets",
-        "above", "kth_magnitude", "sample_indices", "zero_at", "add_at", "clip_norm", "one_side", "fixed_tags",
-        "where_code", "matmul", "matmul_add",
+        "topk_chunks", "above", "kth_magnitude", "sample_indices", "zero_at", "add_at", "clip_norm", "one_side",
+        "fixed_tags", "where_code", "matmul", "matmul_add",
     )  # fmt: skip
     WRITES = (
         "dequantize", "add_signs", "scatter_add", "add_powers", "add_float8", "add_table", "zero_at", "add_at",

@@ -17,6 +17,19 @@ class SparseTensorFlow(SparseKernels):
     array([1, 2], dtype=int32)
     """
 
+    def topk_chunks(self, x, chunk, k):
+        n = length(x)
+        rows, count = -(-n // chunk), -(-k * n // chunk)
+        bits = tf.pad(tf.bitcast(x, tf.int32) & LOW31, [[0, rows * chunk - n]], constant_values=-1)
+        order = tf.math.top_k(tf.reshape(bits, [-1, chunk]), k).indices  # of equal numbers the lower index first
+        row = tf.range(tf.cast(rows, tf.int32))[:, None]
+        order = tf.where(row * k + tf.range(k) < tf.cast(count, tf.int32), order, chunk)
+        return tf.reshape(tf.sort(order, axis=1) + row * chunk, [-1])[:count]
+
+    def widen_chunks(self, narrow, chunk, k):
+        starts = tf.range(tf.shape(narrow)[0]) // max(1, k) * chunk
+        return tf.bitwise.bitwise_and(starts, ~0xFFFF) | self.widen(narrow)
+
     def above(self, x, threshold):
         bits = tf.bitcast(x, tf.int32) & LOW31
         if isinstance(threshold, tf.Tensor):

@@ -76,8 +76,8 @@ class FusedTorchKernels(HalfTorchKernels):
         "signs", "pack_signs", "add_signs", "topk", "gather", "scatter_add", "max_abs", "side_means", "clip_deviation",
         "round_powers", "add_powers", "round_float8", "add_float8", "rotate", "bucketize",
         "add_table", "quantile_buckets",
-        "above", "kth_magnitude", "sample_indices", "zero_at", "add_at", "clip_norm", "one_side", "fixed_tags",
-        "where_code",
+        "topk_chunks", "above", "kth_magnitude", "sample_indices", "zero_at", "add_at", "clip_norm", "one_side",
+        "fixed_tags", "where_code",
     )  # fmt: skip
     DTYPES = frozenset({torch.float32, torch.uint8, torch.int32})
 

@@ -15,6 +15,20 @@ class SparseTorch(SparseKernels):
     tensor([1, 2], dtype=torch.int32)
     """
 
+    def topk_chunks(self, x, chunk, k):
+        rows, count = -(-x.numel() // chunk), -(-k * x.numel() // chunk)
+        bits = torch.nn.functional.pad(x.view(torch.int32) & 0x7FFFFFFF, (0, rows * chunk - x.numel()), value=-1)
+        place = torch.arange(chunk, device=x.device)
+        keys = bits.view(rows, chunk).long() * chunk - place  # all distinct: torch leaves the order of equals open
+        order = torch.topk(keys, k, dim=1).indices
+        order[-1:, count - (rows - 1) * k :] = chunk  # behind those that the last chunk has
+        found = order.sort(dim=1).values + chunk * torch.arange(rows, device=x.device)[:, None]
+        return found.view(-1)[:count].to(torch.int32)
+
+    def widen_chunks(self, narrow, chunk, k):
+        starts = torch.arange(narrow.numel(), dtype=torch.int32, device=narrow.device) // max(1, k) * chunk
+        return (starts & ~0xFFFF) | self.widen(narrow)
+
     def above(self, x, threshold):
         return _where(x.abs() > threshold)
 

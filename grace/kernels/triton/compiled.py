@@ -35,6 +35,7 @@ TYPES = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
     torch.int32: "i32",
+    torch.int16: "i16",
     torch.uint32: "u32",
     torch.uint8: "u8",
 }
@@ -114,6 +115,10 @@ def calls() -> dict[str, Callable[[TritonKernels], Any]]:
         "pack_signs": lambda k: k.pack_signs(x),
         "add_signs": lambda k: k.add_signs(x, codes[: N // 8], one, 0.5),
         "topk": lambda k: k.topk(x, N // 128),
+        "topk_chunks": lambda k: k.topk_chunks(x, 1024, 10),
+        "topk_chunks of 64": lambda k: k.topk_chunks(x, 64, 1),
+        "topk_chunks of 4096": lambda k: k.topk_chunks(x, 4096, 409),
+        "widen_chunks": lambda k: k.widen_chunks(_meta(N // 128, torch.int16), 1024, 10),
         "random_indices": lambda k: k.random_indices(stream, N, N // 128, x),
         "sample_indices": lambda k: k.sample_indices(stream, N, N // 128, x),
         "above": lambda k: placed(x, 1.0, counted(x, 1.0), N // 128),  # between which the count is read back

@@ -31,6 +31,7 @@ class TritonKernels(ValueTriton, SparseTriton, TorchKernels):
         "mean_abs", "quantize", "dequantize", "pack", "unpack", "pack_signs", "add_signs", "topk", "bitmap",
         "scatter_add", "max_abs", "side_means", "clip_deviation", "round_powers", "add_powers", "round_float8",
         "add_float8", "rotate", "bucketize", "add_table", "above", "positions", "zero_at", "add_at", "where_code",
+        "topk_chunks",
     )  # fmt: skip
     """Methods of float32, uint8 and int32 tensors; :func:`_guarded` looks at them."""
 

@@ -114,6 +114,49 @@ def write_largest(out, starts, ties, state, x, n, steps, N: tl.constexpr):
 
 
 @triton.jit
+def kth_of_rows(bits, wanted, ROWS: tl.constexpr):
+    """Of each row a pattern that so many of its magnitudes reach, and no others but such as equal it, by halving."""
+    low, high = tl.zeros([ROWS], tl.int32), tl.maximum(tl.max(bits, 1), 0)
+    while tl.max((low < high).to(tl.int32), 0) > 0:
+        middle = low + ((high - low) >> 1) + ((high - low) & 1)
+        count = tl.sum((bits >= middle[:, None]).to(tl.int32), 1)
+        high = tl.where(count == wanted, middle, tl.where(count > wanted, high, middle - 1))
+        low = tl.where(count >= wanted, middle, low)
+    return low
+
+
+@triton.jit
+def largest_of_rows(bits, wanted, ROWS: tl.constexpr):
+    """1 for each of the largest magnitudes of a row, of equal ones the first; what is negative is none."""
+    kth = kth_of_rows(bits, wanted, ROWS)
+    larger, equal = (bits > kth[:, None]).to(tl.int32), (bits == kth[:, None]).to(tl.int32)
+    ties = wanted - tl.sum(larger, 1)
+    return larger | (equal & (tl.cumsum(equal, 1) <= ties[:, None]).to(tl.int32))
+
+
+@triton.jit
+def write_of_chunks(out, x, n, k, count, CHUNK: tl.constexpr, ROWS: tl.constexpr):
+    """The places of the k largest of each chunk, of ``count`` in all."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    base = tl.program_id(0).to(tl.int64) * ROWS * CHUNK
+    place = tl.arange(0, ROWS)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    inside = place < n - base
+    bits = magnitude_bits(tl.load(x + base + place, mask=inside, other=0))
+    wanted = tl.maximum(tl.minimum(count - row * k, k), 0)
+    taken = largest_of_rows(tl.where(inside, bits, -1), wanted, ROWS)
+    at = (row * k)[:, None] + tl.cumsum(taken, 1) - taken
+    tl.store(out + at, (base + place).to(tl.int32), mask=taken > 0)
+
+
+@triton.jit
+def widen_chunks(out, narrow, count, k, CHUNK: tl.constexpr, N: tl.constexpr):
+    """The places of which these are the lower 16 bits."""
+    place = tl.program_id(0) * N + tl.arange(0, N)
+    low = tl.load(narrow + place, mask=place < count, other=0).to(tl.int32) & 0xFFFF
+    tl.store(out + place, (place // k * CHUNK & ~0xFFFF) | low, mask=place < count)
+
+
+@triton.jit
 def chosen(x, base, place, n, value, N: tl.constexpr):
     """1 for each element above a threshold in magnitude, or of codes (uint8) that equals one."""
     inside = place < n - base

@@ -50,6 +50,18 @@ class SparseTriton:
         launch(selection.write_largest, programs, out, starts, ties, state, x, n, steps, N=STEP)
         return out
 
+    def topk_chunks(self, x, chunk, k):
+        n, count = x.numel(), -(-k * x.numel() // chunk)
+        out, rows = torch.empty(count, dtype=torch.int32, device=x.device), max(1, BLOCK // chunk)
+        numbers = {"CHUNK": chunk, "ROWS": rows, "warps": max(4, chunk // 512)}
+        launch(selection.write_of_chunks, triton.cdiv(n, rows * chunk), out, x, n, k, count, **numbers)
+        return out
+
+    def widen_chunks(self, narrow, chunk, k):
+        out = torch.empty(narrow.numel(), dtype=torch.int32, device=narrow.device)
+        launch(selection.widen_chunks, blocks(out), out, narrow.contiguous(), out.numel(), k, CHUNK=chunk, N=BLOCK)
+        return out
+
     def above(self, x, threshold):
         return _chosen(x, float(threshold))
 

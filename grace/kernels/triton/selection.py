@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from grace.kernels.triton.arithmetic import magnitude_bits
+from grace.kernels.triton.arithmetic import LOW31, magnitude_bits
 
 DIGITS = tl.constexpr(256)
 """Magnitudes have 31 bits: digits of 8, 8, 8 and 7."""
@@ -20,7 +20,7 @@ def digit_of(counts, k, BINS: tl.constexpr):
 
 
 @triton.jit
-def narrowed(counts, state, k, PASS: tl.constexpr):
+def narrowed(counts, state, k, program, PASS: tl.constexpr):
     """The upper digits of the k-th largest that are known before a pass, and its rank among those that have them."""
     prefix, rank = tl.full([], 0, tl.int32), k.to(tl.int32)
     if PASS > 0:
@@ -29,48 +29,102 @@ def narrowed(counts, state, k, PASS: tl.constexpr):
         found = tl.load(counts + (PASS - 1) * DIGITS + tl.arange(0, DIGITS))
         digit, rank = digit_of(found, rank, DIGITS)
         prefix = prefix * DIGITS + digit
-        if tl.program_id(0) == 0:
+        if program == 0:
             tl.store(state + 2 * PASS, prefix)
             tl.store(state + 2 * PASS + 1, rank)
     return prefix, rank
 
 
 @triton.jit
-def count_digits(counts, state, x, n, k, steps, PASS: tl.constexpr, N: tl.constexpr):
-    """Count one digit of those elements whose upper digits are those of the k-th largest."""
-    prefix, _ = narrowed(counts, state, k, PASS)
+def count_first(counts, x, n, steps, N: tl.constexpr):
+    """Count the first digit of all elements."""
     base = tl.program_id(0).to(tl.int64) * steps * N
     place = tl.arange(0, N)
-    shift: tl.constexpr = 23 - 8 * PASS
     found = tl.zeros([DIGITS], tl.int32)
     for step in range(steps):
         inside = place < n - base - step * N
         bits = magnitude_bits(tl.load(x + base + step * N + place, mask=inside, other=0))
-        if PASS > 0:
-            inside = inside & ((bits >> (shift + 8)) == prefix)
-        found += tl.histogram((bits >> shift) & (DIGITS - 1), DIGITS, mask=inside)
-    tl.atomic_add(counts + PASS * DIGITS + tl.arange(0, DIGITS), found, mask=found > 0)
+        found += tl.histogram(bits >> 23, DIGITS, mask=inside)
+    tl.atomic_add(counts + tl.arange(0, DIGITS), found, mask=found > 0)
 
 
 @triton.jit
-def count_last(rows, above, counts, state, x, n, k, steps, N: tl.constexpr):
-    """The last 7 bits, counted by each program for itself, and how many elements are larger by their upper digits."""
-    prefix, _ = narrowed(counts, state, k, 3)
-    base = tl.program_id(0).to(tl.int64) * steps * N
-    place = tl.arange(0, N)
-    found = tl.zeros([128], tl.int32)
-    larger = tl.zeros([N], tl.int32)
+def collected(patterns, places, listed, counts, state, x, n, k, program, steps, room, N: tl.constexpr):
+    """List what has the first digit of the k-th largest or a larger one, patterns and places, and count its second one.
+
+    Each program has room for so many; where there are more, the list is not used, but what it is of. ``listed`` are how
+    many there are.
+    """
+    prefix, _ = narrowed(counts, state, k, program, 1)
+    base, first = program.to(tl.int64) * steps * N, program.to(tl.int64) * room
+    place, many, found = tl.arange(0, N), tl.full([], 0, tl.int32), tl.zeros([DIGITS], tl.int32)
     for step in range(steps):
         inside = place < n - base - step * N
         bits = magnitude_bits(tl.load(x + base + step * N + place, mask=inside, other=0))
-        larger += (inside & ((bits >> 7) > prefix)).to(tl.int32)
-        found += tl.histogram(bits & 127, 128, mask=inside & ((bits >> 7) == prefix))
-    tl.store(rows + tl.program_id(0) * 128 + tl.arange(0, 128), found)
-    tl.store(above + tl.program_id(0), tl.sum(larger, 0))
+        taken = (inside & ((bits >> 23) >= prefix)).to(tl.int32)
+        at = many + tl.cumsum(taken, 0) - taken
+        tl.store(patterns + first + at, bits, mask=(taken > 0) & (at < room))
+        tl.store(places + first + at, step * N + place, mask=(taken > 0) & (at < room))
+        found += tl.histogram((bits >> 15) & (DIGITS - 1), DIGITS, mask=inside & ((bits >> 23) == prefix))
+        many += tl.sum(taken, 0)
+    tl.store(listed + program, many)
+    tl.atomic_add(counts + DIGITS + tl.arange(0, DIGITS), found, mask=found > 0)
 
 
 @triton.jit
-def place_programs(starts, ties, state, rows, above, programs, P: tl.constexpr):
+def candidates(patterns, listed, x, n, program, steps, room, WIDE: tl.constexpr, N: tl.constexpr):
+    """Where a program's candidates are, and how many: those that it has listed, or all of its elements. WIDE: x is at a
+    multiple of 16."""
+    base, many = program.to(tl.int64) * steps * N, tl.load(listed + program)
+    all_of_them = tl.minimum(n - base, steps * N).to(tl.int32)
+    whole = x.to(tl.pointer_type(tl.int32), bitcast=True) + base
+    source = tl.where(many <= room, patterns + program.to(tl.int64) * room, whole)
+    if WIDE:
+        source = tl.multiple_of(source, 16)
+    return source, tl.where(many <= room, many, all_of_them)
+
+
+@triton.jit
+def some(source, low, many, N: tl.constexpr):
+    """Magnitudes of N candidates from one on, and which of them are there."""
+    place = low + tl.arange(0, N)
+    if many - low >= N:  # without a mask, so that reads may be wide
+        bits = tl.load(source + place)
+    else:
+        bits = tl.load(source + place, mask=place < many, other=0)
+    return bits & LOW31, place < many
+
+
+@triton.jit
+def counted_third(patterns, listed, counts, state, x, n, k, program, steps, room, WIDE: tl.constexpr, N: tl.constexpr):
+    """Count the third digit of those whose upper two are those of the k-th largest."""
+    prefix, _ = narrowed(counts, state, k, program, 2)
+    source, many = candidates(patterns, listed, x, n, program, steps, room, WIDE, N)
+    found = tl.zeros([DIGITS], tl.int32)
+    for low in range(0, many, N):
+        bits, inside = some(source, low, many, N)
+        found += tl.histogram((bits >> 7) & (DIGITS - 1), DIGITS, mask=inside & ((bits >> 15) == prefix))
+    tl.atomic_add(counts + 2 * DIGITS + tl.arange(0, DIGITS), found, mask=found > 0)
+
+
+@triton.jit
+def counted_last(
+    rows, above, patterns, listed, counts, state, x, n, k, program, steps, room, WIDE: tl.constexpr, N: tl.constexpr
+):  # fmt: skip
+    """The last 7 bits, counted by each program for itself, and how many elements are larger by their upper digits."""
+    prefix, _ = narrowed(counts, state, k, program, 3)
+    source, many = candidates(patterns, listed, x, n, program, steps, room, WIDE, N)
+    found, larger = tl.zeros([128], tl.int32), tl.zeros([N], tl.int32)
+    for low in range(0, many, N):
+        bits, inside = some(source, low, many, N)
+        larger += (inside & ((bits >> 7) > prefix)).to(tl.int32)
+        found += tl.histogram(bits & 127, 128, mask=inside & ((bits >> 7) == prefix))
+    tl.store(rows + program * 128 + tl.arange(0, 128), found)
+    tl.store(above + program, tl.sum(larger, 0))
+
+
+@triton.jit
+def placed_programs(starts, ties, state, rows, above, programs, P: tl.constexpr):
     """What is taken whole, and from where each program writes: larger elements first counted, then equal ones."""
     prefix, rank = tl.load(state + 6), tl.load(state + 7)
     bins, program = tl.arange(0, 128), tl.arange(0, P)
@@ -95,22 +149,54 @@ def place_programs(starts, ties, state, rows, above, programs, P: tl.constexpr):
 
 
 @triton.jit
-def write_largest(out, starts, ties, state, x, n, steps, N: tl.constexpr):
-    """The places of the k largest, ascending; of those equal to the smallest of them the first ones."""
+def taken_of(bits, inside, threshold, rank, larger_before, tied_before):
+    """1 for each that is among the largest, and its place among these: of those equal to the smallest of them the first
+    ones; how many larger and equal ones there are."""
+    larger, equal = (inside & (bits > threshold)).to(tl.int32), (inside & (bits == threshold)).to(tl.int32)
+    ranks = tied_before + tl.cumsum(equal, 0)  # from 1
+    at = larger_before + tl.cumsum(larger, 0) - larger + tl.minimum(ranks - equal, rank)
+    return (larger > 0) | ((equal > 0) & (ranks <= rank)), at, tl.sum(larger, 0), tl.sum(equal, 0)
+
+
+@triton.jit
+def collect(patterns, places, listed, counts, state, x, n, k, steps, room, N: tl.constexpr):
+    collected(patterns, places, listed, counts, state, x, n, k, tl.program_id(0), steps, room, N)
+
+
+@triton.jit
+def count_third(patterns, listed, counts, state, x, n, k, steps, room, WIDE: tl.constexpr, N: tl.constexpr):
+    counted_third(patterns, listed, counts, state, x, n, k, tl.program_id(0), steps, room, WIDE, N)
+
+
+@triton.jit
+def count_last(rows, above, patterns, listed, counts, state, x, n, k, steps, room, WIDE: tl.constexpr, N: tl.constexpr):
+    counted_last(rows, above, patterns, listed, counts, state, x, n, k, tl.program_id(0), steps, room, WIDE, N)
+
+
+@triton.jit
+def place_programs(starts, ties, state, rows, above, programs, P: tl.constexpr):
+    placed_programs(starts, ties, state, rows, above, programs, P)
+
+
+@triton.jit
+def write_largest(
+    out, starts, ties, state, places, patterns, listed, x, n, steps, room, WIDE: tl.constexpr, N: tl.constexpr
+):
+    """The places of the k largest, ascending."""
+    program = tl.program_id(0)
     threshold, rank = tl.load(state + 8), tl.load(state + 9)
-    larger_before, tied_before = tl.load(starts + tl.program_id(0)), tl.load(ties + tl.program_id(0))
-    base = tl.program_id(0).to(tl.int64) * steps * N
-    place = tl.arange(0, N)
-    for step in range(steps):
-        inside = place < n - base - step * N
-        bits = magnitude_bits(tl.load(x + base + step * N + place, mask=inside, other=0))
-        larger, equal = (inside & (bits > threshold)).to(tl.int32), (inside & (bits == threshold)).to(tl.int32)
-        ranks = tied_before + tl.cumsum(equal, 0)  # from 1
-        at = larger_before + tl.cumsum(larger, 0) - larger + tl.minimum(ranks - equal, rank)
-        taken = (larger > 0) | ((equal > 0) & (ranks <= rank))
-        tl.store(out + at, (base + step * N + place).to(tl.int32), mask=taken)
-        larger_before += tl.sum(larger, 0)
-        tied_before += tl.sum(equal, 0)
+    larger_before, tied_before = tl.load(starts + program), tl.load(ties + program)
+    source, many = candidates(patterns, listed, x, n, program, steps, room, WIDE, N)
+    is_listed = tl.load(listed + program) <= room
+    base, first = program.to(tl.int64) * steps * N, program.to(tl.int64) * room
+    for low in range(0, many, N):
+        place = low + tl.arange(0, N)
+        bits, inside = some(source, low, many, N)
+        index = tl.load(places + first + place, mask=is_listed & inside, other=0)
+        index = base + tl.where(is_listed, index, place)
+        taken, at, larger, equal = taken_of(bits, inside, threshold, rank, larger_before, tied_before)
+        tl.store(out + at, index.to(tl.int32), mask=taken)
+        larger_before, tied_before = larger_before + larger, tied_before + equal
 
 
 @triton.jit

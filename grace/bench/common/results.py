@@ -22,7 +22,7 @@ from grace.errors import ConfigError
 FORMAT = 1
 """Of the file; a later one is refused."""
 KINDS = ("kernels", "step", "train")
-PACKAGES = ("torch", "tensorflow", "keras", "horovod", "mpi4py", "numpy", "numba", "scikit-learn")
+PACKAGES = ("torch", "triton", "tensorflow", "keras", "horovod", "mpi4py", "numpy", "numba", "scikit-learn")
 """Whose versions are recorded."""
 
 

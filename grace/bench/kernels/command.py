@@ -25,6 +25,7 @@ RANKS = 4
 """Simulated ones, for the error of the aggregate."""
 SMALLEST, LARGEST = 1000, 2**31 - 1
 """Elements: less is all overhead, more has no 32-bit index."""
+DEVICE_SIZES, DEVICE_REPEATS = ((25_000_000, 250_000_000), (1_000_000,)), (30, 10)
 SIZE, REPEATS, DRAWS, ERROR_ELEMENTS = (25_000_000, 1_000_000), (7, 3), (16, 6), (1_000_000, 250_000)
 """Defaults: usually, and with ``--quick``."""
 
@@ -33,8 +34,8 @@ def command(
     size: Annotated[
         str | None,
         typer.Option(
-            help="Elements of the tensor: 25M, 1e6, 4096 ... It is a matrix as square as can be.",
-            show_default="25M, or 1M with --quick",
+            help="Elements of the tensor: 25M, 1e6, 4096 ... It is a matrix as square as can be. On a GPU several.",
+            show_default="25M, on a GPU 25M,250M; or 1M with --quick",
         ),
     ] = None,
     methods: Annotated[
@@ -43,16 +44,21 @@ def command(
             help=f"Compressor specs, separated by commas, or all. Default: {', '.join(METHODS)}.", show_default=False
         ),
     ] = None,
-    tensors: Annotated[str, typer.Option(help="Kinds of gradients, separated by commas; see above.")] = (
-        ",".join(TENSORS)
-    ),
+    tensors: Annotated[
+        str | None,
+        typer.Option(
+            help="Kinds of gradients, separated by commas; see above.",
+            show_default=f"{','.join(TENSORS)}; on a GPU gaussian",
+        ),
+    ] = None,
     memory: Annotated[
         str | None, typer.Option(help="One memory for all methods, as in residual.", show_default="each method's own")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     threads: Annotated[int, typer.Option(help="Threads that torch computes with.")] = 1,
     repeats: Annotated[
-        int | None, typer.Option(help="Measurements of each time; medians count.", show_default="7, or 3 with --quick")
+        int | None,
+        typer.Option(help="Measurements of each; medians count.", show_default="7, on a GPU 30; or 3, 10 with --quick"),
     ] = None,
     out: Annotated[
         Path, typer.Option("--out", "-o", help="Folder for results.json, results.csv and report.html.")
@@ -74,6 +80,11 @@ def command(
     with --quick), because they need many repetitions: 16 (6) draws of a method's
     random numbers, on 4 simulated ranks whose gradients differ, without a memory.
 
+    With --device cuda times alone are measured, by CUDA's events around replays of
+    CUDA graphs, the L2 cache flushed before each: against the bytes that a part
+    must move, as a fraction of what a copy moves; and beside torch.topk, torch's
+    fp16 and PowerSGD hooks, and GRACE's formulas in plain torch, all in turns.
+
     Results are saved after each method, Ctrl-C included.
     """
     run(settings(size, methods, tensors, memory, device, threads, repeats, quick), out).finish(Console(highlight=False))
@@ -85,6 +96,12 @@ def run(settings: dict[str, Any], out: Path) -> BenchmarkRun:
 
     running = BenchmarkRun(NAME, "kernels", settings, out, interrupted="interrupted")
     console = Console(highlight=False)
+    if settings["device"] == "cuda":
+        from grace.bench.kernels import device_table
+
+        running.measure(lambda: _measure_on_device(running, console))
+        device_table.show(console, running.results)
+        return running
     shape = " x ".join(map(str, settings["shape"]))
     threads = f", {settings['threads']} thread{'s' if settings['threads'] > 1 else ''}"
     with_threads = threads if settings["device"] == "cpu" else ""
@@ -100,7 +117,7 @@ def run(settings: dict[str, Any], out: Path) -> BenchmarkRun:
 def settings(
     size: str | None = None,
     methods: str | None = None,
-    tensors: str = ",".join(TENSORS),
+    tensors: str | None = None,
     memory: str | None = None,
     device: str = "cpu",
     threads: int = 1,
@@ -110,17 +127,23 @@ def settings(
     """What to measure, checked."""
     if importlib.util.find_spec("torch") is None:
         raise missing_extra("torch", "torch")
-    import torch
 
+    from grace.bench.common.clocks import device_facts, missing
     from grace.bench.kernels.fidelity import communicator_of
     from grace.bench.kernels.gradients import KINDS, matrix
 
-    asked = SIZE[quick] if size is None else options.size(size)
-    if not SMALLEST <= asked <= LARGEST:
-        raise ConfigError(f"--size is between {SMALLEST:,} and {LARGEST:,} elements, not {asked:,}")
+    on_device = device == "cuda"
+    sizes = list(DEVICE_SIZES[quick] if on_device else [SIZE[quick]])
+    if size is not None:
+        sizes = [options.size(part) for part in (options.split(size) if on_device else [size])]
+    for asked in sizes:
+        if not SMALLEST <= asked <= LARGEST:
+            raise ConfigError(f"--size is between {SMALLEST:,} and {LARGEST:,} elements, not {asked:,}")
     default = QUICK_METHODS if quick else METHODS
     names = list(default) if methods is None else options.methods(methods)
-    kinds = list(dict.fromkeys(options.split(tensors)))
+    kinds = list(TENSORS[:1] if on_device else TENSORS)
+    if tensors is not None:
+        kinds = list(dict.fromkeys(options.split(tensors)))
     for option, values in (("methods", names), ("tensors", kinds)):
         if not values:
             raise ConfigError(f"--{option}: at least one is needed")
@@ -133,16 +156,16 @@ def settings(
         communicator_of(name, memory)
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"--device is cpu or cuda, not {device!r}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "--device cuda: torch sees no GPU here (torch.cuda.is_available() is False); use --device cpu"
-        )
-    turns = REPEATS[quick] if repeats is None else repeats
+    if on_device and (why := missing()):
+        raise ConfigError(f"--device cuda: {why}; use --device cpu")
+    turns = (DEVICE_REPEATS if on_device else REPEATS)[quick] if repeats is None else repeats
     for option, value in (("threads", threads), ("repeats", turns)):
         if value < 1:
             raise ConfigError(f"--{option} must be at least 1, not {value}")
-    shape = matrix(asked)
+    shape = matrix(max(sizes))
+    facts: dict[str, Any] = {"sizes": sizes, **device_facts()} if on_device else {}
     return {
+        **facts,
         "elements": shape[0] * shape[1],
         "shape": list(shape),
         "device": device,
@@ -154,8 +177,35 @@ def settings(
         "memory": memory,
         "ranks": RANKS,
         "draws": DRAWS[quick],
-        "error_shape": list(matrix(min(asked, ERROR_ELEMENTS[quick]))),
+        "error_shape": list(matrix(min(*sizes, ERROR_ELEMENTS[quick]))),
     }
+
+
+def _measure_on_device(running: BenchmarkRun, console: Console) -> None:
+    """Fill in the rows, size by size and tensor by tensor, and save after each."""
+    import torch
+
+    from grace.bench.common.clocks import DeviceClock
+    from grace.bench.kernels.gradients import KINDS, matrix
+    from grace.bench.kernels.on_device import HELD, measure
+
+    results, settings = running.results, running.results.settings
+    with console.status("") as status:
+        for elements in settings["sizes"]:
+            free = torch.cuda.mem_get_info()[0]
+            if free < HELD * 4 * elements:
+                left = f"{elements:,} elements: {free / 1e9:.0f} GB of {HELD * 4 * elements / 1e9:.0f} GB are free"
+                settings.setdefault("skipped", {})[f"{elements:,}"] = left
+                continue
+            for kind in settings["tensors"]:
+                status.update(escape(f"{elements:,} {kind}: gradients"))
+                x, clock = KINDS[kind](matrix(elements), 1)[0].to(settings["device"]), DeviceClock()
+                told = lambda what, kind=kind: status.update(escape(f"{kind}: {what}"))  # noqa: E731
+                rows = measure(settings["methods"], x, settings["repeats"], settings["memory"], clock, told)
+                results.rows += [{"tensor": f"{kind}, {elements:,}", **row} for row in rows]
+                settings["copy_gbps"] = x.nbytes / rows[0]["copy_ms"] / 1e6
+                running.save()
+                clock.forget()
 
 
 def _measure(running: BenchmarkRun, console: Console) -> None:

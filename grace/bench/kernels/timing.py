@@ -5,12 +5,12 @@ onto a dense tensor reads and writes that, or only writes it.
 """
 
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from grace.bench.common.clocks import HostClock
 from grace.bench.kernels.fidelity import NAME, communicator_of, sent_bytes
 from grace.bench.kernels.peak_memory import peak_bytes
 from grace.communicators.base import Communicator
@@ -19,26 +19,29 @@ STEPS = 2
 """After which a memory has all that it keeps: memory is measured over so many from a fresh start."""
 
 
-def times_ms(works: dict[str, Callable[[], Any]], repeats: int, device: str = "cpu") -> dict[str, float]:
+def times_ms(works: dict[str, Callable[[], Any]], repeats: int, clock: HostClock | None = None) -> dict[str, float]:
     """Median times of several functions, in ms, after one call of each that warms up.
 
     They take turns, so that what the machine does meanwhile hits all alike. What they return is dropped within their
-    time. On a GPU each time ends when the GPU has done the work.
+    time. On a GPU its own clock tells the time, and its cache is flushed before each.
 
+    >>> import time
     >>> sorted(times_ms({"sleep": lambda: time.sleep(0.001), "nothing": int}, repeats=3))
     ['nothing', 'sleep']
     """
-    wait: Callable[[], Any] = torch.cuda.synchronize if device == "cuda" else int
+    clock = clock or HostClock()
     taken: dict[str, list[float]] = {name: [] for name in works}
     for turn in range(repeats + 1):
         for name, work in works.items():
-            wait()
-            began = time.perf_counter()
+            clock.settle()
+            clock.flush()
+            began = clock.now()
             work()
-            wait()
+            ended = clock.now()
+            clock.settle()
             if turn:
-                taken[name].append(time.perf_counter() - began)
-    return {name: 1e3 * statistics.median(seconds) for name, seconds in taken.items()}
+                taken[name].append(clock.ms(began, ended))
+    return {name: statistics.median(times) for name, times in taken.items()}
 
 
 def measure(method: str, x: torch.Tensor, repeats: int, memory: str | None = None) -> dict[str, Any]:
@@ -61,10 +64,27 @@ def measure(method: str, x: torch.Tensor, repeats: int, memory: str | None = Non
     Raises:
         ConfigError: method and memory do not go together.
     """
-    communicator, out, device = communicator_of(method, memory), torch.zeros_like(x), x.device.type
+    works, communicator = works_of(method, x, memory)
+    nbytes, elements = x.nbytes, max(1, x.numel())
+    taken = times_ms(works, repeats)
+    copy = taken["copy"]
+    row: dict[str, Any] = {"method": method, "elements": x.numel(), "device": x.device.type}
+    row["memory"] = communicator.memory.spec
+    row |= {f"{name}_ms": taken[name] for name in works}
+    row |= {f"{name}_copies": taken[name] / copy for name in works if name != "copy"}
+    row |= {f"{name}_gbps": nbytes / taken[name] / 1e6 for name in ("encode", "decode")}
+    row["bits_per_element"] = 8 * sent_bytes(method, x) / elements
+    row["peak_extra_bytes"] = extra_bytes(method, x, memory)
+    return row
+
+
+def works_of(
+    method: str, x: torch.Tensor, memory: str | None = None, out: torch.Tensor | None = None
+) -> tuple[dict[str, Callable[[], Any]], Communicator]:
+    """What is timed of a method: a copy of x, ``encode``, ``decode`` into ``out``, ``memory``; and its parts."""
+    communicator, out = communicator_of(method, memory), torch.zeros_like(x) if out is None else out
     compressor = communicator.compressor
     payload, ctx = compressor.compress(x, NAME)
-    nbytes, elements = x.nbytes, max(1, x.numel())
 
     def encode() -> None:
         compressor.compress(x, NAME)
@@ -76,16 +96,7 @@ def measure(method: str, x: torch.Tensor, repeats: int, memory: str | None = Non
         "decode": lambda: compressor.accumulate(payload, ctx, out, 0.5),
         "memory": lambda: _remember(communicator, x, payload, ctx),
     }
-    taken = times_ms(works, repeats, device)
-    copy = taken["copy"]
-    row: dict[str, Any] = {"method": method, "elements": x.numel(), "device": device}
-    row["memory"] = communicator.memory.spec
-    row |= {f"{name}_ms": taken[name] for name in works}
-    row |= {f"{name}_copies": taken[name] / copy for name in works if name != "copy"}
-    row |= {f"{name}_gbps": nbytes / taken[name] / 1e6 for name in ("encode", "decode")}
-    row["bits_per_element"] = 8 * sent_bytes(method, x) / elements
-    row["peak_extra_bytes"] = extra_bytes(method, x, memory)
-    return row
+    return works, communicator
 
 
 def extra_bytes(method: str, x: torch.Tensor, memory: str | None = None) -> int | None:

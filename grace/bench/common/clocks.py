@@ -1,0 +1,129 @@
+"""Clocks: the host's, and one that a GPU keeps of its own work, which leaves out what launching costs the host."""
+
+import gc
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+WARM_UP = 3
+"""Calls before work is captured: they compile kernels, and allocate what is kept."""
+FLUSHED = 4
+"""How many times an L2 cache's bytes are written, so that nothing of before is left in it."""
+LEAST_FLUSH = 256 << 20
+DRIVERS = ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version")
+"""Where Linux tells which driver it has loaded."""
+
+
+class HostClock:
+    """What a CPU's work takes: nothing else runs beside the host."""
+
+    def prepared(self, work: Callable[[], Any]) -> tuple[Callable[[], Any], bool]:
+        """The work as it is timed, and whether that is a replay without the host."""
+        return work, False
+
+    def flush(self) -> None:
+        """Empty the device's cache, where that is to be."""
+
+    def settle(self) -> None:
+        """Wait until all work is done."""
+
+    def now(self) -> Any:
+        """A moment, in the order of the device's work."""
+        return time.perf_counter()
+
+    def ms(self, began: Any, ended: Any) -> float:
+        """Milliseconds between two moments, after :meth:`settle`."""
+        return 1e3 * (ended - began)
+
+
+class DeviceClock(HostClock):
+    """What a GPU's work takes: CUDA's events around replays of CUDA graphs.
+
+    Eager calls are bound by how fast the host launches, so work is captured into a graph and replayed, unless it reads
+    something back, or waits, in between: such work is timed as it runs, the host's part included. The buffer that
+    flushes the L2 cache is written before each measurement; meanwhile the host launches what is measured.
+    """
+
+    def __init__(self) -> None:
+        cache = getattr(torch.cuda.get_device_properties(), "L2_cache_size", 0)
+        self._flushing = torch.empty(max(FLUSHED * cache, LEAST_FLUSH), dtype=torch.uint8, device="cuda")
+        self._graphs: list[Any] = []
+        self._pool = torch.cuda.graph_pool_handle()
+        """All graphs' temporary memory: none needs what another one left there."""
+
+    def prepared(self, work: Callable[[], Any]) -> tuple[Callable[[], Any], bool]:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP):
+                work()
+        torch.cuda.synchronize()
+        if reads_back(work):
+            return work, False
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                work()
+        except RuntimeError:  # it waits in a way that torch does not see
+            torch.cuda.synchronize()
+            return work, False
+        self._graphs.append(graph)
+        return graph.replay, True
+
+    def flush(self) -> None:
+        self._flushing.zero_()
+
+    def settle(self) -> None:
+        torch.cuda.synchronize()
+
+    def now(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def ms(self, began: Any, ended: Any) -> float:
+        return float(began.elapsed_time(ended))
+
+    def forget(self) -> None:
+        """Free what was captured."""
+        self._graphs.clear()
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def reads_back(work: Callable[[], Any]) -> bool:
+    """Whether work makes the host wait for the GPU, as far as torch knows."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            work()
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+        torch.cuda.synchronize()
+    return any("synchronizing" in str(warning.message) for warning in said)
+
+
+def device_facts() -> dict[str, str]:
+    """The GPU and its driver, as they are recorded."""
+    runtime = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+    drivers = [Path(path).read_text().splitlines()[0].strip() for path in DRIVERS if Path(path).exists()]
+    return {"gpu": torch.cuda.get_device_name(), "gpu_driver": "; ".join(drivers) or "unknown", "gpu_runtime": runtime}
+
+
+def missing() -> str:
+    """Why nothing can be measured on a GPU here; empty if it can.
+
+    >>> missing() == "" or "torch sees no GPU here" in missing()
+    True
+    """
+    if torch.cuda.is_available():
+        return ""
+    built = torch.version.cuda or torch.version.hip
+    why = "its driver or the GPU is missing" if built else f"torch {torch.__version__} is built for CPUs only"
+    return f"torch sees no GPU here (torch.cuda.is_available() is False: {why})"

@@ -1,0 +1,169 @@
+"""``grace bench kernels --device cuda``: times on a GPU, against what its memory allows.
+
+A method's floor is the bytes that it cannot do without, for each element of the gradient: what it reads, sends, and
+writes. Floors over times are fractions of what a ``copy_`` of the same tensor moves in the same run, which reads and
+writes it: 1 is as fast as the device's memory.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from grace.bench.common.clocks import WARM_UP, HostClock
+from grace.bench.kernels import rivals
+from grace.bench.kernels.fidelity import NAME, sent_bytes
+from grace.bench.kernels.timing import times_ms, works_of
+from grace.core.backend import LocalBackend
+from grace.core.compressor import Compressor
+from grace.core.context import Context
+from grace.core.variable import Variable
+from grace.session.bucketing import Limits
+from grace.session.plan import UniformPlan
+from grace.session.setup import build_exchanger
+
+RESIDUAL = 8.0
+"""Bytes of an element that error feedback adds: a residual that is read and written."""
+HELD = 40
+"""Times a tensor's bytes that its measurements hold, roughly."""
+
+
+def floors(bits: float, kept: float = 1.0, reads: float = 1.0) -> dict[str, float]:
+    """Bytes per element that each part must move.
+
+    Args:
+        bits: per element, that are sent.
+        kept: the part of the elements that decoding touches.
+        reads: how often encoding reads an element.
+
+    >>> floors(8.0), floors(0.64, kept=0.01)["decode"]
+    ({'encode': 5.0, 'decode': 9.0, 'memory': 13.0, 'exchange': 22.0}, 0.16)
+    """
+    sent = bits / 8
+    encode, decode = 4 * reads + sent, sent + 8 * kept
+    return {"encode": encode, "decode": decode, "memory": encode + RESIDUAL, "exchange": encode + RESIDUAL + decode}
+
+
+def floors_of(compressor: Compressor, bits: float, kept: float) -> dict[str, float]:
+    """Those of a method that sends so many bits, and values of so many of the elements.
+
+    >>> from grace.core.registry import make
+    >>> floors_of(make("compressor", "powersgd(rank=4)"), 0.1, 1.0)["encode"]
+    8.0125
+    """
+    traits = compressor.traits
+    sparse = traits.category == "sparsification"
+    reads = kept if sparse and traits.summable else float(traits.rounds)  # whose positions are known before
+    found = floors(bits, kept if sparse else 1.0, reads)
+    if traits.memory == "none":
+        found["exchange"] -= RESIDUAL
+    return found
+
+
+def fraction(floor: float, elements: int, ms: float, copy_ms: float) -> float:
+    """What a floor's bytes are, over the time they took, of a copy's 8 bytes over its time.
+
+    >>> fraction(5.0, 1000, ms=1.0, copy_ms=1.0), fraction(9.0, 1000, ms=1.5, copy_ms=1.0)
+    (0.625, 0.75)
+    """
+    return floor * elements / ms / (8 * elements / copy_ms)
+
+
+def row_of(
+    method: str, taken: Mapping[str, float], elements: int, bits: float | None, floor: Mapping[str, float]
+) -> dict[str, Any]:
+    """A row of the results file, from the times of its parts.
+
+    >>> row = row_of("qsgd", {"copy": 1.0, "encode": 2.0, "memory": 2.0}, 1000, 8.0, floors(8.0))
+    >>> row["encode_copies"], row["encode_fraction"], row["memory_fraction"], row["decode_ms"]
+    (2.0, 0.3125, 0.40625, None)
+    """
+    copy = taken["copy"]
+    row: dict[str, Any] = {"method": method, "elements": elements, "bits_per_element": bits, "copy_ms": copy}
+    for part in ("encode", "decode", "memory", "exchange", "round_trip"):
+        ms = taken.get(part)
+        row |= {f"{part}_ms": ms, f"{part}_copies": None if ms is None else ms / copy}
+        if part in ("encode", "decode"):
+            row[f"{part}_gbps"] = None if ms is None else 4 * elements / ms / 1e6
+        if part in floor and ms is not None:  # a memory's part comes with encoding
+            whole = ms + taken["encode"] if part == "memory" else ms
+            row |= {
+                f"{part}_floor_bytes": floor[part],
+                f"{part}_fraction": fraction(floor[part], elements, whole, copy),
+            }
+    if {"encode", "decode"} <= taken.keys():
+        both = taken["encode"] + taken["decode"]
+        row |= {"round_trip_ms": both, "round_trip_copies": both / copy}
+    return row
+
+
+class Exchanged:
+    """Steps of one gradient as the optimizer makes them, without a network: what encodes and decodes whole buckets."""
+
+    def __init__(self, method: str, memory: str | None, x: torch.Tensor, out: torch.Tensor):
+        variable = Variable(NAME, tuple(x.shape), device=str(x.device))
+        plan = UniformPlan(method, memory, None, Limits())
+        self.exchanger = build_exchanger(lambda: [variable], lambda: plan, LocalBackend(), Context())
+        self.x, self.out = x, out
+
+    def __call__(self) -> None:
+        try:
+            for bucket in self.exchanger.buckets:
+                self.exchanger.start(bucket, [self.x], [True])
+            self.exchanger.finish(lambda bucket: [self.out])
+        except RuntimeError:  # it was to be captured, and cannot
+            self.exchanger.abandon()
+            raise
+
+
+def measure(
+    methods: list[str], x: torch.Tensor, repeats: int, memory: str | None, clock: HostClock, told: Callable[[str], Any]
+) -> list[dict[str, Any]]:
+    """The rows of one tensor: all methods and rivals take turns, so that the device's clock rate hits all alike.
+
+    Args:
+        methods: compressors' specs.
+        x: float32, contiguous; where it lies is where is measured.
+        repeats: measurements of each; medians count.
+        memory: a memory's spec; each method's default if left out.
+        clock: tells the time.
+        told: called with what is prepared or measured next.
+    """
+    out, works, eager = torch.zeros_like(x), dict[tuple[str, str], Callable[[], Any]](), dict[str, list[str]]()
+    about: dict[str, tuple[float | None, dict[str, float], str]] = {}
+
+    def add(name: str, part: str, work: Callable[[], Any]) -> None:
+        told(f"{name}: {part}")
+        if part == "round_trip":  # DDP calls hooks eagerly; torch's PowerSGD compresses from the third call on
+            for _ in range(WARM_UP):
+                work()
+        works[name, part], replayed = (work, False) if part == "round_trip" else clock.prepared(work)
+        if not replayed:
+            eager.setdefault(name, []).append(part)
+
+    add("", "copy", functools.partial(out.copy_, x))
+    for method in methods:
+        own, communicator = works_of(method, x, memory, out)
+        compressor, bits = communicator.compressor, 8 * sent_bytes(method, x) / x.numel()
+        payload, _ = compressor.compress(x, NAME)
+        about[method] = bits, floors_of(compressor, bits, payload[0].numel() / x.numel()), communicator.memory.spec
+        del own["copy"]
+        if not communicator.stateful:
+            del own["memory"]
+        own["exchange"] = Exchanged(method, memory, x, out)
+        for part, work in own.items():
+            add(method, part, work)
+    with rivals.alone(x.device.type) as group:
+        for name, own in {**rivals.formulas(x), **rivals.hooks(x, group)}.items():
+            about[name] = rivals.sent_bits(name, tuple(x.shape)), {}, ""
+            for part, work in own.items():
+                add(name, part, work)
+        told("measuring")
+        times = times_ms({f"{name}\0{part}": work for (name, part), work in works.items()}, repeats, clock)
+    rows = []
+    for name, (sent, floor, kept) in about.items():
+        taken = {part: times[f"{owner}\0{part}"] for owner, part in works if owner in ("", name)}
+        row = row_of(name, taken, x.numel(), sent, floor)
+        rows.append({**row, "device": x.device.type, "memory": kept, "eager": ", ".join(eager.get(name, []))})
+    return rows

@@ -1,0 +1,119 @@
+"""``grace bench kernels`` and ``step`` with ``--device cuda``: what is computed from a GPU's times, with injected clocks;
+and, where there is a GPU, the commands."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from rich.console import Console
+
+from grace.bench.common.clocks import HostClock
+from grace.bench.common.results import Results, load
+from grace.bench.kernels import device_table, on_device, rivals
+from grace.bench.kernels.timing import times_ms
+
+GRACE = [sys.executable, "-m", "grace.cli.main", "bench"]
+no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: torch.cuda.is_available() is False")
+
+
+class Scripted(HostClock):
+    """A clock that works move, and that writes down what it is asked for."""
+
+    def __init__(self):
+        self.time, self.asked, self.eager = 0.0, [], ()
+
+    def prepared(self, work):
+        self.asked.append("prepared")
+        return work, True
+
+    def flush(self):
+        self.asked.append("flush")
+        self.time += 1000.0  # which no measurement may have in it
+
+    def settle(self):
+        self.asked.append("settle")
+
+    def now(self):
+        self.asked.append("now")
+        return self.time
+
+    def ms(self, began, ended):
+        return ended - began
+
+
+class Ticking(Scripted):
+    """A clock on which all that is measured takes 2 ms."""
+
+    def now(self):
+        self.time += 2.0
+        return self.time
+
+
+def test_works_take_turns_each_behind_a_flush_and_medians_count():
+    clock, took = Scripted(), iter([9.0, 9.0, 1.0, 10.0, 2.0, 50.0, 3.0, 20.0])
+
+    def work():
+        clock.asked.append("work")
+        clock.time += next(took)
+
+    assert times_ms({"a": work, "b": work}, 3, clock) == {"a": 2.0, "b": 20.0}
+    assert clock.asked[:6] == ["settle", "flush", "now", "work", "now", "settle"]
+    assert len(clock.asked) == 6 * 8
+
+
+def test_methods_and_rivals_are_measured_in_one_run_against_what_they_must_move():
+    x, methods = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)), ["fp16", "topk(ratio=0.25)"]
+    rows = on_device.measure([*methods, "powersgd(rank=2)"], x, 1, None, Ticking(), lambda what: None)
+    found = {row["method"]: row for row in rows}
+    assert list(found)[:3] == [*methods, "powersgd(rank=2)"]
+    assert set(found) >= {*rivals.HOOKS, "torch.topk(ratio=0.01)", "GRACE's qsgd in torch", "GRACE's topk in torch"}
+    fp16 = found["fp16"]  # a copy's 8 bytes an element took as long
+    assert (fp16["encode_fraction"], fp16["decode_fraction"]) == (6 / 8, 10 / 8)
+    assert fp16["exchange_fraction"] == 16 / 8
+    assert fp16["round_trip_ms"] == 4.0
+    assert fp16["memory_ms"] is None  # it has none
+    topk = found["topk(ratio=0.25)"]
+    sent = topk["bits_per_element"] / 8
+    assert topk["memory_fraction"] == pytest.approx((4 + sent + 8) / (2 * 8))
+    assert topk["decode_floor_bytes"] == pytest.approx(sent + 8 * 0.25)
+    assert found["powersgd(rank=2)"]["encode_floor_bytes"] == pytest.approx(8 + 32 * 2 * (32 + 64) / 2048 / 8)
+    assert "encode_fraction" not in found["GRACE's qsgd in torch"]
+    hook = found[rivals.HOOKS[0]]
+    assert (hook["round_trip_ms"], hook["eager"], hook["encode_ms"]) == (2.0, "round_trip", None)
+    results = Results("kernels", {"gpu": "a GPU"}, [{"tensor": "gaussian, 2,048", **row} for row in rows])
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    device_table.show(console, results)
+    lines = [line.split() for line in console.export_text().splitlines()]
+    assert next(line for line in lines if line[:1] == ["fp16"])[1:7] == ["16.00", "2", "75", "%", "2", "125"]
+
+
+@pytest.mark.parametrize("name", ["fp16", "qsgd", "topk", "powersgd(4)"])
+def test_rivals_compute_what_they_are_called(name):
+    """Each decodes to something near the gradient; top-k to its largest elements."""
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
+    works = rivals.formulas(x)[f"GRACE's {name} in torch"]
+    off = float((works["decode"]().view_as(x) - x).square().sum() / x.square().sum())
+    assert {"fp16": 0, "qsgd": 1e-6, "topk": 0.9, "powersgd(4)": 0.2}[name] <= off
+    assert off <= {"fp16": 1e-6, "qsgd": 0.05, "topk": 0.96, "powersgd(4)": 0.9}[name]
+
+
+def test_torchs_hooks_leave_a_lone_ranks_gradient_nearly_as_it_is():
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
+    with rivals.alone("cpu") as group:
+        work = rivals.hooks(x, group)[rivals.HOOKS[0]]["round_trip"]
+        assert (work().view_as(x) - x).abs().max() < 1e-2
+
+
+@pytest.mark.device
+@no_gpu
+def test_kernels_are_measured_on_a_gpu(tmp_path):
+    args = ["--device", "cuda", "--size", "1M", "--repeats", "5", "--methods", "fp16,qsgd,topk", "-o", str(tmp_path)]
+    done = subprocess.run([*GRACE, "kernels", *args], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    results = load(tmp_path)
+    assert torch.cuda.get_device_name() in done.stdout
+    rows = {row["method"]: row for row in results.rows}
+    for method in ("fp16", "qsgd", "topk"):
+        assert 0 < rows[method]["encode_fraction"] < 1.5
+        assert "encode" not in rows[method]["eager"]

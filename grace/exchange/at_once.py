@@ -2,11 +2,12 @@
 another decodes them, each in one pass over memory, to the same bits as variable by variable.
 
 The first step of a bucket goes variable by variable, which shows the layout of its wire; so does every step that is
-traced, whose phases are told apart by variable, and what a codec does not take: other tensors than the CPU's, and
+traced, whose phases are told apart by variable, and what a codec does not take: tensors of devices that have none, and
 steps that follow one that is not settled. A memory's residuals lie in two buffers that take turns: the one that holds
 what is kept is not written to until the next one is kept in its place.
 """
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -114,7 +115,7 @@ class BucketCodec:
     def of(cls, bucket: Bucket, kernels: Kernels, encoded: Sequence[tuple[Any, Any]]) -> "BucketCodec | None":
         """The codec of a bucket that has been exchanged once; None if its method and memory have none."""
         compressor, memory = bucket.communicator.compressor, bucket.communicator.memory
-        found = codec_of(compressor, [memory], kernels, bucket)
+        found = codec_of(compressor, [memory], kernels, bucket, bucket.buffer)
         if found is None or bucket.wire is None or (moments_of(compressor) and memory.stateful):
             return None
         kind, chosen = found
@@ -122,9 +123,16 @@ class BucketCodec:
         return cls(codec, bucket, kernels, [ctx for _, ctx in encoded])
 
     def encode(
-        self, gradients: Sequence[Tensor], compressor: Compressor, wire: Tensor, kept: bool
-    ) -> list[bool] | None:
-        """Write the payloads into the wire and the residuals into the memory's state; whether each is in range.
+        self,
+        gradients: Sequence[Tensor],
+        compressor: Compressor,
+        wire: Tensor,
+        kept: bool,
+        present: Sequence[bool],
+        places: Sequence[int],
+    ) -> Any:
+        """Write the payloads, statuses and places into the wire and the residuals into the memory's state; whether each
+        variable is in range, as bools, or on its device as numbers.
 
         None if it cannot: nothing has changed then.
         """
@@ -143,7 +151,15 @@ class BucketCodec:
                 self.drawn_for = context.seed, context.rank
             self.streams[:, 2] = context.step & 0xFFFFFFFF
         most = ANY if compressor.traits.carries_nonfinite else MOST_KEPT if kept else MOST
-        sound: list[bool] = self.codec.encode(turns.rows, turns.factors, self.target[1], most, self.streams)
+        given = turns.rows, turns.factors, self.target[1], most, self.streams
+        marks = self.well if all(present) else [mark(here, True, self.wire.sums) for here in present]
+        if self.codec.on_device:
+            sound = self.codec.encode(*given, self.wire.end(marks, places))
+        else:
+            sound = [here and ok for here, ok in zip(present, self.codec.encode(*given), strict=True)]
+            if not all(sound):
+                marks = [mark(here, ok, self.wire.sums) for here, ok in zip(present, sound, strict=True)]
+            self.wire.write_marks(wire, marks, places)
         turns.keep()
         return sound
 
@@ -157,17 +173,19 @@ class BucketCodec:
 
 
 def codec_of(
-    compressor: Compressor, memories: Sequence[Memory], kernels: Kernels, bucket: Bucket
+    compressor: Compressor, memories: Sequence[Memory], kernels: Kernels, bucket: Bucket, like: Tensor
 ) -> tuple[Any, dict[str, Any]] | None:
-    """The class and options of a method's codec; None if the method, or what remembers, has none for such variables."""
+    """The class and options of a method's codec where ``like`` lies; None if the method, or what remembers, has none
+    for such variables."""
     if compressor.traits.exact and any(variable.dtype != "float32" for variable in bucket.variables):
         return None
-    if "bucket_codec" not in vars(type(compressor)) or not all(map(_simple, memories)) or not kernels.compiled:
+    if "bucket_codec" not in vars(type(compressor)) or not all(map(_simple, memories)):
         return None
-    from grace.kernels.fused.bucket_codecs import CODECS  # which needs Numba
-
-    found = compressor.bucket_codec()
-    return found and (CODECS[found[0]], found[1])
+    found = compressor.bucket_codec() if kernels.codecs else None
+    kind = found and importlib.import_module(kernels.codecs).CODECS.get(found[0])
+    if found is None or kind is None:
+        return None
+    return kind, {**found[1], "device": like.device} if kind.on_device else found[1]
 
 
 def moments_of(compressor: Compressor) -> Any:
@@ -177,7 +195,7 @@ def moments_of(compressor: Compressor) -> Any:
 
 
 def contiguous(k: Kernels, gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[int] | None]:
-    """Gradients in float32 and contiguous, and where they are; None if not in the CPU's memory."""
+    """Gradients in float32 and contiguous, and where they are; None if a codec cannot compute with them."""
     addresses = k.addresses(gradients)
     if addresses is None:
         gradients = [k.flat(k.cast(gradient, "float32")) for gradient in gradients]
@@ -229,16 +247,11 @@ class AtOnce:
             return False
         if wire.sums and self.communicator.context.predivide != 1:
             return False
-        sound = codec.encode(gradients, self.compressor, self.bucket.buffer, self.communicator.stateful)
+        kept, own = self.communicator.stateful, (self.present, self.own_place())
+        sound = codec.encode(gradients, self.compressor, self.bucket.buffer, kept, *own)
         if sound is None:
             return False
-        self.codec, self.wire = codec, wire
-        self.encoded, marks = codec.encoded, codec.well
-        if not all(self.present) or not all(sound):
-            sound = [here and ok for here, ok in zip(self.present, sound, strict=True)]
-            marks = [mark(here, ok, wire.sums) for here, ok in zip(self.present, sound, strict=True)]
-        self.sound = sound
-        wire.write_marks(self.bucket.buffer, marks, self.own_place())
+        self.codec, self.wire, self.encoded, self.sound = codec, wire, codec.encoded, sound
         return True
 
     def _decoded_at_once(self, wires: Sequence[Tensor], outs: Sequence[Tensor | None]) -> list[Outcome] | None:
@@ -247,7 +260,7 @@ class AtOnce:
             return None
         variables, k = self.bucket.variables, self.kernels
         found = [
-            k.zeros(variable.shape, "float32", self.bucket.buffer) if out is None else out
+            k.blank(variable.shape, "float32", self.bucket.buffer) if out is None else out
             for variable, out in zip(variables, outs, strict=True)
         ]
         context = self.communicator.context

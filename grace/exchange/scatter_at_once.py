@@ -60,8 +60,9 @@ class ScatterCodec:
     def of(cls, exchange: Any) -> "ScatterCodec | None":
         """The codec of a bucket that is exchanged for the first time; None if its method and memories have none."""
         memories = [exchange.memory, exchange.shard_memory]
-        found = codec_of(exchange.compressor, memories, exchange.kernels, exchange.bucket)
-        if found is None:
+        like = exchange.encoded[0][0][0][0]
+        found = codec_of(exchange.compressor, memories, exchange.kernels, exchange.bucket, like)
+        if found is None or found[0].on_device:  # pieces are launched one by one, and looked at on the host
             return None
         codec = cls(exchange, *found)
         return None if codec.kernels.addresses([codec.buffer, codec.reply], "uint8") is None else codec

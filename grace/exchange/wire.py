@@ -198,6 +198,12 @@ class Wire:
         if places:
             end[count:] = _patterns(places, self.dtype)
 
+    def end(self, marks: Sequence[float], places: Sequence[int]) -> tuple[int, str, list[float], float]:
+        """What stands behind the payloads: at which byte, of which dtype, the numbers, of which statuses come first,
+        and the status of what is not in range."""
+        numbers = [*marks, *places, *[0] * self.padding]
+        return self.body * ITEM_SIZE[self.dtype], self.dtype, numbers, math.inf if self.sums else OVERFLOW
+
     def unpack(self, buffer: Tensor) -> list[Payload]:
         """The payloads in a buffer laid out like this one: views of it."""
         if self._unpacked is not None and self._unpacked[0] is buffer:

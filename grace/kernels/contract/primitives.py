@@ -84,11 +84,12 @@ class Kernels(ValueKernels, SparseKernels):
         runs."""
         return function(tensors)
 
-    compiled: ClassVar[bool] = False
-    """Whether what is compiled (:mod:`grace.kernels.fused`) may compute with its tensors' memory."""
+    codecs: ClassVar[str] = ""
+    """The module whose ``CODECS`` are codecs of whole buckets, which compute with memory at :meth:`addresses`."""
 
     def addresses(self, tensors: Sequence[Tensor], dtype: str = "float32") -> list[int] | None:
-        """Where tensors lie in the CPU's memory; None if one does not, is not contiguous or of another dtype."""
+        """Where tensors lie in the memory that codecs compute with; None if one does not, is not contiguous or of
+        another dtype."""
         return None
 
     def memory(self, x: Tensor) -> np.ndarray:
@@ -98,6 +99,10 @@ class Kernels(ValueKernels, SparseKernels):
     @abc.abstractmethod
     def zeros(self, shape: tuple[int, ...], dtype: str, like: Tensor) -> Tensor:
         """Zeros on the device of ``like``."""
+
+    def blank(self, shape: tuple[int, ...], dtype: str, like: Tensor) -> Tensor:
+        """What will be written to, on the device of ``like``."""
+        return self.zeros(shape, dtype, like)
 
     @abc.abstractmethod
     def full(self, values: Sequence[Any], dtype: str, like: Tensor) -> Tensor:

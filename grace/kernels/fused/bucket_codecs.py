@@ -27,6 +27,8 @@ class Codec:
 
     draws = False
     """Whether encoding takes random numbers."""
+    on_device = False
+    """Whether it writes the end of the wire, since what that says is known on the device alone."""
 
     def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]]):
         self.plan = np.zeros((len(sizes), 5), np.int64)

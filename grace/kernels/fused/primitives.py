@@ -132,7 +132,7 @@ class FusedKernels(ValueFused, SparseFused, ProductsFused, HalfFused):
     """
 
     name = "fused"
-    compiled = True
+    codecs = "grace.kernels.fused.bucket_codecs"
 
     def addresses(self, tensors, dtype="float32"):
         if all(x.dtype.name == dtype and x.flags.c_contiguous for x in tensors):

@@ -70,7 +70,7 @@ class FusedTorchKernels(HalfTorchKernels):
     """
 
     name = "torch-fused"
-    compiled = True
+    codecs = "grace.kernels.fused.bucket_codecs"
     FUSED = (
         "all_finite", "mean_abs", "random_bits", "random_indices", "quantize", "dequantize", "pack", "unpack",
         "signs", "pack_signs", "add_signs", "topk", "gather", "scatter_add", "max_abs", "side_means", "clip_deviation",

@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from grace.kernels.contract.primitives import Placed
 from grace.kernels.random import Stream
+from grace.kernels.triton.bucket_codecs import CODECS
 from grace.kernels.triton.launching import Launch, recorded
 from grace.kernels.triton.primitives import TritonKernels
 from grace.kernels.triton.sparsification import counted, placed
@@ -34,6 +37,7 @@ TYPES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
+    torch.int64: "i64",
     torch.int32: "i32",
     torch.int16: "i16",
     torch.uint32: "u32",
@@ -130,19 +134,51 @@ def calls() -> dict[str, Callable[[TritonKernels], Any]]:
     }
 
 
+BUCKETS: dict[str, tuple[str, list[tuple[int, str]], dict[str, Any]]] = {
+    "none": ("numbers", [(N, "float32")], {}),
+    "fp16": ("numbers", [(N, "float16")], {}),
+    "bf16": ("numbers", [(N, "bfloat16")], {}),
+    "natural": ("powers", [(N, "uint8")], {}),
+    "signsgd": ("signs", [(N // 8, "uint8")], {"form": "voted"}),
+    "signum": ("signs", [(N // 8, "uint8")], {"form": "moment"}),
+    "efsignsgd": ("signs", [(N // 8, "uint8"), (1, "float32")], {"form": "scaled"}),
+    "onebit": ("signs", [(N // 8, "uint8"), (2, "float32")], {"form": "sided"}),
+}
+"""Codecs of whole buckets: of which name, of which payload, with which options."""
+
+
+def bucket_call(name: str) -> Callable[[TritonKernels], Any]:
+    """Encoding with a residual, and decoding what two ranks sent."""
+    codec, payload, options = BUCKETS[name]
+    found = [Placed(0, (size,), dtype) for size, dtype in payload]
+    end = 16, found[0].dtype, [1.0], 2.0
+
+    def call(kernels: TritonKernels) -> None:
+        made = CODECS[codec]([N], [found], **options, device=torch.device("meta"))
+        rows, factors = np.full((1, 3), 16, np.uint64), np.ones((1, 2), np.float32)
+        made.encode(rows, factors, 0, 0x7F7FFFFF, np.zeros((1, 4), np.uint32), end)
+        made.decode(rows[:, 0], [0, 0], 2, 1.0)
+
+    return call
+
+
 def launches() -> dict[str, list[Launch]]:
     """What each of them launches."""
     found, kernels = {}, TritonKernels()
-    for name, call in calls().items():
+    for name, call in {**calls(), **{f"buckets of {name}": bucket_call(name) for name in BUCKETS}}.items():
         with recorded() as found[name]:
             call(kernels)
     return found
+
+
+_MADE: dict[str, Compiled] = {}
 
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
     """In this context :func:`compiled` compiles anew, into a folder that goes again."""
     knobs = triton.knobs
+    _MADE.clear()
     with tempfile.TemporaryDirectory() as folder, knobs.cache.scope(), knobs.nvidia.scope():
         knobs.cache.dir, knobs.nvidia.dump_ptxas_log = folder, True
         yield
@@ -170,8 +206,11 @@ def compiled(launch: Launch, target: str) -> Compiled:
     with contextlib.redirect_stdout(log):
         source = ASTSource(launch.kernel, signature, constants, known)
         made = triton.compile(source, target=TARGETS[target], options=options)
-    read = _nvidia if "ptx" in made.asm else _amd
-    return Compiled(launch.kernel.__name__, target, shared=made.metadata.shared, **read(made.asm, log.getvalue()))
+    if made.hash not in _MADE:  # what was made before, nothing is said of again
+        read = _nvidia if "ptx" in made.asm else _amd
+        found = read(made.asm, log.getvalue())
+        _MADE[made.hash] = Compiled(launch.kernel.__name__, target, shared=made.metadata.shared, **found)
+    return _MADE[made.hash]
 
 
 def _meta(n: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

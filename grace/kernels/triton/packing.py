@@ -51,6 +51,20 @@ def pack_signs(out, x, n, WORDS: tl.constexpr):
 
 
 @triton.jit
+def byte_of_signs(bits, N: tl.constexpr):
+    """8 of N bits a byte."""
+    lane = tl.arange(0, 8)[None, :]
+    return tl.sum(tl.reshape(bits.to(tl.int32), [N // 8, 8]) << lane, 1).to(tl.uint8)
+
+
+@triton.jit
+def signs_of_byte(packed, N: tl.constexpr):
+    """The inverse of :func:`byte_of_signs`."""
+    lane = tl.arange(0, 8)[None, :]
+    return tl.reshape((packed.to(tl.int32)[:, None] >> lane) & 1, [N]) == 1
+
+
+@triton.jit
 def add_signs(out, packed, scale, n, weight, N: tl.constexpr):
     base = tl.program_id(0).to(tl.int64) * N
     place = tl.arange(0, N)

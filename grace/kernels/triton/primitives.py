@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from grace.kernels.checks import check_packed, check_scale
 from grace.kernels.random import Stream
 from grace.kernels.reference.primitives import NumpyKernels
-from grace.kernels.torch.primitives import TorchKernels
+from grace.kernels.torch.primitives import DTYPES, TorchKernels
 from grace.kernels.triton import arithmetic, packing, random
 from grace.kernels.triton.launching import BLOCK, launch
 from grace.kernels.triton.quantization import FLOAT32_MAX, ValueTriton, blocks
@@ -27,6 +27,7 @@ class TritonKernels(ValueTriton, SparseTriton, TorchKernels):
     """
 
     name = "torch-triton"
+    codecs = "grace.kernels.triton.bucket_codecs"
     TAKEN = (
         "mean_abs", "quantize", "dequantize", "pack", "unpack", "pack_signs", "add_signs", "topk", "bitmap",
         "scatter_add", "max_abs", "side_means", "clip_deviation", "round_powers", "add_powers", "round_float8",
@@ -34,6 +35,14 @@ class TritonKernels(ValueTriton, SparseTriton, TorchKernels):
         "topk_chunks",
     )  # fmt: skip
     """Methods of float32, uint8 and int32 tensors; :func:`_guarded` looks at them."""
+
+    def blank(self, shape, dtype, like):
+        return torch.empty(shape, dtype=DTYPES[dtype], device=like.device)
+
+    def addresses(self, tensors, dtype="float32"):
+        wanted = DTYPES[dtype]
+        found = [x.data_ptr() for x in tensors if x.dtype is wanted and x.is_contiguous()]
+        return found if len(found) == len(tensors) and len({x.device for x in tensors}) <= 1 else None
 
     def all_finite(self, x, most=math.inf) -> Any:
         if x.dtype not in FLOATS or not x.is_contiguous():

@@ -159,17 +159,33 @@ def add_float8(out, codes, scales, n, bucket_size, weight, N: tl.constexpr):
     tl.store(out + base + place, kept + scale * weight * float8_of(code), mask=inside)
 
 
+@triton.jit
+def powers_rounded(x, words):
+    """Codes (uint8) of powers of two that random words choose."""
+    bits = x.to(tl.uint32, bitcast=True)
+    magnitude = bits & LOW31
+    carried = magnitude + (words >> 9)
+    code = tl.minimum(tl.maximum((carried >> 23).to(tl.int32) - _POWER_OFFSET, 1), 127)
+    return tl.where(magnitude > 0, code | ((bits >> 24) & 0x80).to(tl.int32), 0).to(tl.uint8)
+
+
+@triton.jit
+def power_of(code):
+    """What such codes stand for."""
+    code = code.to(tl.uint32)
+    power = code & 0x7F
+    bits = ((power + _POWER_OFFSET) << 23) | ((code >> 7) << 31)
+    return tl.where(power > 0, bits, 0).to(tl.float32, bitcast=True)
+
+
 @triton.jit(do_not_specialize=WORDS)
 def round_powers(codes, x, n, key_low, key_high, step, draw, N: tl.constexpr):
     base = tl.program_id(0).to(tl.int64) * N
     place = tl.arange(0, N)
     inside = place < n - base
-    bits = tl.load(x + base + place, mask=inside, other=0).to(tl.uint32, bitcast=True)
-    magnitude = bits & LOW31
-    carried = magnitude + (row_of_words(base, key_low, key_high, step, draw, N) >> 9)
-    code = tl.minimum(tl.maximum((carried >> 23).to(tl.int32) - _POWER_OFFSET, 1), 127)
-    code = tl.where(magnitude > 0, code | ((bits >> 24) & 0x80).to(tl.int32), 0)
-    tl.store(codes + base + place, code.to(tl.uint8), mask=inside)
+    value = tl.load(x + base + place, mask=inside, other=0)
+    words = row_of_words(base, key_low, key_high, step, draw, N)
+    tl.store(codes + base + place, powers_rounded(value, words), mask=inside)
 
 
 @triton.jit
@@ -178,11 +194,8 @@ def add_powers(out, codes, n, weight, N: tl.constexpr):
     place = tl.arange(0, N)
     inside = place < n - base
     kept = tl.load(out + base + place, mask=inside, other=0)
-    code = tl.load(codes + base + place, mask=inside, other=0).to(tl.uint32)
-    power = code & 0x7F
-    bits = ((power + _POWER_OFFSET) << 23) | ((code >> 7) << 31)
-    value = tl.where(power > 0, bits, 0).to(tl.float32, bitcast=True)
-    tl.store(out + base + place, kept + value * weight, mask=inside)
+    code = tl.load(codes + base + place, mask=inside, other=0)
+    tl.store(out + base + place, kept + power_of(code) * weight, mask=inside)
 
 
 @triton.jit

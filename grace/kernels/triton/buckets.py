@@ -1,0 +1,222 @@
+"""Codecs of a whole bucket as single launches: gradients and residuals in, bytes on the wire out, and back.
+
+Encoding computes x = a residual + b gradient, writes the payload of x into the wire and x - C(x) where the next
+residual goes; without one x is the gradient. Operations are those of the kernels that compressors call one by one, in
+the same order, so that the bits are the same. See :mod:`grace.kernels.triton.tables` for what they are told.
+"""
+
+import triton
+import triton.language as tl
+
+from grace.kernels.triton.arithmetic import INF_BITS, narrowed_to, widened
+from grace.kernels.triton.packing import byte_of_signs, signs_of_byte
+from grace.kernels.triton.random import row_of_words
+from grace.kernels.triton.rounding import power_of, powers_rounded
+from grace.kernels.triton.tables import (
+    COLUMNS,
+    DRAW,
+    FIRST,
+    GRADIENT,
+    KEY,
+    NEXT,
+    SECOND,
+    SIZE,
+    START,
+    compensated,
+    deny,
+    end_of_one,
+    floats,
+    here,
+    part,
+    read,
+    wire_at,
+    write,
+    write_floats,
+)
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=("variables", "most"))
+def encode_numbers(
+    flags, table, owners, variables, most,
+    KEEPS: tl.constexpr, LOOKS: tl.constexpr, Type: tl.constexpr, BYTES: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """float32 or 16 bits, of BYTES bytes."""
+    variable, row, program = here(table, owners)
+    base, place, inside, wide, aligned = part(row, program, N)
+    x = compensated(row, floats(row + GRADIENT, base, wide, place, inside), base, wide, place, inside, KEEPS)
+    narrow = narrowed_to(x, Type)
+    back = widened(narrow)
+    deny(flags, variable, x, most, LOOKS)
+    deny(flags, variable, back, INF_BITS - 1, LOOKS)
+    target = wire_at(table, variables, 0) + tl.load(row + FIRST) + BYTES * base
+    if tl.bfloat16 == Type:
+        write(target, narrow.to(tl.uint16, bitcast=True), aligned, place, inside, tl.uint16)
+    else:
+        write(target, narrow, aligned, place, inside, Type)
+    if KEEPS:
+        write_floats(row + NEXT, x - back, base, wide, place, inside)
+
+
+@triton.jit
+def numbers_at(address, wide, place, inside, Type: tl.constexpr):
+    """What :func:`encode_numbers` wrote, as float32."""
+    if tl.bfloat16 == Type:
+        found = (read(address, wide, place, inside, tl.uint16).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        found = read(address, wide, place, inside, Type).to(tl.float32)
+    return found
+
+
+@triton.jit(do_not_specialize=("variables",))
+def decode_numbers(
+    table, owners, variables, ranks, weight, count, Type: tl.constexpr, BYTES: tl.constexpr, N: tl.constexpr
+):
+    """The mean of which one wire is the sum, or of those of several ranks."""
+    _, row, program = here(table, owners)
+    base, place, inside, wide, aligned = part(row, program, N)
+    offset, by = tl.load(row + FIRST) + BYTES * base, tl.full([N], 0, tl.float32) + count
+    if ranks == 1:
+        mean = tl.div_rn(numbers_at(wire_at(table, variables, 0) + offset, aligned, place, inside, Type), by)
+    else:
+        mean = tl.zeros([N], tl.float32)
+        for rank in range(ranks):
+            mean += numbers_at(wire_at(table, variables, rank) + offset, aligned, place, inside, Type) * weight
+        if tl.float32 == Type:
+            mean = tl.div_rn(mean, by)
+    write_floats(row + GRADIENT, mean, base, wide, place, inside)
+
+
+# -- signs -------------------------------------------------------------------------------------------------------------
+
+SCALED, SIDED, VOTED, MOMENT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+"""What a bit stands for: the mean magnitude, the mean of its side, or a vote; of a moment, which is kept as it is."""
+
+
+@triton.jit(do_not_specialize=("variables", "most"))
+def encode_signs(
+    flags, parts, counts, table, owners, variables, most, FORM: tl.constexpr, KEEPS: tl.constexpr, N: tl.constexpr
+):
+    """Bits of votes; or bits, and each program's sums in float64 from which scales are made."""
+    variable, row, program = here(table, owners)
+    base, place, inside, wide, aligned = part(row, program, N)
+    given = floats(row + GRADIENT, base, wide, place, inside)
+    x = compensated(row, given, base, wide, place, inside, KEEPS)
+    deny(flags, variable, given if FORM == MOMENT else x, most, True)
+    upper = inside & (x >= 0)
+    target = wire_at(table, variables, 0) + tl.load(row + FIRST) + base // 8
+    byte = tl.arange(0, N // 8)
+    write(target, byte_of_signs(upper, N), aligned, byte, byte * 8 < tl.load(row + SIZE) - base, tl.uint8, 4)
+    if FORM == SCALED:
+        tl.store(parts + tl.program_id(0), tl.sum(tl.abs(x.to(tl.float64)), 0))
+    elif FORM == SIDED:
+        tl.store(parts + 2 * tl.program_id(0), tl.sum(tl.where(upper, 0.0, x.to(tl.float64)), 0))
+        tl.store(parts + 2 * tl.program_id(0) + 1, tl.sum(tl.where(upper, x.to(tl.float64), 0.0), 0))
+        tl.store(counts + tl.program_id(0), tl.sum(upper.to(tl.int32), 0))
+    elif KEEPS:
+        write_floats(row + NEXT, x if FORM == MOMENT else x - tl.where(upper, 1.0, -1.0), base, wide, place, inside)
+
+
+@triton.jit(do_not_specialize=("variables", "offset", "size"))
+def write_sign_scales(
+    flags, sound, marks, parts, counts, table, variables, offset, size, overflow,
+    FORM: tl.constexpr, PART: tl.constexpr, Type: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """The scales of one variable, from its programs' sums; and what the wire says of it."""
+    variable = tl.program_id(0)
+    row = table + variable * COLUMNS
+    n, first = tl.load(row + SIZE), tl.load(row + START)
+    lower, upper, many = tl.zeros([N], tl.float64), tl.zeros([N], tl.float64), tl.zeros([N], tl.int64)
+    for low in range(0, (n + PART - 1) // PART, N):
+        place = low + tl.arange(0, N)
+        inside = place * PART < n
+        if FORM == SCALED:
+            upper += tl.load(parts + first + place, mask=inside, other=0)
+        else:
+            lower += tl.load(parts + 2 * (first + place), mask=inside, other=0)
+            upper += tl.load(parts + 2 * (first + place) + 1, mask=inside, other=0)
+            many += tl.load(counts + first + place, mask=inside, other=0)
+    scale = (wire_at(table, variables, 0) + tl.load(row + SECOND)).to(tl.pointer_type(tl.float32))
+    if FORM == SCALED:
+        tl.store(scale, (tl.sum(upper, 0) / tl.maximum(n, 1).to(tl.float64)).to(tl.float32))
+    else:
+        above = tl.sum(many, 0)
+        below = n - above
+        tl.store(scale, (tl.sum(lower, 0) / tl.maximum(below, 1).to(tl.float64)).to(tl.float32))
+        tl.store(scale + 1, (tl.sum(upper, 0) / tl.maximum(above, 1).to(tl.float64)).to(tl.float32))
+    end_of_one(flags, sound, marks, table, variables, variable, offset, size, overflow, Type)
+
+
+@triton.jit
+def sides_at(address, FORM: tl.constexpr):
+    """What a set bit stands for, and another: behind the address of scales, or of votes."""
+    if FORM == SCALED:
+        one = tl.load(address.to(tl.pointer_type(tl.float32)))
+        other = -one
+    elif FORM == SIDED:
+        other, one = (
+            tl.load(address.to(tl.pointer_type(tl.float32))),
+            tl.load(address.to(tl.pointer_type(tl.float32)) + 1),
+        )
+    else:
+        one, other = tl.full([], 1.0, tl.float32), tl.full([], -1.0, tl.float32)
+    return one, other
+
+
+@triton.jit(do_not_specialize=("variables",))
+def subtract_signs(table, owners, variables, FORM: tl.constexpr, N: tl.constexpr):
+    """x - C(x), computed once more, now that scales are known."""
+    _, row, program = here(table, owners)
+    base, place, inside, wide, _ = part(row, program, N)
+    x = compensated(row, floats(row + GRADIENT, base, wide, place, inside), base, wide, place, inside, True)
+    one, other = sides_at(wire_at(table, variables, 0) + tl.load(row + SECOND), FORM)
+    write_floats(row + NEXT, x - tl.where(x >= 0, one, other), base, wide, place, inside)
+
+
+@triton.jit(do_not_specialize=("variables",))
+def decode_signs(table, owners, variables, ranks, weight, unit, FORM: tl.constexpr, N: tl.constexpr):
+    """The mean of scaled signs; of votes the sign of their sum, times ``unit``."""
+    _, row, program = here(table, owners)
+    base, place, inside, wide, aligned = part(row, program, N)
+    byte = tl.arange(0, N // 8)
+    there = byte * 8 < tl.load(row + SIZE) - base
+    total = tl.zeros([N], tl.float32)
+    for rank in range(ranks):
+        wire = wire_at(table, variables, rank)
+        packed = read(wire + tl.load(row + FIRST) + base // 8, aligned, byte, there, tl.uint8, 4)
+        one, other = sides_at(wire + tl.load(row + SECOND), FORM)
+        if FORM < VOTED:
+            one, other = weight * one, weight * other
+        total += tl.where(signs_of_byte(packed, N), one, other)
+    if FORM >= VOTED:
+        total = tl.where(total >= 0, unit, -unit)
+    write_floats(row + GRADIENT, total, base, wide, place, inside)
+
+
+# -- powers of two -----------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=("variables", "most", "step"))
+def encode_powers(flags, table, owners, variables, most, step, KEEPS: tl.constexpr, N: tl.constexpr):
+    variable, row, program = here(table, owners)
+    base, place, inside, wide, aligned = part(row, program, N)
+    x = compensated(row, floats(row + GRADIENT, base, wide, place, inside), base, wide, place, inside, KEEPS)
+    deny(flags, variable, x, most, True)
+    key = tl.load(row + KEY)
+    code = powers_rounded(x, row_of_words(base, key, key >> 32, step, tl.load(row + DRAW), N))
+    target = wire_at(table, variables, 0) + tl.load(row + FIRST) + base
+    write(target, code, aligned, place, inside, tl.uint8, 4)
+    if KEEPS:
+        write_floats(row + NEXT, x - power_of(code), base, wide, place, inside)
+
+
+@triton.jit(do_not_specialize=("variables",))
+def decode_powers(table, owners, variables, ranks, weight, N: tl.constexpr):
+    _, row, program = here(table, owners)
+    base, place, inside, wide, aligned = part(row, program, N)
+    mean = tl.zeros([N], tl.float32)
+    for rank in range(ranks):
+        source = wire_at(table, variables, rank) + tl.load(row + FIRST) + base
+        mean += power_of(read(source, aligned, place, inside, tl.uint8, 4)) * weight
+    write_floats(row + GRADIENT, mean, base, wide, place, inside)

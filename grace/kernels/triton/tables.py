@@ -1,0 +1,134 @@
+"""What kernels of whole buckets share: a table of addresses, and reads and writes of what stands there.
+
+A bucket's table (int64) has a row for each of its variables, and behind the rows the addresses of wires. Each program
+works on a part of one variable, which ``owners`` names (int32, one a program). Whole parts at addresses that are
+multiples of 16 are read and written 16 bytes at a time; the ends of variables, and what begins elsewhere, element by
+element.
+"""
+
+import triton
+import triton.language as tl
+
+from grace.kernels.triton.arithmetic import magnitude_bits
+
+GRADIENT, KEPT, NEXT, SIZE, FIRST, SECOND, MORE = (tl.constexpr(i) for i in range(7))
+"""Addresses of x's parts (to decode: where the mean goes), elements, byte offsets of the payload's tensors in a wire,
+and a number of the method's."""
+START, FACTORS, KEY, DRAW, FLOATS, CODES = (tl.constexpr(i) for i in range(7, 13))
+"""The first program; a and b; of random numbers; whether all floats, and whether the first tensor of the payload in all
+wires, begin where wide reads may."""
+COLUMNS = tl.constexpr(16)
+
+
+@triton.jit
+def here(table, owners):
+    """This program's variable, its row, and the number of the program among those of the variable (int64)."""
+    variable = tl.load(owners + tl.program_id(0))
+    row = table + variable * COLUMNS
+    return variable, row, tl.program_id(0) - tl.load(row + START)
+
+
+@triton.jit
+def wire_at(table, variables, rank):
+    """The address of a wire."""
+    return tl.load(table + variables * COLUMNS + rank)
+
+
+@triton.jit
+def part(row, program, N: tl.constexpr):
+    """A program's part of a variable: the first element, and which of the N from there on are there (int32 places);
+    whether floats may be read wide, and the payload's first tensor."""
+    base, place = program * N, tl.arange(0, N)
+    left = tl.load(row + SIZE) - base
+    whole = left >= N
+    return base, place, place < left, whole & (tl.load(row + FLOATS) != 0), whole & (tl.load(row + CODES) != 0)
+
+
+@triton.jit
+def read(address, wide, place, inside, Type: tl.constexpr, BYTES: tl.constexpr = 16):
+    """Elements behind an address; wide: all of them are there, and it is a multiple of BYTES."""
+    pointer = address.to(tl.pointer_type(Type))
+    if wide:
+        found = tl.load(tl.multiple_of(pointer, BYTES) + place)
+    else:
+        found = tl.load(pointer + place, mask=inside, other=0)
+    return found
+
+
+@triton.jit
+def write(address, value, wide, place, inside, Type: tl.constexpr, BYTES: tl.constexpr = 16):
+    """The inverse of :func:`read`."""
+    pointer = address.to(tl.pointer_type(Type))
+    if wide:
+        tl.store(tl.multiple_of(pointer, BYTES) + place, value)
+    else:
+        tl.store(pointer + place, value, mask=inside)
+
+
+@triton.jit
+def floats(column, base, wide, place, inside):
+    """Elements from ``base`` on of what a column of a row is the address of."""
+    return read(tl.load(column) + 4 * base, wide, place, inside, tl.float32)
+
+
+@triton.jit
+def write_floats(column, value, base, wide, place, inside):
+    write(tl.load(column) + 4 * base, value, wide, place, inside, tl.float32)
+
+
+@triton.jit
+def compensated(row, given, base, wide, place, inside, KEEPS: tl.constexpr):
+    """x = a residual + b gradient; the gradient itself where nothing is kept."""
+    if KEEPS:
+        factors = tl.load(row + FACTORS)
+        given = given * (factors >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        if tl.load(row + KEPT) != 0:
+            residual = floats(row + KEPT, base, wide, place, inside)
+            given = residual * factors.to(tl.int32).to(tl.float32, bitcast=True) + given
+    return given
+
+
+@triton.jit
+def deny(flags, variable, x, most, LOOKS: tl.constexpr):
+    """Leave a flag if a magnitude is larger than the one of these bits."""
+    if LOOKS and tl.max(magnitude_bits(x)) > most:
+        tl.store(flags + variable, 1)
+
+
+@triton.jit
+def put(end, value, place, inside, Type: tl.constexpr):
+    """Marks and places, which all types hold, behind the payloads."""
+    if tl.bfloat16 == Type:
+        bits = (value.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16)
+        tl.store(end.to(tl.pointer_type(tl.uint16)) + place, bits, mask=inside)
+    else:
+        tl.store(end.to(tl.pointer_type(Type)) + place, value.to(Type), mask=inside)
+
+
+@triton.jit(do_not_specialize=("variables", "size", "offset"))
+def write_end(
+    flags, table, sound, marks, variables, size, offset, overflow, N: tl.constexpr, Type: tl.constexpr
+):  # fmt: skip
+    """The end of a wire, ``offset`` bytes behind its start: ``size`` numbers, of which the first are statuses."""
+    end = wire_at(table, variables, 0) + offset
+    place = tl.program_id(0) * N + tl.arange(0, N)
+    is_status = place < variables
+    spoilt = tl.load(flags + place, mask=is_status, other=0) != 0
+    mark = tl.load(marks + place, mask=place < size, other=0)
+    tl.store(sound + place, tl.where(spoilt, 0.0, 1.0), mask=is_status)
+    tl.store(flags + place, tl.zeros([N], tl.int32), mask=is_status)
+    put(end, tl.where(spoilt & (mark > 0), overflow, mark), place, place < size, Type)
+
+
+@triton.jit
+def end_of_one(flags, sound, marks, table, variables, variable, offset, size, overflow, Type: tl.constexpr):
+    """What :func:`write_end` does of one variable; the first one's program does it of the rest."""
+    end = wire_at(table, variables, 0) + offset
+    spoilt = tl.load(flags + variable) != 0
+    mark = tl.load(marks + variable)
+    tl.store(sound + variable, tl.where(spoilt, 0.0, 1.0))
+    tl.store(flags + variable, 0)
+    put(end, tl.where(spoilt & (mark > 0), overflow, mark), variable, variable < size, Type)
+    if variable == 0:
+        for place in range(variables, size):
+            put(end, tl.load(marks + place), place, place < size, Type)

@@ -1,5 +1,5 @@
-"""``grace bench kernels`` and ``step`` with ``--device cuda``: what is computed from a GPU's times, with injected clocks;
-and, where there is a GPU, the commands."""
+"""``grace bench kernels`` and ``step`` with ``--device cuda``: what is computed from times, with injected clocks; and,
+where there is a GPU, the commands."""
 
 import subprocess
 import sys
@@ -12,6 +12,13 @@ from grace.bench.common.clocks import HostClock
 from grace.bench.common.results import Results, load
 from grace.bench.kernels import device_table, on_device, rivals
 from grace.bench.kernels.timing import times_ms
+from grace.bench.step import on_device as steps_on_device
+from grace.bench.step.command import command as step_command
+from grace.bench.step.rows import Table
+from grace.bench.step.settings import BOUND, Settings
+from grace.bench.workloads.models import Workload, workload
+from grace.core.backend import Handle
+from grace.errors import ConfigError
 
 GRACE = [sys.executable, "-m", "grace.cli.main", "bench"]
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: torch.cuda.is_available() is False")
@@ -103,6 +110,94 @@ def test_torchs_hooks_leave_a_lone_ranks_gradient_nearly_as_it_is():
     with rivals.alone("cpu") as group:
         work = rivals.hooks(x, group)[rivals.HOOKS[0]]["round_trip"]
         assert (work().view_as(x) - x).abs().max() < 1e-2
+
+
+class Lane:
+    """A wire whose bytes take a scripted clock's time, one collective after the other."""
+
+    def __init__(self, clock):
+        self.clock, self.free = clock, 0.0
+
+    def carry(self, move, seconds, sent):
+        handle = move()
+        done = self.free = max(self.free, self.clock.time) + 1e3 * seconds()
+
+        def wait():
+            self.clock.time = max(self.clock.time, done)
+
+        return Handle(wait, later=handle.result)
+
+
+def test_a_step_is_computing_and_what_the_wire_adds():
+    """1 Mbit/s, 4 ranks, and computing that takes 10 ms of the clock's."""
+    clock = Scripted()
+
+    def loss(model):
+        clock.time += 10.0
+        return model(torch.ones(1, 100)).sum()
+
+    settings = Settings(methods=["none", "fp16"], ranks=[4], bandwidths=[1e6, 2e6], rounds=1)
+    contest = steps_on_device.Contest(Workload(torch.nn.Linear(100, 10), loss, 3), settings, Lane(clock))
+    tables = {rate: Table("simulated", 4, rate) for rate in settings.bandwidths}
+    contest.measure(clock, lambda rate, event: tables[rate].take(event))
+    results = Results("step", {}, [row for table in tables.values() for row in table.rows()])
+    found = {(row["name"], row["bandwidth"]): row for row in results.rows}
+    assert list(found) == [(name, rate) for rate in (1e6, 2e6) for name in (BOUND, "none", "fp16")]
+    for (name, _), row in found.items():
+        assert (row["compute_ms"], row["codec_ms"]) == (10.0, 0.0)
+        if name != BOUND:
+            assert row["exposed_ms"] == pytest.approx(row["wire_ms"])
+    sent = found["none", 1e6]["sent_bytes"]
+    assert sent == pytest.approx(2 * 3 / 4 * 4 * 1010, rel=0.1)  # a ring's; and the header
+    assert found["none", 1e6]["wire_ms"] == pytest.approx(8e3 * sent / 1e6)
+    assert found["none", 2e6]["exposed_ms"] == pytest.approx(found["none", 1e6]["exposed_ms"] / 2)
+    waits = {name: {"waits_per_step": 1.0, "reads_per_step": 0.0} for name in (BOUND, "none", "fp16")}
+    steps_on_device.conclude_all(results, waits, 4)
+    assert list(results.settings["verdict"]) == ["4 ranks at 1mbit", "4 ranks at 2mbit"]
+    said = "\n".join(steps_on_device.said(results))
+    assert "The wire is simulated" in said
+    assert "fp16 1 and 0" in said
+
+
+def test_models_of_gpus_have_the_sizes_that_they_are_known_by():
+    with torch.device("meta"):
+        work = workload("gpt2", 0)
+        assert sum(p.numel() for p in work.model.parameters()) == 124_439_808
+        assert work.model(torch.zeros(2, 8, dtype=torch.int64)).shape == (2, 8, 50_257)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"device": "tpu"}, "--device is cpu or cuda, not 'tpu'"),
+        ({"device": "cuda", "sharded": 2}, "over a simulated wire: leave out --sharded"),
+        ({"device": "cuda", "engine": "mpi"}, "leave out --engine mpi"),
+        pytest.param(
+            {"device": "cuda"},
+            "--device cuda: torch sees no GPU here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+    ],
+)
+def test_steps_on_a_gpu_are_refused_before_anything_starts(tmp_path, given, says):
+    options = {"model": None, "methods": None, "strategy": None, "engine": "torch", "ranks": None, "bandwidth": None}
+    options |= {"baselines": "none", "rounds": None, "ddp_hook": False, "bucket_bytes": None, "sharded": 0}
+    options |= {"reduce_scatter": None, "out": tmp_path / "new", "quick": False}
+    with pytest.raises(ConfigError, match=says):
+        step_command(**{**options, **given})
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.device
+@no_gpu
+def test_steps_are_measured_on_a_gpu(tmp_path):
+    args = ["--device", "cuda", "--model", "resnet", "--methods", "none,qsgd", "--rounds", "1", "-o", str(tmp_path)]
+    done = subprocess.run([*GRACE, "step", *args], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert "The wire is simulated" in done.stdout
+    rows = {(row["name"], row["bandwidth"]): row for row in load(tmp_path).rows}
+    assert rows["none", 1e10]["exposed_ms"] > 0
+    assert rows["qsgd", 1e10]["waits_per_step"] <= 1
 
 
 @pytest.mark.device

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import grace
@@ -18,7 +19,18 @@ from grace.bench.lifecycle import BenchmarkRun
 from grace.bench.step import scenarios
 from grace.bench.step.in_place import run_here
 from grace.bench.step.rows import scenario
-from grace.bench.step.settings import METHODS, QUICK_METHODS, QUICK_ROUNDS, ROUNDS, Event, Settings, about
+from grace.bench.step.settings import (
+    DEVICE_LINKS,
+    DEVICE_METHODS,
+    DEVICE_RANKS,
+    METHODS,
+    QUICK_METHODS,
+    QUICK_ROUNDS,
+    ROUNDS,
+    Event,
+    Settings,
+    about,
+)
 from grace.errors import ConfigError
 
 NAME = "grace bench step"
@@ -40,12 +52,14 @@ OF_SHARDS = (
 
 def command(
     model: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="transformer, resnet, resnet50, lstm, ncf, mlp, or module:function, which returns (model, loss, "
-            "samples), where loss(model) is the loss of a batch of so many samples, on the device of its choice."
+            help="transformer, resnet, resnet50, gpt2, lstm, ncf, mlp, or module:function, which returns (model, loss, "
+            "samples), where loss(model) is the loss of a batch of so many samples, on the device of its choice.",
+            show_default="transformer, on a GPU gpt2",
         ),
-    ] = "transformer",
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, or cuda: steps on one GPU over a simulated wire.")] = "cpu",
     methods: Annotated[
         str | None,
         typer.Option(help="Compressor specs, separated by commas, or all.", show_default="ten, or four with --quick"),
@@ -56,13 +70,19 @@ def command(
     ] = None,
     engine: Annotated[str, typer.Option(help="What moves Grace's payloads: torch, horovod or mpi.")] = "torch",
     ranks: Annotated[
-        str, typer.Option("--ranks", "-n", help="Processes to train on; several numbers as in 2,4 show the scaling.")
-    ] = "2",
+        str | None,
+        typer.Option(
+            "--ranks",
+            "-n",
+            help="Processes to train on; several numbers as in 2,4 show the scaling.",
+            show_default="2, on a GPU 8 that are pretended",
+        ),
+    ] = None,
     bandwidth: Annotated[
         str | None,
         typer.Option(
             help="Rates of emulated links, as in 10gbit,1gbit,100mbit (Linux, root); none is the loopback.",
-            show_default="loopback",
+            show_default="loopback, on a GPU 10gbit,25gbit",
         ),
     ] = None,
     baselines: Annotated[
@@ -107,8 +127,19 @@ def command(
     its copies exchange is compared: by torch's HSDP, and by Grace's methods. An
     emulated link joins the shard groups; within each there is the loopback. The
     bound is shard groups that train alone. Bytes are those that leave a group.
+
+    With --device cuda one process trains on one GPU (NCCL takes no two ranks on
+    it), and the wire is simulated: the exchange waits for a kernel that sleeps as
+    long as its bytes take. codec is what the exchange adds without a wire, exposed
+    what the wire adds to that, and waits of the host for the GPU are counted.
     """
-    defaults, here = QUICK_METHODS if quick or sharded else METHODS, options.launched()
+    defaults: tuple[str, ...] = QUICK_METHODS if quick or sharded else METHODS
+    here, on_device = options.launched(), device == "cuda"
+    if device != "cpu":
+        check_device(device, here, ddp_hook, sharded, reduce_scatter, strategy, engine)
+        defaults = QUICK_METHODS if quick else DEVICE_METHODS
+    model = model or ("gpt2" if on_device else "transformer")
+    ranks = ranks or (DEVICE_RANKS if on_device else "2")
     if here and sharded:
         ranks = str(2 * sharded)  # until they have joined, and are counted
     settings = Settings(
@@ -116,9 +147,9 @@ def command(
         methods=list(defaults) if methods is None else options.methods(methods),
         strategies=strategy or [],
         engine=engine,
-        baselines=[] if baselines == "none" else options.split(baselines),
+        baselines=[] if baselines == "none" or on_device else options.split(baselines),
         ranks=options.integers(ranks, "--ranks"),
-        bandwidths=options.bandwidths(bandwidth),
+        bandwidths=options.bandwidths(bandwidth or (DEVICE_LINKS if on_device else None)),
         rounds=rounds if rounds is not None else QUICK_ROUNDS if quick else ROUNDS,
         ddp_hook=ddp_hook,
         bucket_bytes=bucket_bytes,
@@ -127,7 +158,43 @@ def command(
     )
     if here and bandwidth is not None:
         raise ConfigError("--bandwidth starts ranks of its own; these ranks were started by a launcher")
-    run(settings, out, here).finish(Console(highlight=False))
+    (run_on_device if on_device else run)(settings, out, here).finish(Console(highlight=False))
+
+
+def check_device(
+    device: str, here: bool, ddp_hook: bool, sharded: int, reduce_scatter: Any, strategy: Any, engine: str
+):
+    """Refuse what cannot be measured on one GPU, before anything starts.
+
+    Raises:
+        ConfigError: there is no GPU, or an option that needs ranks.
+    """
+    from grace.bench.common.clocks import missing
+
+    if device != "cuda":
+        raise ConfigError(f"--device is cpu or cuda, not {device!r}")
+    given = {"--ddp-hook": ddp_hook, "--sharded": sharded, "--reduce-scatter": reduce_scatter, "--strategy": strategy}
+    given |= {f"--engine {engine}": engine != "torch", "a launcher": here}
+    if named := [name for name, value in given.items() if value]:
+        raise ConfigError(f"--device cuda pretends all ranks but one, over a simulated wire: leave out {named[0]}")
+    if why := missing():
+        raise ConfigError(f"--device cuda: {why}; use --device cpu")
+
+
+def run_on_device(settings: Settings, out: Path, here: bool = False) -> BenchmarkRun:
+    """Measure on one GPU over simulated wires, show and save."""
+    from grace.bench.step import on_device
+
+    if len(settings.ranks) > 1:
+        raise ConfigError("--device cuda takes one number of --ranks")
+    console = Console(highlight=False)
+    running = BenchmarkRun(NAME, "step", about(settings), out, interrupted="interrupted")
+    with console.status("") as status:
+        running.measure(lambda: on_device.run(running, settings, lambda what: status.update(escape(what))))
+    show(console, running.results)
+    for line in on_device.said(running.results):
+        console.print(line, markup=False)
+    return running
 
 
 def run(settings: Settings, out: Path, here: bool = False) -> BenchmarkRun:

@@ -16,6 +16,9 @@ METHODS = (
 
 
 QUICK_METHODS = ("none", "qsgd", "topk(ratio=0.01)", "powersgd(rank=4)")
+DEVICE_METHODS = ("none", "fp16", "qsgd", "signsgd", "topk(ratio=0.01)", "powersgd(rank=4)")
+DEVICE_RANKS, DEVICE_LINKS = "8", "10gbit,25gbit"
+"""Of a GPU: ranks that are pretended, and the simulated wires."""
 
 
 ROUNDS, QUICK_ROUNDS = 8, 3
@@ -32,7 +35,7 @@ SHARDS_ALONE = "shard groups alone"
 """With ``--sharded`` the contestant whose replicas exchange nothing."""
 
 
-MODELS = ("transformer", "resnet", "resnet50", "lstm", "ncf", "mlp")
+MODELS = ("transformer", "resnet", "resnet50", "gpt2", "lstm", "ncf", "mlp")
 """Functions of :mod:`grace.bench.workloads.models`."""
 
 

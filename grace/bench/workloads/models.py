@@ -1,7 +1,8 @@
 """What ``grace bench step`` trains: a model of each kind that people compress gradients of, sized for a processor core.
 
-Each function makes a :class:`Workload`. Weights come from torch's global generator, which the benchmark seeds; data
-differ by rank, and stay the same from step to step, since only time is measured.
+Each function makes a :class:`Workload`; those in ``ON_GPUS`` are sized for a GPU. Weights come from torch's global
+generator, which the benchmark seeds; data differ by rank, and stay the same from step to step, since only time is
+measured.
 """
 
 from collections.abc import Callable
@@ -62,10 +63,11 @@ def resnet(rank: int) -> Workload:
     return _classify(model, x, y)
 
 
-def resnet50(rank: int) -> Workload:
+def resnet50(rank: int, images: int = 2, size: int = 64) -> Workload:
     """ResNet-50 for ImageNet (He et al., CVPR 2016, arXiv 1512.03385): 25.6 M parameters in 161 variables.
 
-    A batch has 2 images of 3 x 64 x 64. Groups of channels are normalized, not batches, so that ranks do not differ.
+    A batch has 2 images of 3 x 64 x 64, on a GPU 64 of 3 x 224 x 224. Groups of channels are normalized, not batches,
+    so that ranks do not differ.
     """
     stem = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.GroupNorm(32, 64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
     blocks, before = list[nn.Module](), 64
@@ -75,8 +77,17 @@ def resnet50(rank: int) -> Workload:
             before = 4 * width
     model = nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, 1000))
     generator = torch.Generator().manual_seed(rank)
-    x, y = torch.randn(2, 3, 64, 64, generator=generator), torch.randint(1000, (2,), generator=generator)
-    return _classify(model, x, y)
+    x = torch.randn(images, 3, size, size, generator=generator)
+    return _classify(model, x, torch.randint(1000, (images,), generator=generator))
+
+
+def gpt2(rank: int, sequences: int = 1, length: int = 32) -> Workload:
+    """GPT-2 small (Radford et al., 2019): 12 layers of width 768, a vocabulary of 50,257; 124.4 M parameters, since the
+    output is the embedding's transpose.
+
+    A batch has a sequence of 32 tokens, on a GPU 8 of 1,024.
+    """
+    return _classify(_Gpt(), *_tokens(rank, sequences, length + 1, 50_257))
 
 
 def ncf(rank: int) -> Workload:
@@ -100,18 +111,26 @@ MODELS: dict[str, Callable[[int], Workload]] = {
     "transformer": transformer,
     "resnet": resnet,
     "resnet50": resnet50,
+    "gpt2": gpt2,
     "lstm": lstm,
     "ncf": ncf,
     "mlp": mlp,
 }
 
+ON_GPUS: dict[str, Callable[[int], Workload]] = {
+    "resnet50": lambda rank: resnet50(rank, images=64, size=224),
+    "gpt2": lambda rank: gpt2(rank, sequences=8, length=1024),
+}
+"""Batches that keep a GPU busy."""
 
-def workload(name: str, rank: int) -> Workload:
+
+def workload(name: str, rank: int, device: str = "cpu") -> Workload:
     """A model of Grace's, or what a function of the user's returns: ``(model, loss)`` or ``(model, loss, samples)``.
 
     Args:
         name: one of ``MODELS``, or ``module:function``, a function without arguments.
         rank: whose data; a function of the user's asks ``grace.rank()``.
+        device: "cuda" moves the model there, and its batch with it, which is larger if it is in ``ON_GPUS``.
 
     Raises:
         ConfigError: it cannot be found, or does not return that.
@@ -124,7 +143,8 @@ def workload(name: str, rank: int) -> Workload:
     grace.errors.ConfigError: unknown model 'vgg'; known: transformer, resnet, resnet50, ... or module:function
     """
     if name in MODELS:
-        return MODELS[name](rank)
+        found = (ON_GPUS if device != "cpu" else {}).get(name, MODELS[name])(rank)
+        return found if device == "cpu" else found._replace(model=found.model.to(device))
     made = load_function(name, "model", MODELS)()
     if isinstance(made, nn.Module):
         raise ConfigError(
@@ -135,7 +155,7 @@ def workload(name: str, rank: int) -> Workload:
         raise ConfigError(f"{name}() must return (model, loss) or (model, loss, samples), a torch module first")
     if not callable(made[1]):
         raise ConfigError(f"{name}() must return a loss that takes the model, not {type(made[1]).__name__}")
-    return Workload(made[0], made[1], made[2] if len(made) == 3 else 1)
+    return Workload(made[0].to(device) if device != "cpu" else made[0], made[1], made[2] if len(made) == 3 else 1)
 
 
 def _tokens(rank: int, size: int, length: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,10 +164,26 @@ def _tokens(rank: int, size: int, length: int, vocabulary: int) -> tuple[torch.T
 
 
 def _classify(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Workload:
+    place = _Placed(x, y)
+
     def loss(model: nn.Module) -> torch.Tensor:
+        x, y = place.on(model)
         return functional.cross_entropy(model(x).flatten(0, -2), y.flatten())
 
     return Workload(model, loss, len(x))
+
+
+class _Placed:
+    """A batch where its model is: moved there once."""
+
+    def __init__(self, *tensors: torch.Tensor):
+        self.tensors = tensors
+
+    def on(self, model: nn.Module) -> tuple[torch.Tensor, ...]:
+        device = next(model.parameters()).device
+        if self.tensors[0].device != device:
+            self.tensors = tuple(tensor.to(device) for tensor in self.tensors)
+        return self.tensors
 
 
 def _ratings(rank: int, users: int, items: int, size: int) -> Workload:
@@ -156,7 +192,10 @@ def _ratings(rank: int, users: int, items: int, size: int) -> Workload:
     item = torch.randint(items, (size,), generator=generator)
     liked = torch.randint(2, (size,), generator=generator).float()
 
+    place = _Placed(user, item, liked)
+
     def loss(model: nn.Module) -> torch.Tensor:
+        user, item, liked = place.on(model)
         return functional.binary_cross_entropy_with_logits(model(user, item), liked)
 
     return Workload(_Filtering(users, items), loss, size)
@@ -200,6 +239,23 @@ class _Bottleneck(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return torch.relu(self.shortcut(images) + self.path(images))
+
+
+class _Gpt(nn.Module):
+    def __init__(
+        self, vocabulary: int = 50_257, width: int = 768, layers: int = 12, heads: int = 12, longest: int = 1024
+    ):
+        super().__init__()
+        self.words, self.places = nn.Embedding(vocabulary, width), nn.Embedding(longest, width)
+        options: dict = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, **options)
+        self.body = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        length = words.shape[1]
+        x = self.words(words) + self.places.weight[:length]
+        mask = nn.Transformer.generate_square_subsequent_mask(length, device=words.device, dtype=x.dtype)
+        return self.body(x, mask, is_causal=True) @ self.words.weight.t()
 
 
 class _Words(nn.Module):

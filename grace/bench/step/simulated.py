@@ -1,0 +1,86 @@
+"""A wire that is simulated beside a GPU's computing, since NCCL takes no two ranks on one GPU."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from grace.core.backend import Handle
+from grace.planner.mirror import Mirror
+
+CALIBRATION = 20_000_000
+"""Cycles that a kernel sleeps, to learn how many a second has."""
+
+
+class Lane:
+    """A stream of its own, on which a kernel sleeps as long as bytes would travel."""
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(2):  # the first one wakes the device up
+            began.record()
+            torch.cuda._sleep(CALIBRATION)
+            ended.record()
+            ended.synchronize()
+        self.cycles = 1e3 * CALIBRATION / began.elapsed_time(ended)
+
+    def carry(self, move: Callable[[], Handle], seconds: Callable[[], float], sent: torch.Tensor) -> Handle:
+        """Start a collective behind what was computed until now; its handle lets later work wait, and not the host.
+
+        Args:
+            move: makes what arrives.
+            seconds: on the wire, once that is made.
+            sent: what it is made of.
+        """
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            handle = move()
+            torch.cuda._sleep(round(seconds() * self.cycles))
+            done = self.stream.record_event()
+        sent.record_stream(self.stream)
+
+        def wait() -> None:
+            here = torch.cuda.current_stream()
+            here.wait_event(done)
+            result = handle.result()
+            for tensor in result if isinstance(result, list) else [result]:
+                tensor.record_stream(here)
+
+        return Handle(wait, later=handle.result)
+
+
+class Simulated(Mirror):
+    """Ranks that one process pretends, behind a wire: a collective takes its bytes over the bandwidth.
+
+    What arrives are copies, made on the wire's stream, as NCCL would write them.
+
+    Args:
+        size: ranks.
+        lane: what collectives travel on, one after the other.
+        rate: bits per second; None if they arrive at once.
+    """
+
+    name = "simulated"
+
+    def __init__(self, size: int, lane: Any, rate: float | None):
+        super().__init__(size)
+        self.lane, self.rate = lane, rate
+
+    def _carried(self, move: Callable[[], Handle], sent: torch.Tensor) -> Handle:
+        before = self.sent_bytes
+        seconds = lambda: 0.0 if self.rate is None else 8 * (self.sent_bytes - before) / self.rate  # noqa: E731
+        handle: Handle = self.lane.carry(move, seconds, sent)
+        return handle
+
+    def allreduce(self, tensor: Any) -> Handle:
+        return self._carried(lambda: super(Simulated, self).allreduce(tensor), tensor)
+
+    def allgather(self, tensor: Any) -> Handle:
+        return self._carried(lambda: super(Simulated, self).allgather(tensor), tensor)
+
+    def alltoall(self, tensor: Any) -> Handle:
+        return self._carried(lambda: super(Simulated, self).alltoall(tensor), tensor)
+
+    def gather(self, tensor: Any, root: int) -> Handle:
+        return self._carried(lambda: super(Simulated, self).gather(tensor, root), tensor)

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -28,14 +29,15 @@ def run(engine: str, how: str, *options: object) -> tuple[dict[int, str], dict[i
     if engine != "gloo" and not available(engine):
         pytest.skip(f"{engine}: its packages are not installed (make horovod)")
     backend = {"gloo": "torch", "mpirun-mpi": "mpi"}.get(engine, "horovod")
-    done = subprocess.run(
-        [*LAUNCHERS[engine], how, *map(str, options)],
-        env={**environment(), "GRACE_BACKEND": backend, "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [*LAUNCHERS[engine], folder, how, *map(str, options)],
+            env={**environment(), "GRACE_BACKEND": backend, "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=120,
+        )
     printed = done.stdout
     assert done.returncode != 0, printed
     began = dict(re.findall(r"rank (\d) parts at ([\d.]+)", printed))

@@ -1,11 +1,12 @@
 """Trains until rank 1 goes another way than the others; each says how it ended. Started by a launcher.
 
-Usage: apart.py leave|raise|broadcast|object|state|sleep [TIMEOUT [WARN_SECONDS]]
+Usage: apart.py FOLDER leave|raise|broadcast|object|state|sleep [TIMEOUT [WARN_SECONDS]]
 """
 
 import importlib
 import sys
 import time
+from pathlib import Path
 
 import torch
 
@@ -13,7 +14,11 @@ import grace
 from grace.core import watch
 
 
-def main(how: str, timeout: str = "", warn: str = "") -> None:
+CALLS = ("broadcast", "object", "state")
+"""Ways in which rank 1 waits for rank 0, and has an error of its own."""
+
+
+def main(folder: str, how: str, timeout: str = "", warn: str = "") -> None:
     torch.set_num_threads(1)
     watch.WARN_SECONDS = float(warn or watch.WARN_SECONDS)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 10))
@@ -33,7 +38,10 @@ def main(how: str, timeout: str = "", warn: str = "") -> None:
             optimizer.step()
     except grace.GraceError as error:
         print(f"rank {grace.rank()} ended at {time.time()}: {type(error).__name__}: {error}", flush=True)
-        time.sleep(6)  # launchers end the others when the first has ended
+        Path(folder, str(grace.rank())).touch()
+        until = time.monotonic() + 10  # launchers end the others when the first has ended
+        while how in CALLS and len(list(Path(folder).iterdir())) < 2 and time.monotonic() < until:
+            time.sleep(0.05)
         raise
 
 

@@ -13,7 +13,6 @@ import torch
 import grace
 from grace.core import watch
 
-
 CALLS = ("broadcast", "object", "state")
 """Ways in which rank 1 waits for rank 0, and has an error of its own."""
 

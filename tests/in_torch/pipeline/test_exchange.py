@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import grace
+from tests.support.drawing import drawn
 from tests.support.pipelines import ROWS, alone, batch, loss_fn, made, piped, rows, sgd
 from tests.support.pools import ranks_of
 
@@ -11,15 +12,13 @@ pytestmark = pytest.mark.ranks
 COMPRESSORS = ["topk(ratio=0.3)", "qsgd", "powersgd(rank=1)", "fp16", "signsgd"]
 
 
-def run_compressed(names, compressors, settings):
-    return {(name, one): piped(name, 3, compressor=one, **settings) for name in names for one in compressors}
+def run_compressed(cases, settings):
+    return {(name, one): piped(name, 3, compressor=one, **settings) for name, one in cases}
 
 
-@pytest.mark.every
-@pytest.mark.parametrize("replicas", [(2, 2)])
-def test_replicas_have_the_same_bits(replicas):
-    names = ["Residual", "TiedEmbedding", "SharedParameter"]
-    answers = ranks_of(4).run(run_compressed, names, COMPRESSORS, {"microbatches": 2, "replicas": replicas})
+def test_replicas_have_the_same_bits():
+    cases = drawn([(name, one) for name in ("Residual", "TiedEmbedding", "SharedParameter") for one in COMPRESSORS])
+    answers = ranks_of(4).run(run_compressed, cases, {"microbatches": 2, "replicas": (2, 2)})
     for key in answers[0]:
         for a, b in ((0, 1), (2, 3)):
             (losses, _, first, place), (_, _, second, other) = answers[a][key], answers[b][key]
@@ -52,7 +51,7 @@ def data_parallel(name, compressor, steps, microbatches):
 def test_the_exchange_is_that_of_whole_models(compressor):
     expected = ranks_of(2).run(data_parallel, "Residual", compressor, 3, 2)[0]
     settings = {"microbatches": 2, "stages": 2}
-    for answer in ranks_of(4).run(run_compressed, ["Residual"], [compressor], settings):
+    for answer in ranks_of(4).run(run_compressed, [("Residual", compressor)], settings):
         for name, value in answer["Residual", compressor][2].items():
             assert torch.allclose(value, expected[name], rtol=1e-4, atol=1e-6), name
 
@@ -113,7 +112,6 @@ def run_unequal(names, replicas, settings):
     return {name: piped(name, 2, replicas=replicas, **settings) for name in names}
 
 
-@pytest.mark.every
 @pytest.mark.parametrize("replicas", [(2, 1), (1, 2)])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_stages_with_unequal_replicas_are_one_process(replicas, schedule):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.support.drawing import THOROUGH
 from tests.support.pipelines import BY_NAME, alone, piped_all
 from tests.support.pools import ranks_of
 
@@ -10,6 +11,17 @@ pytestmark = pytest.mark.ranks
 NAMES = [name for name in BY_NAME if name != "OneOperation"]  # which is one stage: see test_engine.py
 SEVERAL = [name for name in NAMES if name != "FewParameters"]
 """Models with room for four stages."""
+TWO_STAGES, FOUR_STAGES = ["gpipe", "zero_bubble", "1f1b"], ["interleaved", "zbv"]
+COUNTS = {name: (2, 4) if name == "1f1b" else (1, 2, 4) for name in (*TWO_STAGES, *FOUR_STAGES)}
+"""Micro-batches, which are no fewer than stages in 1F1B."""
+
+
+def share(names, schedule, microbatches):
+    """Of the models those whose turn it is: every one meets every schedule and, over them, every number; `make
+    thorough` runs the product."""
+    counts = COUNTS[schedule]
+    turn = (counts.index(microbatches) + list(COUNTS).index(schedule)) % len(counts)
+    return names if THOROUGH else names[turn :: len(counts)]
 
 
 def check(name, answers, expected, buffers=True):
@@ -39,30 +51,22 @@ def run_all(names, settings):
     return piped_all(names, 2, **settings)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 4])
-def test_gpipe_is_one_process(microbatches):
-    run(2, NAMES, microbatches, schedule="gpipe")
+@pytest.mark.every
+@pytest.mark.parametrize(("schedule", "microbatches"), [(name, n) for name in TWO_STAGES for n in COUNTS[name]])
+def test_two_stages_are_one_process(schedule, microbatches):
+    run(2, share(NAMES, schedule, microbatches), microbatches, schedule=schedule)
 
 
-@pytest.mark.parametrize("microbatches", [2, 4])  # which are no fewer than stages
-def test_1f1b_is_one_process(microbatches):
-    run(2, NAMES, microbatches, schedule="1f1b")
-
-
-@pytest.mark.parametrize("microbatches", [1, 2, 4])
-def test_zero_bubble_is_one_process(microbatches):
-    run(2, NAMES, microbatches, schedule="zero_bubble")
-
-
-@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
-@pytest.mark.parametrize("microbatches", [1, 2, 4])
+@pytest.mark.every
+@pytest.mark.parametrize(("schedule", "microbatches"), [(name, n) for name in FOUR_STAGES for n in COUNTS[name]])
 def test_two_stages_on_each_rank_are_one_process(schedule, microbatches):
-    run(2, SEVERAL, microbatches, schedule=schedule, stages=4)
+    run(2, share(SEVERAL, schedule, microbatches), microbatches, schedule=schedule, stages=4)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
+@pytest.mark.parametrize("schedule", TWO_STAGES)
 def test_two_replicas_of_two_stages_are_one_process(schedule):
-    run(4, NAMES, 2, 2, schedule=schedule, stages=2)
+    names = NAMES if THOROUGH else NAMES[TWO_STAGES.index(schedule) :: len(TWO_STAGES)]
+    run(4, names, 2, 2, schedule=schedule, stages=2)
 
 
 def test_stages_that_compute_forward_again_are_one_process():

@@ -1,6 +1,7 @@
 """Error feedback by a smoothed error."""
 
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any
 
 from grace.core.compressor import Compressor, Payload, Tensor
@@ -14,7 +15,8 @@ class LoCo(Memory):
 
     Where errors are noise of rounding, as quantizers' are, the average has less of it than the last error. Unlike a
     residual it does not give back all that was left out. Every ``reset`` steps e begins at 0 again, so that old errors
-    do not stay. Source: Xie et al., "LoCo", arXiv 2407.04480, algorithm 1, which keeps e in 8 bits; here it is float32.
+    do not stay; where that step overflows, or leaves a variable out, at the variable's next one. Source: Xie et al.,
+    "LoCo", arXiv 2407.04480, algorithm 1, which keeps e in 8 bits; here it is float32.
 
     Args:
         beta: weight of the newest error; 1 is the last error alone, a residual.
@@ -39,11 +41,15 @@ class LoCo(Memory):
         self.check_integer("reset", 0)
 
     def keeps(self, shape: tuple[int, ...]) -> Any:
-        return shape
+        return {"error": shape, "resets": float}
 
     def _recalled(self, name: str) -> Tensor | None:
-        step = self.context.step
-        return None if self.reset and step and step % self.reset == 0 else self.state.get(name)
+        kept = self.state.get(name)
+        return None if kept is None or kept["resets"] != self._resets() else kept["error"]
+
+    def _resets(self) -> int:
+        """How often e should have begun anew by this step."""
+        return self.context.step // self.reset if self.reset else 0
 
     def compensate(self, tensor: Tensor, name: str) -> Tensor:
         k, error = kernels_of(tensor), self._recalled(name)
@@ -54,4 +60,7 @@ class LoCo(Memory):
         left_out = compressor.accumulate(payload, ctx, tensor, -1.0)
         if error is None:
             error = k.zeros(tuple(left_out.shape), "float32", left_out)
-        self.state[name] = k.combine(1 - self.beta, error, self.beta, left_out)
+        self.state[name] = {"error": k.combine(1 - self.beta, error, self.beta, left_out), "resets": self._resets()}
+
+    def rescale(self, factor: float) -> None:
+        self.state.map(lambda value: value if isinstance(value, Number) else value * factor)

@@ -1,5 +1,6 @@
 """FSDP2's reduce-scatter of gradients, compressed: an all-to-all of quantized parts, and float32 sums."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,7 +74,7 @@ class ReduceScatterState:
                 "made yet: save after optimizer.step()"
             )
         self.close_step()
-        kept = {name: value.clone() for name, value in self.memory.state.kept.items()} if self.memory.stateful else {}
+        kept = copy.deepcopy(self.memory.state.kept) if self.memory.stateful else {}
         about = {"choice": self.communicator.describe(), "rank": self.backend.rank, "size": self.backend.size}
         saved = {**about, "step": self.context.step, "loss_scale": self.context.loss_scale, "memory": kept}
         return {self._key: packed_up(saved)}
@@ -104,7 +105,7 @@ class ReduceScatterState:
         self.close_step()
         self.context.step, self.context.loss_scale = state["step"], state["loss_scale"]
         self.memory.state.clear()
-        self.memory.state.update({name: value.clone() for name, value in state["memory"].items()})
+        self.memory.state.update(copy.deepcopy(state["memory"]))
         self.memory.state.commit()
 
     def close(self) -> None:

@@ -157,7 +157,9 @@ def resumed():
     mesh = mesh_of()
 
     def run(net, first, last, saved=None):
-        state = grace.torch.compress_reduce_scatter(net, "block(bits=4, block=32, rounding=stochastic)")
+        state = grace.torch.compress_reduce_scatter(
+            net, "block(bits=4, block=32, rounding=stochastic)", "loco(reset=4)"
+        )
         if saved:
             state.load_state_dict(saved)
         opt = torch.optim.SGD(net.parameters(), lr=0.1)

@@ -48,8 +48,7 @@ frameworks = pytest.mark.parametrize("make_tensor", [np.array, torch.from_numpy]
 
 
 def remembered(communicator: Communicator) -> np.ndarray:
-    value = communicator.memory.state.get("w", np.zeros(SHAPE, np.float32))
-    return np.float64(value["residual"] if isinstance(value, dict) else value)
+    return np.float64(next(iter(communicator.memory.held("w")), np.zeros(SHAPE, np.float32)))
 
 
 @pairs
@@ -108,6 +107,23 @@ def test_loco_follows_the_papers_algorithm(make_tensor, beta, reset):
         np.testing.assert_allclose(sent[clear], (scale * np.rint(h / scale * 7) / 7)[clear], atol=1e-5)
         e = (1 - beta) * e + beta * (h - sent)
         np.testing.assert_allclose(remembered(communicator).reshape(-1), e, atol=1e-5)
+
+
+def test_loco_begins_anew_at_the_first_good_step_where_the_one_that_was_due_overflows():
+    communicator = Allgather("block(bits=4, block=25)", "loco(beta=0.5, reset=3)")
+    for step in range(3):
+        communicator.step(data("gaussian", 100, step), "w")
+    with pytest.warns(RuntimeWarning):
+        communicator.step(np.full(100, np.inf, np.float32), "w")
+    gradient, left_out = data("gaussian", 100, 4), remembered(communicator)
+    sent = communicator.step(gradient.copy(), "w")
+    assert left_out.any()
+    np.testing.assert_allclose(remembered(communicator), 0.5 * (gradient - np.float64(sent)), atol=1e-6)
+    kept, gradient = remembered(communicator), data("gaussian", 100, 5)
+    sent = communicator.step(gradient.copy(), "w")  # and not once more
+    np.testing.assert_allclose(
+        remembered(communicator), 0.5 * kept + 0.5 * (gradient + kept - np.float64(sent)), atol=1e-6
+    )
 
 
 SCHEDULES = {

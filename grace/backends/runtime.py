@@ -13,6 +13,7 @@ from grace.backends import launchers, topology
 from grace.backends.signals import raise_on_sigterm
 from grace.core import watch
 from grace.core.backend import Backend, LocalBackend
+from grace.core.registry import loaded
 from grace.core.waiting import choose, timeout_for
 from grace.errors import ConfigError, MissingExtraError, RankError, missing_extra
 
@@ -216,7 +217,7 @@ def _check_known(name: str, where: str = "") -> None:
 def _others(name: str) -> Backend:
     """One that another package brings."""
     (point, *_) = entry_points(group=GROUP, name=name)
-    made = point.load()()
+    made = loaded(point)()
     if not isinstance(made, Backend) or made.name != name:
         is_what = f"a backend of the name {made.name!r}" if isinstance(made, Backend) else f"{made!r}"
         raise ConfigError(

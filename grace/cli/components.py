@@ -16,7 +16,7 @@ from rich.text import Text
 from grace.communicators.choice import break_even
 from grace.core import specs
 from grace.core.composition import Composed
-from grace.core.registry import KINDS, aliases, known, legal_communicators, make
+from grace.core.registry import KINDS, aliases, known, legal_communicators, make, unusable
 from grace.errors import ConfigError
 
 LIST_SHAPE = (1000, 1000)
@@ -41,6 +41,9 @@ def list_components(
         _list_all(console)
     else:
         _list_short(console)
+    wrong = [str(why) for kind in KINDS for why in unusable(kind).values()]
+    if wrong:
+        _section(console, "Not usable", wrong)
     console.print("More about one of them: grace describe NAME" + ("" if long else "; about all: grace list --long"))
 
 
@@ -124,7 +127,7 @@ def describe(
         _introduce(console, make("compressor", spec))
         return
     name, parameters = specs.parse(spec)
-    kinds = [kind for kind in KINDS if name in known(kind) or name in aliases(kind)]
+    kinds = [kind for kind in KINDS if any(name in named(kind) for named in (known, aliases, unusable))]
     if not kinds:
         raise _unknown(name)
     found, errors = [], []

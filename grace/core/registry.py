@@ -12,8 +12,7 @@ import difflib
 import functools
 import importlib
 import pkgutil
-import warnings
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from grace.core import specs
@@ -77,6 +76,27 @@ def aliases(kind: str) -> dict[str, dict[str, Any]]:
     return dict(_found(kind)[1])
 
 
+def unusable(kind: str) -> dict[str, ConfigError]:
+    """Entry points of a kind that give none, by name, and why.
+
+    >>> unusable("compressor")
+    {}
+    """
+    return dict(_found(kind)[2])
+
+
+def loaded(point: EntryPoint) -> Any:
+    """What an entry point names.
+
+    Raises:
+        ConfigError: its package, or another one that it imports, does not work.
+    """
+    try:
+        return point.load()
+    except Exception as error:  # of whatever kind: it is others' code
+        raise ConfigError(f"{_words(point)} cannot be loaded: {type(error).__name__}: {error}") from error
+
+
 def make(kind: str, spec: Component | str | dict[str, Any]) -> Any:
     """The component that a spec names; an object is returned as it is.
 
@@ -128,6 +148,9 @@ def legal_memories(compressor: Any) -> list[str]:
 
 def _class(kind: str, name: str) -> type[Component]:
     components = known(kind)
+    if name not in components and name in unusable(kind):
+        why = unusable(kind)[name]
+        raise ConfigError(str(why)) from why.__cause__
     if name not in components:
         names = sorted([*components, *_found(kind)[1]])
         close = difflib.get_close_matches(name, names, n=1)
@@ -153,9 +176,15 @@ def checked(kind: str, name: str, parameters: dict[str, Any]) -> dict[str, Any]:
     return parameters
 
 
+def _words(point: EntryPoint) -> str:
+    package = "" if point.dist is None else f" in the package {point.dist.name} {point.dist.version}"
+    return f"the entry point {point.name} = {point.value} of {point.group}{package}"
+
+
 @functools.cache
-def _found(kind: str) -> tuple[dict[str, type[Component]], dict[str, dict[str, Any]]]:
-    """Built-in and entry point components of a kind, and the aliases that built-in modules define."""
+def _found(kind: str) -> tuple[dict[str, type[Component]], dict[str, dict[str, Any]], dict[str, ConfigError]]:
+    """Built-in and entry point components of a kind, the aliases that built-in modules define, and why other entry
+    points give none."""
     classes: dict[str, type[Component]] = {}
     aliases: dict[str, dict[str, Any]] = {}
     for other, folder in KINDS.items():
@@ -170,11 +199,15 @@ def _found(kind: str) -> tuple[dict[str, type[Component]], dict[str, dict[str, A
                 here = isinstance(value, type) and issubclass(value, Component) and value.__module__ == module.__name__
                 if here and "name" in vars(value) and value.kind == kind:  # else a base, or one that names no method
                     classes[value.name] = value
-    group = f"grace.{KINDS[kind]}"
-    for point in entry_points(group=group):
-        value = point.load()
-        if getattr(value, "kind", None) != kind:
-            warnings.warn(f"the entry point {point.name} = {point.value} of {group} is no {kind}", stacklevel=2)
-        else:
+    unusable: dict[str, ConfigError] = {}
+    for point in entry_points(group=f"grace.{KINDS[kind]}"):
+        try:
+            value = loaded(point)
+        except ConfigError as error:
+            unusable[point.name] = error
+            continue
+        if getattr(value, "kind", None) == kind:
             classes.setdefault(point.name, value)
-    return classes, aliases
+        else:
+            unusable[point.name] = ConfigError(f"{_words(point)} is no {kind}")
+    return classes, aliases, unusable

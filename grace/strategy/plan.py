@@ -15,7 +15,7 @@ from grace.communicators.base import Communicator
 from grace.communicators.choice import build_communicator
 from grace.communicators.reduce_broadcast import AHEAD
 from grace.core import specs
-from grace.core.registry import checked, known, make
+from grace.core.registry import checked, known, make, unusable
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.exchange.sparse_codec import unfit
@@ -297,7 +297,8 @@ def part_faults(
     """What is wrong with a part."""
     sync = part.sync
     if sync.type not in FIELDS and sync.type not in known("communicator"):
-        yield "sync.type", f"{sync.type!r} is not known; known: {', '.join({**FIELDS, **known('communicator')})}"
+        names = ", ".join({**FIELDS, **known("communicator")})
+        yield "sync.type", str(unusable("communicator").get(sync.type, f"{sync.type!r} is not known; known: {names}"))
         return
     if not 0 <= sync.destination < world_size:
         yield "sync.destination", f"rank {sync.destination} is not one of {world_size} (0 to {world_size - 1})"

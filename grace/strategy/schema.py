@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from grace.communicators.reduce_broadcast import AHEAD
 from grace.core import documents
 from grace.core.atomic_files import replacing
-from grace.core.registry import checked, known
+from grace.core.registry import checked, known, unusable
 from grace.core.variable import equal_sizes
 from grace.errors import ConfigError, missing_extra
 
@@ -96,7 +96,7 @@ class Own(Entry):
 
     @model_validator(mode="after")
     def _registered(self) -> "Own":
-        if self.type not in known("communicator"):
+        if self.type not in {**known("communicator"), **unusable("communicator")}:
             names = ", ".join({**FIELDS, **known("communicator")})
             raise PydanticCustomError("sync", "{what}", {"what": f"type {self.type!r} is not known; known: {names}"})
         try:

@@ -177,10 +177,18 @@ def test_components_of_other_packages_are_listed_and_described(tmp_path):
     info = tmp_path / "theirs-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[grace.compressors]\ntheirs = theirs:Theirs\n")
+    (info / "entry_points.txt").write_text(
+        "[grace.compressors]\ntheirs = theirs:Theirs\nbroken = theirs:Gone\n[grace.memories]\nodd = theirs:Theirs\n"
+    )
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     assert "Keeps [some] of it. To be used as theirs(part)." in run("list", "--long", PYTHONPATH=path)[0]
-    assert "Keeps [some] of it." in run("list", PYTHONPATH=path)[0]
+    listed = run("list", PYTHONPATH=path)[0]
+    assert "Keeps [some] of it." in listed
+    said = " ".join(listed.split("Not usable")[1].split())
+    broken = "broken = theirs:Gone of grace.compressors in the package theirs 1.0 cannot be loaded: AttributeError:"
+    assert f"the entry point {broken}" in said
+    assert "the entry point odd = theirs:Theirs of grace.memories in the package theirs 1.0 is no memory" in said
+    assert broken in run("describe", "broken", PYTHONPATH=path, code=2)[1]
     text = run("describe", "theirs(part=0.5)", PYTHONPATH=path)[0]
     assert "part = 0.5 (no default)" in text
     assert "depends on the data" in text

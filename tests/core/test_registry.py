@@ -93,6 +93,9 @@ POINTS = """
     [grace.memories]
     forgetful = grace_plugin:Forgetful
     misplaced = grace_plugin:Half
+
+    [grace.strategy.rules]
+    broken = gone:Rule
 """
 
 
@@ -121,14 +124,23 @@ def test_an_installed_package_s_entry_points_are_found(tmp_path):
             grace.make("compressor", "half")
         except grace.ConfigError as error:
             print(error)
+        for kind, name in (("memory", "misplaced"), ("rule", "broken")):
+            try:
+                grace.make(kind, name)
+            except grace.ConfigError as error:
+                print(error, "|", repr(error.__cause__))
     """
     done = run(script, tmp_path)
+    package = "in the package grace-plugin 1.0"
+    why = "ModuleNotFoundError: No module named 'gone'"
     assert done.stdout.splitlines() == [
         "allgather, half(scale=2.0), forgetful [2.0, 1.0]",
         "grace.compressors.topk",
         "compressor half needs scale",
+        f"the entry point misplaced = grace_plugin:Half of grace.memories {package} is no memory | None",
+        f"the entry point broken = gone:Rule of grace.strategy.rules {package} cannot be loaded: {why} | "
+        "ModuleNotFoundError(\"No module named 'gone'\")",
     ], done.stderr
-    assert "entry point misplaced = grace_plugin:Half of grace.memories is no memory" in done.stderr
 
 
 def test_a_compressor_and_its_memory_may_share_a_file(tmp_path):

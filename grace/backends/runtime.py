@@ -60,7 +60,9 @@ def init(backend: str | Backend = "auto", framework: str | None = None, timeout:
     """
     global _current
     if isinstance(backend, Backend):
-        _current = backend
+        if timeout is not None:
+            choose(timeout)
+        _current = _told_how_long(backend, timeout)
         return backend
     _check_known(backend)
     if framework not in (None, *FRAMEWORKS):
@@ -70,7 +72,7 @@ def init(backend: str | Backend = "auto", framework: str | None = None, timeout:
         timeout_for()
     name = _detect() if backend == "auto" else backend
     if _current is None or _current.name != name or framework not in (None, _current.framework or framework):
-        _current = _join(name, framework, detected=backend == "auto")
+        _current = _told_how_long(_join(name, framework, detected=backend == "auto"), timeout)
         if name in ("horovod", "mpi"):
             raise_on_sigterm(_current)
         if backend == "auto":
@@ -205,6 +207,13 @@ def _join(name: str, framework: str | None, detected: bool) -> Backend:
             raise
         neither = "; neither Horovod nor MPI's package is there" if name == "mpi" else ""
         raise MissingExtraError(f"this program was started by {launcher}{neither}. {error}") from None
+
+
+def _told_how_long(backend: Backend, timeout: float | None) -> Backend:
+    """A backend that waits as long as the user says, whether or not its engine asks."""
+    if timeout is not None or ("timeout" not in vars(backend) and os.environ.get("GRACE_TIMEOUT")):
+        backend.timeout = timeout_for()
+    return backend
 
 
 def _check_known(name: str, where: str = "") -> None:

@@ -76,6 +76,24 @@ def test_a_backend_of_ones_own_is_used_as_it_is():
     assert grace.backends.runtime.current() is backend
 
 
+def test_a_backend_of_ones_own_waits_as_long_as_the_user_says(monkeypatch):
+    class Mine(grace.core.backend.LocalBackend):
+        pass
+
+    assert grace.init(Mine()).timeout == 600
+    assert grace.init(Mine(), timeout=40).timeout == 40
+    with pytest.raises(grace.ConfigError, match="timeout='-1': give a number of seconds above 0"):
+        grace.init(Mine(), timeout=-1)
+    grace.shutdown()
+    monkeypatch.setenv("GRACE_TIMEOUT", "90")
+    assert grace.init(Mine()).timeout == 90
+    patient = Mine()
+    patient.timeout = 3600.0
+    assert grace.init(patient).timeout == 3600
+    grace.shutdown()
+    assert grace.init("local", timeout=50).timeout == 50
+
+
 def free_port() -> str:
     import socket
 

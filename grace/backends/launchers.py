@@ -50,8 +50,8 @@ def found() -> Launcher | None:
 
 
 def check_whole() -> None:
-    """Raise ConfigError if some variables of a launcher are there, of several ranks, and others are not: this process
-    would train alone, and nobody would notice."""
+    """Raise ConfigError if some variables of a launcher are there, of several ranks, and others are not, or those of a
+    job of Slurm's whose ranks nobody has started: this process would train alone, and nobody would notice."""
     for keys, launcher in ((TORCH, "torchrun"), (HOROVOD, "horovodrun")):
         size = keys[1]
         there = [f"{key}={os.environ[key]}" for key in keys[:2] if os.environ.get(key)]
@@ -62,6 +62,13 @@ def check_whole() -> None:
                 f"{launcher}, and whatever starts ranks in its place, sets {', '.join(keys)}. Start the program by "
                 f"{launcher}; or, for one process, unset what is there or set GRACE_BACKEND=local"
             )
+    tasks, step = os.environ.get("SLURM_NTASKS", ""), os.environ.get("SLURM_STEP_NUM_TASKS", "")
+    if tasks not in ("", "1"):
+        raise ConfigError(
+            f"SLURM_NTASKS={tasks}, but SLURM_STEP_NUM_TASKS is {step or 'not set'}: this is the job's own script or "
+            "shell, which runs once, and srun starts the ranks. Write `srun python ...` (or `srun torchrun ...`, one "
+            "for each node); or, for one process, `srun -n 1 python ...` or set GRACE_BACKEND=local"
+        )
 
 
 def tell(backend: Backend) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from grace.core.backend import Backend
 
-MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
-"""How many ranks mpirun or srun has started."""
+MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+"""How many ranks mpirun or srun has started. SLURM_NTASKS does not say so: a job's own script has it too."""
 
 
 def node_name() -> str:

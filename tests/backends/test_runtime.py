@@ -15,7 +15,8 @@ from tests.support import warm
 from tests.support.engine_pools import available
 
 LAUNCHER_KEYS = (
-    *("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "HOROVOD_RANK", "HOROVOD_SIZE", "GRACE_BACKEND", *MPI_SIZES),
+    *("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "HOROVOD_RANK", "HOROVOD_SIZE", "GRACE_BACKEND"),
+    *("SLURM_NTASKS", *MPI_SIZES),
     *("TORCHELASTIC_RUN_ID", "RAY_JOB_ID", "GRACE_QUIET"),
 )
 
@@ -232,7 +233,7 @@ TORCHS = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_POR
         ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}, "horovodrun: HOROVOD_RANK=0, HOROVOD_SIZE=2"),
         ({"OMPI_COMM_WORLD_SIZE": "2", "SLURM_NTASKS": "4"}, "mpirun (Open MPI): OMPI_COMM_WORLD_SIZE=2"),
         ({"PMI_SIZE": "2"}, "mpiexec or srun (PMI): PMI_SIZE=2"),
-        ({"SLURM_NTASKS": "2"}, "srun (Slurm): SLURM_NTASKS=2"),
+        ({"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2"}, "srun (Slurm): SLURM_STEP_NUM_TASKS=2"),
     ],
 )
 def test_what_was_found_is_said_once_by_rank_0(monkeypatch, capsys, variables, said):
@@ -269,6 +270,8 @@ def test_without_a_launcher_nothing_is_said(capsys):
         ({"RANK": "1", "WORLD_SIZE": "2"}, "RANK=1 and WORLD_SIZE=2 are set, but not MASTER_ADDR, MASTER_PORT: "),
         ({**TORCHS, "WORLD_SIZE": None}, "RANK=0 is set, but not WORLD_SIZE: torchrun"),
         ({"HOROVOD_SIZE": "2"}, "HOROVOD_SIZE=2 is set, but not HOROVOD_RANK: horovodrun"),
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, "SLURM_NTASKS=4, but SLURM_STEP_NUM_TASKS is not set: "),
+        ({"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1"}, "SLURM_NTASKS=4, but SLURM_STEP_NUM_TASKS is 1: "),
     ],
 )
 def test_half_of_a_launchers_variables_is_refused(monkeypatch, variables, said):

@@ -2,17 +2,18 @@
 
 import sys
 import warnings
+from functools import cached_property
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from grace.integrations.wrapped import KEY, Wrapped, wrap
+from grace.integrations.wrapped import KEY, Chosen, wrap
 from grace.torch.early_hook import EarlyState, grace_hook
 
 WAY = 'Give Trainer(strategy="ddp")'
 
 
-class GraceCallback(Callback):
+class GraceCallback(Chosen, Callback):
     """Compresses the gradients that the ranks of a ``Trainer(strategy="ddp")`` exchange.
 
     When training starts its hook is registered with the DistributedDataParallel model that Lightning has made, and the
@@ -40,34 +41,13 @@ class GraceCallback(Callback):
     """
 
     ddp_comm_hook = staticmethod(grace_hook)
+    loaded: dict[str, Any] | None = None
+    logged = 0
 
-    def __init__(
-        self,
-        compressor: Any = None,
-        memory: Any = None,
-        communicator: Any = None,
-        *,
-        seed: int = 0,
-        bucket_bytes: int | None = None,
-        memory_state: str = "strict",
-    ):
-        self.choices = {
-            "compressor": compressor,
-            "memory": memory,
-            "communicator": communicator,
-            "seed": seed,
-            "bucket_bytes": bucket_bytes,
-        }
-        self.memory_state = memory_state
-        self.ddp_comm_state = EarlyState()
-        self.wrapped: Wrapped | None = None
-        self.loaded: dict[str, Any] | None = None
-        self.logged = 0
-
-    @property
-    def state(self) -> Any:
-        """The hook's state."""
-        return None if self.wrapped is None else self.wrapped.state
+    @cached_property
+    def ddp_comm_state(self) -> EarlyState:
+        """What stands for the hook's state until there are optimizers."""
+        return EarlyState()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Register the hook, and load what a checkpoint remembers: the optimizers have their states by now."""

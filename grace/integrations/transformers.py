@@ -10,7 +10,7 @@ from transformers import Trainer, TrainerCallback
 
 from grace.core.atomic_files import replacing
 from grace.errors import ConfigError
-from grace.integrations.wrapped import Wrapped, wrap
+from grace.integrations.wrapped import Chosen, wrap
 from grace.session.agreement import tell
 from grace.torch.wrappers import bare
 
@@ -19,7 +19,7 @@ FILE = "grace_memories.pt"
 WAY = "Leave deepspeed and fsdp out of TrainingArguments"
 
 
-class GraceCallback(TrainerCallback):
+class GraceCallback(Chosen, TrainerCallback):
     """Compresses the gradients that a ``Trainer``'s ranks exchange.
 
     The Trainer puts the model into DistributedDataParallel when there are several ranks; when training begins its
@@ -45,32 +45,8 @@ class GraceCallback(TrainerCallback):
         Trainer(model, args, train_dataset=data, callbacks=[GraceCallback(compressor="topk(ratio=0.01)")]).train()
     """
 
-    def __init__(
-        self,
-        compressor: Any = None,
-        memory: Any = None,
-        communicator: Any = None,
-        *,
-        seed: int = 0,
-        bucket_bytes: int | None = None,
-        memory_state: str = "strict",
-    ):
-        self.choices = {
-            "compressor": compressor,
-            "memory": memory,
-            "communicator": communicator,
-            "seed": seed,
-            "bucket_bytes": bucket_bytes,
-        }
-        self.memory_state = memory_state
-        self.trainer: Any = None
-        self.model: Any = None
-        self.wrapped: Wrapped | None = None
-
-    @property
-    def state(self) -> Any:
-        """The hook's state."""
-        return None if self.wrapped is None else self.wrapped.state
+    trainer: Any = None
+    model: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Register the hook, unless this model has it from the last ``train()``; load what a checkpoint remembers."""

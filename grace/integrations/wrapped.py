@@ -61,6 +61,35 @@ class Wrapped:
             self.state.close()
 
 
+class Chosen:
+    """Base of frameworks' callbacks: what is chosen when one is made, and what it holds once training has begun."""
+
+    def __init__(
+        self,
+        compressor: Any = None,
+        memory: Any = None,
+        communicator: Any = None,
+        *,
+        seed: int = 0,
+        bucket_bytes: int | None = None,
+        memory_state: str = "strict",
+    ):
+        self.choices = {
+            "compressor": compressor,
+            "memory": memory,
+            "communicator": communicator,
+            "seed": seed,
+            "bucket_bytes": bucket_bytes,
+        }
+        self.memory_state = memory_state
+        self.wrapped: Wrapped | None = None
+
+    @property
+    def state(self) -> Any:
+        """The hook's state."""
+        return None if self.wrapped is None else self.wrapped.state
+
+
 def wrap(
     model: torch.nn.Module,
     ranks: int,

@@ -1,6 +1,5 @@
 """One exchange: the round trip of one bucket of variables."""
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -15,7 +14,7 @@ from grace.exchange.at_once import AtOnce
 from grace.exchange.bucket import Contribution, Outcome
 from grace.exchange.refusals import Refusing
 from grace.exchange.rounds import Rounds
-from grace.exchange.statuses import Judging
+from grace.exchange.statuses import Judging, learn
 from grace.exchange.tracing import recorder
 from grace.exchange.wire import Wire, in_range, mark
 from grace.kernels import kernels_of
@@ -43,6 +42,7 @@ class Exchange(AtOnce, Refusing, Judging, Rounds):
         self.traits = self.compressor.traits
         self.names = bucket.names
         self.kernels = kernels_of(gradients[0])
+        self.far = self.puts_off and self.kernels.far(gradients[0])
         self.handle: Any = None
         self.ranged = []
         self.round, self.sizing, self.concatenated = 1, False, False
@@ -297,8 +297,13 @@ class Exchange(AtOnce, Refusing, Judging, Rounds):
         """The reduced payloads, divided by the number of ranks."""
         (buffer,) = self.handle.result()
         if self._count_of_sum != 1:
-            buffer = self.kernels.divide(buffer, buffer, self._count_of_sum)
+            buffer = self._divided(buffer, self._count_of_sum)
         return self.wire.unpack(buffer)
+
+    def _divided(self, buffer: Tensor, by: float) -> Tensor:
+        """What is divided in place of a wire; what stands behind the payloads, too, if it was read."""
+        part = buffer[: self.wire.body] if self.far else buffer
+        return self.kernels.divide(part, part, by)
 
     def hand_over(self) -> None:
         """The step ends: what is applied in a later one goes on its way."""
@@ -337,12 +342,10 @@ class Exchange(AtOnce, Refusing, Judging, Rounds):
             outcomes = recorder.each("decode", self.names, decode, range(len(self.names)), received, outs)
         if several:  # with what all ranks got
             recorder.each("update", self.names, self._update, self.inputs, self.encoded)
-        for i, outcome in enumerate(outcomes if any(missing) or any(overflow) else ()):
-            outcome.overflow = overflow[i]
-            if overflow[i] and (several or not self.traits.carries_nonfinite):
-                outcome.value = self.kernels.add(outcome.value, outcome.value, math.nan)
-            if missing[i]:
-                outcome.value = None
+        self.outcomes = outcomes
+        self._amend(missing, overflow)
+        if self.questions and not self.lazy:
+            learn([self])
         self.traffic.codec_seconds += time.perf_counter() - began
         return outcomes
 
@@ -350,7 +353,7 @@ class Exchange(AtOnce, Refusing, Judging, Rounds):
         """The payloads of all ranks, or their sum, per variable."""
         self.count = self._count_of_sum if self.communicator.sums else self.communicator.context.size
         if self.traits.exact and self.communicator.sums:  # one division for the whole bucket
-            wires, self.count = [self.kernels.divide(wires[0], wires[0], self.count)], 1
+            wires, self.count = [self._divided(wires[0], self.count)], 1
         received = [layout.unpack(buffer) for layout, buffer in zip(self.layouts, wires, strict=True)]
         return [[payloads[i] for payloads in received] for i in range(len(self.names))]
 

@@ -38,6 +38,7 @@ class ByVariable(Exchange):
     """
 
     communicator: Moving
+    puts_off = False
 
     def _start(self, gradients: Sequence[Tensor]) -> None:
         self.sent, self.handles, self.values = False, list[Any](), list[Any]()

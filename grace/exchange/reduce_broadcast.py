@@ -1,6 +1,5 @@
 """The exchange of ReduceBroadcast: payloads to one destination, and its answer back to all."""
 
-import math
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -11,8 +10,9 @@ from grace.core.memory import Memory
 from grace.errors import PayloadError
 from grace.exchange.base import Exchange
 from grace.exchange.bucket import Carrier, Outcome
+from grace.exchange.statuses import learn
 from grace.exchange.tracing import recorder
-from grace.exchange.wire import MISSING, OVERFLOW, REFUSED, Wire, in_range, mark
+from grace.exchange.wire import MISSING, OVERFLOW, PRESENT, REFUSED, Wire, both, in_range, mark
 
 
 class ThroughOne(Carrier, Protocol):
@@ -123,38 +123,62 @@ class ReduceBroadcastExchange(Exchange):
             wires = self.handle.result()
             layouts = self.layouts or [self.wire] * len(wires)
             wires = [buffer[: layout.length] for layout, buffer in zip(layouts, wires, strict=True)]
-            if self.look(layouts, wires):
+            if not self.far and self.look(layouts, wires):
                 self.answer_wire = self.wire
                 return self._refusal([MISSING] * len(self.names))
-            statuses = [layout.statuses(buffer) for layout, buffer in zip(layouts, wires, strict=True)]
+            found = [layout.marked(buffer) for layout, buffer in zip(layouts, wires, strict=True)]
+            here, well = self._learn_of(found)
             received = [layout.unpack(buffer) for layout, buffer in zip(layouts, wires, strict=True)]
         payloads, marks = [], []
         for i, name in enumerate(self.names):
-            ranks = [rank[i] for rank in statuses]
             try:
                 mean, payload, ctx = self._compressed_mean(i, [payloads_of[i] for payloads_of in received])
             except PayloadError as error:
                 self.refuse(error, name)
                 return self._refusal([REFUSED if other == name else MISSING for other in self.names])
             with recorder.phase("update", variable=name):
-                ok = in_range(k, mean, payload, self.communicator.answer_memory.stateful) and max(ranks) < OVERFLOW
-                if all(status == MISSING for status in ranks) or not ok:
-                    for part in self.communicator.answer_memory.whole().values():
-                        part.state.rollback(name)
+                ok = both(well[i], in_range(k, mean, payload, self.communicator.answer_memory.stateful))
+                ok = ok if self.far else bool(ok)
+                if not self.far and not (here[i] and ok):
+                    self._forget(name)
                 else:
                     self.communicator.answer_memory.update(mean, name, self.back, payload, ctx)
             payloads.append(payload)
-            marks.append(MISSING if max(ranks) == MISSING else mark(True, bool(ok), False))
+            marks.append(here[i] * mark(True, ok, False))
+        if self.far:  # what was learnt is kept when somebody reads that it may be
+            self.ask([k.full(marks, "float32", self.bucket.buffer)], self._forget_unkept)
         with recorder.phase("pack", bucket=self.bucket):
             self.answer_wire = Wire(k, payloads, False, self.room)
-            buffer = self.answer_wire.pack(payloads, marks, places=self.told)
+            told = self.told
+            if self.far and self.room:  # each rank's place is where the others have zeros
+                told = sum(layout.told(buffer) for layout, buffer in zip(layouts, wires, strict=True))
+            buffer = self.answer_wire.pack(payloads, marks, places=told)
         self._count_answer(self.answer_wire, buffer)
         return buffer
+
+    def _learn_of(self, marks: Sequence[Tensor]) -> tuple[list[Any], list[Any]]:
+        """Per variable whether some rank had a gradient, and whether none overflowed: bools, or 0-d tensors."""
+        if self.far:
+            k = self.kernels
+            here = sum(k.cast(told, "float32") for told in marks) > 0
+            return list(k.cast(here, "float32")), list(k.cast(self.spoilt_by(marks) == 0, "float32"))
+        ranks = list(zip(*map(self.kernels.to_list, marks), strict=True))
+        return [max(told) > MISSING for told in ranks], [max(told) < OVERFLOW for told in ranks]
+
+    def _forget(self, name: str) -> None:
+        """Keep nothing of what the memory of the answers learnt of a variable in this step."""
+        for part in self.communicator.answer_memory.whole().values():
+            part.state.rollback(name)
+
+    def _forget_unkept(self, marks: list[list[float]]) -> None:
+        for name, told in zip(self.names, marks[0], strict=True):
+            if told != PRESENT:
+                self._forget(name)
 
     def _refusal(self, marks: list[int]) -> Tensor:
         """An answer without payloads."""
         k, like = self.kernels, self.bucket.buffer
-        ends = [*marks, *self.told, *[0] * self.wire.padding]
+        ends = [*marks, *(self.told or [0] * self.room), *[0] * self.wire.padding]
         return k.join([k.zeros((self.wire.body,), "uint8", like), k.full(ends, "uint8", like)])
 
     def _compressed_mean(self, i: int, payloads: list[Payload]) -> tuple[Tensor, Payload, Any]:
@@ -205,23 +229,38 @@ class ReduceBroadcastExchange(Exchange):
         began = time.perf_counter()
         if self.refusal:
             raise self.refusal
+        outcomes: list[Outcome] = []
         decode = self.decoding(lambda i, out, name: self._decoded(i, payloads[i], out), self.root)
         with recorder.phase("unpack", bucket=self.bucket):
             (buffer,) = self.handle.result()
             wire = self.answer_wire if self.traits.varies else self.wire
             if self.look([wire], [buffer]):
                 return self.nothing()
-            statuses, payloads, outcomes = wire.statuses(buffer), wire.unpack(buffer), []
-        self.check_refused([statuses], self.root)
+            payloads = wire.unpack(buffer)
+        if not self.far:
+            statuses = wire.statuses(buffer)
+            self.check_refused([statuses], self.root)
         for i, variable in enumerate(self.bucket.variables):
             with recorder.phase("decode", variable=variable.name):
-                value = decode(i, outs[i], variable.name)
-                overflow = statuses[i] >= OVERFLOW
-                if overflow:
-                    value = self._poisoned(value)
-            outcomes.append(Outcome(variable, None if statuses[i] == MISSING else value, overflow))
+                outcomes.append(Outcome(variable, decode(i, outs[i], variable.name), False))
+        self.outcomes = outcomes
+        if self.far:
+            self.ask([wire.marked(buffer)], lambda numbers: self._amend_by(numbers[0]))
+            if not self.lazy:
+                learn([self])
+        else:
+            self._amend_by(statuses)
         self.traffic.codec_seconds += time.perf_counter() - began
         return outcomes
+
+    def _amend_by(self, statuses: list[float]) -> None:
+        """Let the outcomes say what the answer's statuses do."""
+        self.check_refused([statuses], self.root)
+        self._amend([told == MISSING for told in statuses], [told >= OVERFLOW for told in statuses])
+
+    @property
+    def hides_overflow(self) -> bool:
+        return not self.communicator.sums or super().hides_overflow
 
     def glance(self) -> None:
         """Compare the places in the answer."""
@@ -229,10 +268,6 @@ class ReduceBroadcastExchange(Exchange):
             super().glance()
         elif not self.refusal:
             self.look([self.answer_wire if self.traits.varies else self.wire], self.handle.result())
-
-    def _poisoned(self, value: Any) -> Any:
-        """A rank's gradient was not finite, so that the mean is not."""
-        return self.kernels.add(value, value, math.nan)
 
     def _decoded(self, i: int, payload: Payload, out: Tensor | None) -> Tensor:
         if out is None:

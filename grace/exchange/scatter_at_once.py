@@ -17,7 +17,7 @@ from grace.core.variable import equal_bounds
 from grace.exchange.at_once import MOST, MOST_KEPT, AtOnce, Turns, codec_of, contiguous
 from grace.exchange.bucket import Bucket, Outcome
 from grace.exchange.tracing import recorder
-from grace.exchange.wire import OVERFLOW, Wire, mark
+from grace.exchange.wire import Wire, mark, mark_mean
 from grace.kernels import Kernels
 
 
@@ -184,14 +184,14 @@ class ScatterAtOnce(AtOnce):
         codec.write_marks(marks, self.own_place())
         return True
 
-    def _averaged_at_once(self, rows: Sequence[Tensor], overflow: Sequence[bool]) -> Tensor | None:
+    def _averaged_at_once(self, rows: Sequence[Tensor], overflow: Sequence[Any]) -> Tensor | None:
         """This rank's reply to what all ranks sent; None if that cannot be."""
         if self.codec is None:
             return None
         sound = self.codec.average(rows, self.compressor.context, self.shard_memory.stateful)
         if sound is None:
             return None
-        marks = [OVERFLOW if spoilt else mark(True, ok, False) for spoilt, ok in zip(overflow, sound, strict=True)]
+        marks = [mark_mean(ok, spoilt) for spoilt, ok in zip(overflow, sound, strict=True)]
         self.wires[self.codec.rank].write_marks(self.codec.reply, marks, self.own_place())
         return self.codec.reply
 

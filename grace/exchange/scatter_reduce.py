@@ -10,8 +10,9 @@ from grace.errors import PayloadError, payload_of
 from grace.exchange.base import Exchange
 from grace.exchange.bucket import Outcome
 from grace.exchange.scatter_at_once import ScatterAtOnce
+from grace.exchange.statuses import learn
 from grace.exchange.tracing import recorder
-from grace.exchange.wire import OVERFLOW, REFUSED, Wire, in_range, mark
+from grace.exchange.wire import OVERFLOW, REFUSED, Wire, in_range, mark, mark_mean
 from grace.kernels import kernels_of
 
 
@@ -67,6 +68,7 @@ class ScatterReduceExchange(ScatterAtOnce, Exchange):
     """
 
     by_codec: ClassVar[bool] = True
+    hides_overflow = True
 
     def _start(self, gradients: Sequence[Tensor]) -> None:
         began = time.perf_counter()
@@ -139,9 +141,7 @@ class ScatterReduceExchange(ScatterAtOnce, Exchange):
             if self.look([wire] * len(rows), rows):  # as all ranks do, each of which has got something of all
                 self.means_sent = True
                 return False
-            statuses = list(zip(*(wire.statuses(row) for row in rows), strict=True))
-        self.missing = [not any(told) for told in statuses]
-        overflow = [max(told) >= OVERFLOW for told in statuses]
+            overflow = self._spoilt(wire, rows)
         buffer = self._averaged_at_once(rows, overflow)
         apart = buffer is None
         if apart:
@@ -156,14 +156,29 @@ class ScatterReduceExchange(ScatterAtOnce, Exchange):
             self.traffic.codec_seconds += time.perf_counter() - began
         return True
 
-    def _averaged(self, wire: Wire, rows: Sequence[Tensor], overflow: Sequence[bool]) -> Tensor:
+    def _spoilt(self, wire: Wire, rows: Sequence[Tensor]) -> list[Any]:
+        """Which variables overflowed on some rank: bools, or 0-d tensors of 1.0 or 0.0; and learn which are missing."""
+        marks = [wire.marked(row) for row in rows]
+
+        def learnt(ranks: list[list[float]]) -> None:
+            self.missing = [not any(told) for told in zip(*ranks, strict=True)]
+
+        if self.far:
+            self.missing = [False] * len(self.names)
+            self.ask(marks, learnt)
+            return list(self.kernels.cast(self.spoilt_by(marks) > 0, "float32"))
+        ranks = [self.kernels.to_list(mark) for mark in marks]
+        learnt(ranks)
+        return [max(told) >= OVERFLOW for told in zip(*ranks, strict=True)]
+
+    def _averaged(self, wire: Wire, rows: Sequence[Tensor], overflow: Sequence[Any]) -> Tensor:
         """This rank's reply to what all ranks sent, piece by piece."""
         with recorder.phase("unpack", bucket=self.bucket):
             received = [wire.unpack(row) for row in rows]
             payloads = [[payload[i] for payload in received] for i in range(len(self.names))]
         answers, sound = self._answers(payloads)
         with recorder.phase("pack", bucket=self.bucket):
-            marks = [OVERFLOW if spoilt else mark(True, ok, False) for spoilt, ok in zip(overflow, sound, strict=True)]
+            marks = [mark_mean(ok, spoilt) for spoilt, ok in zip(overflow, sound, strict=True)]
             marks = [REFUSED if name == self.refused else m for name, m in zip(self.names, marks, strict=True)]
             return self._padded(self.replies[self.communicator.context.rank], answers, marks)
 
@@ -212,14 +227,28 @@ class ScatterReduceExchange(ScatterAtOnce, Exchange):
         began = time.perf_counter()
         with recorder.phase("unpack", bucket=self.bucket):
             rows = [row[: wire.length] for row, wire in zip(self.handle.result(), self.replies, strict=True)]
-            statuses = [wire.statuses(row) for row, wire in zip(rows, self.replies, strict=True)]
-        self.check_refused(statuses)
-        overflow = [max(told) >= OVERFLOW for told in zip(*statuses, strict=True)]
+            marks = [wire.marked(row) for row, wire in zip(rows, self.replies, strict=True)]
+        if self.far:
+            self.ask(marks, self._learn_means)
+            overflow = [False] * len(self.names)
+        else:
+            overflow = self._overflown([self.kernels.to_list(mark) for mark in marks])
         outcomes = self._joined_at_once(rows, overflow, outs)
         if outcomes is None:
             outcomes = self._joined_apart(rows, overflow, outs)
+        self.outcomes = outcomes
+        if self.questions and not self.lazy:
+            learn([self])
         self.traffic.codec_seconds += time.perf_counter() - began
         return outcomes
+
+    def _overflown(self, statuses: Sequence[list[float]]) -> list[bool]:
+        """Which means are infinite, as the ranks that sent them say; raises if one could not compute its own."""
+        self.check_refused(statuses)
+        return [max(told) >= OVERFLOW for told in zip(*statuses, strict=True)]
+
+    def _learn_means(self, statuses: list[list[float]]) -> None:
+        self._amend(self.missing, self._overflown(statuses))
 
     def _joined_apart(
         self, rows: Sequence[Tensor], overflow: Sequence[bool], outs: Sequence[Tensor | None]

@@ -26,6 +26,8 @@ def with_values(contribution: Contribution) -> Contribution:
 class RowExchange(Exchange):
     """An exchange whose gradients and outcomes are :class:`SparseRows`."""
 
+    puts_off = False
+
     def __init__(self, contribution: Contribution):
         super().__init__(with_values(contribution))
 
@@ -45,6 +47,8 @@ class RowExchange(Exchange):
 
 class RowReduceBroadcastExchange(ReduceBroadcastExchange):
     """The same through a destination, whose answer holds all ranks' rows."""
+
+    puts_off = False
 
     def __init__(self, contribution: Contribution):
         super().__init__(with_values(contribution))

@@ -49,6 +49,18 @@ def mark(present: bool, finite: Any, sums: bool) -> Any:
     return 1.0 / finite if sums else 2.0 - finite
 
 
+def mark_mean(finite: Any, spoilt: Any) -> Any:
+    """The status of a mean in bytes: whether it is finite, and whether what it was made of was not, each a bool, or a
+    0-d tensor of 1.0 or 0.0.
+
+    >>> mark_mean(True, False), mark_mean(True, True), mark_mean(False, False)
+    (1, 2, 2)
+    """
+    if isinstance(spoilt, bool):
+        return OVERFLOW if spoilt else mark(True, finite, False)
+    return OVERFLOW - finite * (1.0 - spoilt)
+
+
 def in_range(k: Any, tensor: Tensor, payload: Sequence[Tensor], kept: bool, found: Any = None) -> Any:
     """Whether a tensor and all numbers of its payload are finite (methods add, scale and round, so that a payload may
     not be); a bool, or a 0-d tensor of 1.0 or 0.0.
@@ -162,18 +174,21 @@ class Wire:
         return other
 
     def pack(
-        self, payloads: Sequence[Payload], statuses: list[Any], out: Tensor | None = None, places: Sequence[int] = ()
+        self, payloads: Sequence[Payload], statuses: list[Any], out: Tensor | None = None, places: Any = ()
     ) -> Tensor:
-        """All payload tensors, then the statuses and places, in one 1-d tensor (into ``out`` if given)."""
+        """All payload tensors, then the statuses and places, in one 1-d tensor (into ``out`` if given). Places are
+        numbers, or stand in a tensor of the wire's dtype."""
         k, tensors = self.kernels, [tensor for payload in payloads for tensor in payload]
         plain = all(isinstance(status, (int, float)) for status in statuses)  # comparing tensors would wait for them
-        ends = [] if places else [0] * self.padding
+        ends = [] if len(places) else [0] * self.padding
         if self._statuses is None or not plain or self._statuses[0] != statuses:
             self._statuses = statuses, k.full([*statuses, *ends], self.dtype, tensors[0])
         parts = [k.flat(tensor) for tensor in tensors] if self.sums else [k.to_bytes(tensors[i]) for i in self.order]
         parts.append(self._statuses[1])
-        if places:
-            parts.append(k.full([*places, *[0] * self.padding], self.dtype, tensors[0]))
+        if len(places):
+            numbers = list(places) if isinstance(places, Sequence) else []
+            parts += [] if numbers else [places]
+            parts.append(k.full([*numbers, *[0] * self.padding], self.dtype, tensors[0]))
         return k.join(parts, out)
 
     def placed(self) -> list[list[Placed]]:
@@ -220,7 +235,11 @@ class Wire:
 
     def statuses(self, buffer: Tensor) -> list[float]:
         """The statuses at the end of a buffer; reads them back from the device."""
-        return self.kernels.to_list(buffer[self.body : self.body + len(self.lengths)])
+        return self.kernels.to_list(self.marked(buffer))
+
+    def marked(self, buffer: Tensor) -> Tensor:
+        """The statuses at the end of a buffer, where they are."""
+        return buffer[self.body : self.body + len(self.lengths)]
 
     def told(self, buffer: Tensor) -> Tensor:
         """The places at the end of a buffer."""

@@ -21,6 +21,7 @@ from grace.exchange.background import ExchangeThread, PendingExchange
 from grace.exchange.base import Exchange
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
 from grace.exchange.sparse_rows import add, in_units
+from grace.exchange.statuses import learn
 from grace.exchange.tracing import recorder
 from grace.session.agreement import DRIFTED, agree, first_difference
 from grace.session.hierarchy import Hierarchy
@@ -196,6 +197,7 @@ class Exchanger:
             for exchange in self._begun:
                 given, hierarchy = outs(exchange.bucket), self.hierarchy_of(exchange.bucket.communicator)
                 outcomes += hierarchy.finish(exchange, given) if hierarchy else exchange.finish(given)
+            learn(self._begun)
         except PayloadError:
             self._roll_back()
             raise
@@ -209,8 +211,8 @@ class Exchanger:
         Raises:
             StepError: the ranks are at different steps, or their optimizers have different hyperparameters.
         """
+        learn(exchanges)
         for exchange in exchanges:
-            exchange.look_again()
             if exchange.unlike:
                 raise StepError(first_difference(backend.allgather_object(list(self.hyperparameters())), *DRIFTED))
             if exchange.astray:
@@ -315,11 +317,7 @@ class Exchanger:
         recorder.exchanged()
 
     def discard(self) -> None:
-        """Complete the exchanges begun and forget them, state included.
-
-        Raises:
-            StepError: the ranks are at different steps.
-        """
+        """Complete the exchanges begun and forget them, state included. Raises StepError as :meth:`settle` does."""
         while any([exchange.advance() for exchange in self._begun]):
             pass
         for exchange in self._begun:

@@ -14,6 +14,7 @@ from grace.errors import ConfigError, ExchangeError, PayloadError, StepError
 from grace.exchange.base import Exchange
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
 from grace.exchange.places import digest
+from grace.exchange.statuses import learn
 from grace.exchange.tracing import recorder
 from grace.session import checkpoint
 from grace.session.bucketing import Limits
@@ -142,6 +143,7 @@ class DDPState:
             return True
         if self.optimizer is None or self.stepped or not self.exchanger.stateful:
             return False
+        learn(self.exchanges)
         if any(outcome.overflow for outcome in self.outcomes):
             return False
         return any(p.grad is not None and bool(p.grad.any()) for p in self.names)
@@ -228,7 +230,7 @@ class DDPState:
             )
         waits[id(self), grad_bucket.index()] = Wait(exchanges[0].place)
         for exchange in exchanges:
-            exchange.lazy = True
+            exchange.lazy = not exchange.hides_overflow  # else what came of infinite numbers would be taken for a mean
             while exchange.advance():
                 pass
         self.exchanges += exchanges

@@ -9,6 +9,7 @@ from grace.backends.torch_distributed import TorchBackend
 from grace.core.context import Context
 from grace.errors import ConfigError, ExchangeError, PayloadError, StepError
 from grace.exchange.bucket import Contribution, Outcome, Traffic
+from grace.exchange.statuses import learn
 from grace.exchange.tracing import recorder
 from grace.planner.asked import asked
 from grace.session.exchanger import Exchanger
@@ -104,6 +105,7 @@ class FSDPState(DDPState):
     def _overflowed(self) -> bool:
         """Whether a gradient of the step under way did, on any rank of the shard group; asked once a step."""
         if self.spoilt is None:
+            learn(self.exchanges)
             flag = torch.zeros(1, device=next(iter(self.names)).device)
             flag.fill_(float(any([outcome.overflow for outcome in self.outcomes])))
             for group in self.shard_groups:
@@ -173,7 +175,7 @@ class FSDPState(DDPState):
             exchange = bucket.communicator.begin(
                 Contribution(bucket, gradients, [True] * len(gradients), guard, traffic)
             )
-            exchange.lazy = True
+            exchange.lazy = not exchange.hides_overflow
             exchanges.append(exchange)
         try:
             while any([exchange.advance() for exchange in exchanges]):

@@ -96,6 +96,14 @@ class Kernels(ValueKernels, SparseKernels):
         """The bytes (uint8) of a contiguous 1-d tensor whose address is known, to be read and written."""
         raise NotImplementedError
 
+    def far(self, x: Tensor) -> bool:
+        """Whether to read a number of this tensor is to wait for a device."""
+        return False
+
+    def read(self, tensors: Sequence[Tensor]) -> list[list[float]]:
+        """The elements of small tensors of any dtypes; of all those on one device in one copy, with one wait."""
+        return [self.to_list(self.flat(x)) for x in tensors]
+
     @abc.abstractmethod
     def zeros(self, shape: tuple[int, ...], dtype: str, like: Tensor) -> Tensor:
         """Zeros on the device of ``like``."""

@@ -49,13 +49,25 @@ class TorchKernels(ValueTorch, SparseTorch, Kernels):
     def cast(self, x, dtype):
         return x.to(DTYPES[dtype])
 
+    def far(self, x):
+        return x.device.type != "cpu"
+
+    def read(self, tensors):
+        found: dict[int, list[float]] = {}
+        for device in dict.fromkeys(x.device for x in tensors):
+            own = [i for i, x in enumerate(tensors) if x.device == device]
+            numbers = _on_host(torch.cat([tensors[i].detach().reshape(-1).float() for i in own])).tolist()
+            for i in own:
+                found[i], numbers = numbers[: tensors[i].numel()], numbers[tensors[i].numel() :]
+        return [found[i] for i in range(len(tensors))]
+
     def zeros(self, shape, dtype, like):
         return torch.zeros(shape, dtype=DTYPES[dtype], device=like.device)
 
     def full(self, values, dtype, like):
         if any(isinstance(value, torch.Tensor) for value in values):
-            items = [torch.as_tensor(v, dtype=torch.float32, device=like.device) for v in values]
-            return torch.stack(items).to(DTYPES[dtype])
+            items = [v if isinstance(v, torch.Tensor) else torch.full((), v, device=like.device) for v in values]
+            return torch.stack([item.float() for item in items]).to(DTYPES[dtype])
         return torch.tensor(values, dtype=DTYPES[dtype]).to(like.device, non_blocking=True)
 
     def to_list(self, x):
@@ -262,6 +274,17 @@ class TorchKernels(ValueTorch, SparseTorch, Kernels):
         check_count("values", values.numel(), indices.numel())
         self.check_indices(indices, out.numel())
         return out.index_add_(0, indices, values, alpha=weight)
+
+
+def _on_host(x):
+    """A copy in the CPU's memory; from a GPU into memory that its copies need not be waited for one by one."""
+    if x.device.type != "cuda":
+        return x.cpu()
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(x.device))
+    event.synchronize()
+    return host
 
 
 def _philox(counter, key):

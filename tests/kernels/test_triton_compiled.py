@@ -23,9 +23,12 @@ NARROW = {
     "unpack": 1,  # of a byte for two
     ("widen_chunks", "widen_chunks", "gfx942"): 8,  # 16 bits of each of 4 places
     **dict.fromkeys(("write_end", "write_sign_scales", "decode_powers"), 4),  # a bucket's statuses, sums, and codes
+    **dict.fromkeys(("count_marks", "decode_entries"), 1),  # positions, wherever they begin
     "decode_signs": 8,  # bytes, and addresses
     ("decode_numbers", "buckets of fp16", "gfx942"): 8,
     ("decode_numbers", "buckets of bf16", "gfx942"): 8,
+    ("first_of_bucket", "buckets of topk", "gfx942"): 8,  # 2 elements of each of 512 threads
+    ("first_of_bucket", "buckets of topk with bitmaps", "gfx942"): 8,
     ("divide", "divide", "gfx942"): 8,  # 16 bits of each of 4 elements
     ("bucketize", "bucketize", "gfx942"): 8,  # 2 of each of 256 threads
 }
@@ -110,11 +113,11 @@ def test_badly_written_kernels_are_found(compiled, target):
 
 def test_every_kernel_of_the_folder_is_compiled(compiled):
     """Whatever no other function calls."""
-    from grace.kernels.triton import arithmetic, buckets, packing, random, rounding, selection, tables
+    from grace.kernels.triton import arithmetic, buckets, packing, random, rounding, selection, sparse_buckets, tables
 
     made = {launch.kernel.__name__ for launches in compiled.launches().values() for launch in launches}
     functions = {}
-    for module in (arithmetic, buckets, packing, random, rounding, selection, tables):
+    for module in (arithmetic, buckets, packing, random, rounding, selection, sparse_buckets, tables):
         functions |= {k: v.src for k, v in vars(module).items() if isinstance(v, triton.runtime.JITFunction)}
     inside = {name for name in functions for src in functions.values() if re.search(rf"(?<!def )\b{name}\(", src)}
     assert set(functions) == inside | made

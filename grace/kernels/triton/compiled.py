@@ -20,9 +20,9 @@ from triton.compiler import ASTSource
 
 from grace.kernels.contract.primitives import Placed
 from grace.kernels.random import Stream
-from grace.kernels.triton.bucket_codecs import CODECS
 from grace.kernels.triton.launching import Launch, recorded
 from grace.kernels.triton.primitives import TritonKernels
+from grace.kernels.triton.sparse_codecs import CODECS
 from grace.kernels.triton.sparsification import counted, placed
 
 TARGETS = {
@@ -143,6 +143,10 @@ BUCKETS: dict[str, tuple[str, list[tuple[int, str]], dict[str, Any]]] = {
     "signum": ("signs", [(N // 8, "uint8")], {"form": "moment"}),
     "efsignsgd": ("signs", [(N // 8, "uint8"), (1, "float32")], {"form": "scaled"}),
     "onebit": ("signs", [(N // 8, "uint8"), (2, "float32")], {"form": "sided"}),
+    "topk": ("largest", [(N // 128, "float32"), (N // 128, "int32")], {}),
+    "topk with bitmaps": ("largest", [(N // 8, "float32"), (N // 8, "uint8")], {}),
+    "topk of chunks": ("largest of chunks", [(N // 128, "float32"), (N // 128, "int16")], {"chunk": 1024, "kept": 8}),
+    "topk of large chunks": ("largest of chunks", [(N, "float32"), (N // 8, "uint8")], {"chunk": 4096, "kept": 4096}),
 }
 """Codecs of whole buckets: of which name, of which payload, with which options."""
 

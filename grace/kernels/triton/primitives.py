@@ -27,7 +27,7 @@ class TritonKernels(ValueTriton, SparseTriton, TorchKernels):
     """
 
     name = "torch-triton"
-    codecs = "grace.kernels.triton.bucket_codecs"
+    codecs = "grace.kernels.triton.sparse_codecs"
     TAKEN = (
         "mean_abs", "quantize", "dequantize", "pack", "unpack", "pack_signs", "add_signs", "topk", "bitmap",
         "scatter_add", "max_abs", "side_means", "clip_deviation", "round_powers", "add_powers", "round_float8",

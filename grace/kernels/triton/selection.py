@@ -49,7 +49,18 @@ def count_first(counts, x, n, steps, N: tl.constexpr):
 
 
 @triton.jit
-def collected(patterns, places, listed, counts, state, x, n, k, program, steps, room, N: tl.constexpr):
+def some(source, low, many, wide, N: tl.constexpr):
+    """Patterns of N candidates from one on, and which of them are there."""
+    first, place = source + low, tl.arange(0, N)
+    if (many - low >= N) & (wide != 0):
+        bits = tl.load(tl.multiple_of(first, 16) + place)
+    else:
+        bits = tl.load(first + place, mask=place < many - low, other=0)
+    return bits, place < many - low
+
+
+@triton.jit
+def collected(patterns, places, listed, counts, state, x, n, k, program, steps, room, wide, N: tl.constexpr):
     """List what has the first digit of the k-th largest or a larger one, patterns and places, and count its second one.
 
     Each program has room for so many; where there are more, the list is not used, but what it is of. ``listed`` are how
@@ -58,13 +69,14 @@ def collected(patterns, places, listed, counts, state, x, n, k, program, steps, 
     prefix, _ = narrowed(counts, state, k, program, 1)
     base, first = program.to(tl.int64) * steps * N, program.to(tl.int64) * room
     place, many, found = tl.arange(0, N), tl.full([], 0, tl.int32), tl.zeros([DIGITS], tl.int32)
-    for step in range(steps):
-        inside = place < n - base - step * N
-        bits = magnitude_bits(tl.load(x + base + step * N + place, mask=inside, other=0))
+    source, there = x.to(tl.pointer_type(tl.int32), bitcast=True) + base, tl.minimum(n - base, steps * N).to(tl.int32)
+    for low in range(0, there, N):
+        given, inside = some(source, low, there, wide, N)
+        bits = given & LOW31
         taken = (inside & ((bits >> 23) >= prefix)).to(tl.int32)
         at = many + tl.cumsum(taken, 0) - taken
-        tl.store(patterns + first + at, bits, mask=(taken > 0) & (at < room))
-        tl.store(places + first + at, step * N + place, mask=(taken > 0) & (at < room))
+        tl.store(patterns + first + at, given, mask=(taken > 0) & (at < room))
+        tl.store(places + first + at, low + place, mask=(taken > 0) & (at < room))
         found += tl.histogram((bits >> 15) & (DIGITS - 1), DIGITS, mask=inside & ((bits >> 23) == prefix))
         many += tl.sum(taken, 0)
     tl.store(listed + program, many)
@@ -72,51 +84,39 @@ def collected(patterns, places, listed, counts, state, x, n, k, program, steps, 
 
 
 @triton.jit
-def candidates(patterns, listed, x, n, program, steps, room, WIDE: tl.constexpr, N: tl.constexpr):
-    """Where a program's candidates are, and how many: those that it has listed, or all of its elements. WIDE: x is at a
-    multiple of 16."""
+def candidates(patterns, listed, x, n, program, steps, room, wide, N: tl.constexpr):
+    """Where a program's candidates are, and how many: those that it has listed, or all of its elements; whether they
+    may be read wide, as x may."""
     base, many = program.to(tl.int64) * steps * N, tl.load(listed + program)
+    is_listed = many <= room  # where lists begin is a multiple of 16
     all_of_them = tl.minimum(n - base, steps * N).to(tl.int32)
     whole = x.to(tl.pointer_type(tl.int32), bitcast=True) + base
-    source = tl.where(many <= room, patterns + program.to(tl.int64) * room, whole)
-    if WIDE:
-        source = tl.multiple_of(source, 16)
-    return source, tl.where(many <= room, many, all_of_them)
+    source = tl.where(is_listed, patterns + program.to(tl.int64) * room, whole)
+    return source, tl.where(is_listed, many, all_of_them), is_listed | (wide != 0)
 
 
 @triton.jit
-def some(source, low, many, N: tl.constexpr):
-    """Magnitudes of N candidates from one on, and which of them are there."""
-    place = low + tl.arange(0, N)
-    if many - low >= N:  # without a mask, so that reads may be wide
-        bits = tl.load(source + place)
-    else:
-        bits = tl.load(source + place, mask=place < many, other=0)
-    return bits & LOW31, place < many
-
-
-@triton.jit
-def counted_third(patterns, listed, counts, state, x, n, k, program, steps, room, WIDE: tl.constexpr, N: tl.constexpr):
+def counted_third(patterns, listed, counts, state, x, n, k, program, steps, room, wide, N: tl.constexpr):
     """Count the third digit of those whose upper two are those of the k-th largest."""
     prefix, _ = narrowed(counts, state, k, program, 2)
-    source, many = candidates(patterns, listed, x, n, program, steps, room, WIDE, N)
+    source, many, wide = candidates(patterns, listed, x, n, program, steps, room, wide, N)
     found = tl.zeros([DIGITS], tl.int32)
     for low in range(0, many, N):
-        bits, inside = some(source, low, many, N)
+        bits, inside = some(source, low, many, wide, N)
+        bits &= LOW31
         found += tl.histogram((bits >> 7) & (DIGITS - 1), DIGITS, mask=inside & ((bits >> 15) == prefix))
     tl.atomic_add(counts + 2 * DIGITS + tl.arange(0, DIGITS), found, mask=found > 0)
 
 
 @triton.jit
-def counted_last(
-    rows, above, patterns, listed, counts, state, x, n, k, program, steps, room, WIDE: tl.constexpr, N: tl.constexpr
-):  # fmt: skip
+def counted_last(rows, above, patterns, listed, counts, state, x, n, k, program, steps, room, wide, N: tl.constexpr):
     """The last 7 bits, counted by each program for itself, and how many elements are larger by their upper digits."""
     prefix, _ = narrowed(counts, state, k, program, 3)
-    source, many = candidates(patterns, listed, x, n, program, steps, room, WIDE, N)
+    source, many, wide = candidates(patterns, listed, x, n, program, steps, room, wide, N)
     found, larger = tl.zeros([128], tl.int32), tl.zeros([N], tl.int32)
     for low in range(0, many, N):
-        bits, inside = some(source, low, many, N)
+        bits, inside = some(source, low, many, wide, N)
+        bits &= LOW31
         larger += (inside & ((bits >> 7) > prefix)).to(tl.int32)
         found += tl.histogram(bits & 127, 128, mask=inside & ((bits >> 7) == prefix))
     tl.store(rows + program * 128 + tl.arange(0, 128), found)
@@ -159,18 +159,18 @@ def taken_of(bits, inside, threshold, rank, larger_before, tied_before):
 
 
 @triton.jit
-def collect(patterns, places, listed, counts, state, x, n, k, steps, room, N: tl.constexpr):
-    collected(patterns, places, listed, counts, state, x, n, k, tl.program_id(0), steps, room, N)
+def collect(patterns, places, listed, counts, state, x, n, k, steps, room, wide, N: tl.constexpr):
+    collected(patterns, places, listed, counts, state, x, n, k, tl.program_id(0), steps, room, wide, N)
 
 
 @triton.jit
-def count_third(patterns, listed, counts, state, x, n, k, steps, room, WIDE: tl.constexpr, N: tl.constexpr):
-    counted_third(patterns, listed, counts, state, x, n, k, tl.program_id(0), steps, room, WIDE, N)
+def count_third(patterns, listed, counts, state, x, n, k, steps, room, wide, N: tl.constexpr):
+    counted_third(patterns, listed, counts, state, x, n, k, tl.program_id(0), steps, room, wide, N)
 
 
 @triton.jit
-def count_last(rows, above, patterns, listed, counts, state, x, n, k, steps, room, WIDE: tl.constexpr, N: tl.constexpr):
-    counted_last(rows, above, patterns, listed, counts, state, x, n, k, tl.program_id(0), steps, room, WIDE, N)
+def count_last(rows, above, patterns, listed, counts, state, x, n, k, steps, room, wide, N: tl.constexpr):
+    counted_last(rows, above, patterns, listed, counts, state, x, n, k, tl.program_id(0), steps, room, wide, N)
 
 
 @triton.jit
@@ -179,19 +179,18 @@ def place_programs(starts, ties, state, rows, above, programs, P: tl.constexpr):
 
 
 @triton.jit
-def write_largest(
-    out, starts, ties, state, places, patterns, listed, x, n, steps, room, WIDE: tl.constexpr, N: tl.constexpr
-):
+def write_largest(out, starts, ties, state, places, patterns, listed, x, n, steps, room, wide, N: tl.constexpr):
     """The places of the k largest, ascending."""
     program = tl.program_id(0)
     threshold, rank = tl.load(state + 8), tl.load(state + 9)
     larger_before, tied_before = tl.load(starts + program), tl.load(ties + program)
-    source, many = candidates(patterns, listed, x, n, program, steps, room, WIDE, N)
+    source, many, wide = candidates(patterns, listed, x, n, program, steps, room, wide, N)
     is_listed = tl.load(listed + program) <= room
     base, first = program.to(tl.int64) * steps * N, program.to(tl.int64) * room
     for low in range(0, many, N):
         place = low + tl.arange(0, N)
-        bits, inside = some(source, low, many, N)
+        bits, inside = some(source, low, many, wide, N)
+        bits &= LOW31
         index = tl.load(places + first + place, mask=is_listed & inside, other=0)
         index = base + tl.where(is_listed, index, place)
         taken, at, larger, equal = taken_of(bits, inside, threshold, rank, larger_before, tied_before)

@@ -55,14 +55,14 @@ class SparseTriton:
         listed, above, starts, ties = torch.empty((4, programs), dtype=torch.int32, device=x.device)
         patterns, places = torch.empty((2, programs * room), dtype=torch.int32, device=x.device)
         found, given = (counts, state), (x, n, k, steps, room)
-        lists, of_lists = (patterns, listed), {"WIDE": x.data_ptr() % 16 == 0, "N": STEP}
+        lists, wide = (patterns, listed), int(x.data_ptr() % 16 == 0)
         launch(selection.count_first, programs, counts, x, n, steps, N=STEP)
-        launch(selection.collect, programs, patterns, places, listed, *found, *given, N=STEP)
-        launch(selection.count_third, programs, *lists, *found, *given, **of_lists)
-        launch(selection.count_last, programs, rows, above, *lists, *found, *given, **of_lists)
+        launch(selection.collect, programs, patterns, places, listed, *found, *given, wide, N=STEP)
+        launch(selection.count_third, programs, *lists, *found, *given, wide, N=STEP)
+        launch(selection.count_last, programs, rows, above, *lists, *found, *given, wide, N=STEP)
         launch(selection.place_programs, 1, starts, ties, state, rows, above, programs, P=32)
         before = starts, ties, state, places, *lists
-        launch(selection.write_largest, programs, out, *before, x, n, steps, room, **of_lists)
+        launch(selection.write_largest, programs, out, *before, x, n, steps, room, wide, N=STEP)
         return out
 
     def topk_chunks(self, x, chunk, k):

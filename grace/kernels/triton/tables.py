@@ -14,9 +14,9 @@ from grace.kernels.triton.arithmetic import magnitude_bits
 GRADIENT, KEPT, NEXT, SIZE, FIRST, SECOND, MORE = (tl.constexpr(i) for i in range(7))
 """Addresses of x's parts (to decode: where the mean goes), elements, byte offsets of the payload's tensors in a wire,
 and a number of the method's."""
-START, FACTORS, KEY, DRAW, FLOATS, CODES = (tl.constexpr(i) for i in range(7, 13))
+START, FACTORS, KEY, DRAW, FLOATS, CODES, WIDTH = (tl.constexpr(i) for i in range(7, 14))
 """The first program; a and b; of random numbers; whether all floats, and whether the first tensor of the payload in all
-wires, begin where wide reads may."""
+wires, begin where wide reads may; and bytes of a position."""
 COLUMNS = tl.constexpr(16)
 
 

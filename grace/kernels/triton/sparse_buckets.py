@@ -1,0 +1,284 @@
+"""Codecs of a whole bucket for the largest elements: of each chunk in one launch, of each variable digit by digit; see
+:mod:`grace.kernels.triton.buckets`, whose kernels these are like, and :mod:`grace.kernels.triton.selection`.
+
+A variable's payload is values, and its positions as :mod:`grace.kernels.index_coding` codes them: WIDTH is the bytes of
+one, or 1 of a bitmap.
+"""
+
+import triton
+import triton.language as tl
+
+from grace.kernels.triton.arithmetic import LOW31, magnitude_bits
+from grace.kernels.triton.packing import byte_of_signs, signs_of_byte
+from grace.kernels.triton.selection import (
+    DIGITS,
+    candidates,
+    collected,
+    counted_last,
+    counted_third,
+    largest_of_rows,
+    placed_programs,
+    some,
+    taken_of,
+)
+from grace.kernels.triton.tables import (
+    COLUMNS,
+    FIRST,
+    FLOATS,
+    GRADIENT,
+    MORE,
+    NEXT,
+    SECOND,
+    SIZE,
+    START,
+    WIDTH,
+    compensated,
+    deny,
+    floats,
+    here,
+    part,
+    wire_at,
+    write,
+    write_floats,
+)
+
+STATE = tl.constexpr(3 * 256 + 10)
+"""Numbers of a variable's search: how many elements have each digit, and what is known."""
+
+
+@triton.jit
+def write_entries(values, coded, width, at, index, value, taken):
+    """Values, and their positions in 32 bits or the lower 16, as entries of a payload."""
+    tl.store(values.to(tl.pointer_type(tl.float32)) + at, value, mask=taken)
+    if width == 4:
+        tl.store(coded.to(tl.pointer_type(tl.int32)) + at, index.to(tl.int32), mask=taken)
+    elif width == 2:
+        tl.store(coded.to(tl.pointer_type(tl.int16)) + at, index.to(tl.int16), mask=taken)
+
+
+@triton.jit
+def write_marks(coded, taken, base, size, N: tl.constexpr):
+    """Bits of N elements from one on, a multiple of 8."""
+    byte = tl.arange(0, N // 8)
+    write(coded + base // 8, byte_of_signs(taken, N), False, byte, byte * 8 < size - base, tl.uint8)
+
+
+# -- of chunks ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=("variables", "most", "k"))
+def encode_chunks(
+    flags, table, owners, variables, most, k,
+    KEEPS: tl.constexpr, LOOKS: tl.constexpr, CHUNK: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """The k largest of each chunk."""
+    rows: tl.constexpr = N // CHUNK
+    variable, row, program = here(table, owners)
+    base, place, inside, wide, _ = part(row, program, N)
+    x = compensated(row, floats(row + GRADIENT, base, wide, place, inside), base, wide, place, inside, KEEPS)
+    deny(flags, variable, x, most, LOOKS)
+    bits = tl.reshape(tl.where(inside, magnitude_bits(x), -1), [rows, CHUNK])
+    first = (program * rows + tl.arange(0, rows)) * k
+    wanted = tl.maximum(tl.minimum(tl.load(row + MORE) - first, k), 0).to(tl.int32)
+    taken = largest_of_rows(bits, wanted, rows)
+    at = tl.reshape(first[:, None] + tl.cumsum(taken, 1) - taken, [N])
+    chosen = tl.reshape(taken, [N]) > 0
+    wire, width = wire_at(table, variables, 0), tl.load(row + WIDTH)
+    values, coded = wire + tl.load(row + FIRST), wire + tl.load(row + SECOND)
+    write_entries(values, coded, width, at, base + place, x, chosen)
+    if width == 1:
+        write_marks(coded, chosen, base, tl.load(row + SIZE), N)
+    if KEEPS:
+        write_floats(row + NEXT, tl.where(chosen, x - x, x), base, wide, place, inside)
+
+
+# -- of all, digit by digit --------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def searched(table, owners, counts):
+    """This program's variable and what is searched: x, how many elements it has, how many are sent, and the program's
+    number; where the variable's counts and state are, and whether x may be read wide."""
+    variable, row, program = here(table, owners)
+    where = tl.load(row + NEXT)
+    x = tl.where(where == 0, tl.load(row + GRADIENT), where).to(tl.pointer_type(tl.float32))
+    own = counts + variable * STATE
+    k = tl.load(row + MORE).to(tl.int32)
+    return row, x, tl.load(row + SIZE), k, program.to(tl.int32), own, own + 3 * DIGITS, tl.load(row + FLOATS) != 0
+
+
+@triton.jit(do_not_specialize=("variables", "most", "steps"))
+def first_of_bucket(
+    flags, counts, table, owners, variables, most, steps, KEEPS: tl.constexpr, LOOKS: tl.constexpr, N: tl.constexpr
+):
+    """x where the next residual goes, and its first digits."""
+    variable, row, program = here(table, owners)
+    found = tl.zeros([DIGITS], tl.int32)
+    for step in range(steps):
+        base, place, inside, wide, _ = part(row, program * steps + step, N)
+        x = compensated(row, floats(row + GRADIENT, base, wide, place, inside), base, wide, place, inside, KEEPS)
+        deny(flags, variable, x, most, LOOKS)
+        if KEEPS:
+            write_floats(row + NEXT, x, base, wide, place, inside)
+        found += tl.histogram(magnitude_bits(x) >> 23, DIGITS, mask=inside)
+    tl.atomic_add(counts + variable * STATE + tl.arange(0, DIGITS), found, mask=found > 0)
+
+
+@triton.jit(do_not_specialize=("steps", "room"))
+def collect_of_bucket(patterns, places, listed, counts, table, owners, steps, room, N: tl.constexpr):
+    row, x, n, k, program, own, state, wide = searched(table, owners, counts)
+    start = tl.load(row + START)
+    lists = patterns + start * room, places + start * room, listed + start
+    collected(*lists, own, state, x, n, k, program, steps, room, wide, N)
+
+
+@triton.jit(do_not_specialize=("steps", "room"))
+def third_of_bucket(patterns, listed, counts, table, owners, steps, room, N: tl.constexpr):
+    row, x, n, k, program, own, state, wide = searched(table, owners, counts)
+    start = tl.load(row + START)
+    counted_third(patterns + start * room, listed + start, own, state, x, n, k, program, steps, room, wide, N)
+
+
+@triton.jit(do_not_specialize=("steps", "room"))
+def last_of_bucket(rows, above, patterns, listed, counts, table, owners, steps, room, N: tl.constexpr):
+    row, x, n, k, program, own, state, wide = searched(table, owners, counts)
+    start = tl.load(row + START)
+    found, lists = (rows + start * 128, above + start), (patterns + start * room, listed + start)
+    counted_last(*found, *lists, own, state, x, n, k, program, steps, room, wide, N)
+
+
+@triton.jit(do_not_specialize=("steps",))
+def place_of_bucket(starts, ties, counts, rows, above, table, steps, N: tl.constexpr, P: tl.constexpr):
+    """A program a variable."""
+    row = table + tl.program_id(0) * COLUMNS
+    start, programs = tl.load(row + START), (tl.load(row + SIZE) + steps * N - 1) // (steps * N)
+    state = counts + tl.program_id(0) * STATE + 3 * DIGITS
+    placed_programs(starts + start, ties + start, state, rows + start * 128, above + start, programs.to(tl.int32), P)
+
+
+@triton.jit(do_not_specialize=("variables", "steps", "room"))
+def write_of_bucket(
+    starts, ties, patterns, places, listed, counts, table, owners, variables, steps, room,
+    KEEPS: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """The entries, ascending; of bitmaps' variables all elements are looked at, of others those that are listed."""
+    row, x, n, _, program, own, state, aligned = searched(table, owners, counts)
+    start = tl.load(row + START)
+    if program == 0:  # for the next search
+        for digits in tl.static_range(3):
+            tl.store(own + digits * DIGITS + tl.arange(0, DIGITS), tl.zeros([DIGITS], tl.int32))
+    threshold, rank = tl.load(state + 8), tl.load(state + 9)
+    larger_before, tied_before = tl.load(starts + start + program), tl.load(ties + start + program)
+    wire, width = wire_at(table, variables, 0), tl.load(row + WIDTH)
+    values, coded = wire + tl.load(row + FIRST), wire + tl.load(row + SECOND)
+    base, first = program.to(tl.int64) * steps * N, (start + program) * room
+    source, many, wide = candidates(patterns + start * room, listed + start, x, n, program, steps, room, aligned, N)
+    is_listed = (tl.load(listed + start + program) <= room) & (width != 1)
+    if width == 1:
+        source = x.to(tl.pointer_type(tl.int32), bitcast=True) + base
+        many, wide = tl.minimum(n - base, steps * N).to(tl.int32), aligned
+    for low in range(0, many, N):
+        place = low + tl.arange(0, N)
+        given, inside = some(source, low, many, wide, N)
+        index = tl.load(places + first + place, mask=is_listed & inside, other=0)
+        index = base + tl.where(is_listed, index, place)
+        taken, at, larger, equal = taken_of(given & LOW31, inside, threshold, rank, larger_before, tied_before)
+        value = given.to(tl.float32, bitcast=True)
+        write_entries(values, coded, width, at, index, value, taken)
+        if width == 1:
+            write_marks(coded, taken, base + low, n, N)
+        if KEEPS:
+            tl.store(x + index, value - value, mask=taken)
+        larger_before, tied_before = larger_before + larger, tied_before + equal
+
+
+# -- decoding ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def marks_at(coded, base, size, N: tl.constexpr):
+    """1 for each of N elements from one on, a multiple of 8, whose bit is set."""
+    byte = tl.arange(0, N // 8)
+    pointer = (coded + base // 8).to(tl.pointer_type(tl.uint8))
+    packed = tl.load(pointer + byte, mask=byte * 8 < size - base, other=0)
+    return (signs_of_byte(packed, N) & (tl.arange(0, N) < size - base)).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=("variables", "ranks", "programs"))
+def count_marks(marked, table, owners, variables, ranks, programs, N: tl.constexpr):
+    """How many bits each program's part of each rank's bitmaps has."""
+    _, row, program = here(table, owners)
+    if tl.load(row + WIDTH) == 1:
+        for rank in range(ranks):
+            coded = wire_at(table, variables, rank) + tl.load(row + SECOND)
+            bits = marks_at(coded, program * N, tl.load(row + SIZE), N)
+            tl.store(marked + rank * programs + tl.program_id(0), tl.sum(bits, 0))
+
+
+@triton.jit
+def first_from(coded, width, k, least):
+    """How many of k ascending positions, in 32 or 16 bits, are below one."""
+    low, high = tl.full([], 0, tl.int32), k
+    while low < high:
+        middle = (low + high) // 2
+        if width == 4:
+            found = tl.load(coded.to(tl.pointer_type(tl.int32)) + middle)
+        else:
+            found = tl.load(coded.to(tl.pointer_type(tl.uint16)) + middle).to(tl.int32)
+        low, high = tl.where(found < least, middle + 1, low), tl.where(found < least, high, middle)
+    return low
+
+
+@triton.jit(do_not_specialize=("variables", "ranks", "programs", "kept"))
+def decode_entries(
+    marked, table, owners, variables, ranks, programs, weight, kept,
+    CHUNK: tl.constexpr, B: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """The mean, a part of it in each program: rank by rank, as everywhere, so that sums have the same bits. Positions
+    that are not ascending, or of no element, are left out."""
+    _, row, program = here(table, owners)
+    base, place, inside, wide, _ = part(row, program, N)
+    size, k, width = tl.load(row + SIZE), tl.load(row + MORE).to(tl.int32), tl.load(row + WIDTH)
+    out = tl.load(row + GRADIENT).to(tl.pointer_type(tl.float32))
+    if width == 1:
+        total, first = tl.zeros([N], tl.float32), tl.load(row + START)
+        for rank in range(ranks):
+            wire = wire_at(table, variables, rank)
+            before = tl.full([], 0, tl.int32)
+            for low in range(0, program.to(tl.int32), B):
+                others = low + tl.arange(0, B)
+                counts = marked + rank * programs + first
+                before += tl.sum(tl.load(counts + others, mask=others < program, other=0), 0)
+            bits = marks_at(wire + tl.load(row + SECOND), base, size, N)
+            at = before + tl.cumsum(bits, 0) - bits
+            there = (bits > 0) & (at < k)
+            values = (wire + tl.load(row + FIRST)).to(tl.pointer_type(tl.float32))
+            value = tl.load(values + at, mask=there, other=0)
+            total = tl.where(there, total + weight * value, total)
+        write_floats(row + GRADIENT, total, base, wide, place, inside)
+    else:
+        write_floats(row + GRADIENT, tl.zeros([N], tl.float32), base, wide, place, inside)
+        tl.debug_barrier()
+        for rank in range(ranks):
+            wire = wire_at(table, variables, rank)
+            values, coded = wire + tl.load(row + FIRST), wire + tl.load(row + SECOND)
+            if (CHUNK > 0) & (width == 2):
+                begin = tl.minimum(base // CHUNK * kept, k).to(tl.int32)
+                end = tl.minimum(((base + N - 1) // CHUNK + 1) * kept, k).to(tl.int32)
+            else:
+                begin = first_from(coded, width, k, base)
+                end = first_from(coded, width, k, base + N)
+            for low in range(begin, end, B):
+                entry = low + tl.arange(0, B)
+                there = entry < end
+                if width == 4:
+                    index = tl.load(coded.to(tl.pointer_type(tl.int32)) + entry, mask=there, other=0).to(tl.int64)
+                else:
+                    index = tl.load(coded.to(tl.pointer_type(tl.uint16)) + entry, mask=there, other=0).to(tl.int64)
+                    if CHUNK > 0:
+                        index |= (entry // kept * CHUNK & ~0xFFFF).to(tl.int64)
+                there = there & (index >= base) & (index < base + N) & (index < size)
+                value = tl.load(values.to(tl.pointer_type(tl.float32)) + entry, mask=there, other=0)
+                held = tl.load(out + index, mask=there, other=0)
+                tl.store(out + index, held + weight * value, mask=there)
+            tl.debug_barrier()

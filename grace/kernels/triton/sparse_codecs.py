@@ -1,0 +1,100 @@
+"""The codecs of :mod:`grace.kernels.triton.sparse_buckets`; see :mod:`grace.kernels.triton.bucket_codecs`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+
+from grace.kernels.contract.primitives import Placed
+from grace.kernels.triton import sparse_buckets, tables
+from grace.kernels.triton.bucket_codecs import CODECS as VALUE_CODECS
+from grace.kernels.triton.bucket_codecs import Codec
+from grace.kernels.triton.launching import BLOCK, launch
+from grace.kernels.triton.sparsification import PROGRAMS, STEP, room_of
+
+WIDTHS = {"int32": 4, "int16": 2, "uint8": 1}
+"""Bytes of a coded position, and 1 of a bitmap."""
+
+
+class Entries(Codec):
+    """What decodes values with their positions."""
+
+    chunk, kept = 0, 1
+    """Elements of a chunk, and how many of them are sent; no chunks."""
+
+    def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]], device: torch.device):
+        super().__init__(sizes, payloads, device)
+        for row, (values, coded) in zip(self.plan, payloads, strict=True):
+            row[tables.MORE.value], row[tables.WIDTH.value] = values.shape[0], WIDTHS[coded.dtype]
+        self.marked = bool((self.plan[:, tables.WIDTH.value] == 1).any())
+        self.written_from = self.plan[:, tables.START.value].copy()
+        self.readers, self.read_from = self.shared([-(-n // BLOCK) for n in sizes])
+
+    def encode(self, rows: Any, factors: Any, wire: int, most: Any, streams: Any, end: Any) -> torch.Tensor:
+        self.plan[:, tables.START.value] = self.written_from
+        return super().encode(rows, factors, wire, most, streams, end)
+
+    def decode(self, outs: Any, wires: Any, count: float, loss_scale: float) -> bool:
+        self.plan[:, tables.START.value] = self.read_from
+        return super().decode(outs, wires, count, loss_scale)
+
+    def read(self, table: Any, ranks: int, weight: float, count: float, loss_scale: float) -> None:
+        programs, marked = len(self.readers), self.flags
+        given = table, self.readers, self.variables, ranks, programs
+        if self.marked:
+            marked = self.empty((ranks, programs), torch.int32)
+            launch(sparse_buckets.count_marks, programs, marked, *given, N=BLOCK)
+        shape = {"CHUNK": self.chunk, "B": 128, "N": BLOCK}
+        launch(sparse_buckets.decode_entries, programs, marked, *given, weight, self.kept, **shape)
+
+
+class LargestOfChunks(Entries):
+    """See :class:`~grace.compressors.topk.TopK`, with chunks."""
+
+    def __init__(
+        self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]], device: torch.device, chunk: int, kept: int
+    ):
+        self.chunk, self.kept, self.span = chunk, kept, max(BLOCK, chunk)
+        super().__init__(sizes, payloads, device)
+
+    def write(self, table: Any, keeps: bool, looks: bool, most: int, step: int, end: Any) -> torch.Tensor:
+        given = self.flags, table, self.owners, self.variables, most, self.kept
+        shape = {"CHUNK": self.chunk, "N": self.span, "warps": self.span // 256}
+        launch(sparse_buckets.encode_chunks, len(self.owners), *given, KEEPS=keeps, LOOKS=looks, **shape)
+        return self.write_end(table, end)
+
+
+class Largest(Entries):
+    """See :class:`~grace.compressors.topk.TopK`."""
+
+    def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]], device: torch.device):
+        self.steps = triton.next_power_of_2(max(1, -(-sum(sizes) // (PROGRAMS * STEP))))
+        self.span = self.steps * STEP
+        super().__init__(sizes, payloads, device)
+        kept = zip(sizes, self.plan[:, tables.MORE.value].tolist(), strict=True)
+        self.room = max([STEP // 4, *(room_of(n, k, self.steps) for n, k in kept if n > STEP)])
+        self.counts = torch.zeros((self.variables, sparse_buckets.STATE.value), dtype=torch.int32, device=device)
+
+    def write(self, table: Any, keeps: bool, looks: bool, most: int, step: int, end: Any) -> torch.Tensor:
+        programs, places = len(self.owners), (table, self.owners)
+        rows = self.empty((programs, 128), torch.int32)
+        listed, above, starts, ties = self.empty((4, programs), torch.int32)
+        patterns, where = self.empty((2, programs * self.room), torch.int32)
+        given, numbers = (self.counts, *places), (self.steps, self.room)
+        chosen = {"KEEPS": keeps, "LOOKS": looks, "N": STEP}
+        first = self.flags, *given, self.variables, most, self.steps
+        launch(sparse_buckets.first_of_bucket, programs, *first, **chosen, warps=8)
+        launch(sparse_buckets.collect_of_bucket, programs, patterns, where, listed, *given, *numbers, N=STEP)
+        launch(sparse_buckets.third_of_bucket, programs, patterns, listed, *given, *numbers, N=STEP)
+        launch(sparse_buckets.last_of_bucket, programs, rows, above, patterns, listed, *given, *numbers, N=STEP)
+        of_programs = starts, ties, self.counts, rows, above, table, self.steps
+        launch(sparse_buckets.place_of_bucket, self.variables, *of_programs, N=STEP, P=32)
+        lists = starts, ties, patterns, where, listed
+        written = *lists, *given, self.variables, *numbers
+        launch(sparse_buckets.write_of_bucket, programs, *written, KEEPS=keeps, N=STEP)
+        return self.write_end(table, end)
+
+
+CODECS: dict[str, type[Codec]] = {**VALUE_CODECS, "largest": Largest, "largest of chunks": LargestOfChunks}
+"""All of them."""

@@ -81,7 +81,13 @@ class BroadcastCallback(OnRanks):
 
 
 class MetricAverageCallback(OnRanks):
-    """Replaces the loss and metrics of an epoch, and of an evaluation, by their means over ranks.
+    """Replaces the loss and metrics of an epoch, and of an evaluation, by their means over ranks, each rank weighted by
+    how many examples it had.
+
+    So the mean of a loss or an accuracy is the one over all ranks' examples, also where shards of data are uneven. The
+    examples are those that Keras's loss tracker counts; where a model of some rank has none (a ``train_step`` of its
+    own), ranks count alike, as they do in Horovod's callback. A metric that is no mean over examples (``AUC``) is the
+    mean of the ranks' values, not its value over all examples.
 
     Put it before callbacks that use them (early stopping, checkpoints), so that all ranks decide alike.
 
@@ -89,17 +95,41 @@ class MetricAverageCallback(OnRanks):
         backend: the engine; that of ``grace.init()`` if left out.
     """
 
+    trained: float | None = None
+    tested: float | None = None
+    """Examples of the epoch under way, if an evaluation has begun since, for which Keras counts anew, and of that."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Keras begins to count."""
+        self.trained = None
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Keras is about to begin to count anew."""
+        self.trained = self._examples()
+
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Average the epoch's metrics."""
-        self._average(logs)
+        self._average(logs, self._examples() if self.trained is None else self.trained)
 
     def on_test_end(self, logs: Any = None) -> None:
         """Average an evaluation's metrics."""
-        self._average(logs)
+        self.tested = self._examples()
+        self._average(logs, self.tested)
 
-    def _average(self, logs: dict[str, Any] | None) -> None:
+    def _examples(self) -> float | None:
+        """How many went into the loss; None if nobody counts them."""
+        means = [metric for metric in self.model.metrics if isinstance(metric, keras.metrics.Mean)]
+        return next((float(mean.count) for mean in means if mean.name == "loss"), None)
+
+    def _average(self, logs: dict[str, Any] | None, examples: float | None) -> None:
         numbers = {name: float(value) for name, value in (logs or {}).items() if isinstance(value, Real)}
-        everyone = self.ranks.allgather_object(numbers)
+        mine = {name: (value, self.tested if name.startswith("val_") else examples) for name, value in numbers.items()}
+        everyone = self.ranks.allgather_object(mine)
         for name in numbers:
-            values = [other[name] for other in everyone if name in other]
-            (logs or {})[name] = sum(values) / len(values)
+            found = [other[name] for other in everyone if name in other]
+            counts = [count for _, count in found]
+            total = 0.0 if None in counts else sum(counts)
+            weights = [count / total for count in counts] if total else [1 / len(found)] * len(found)
+            (logs or {})[name] = sum(
+                weight * value for weight, (value, _) in zip(weights, found, strict=True) if weight
+            )

@@ -55,6 +55,43 @@ def test_the_callbacks_broadcast_all_weights_and_average_all_metrics(two):
         assert own[epoch]["loss"] != others_own[epoch]["loss"]
 
 
+def uneven():
+    """Losses and accuracies over ranks with 8 and 24 examples, then 20 and 4, and over all of them in one process."""
+    import keras
+
+    from tests.support.tensorflow_training import LOSS, network, samples
+
+    model = network()
+    model.compile(sgd(lr=0.0), LOSS, metrics=["accuracy"])
+    data = [samples(32, rank) for rank in range(2)]
+    (trained, tested), mine = ((8, 24), (20, 4)), grace.rank()
+
+    def cut(counts, rank):
+        return tuple(each[: counts[rank]] for each in data[rank])
+
+    def of_all(counts):
+        return model.evaluate(
+            *(np.concatenate(both) for both in zip(cut(counts, 0), cut(counts, 1), strict=True)),
+            verbose=0, return_dict=True,
+        )  # fmt: skip
+
+    evaluated = {}
+    look = keras.callbacks.LambdaCallback(on_test_end=evaluated.update)
+    average = [grace.tensorflow.MetricAverageCallback(), look]
+    every = {"batch_size": trained[mine] // 4, "epochs": 2, "validation_freq": 2, "verbose": 0, "callbacks": average}
+    history = model.fit(*cut(trained, mine), validation_data=cut(tested, mine), **every).history
+    model.evaluate(*cut(tested, mine), verbose=0, callbacks=average)
+    return history, evaluated, of_all(trained), of_all(tested)
+
+
+def test_means_over_uneven_ranks_are_those_over_all_examples(two):
+    for history, evaluated, trained, tested in two.run(uneven):
+        for name in ("loss", "accuracy"):
+            assert history[name] == pytest.approx([trained[name]] * 2, rel=1e-5)
+            assert history[f"val_{name}"] == pytest.approx([tested[name]], rel=1e-5)
+            assert evaluated[name] == pytest.approx(tested[name], rel=1e-5)
+
+
 def xla():
     import keras
 

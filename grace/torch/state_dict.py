@@ -266,7 +266,7 @@ def _taken(state_dict: Any, rank: int) -> tuple[dict[str, Any], Any]:
 def _asking() -> Any:
     """The frame of ``torch.distributed.checkpoint``'s function that called a method of the optimizer, if one did."""
     frame: Any = sys._getframe(2)
-    if frame.f_code.co_name == "state_dict":  # of a class between
+    if frame.f_code.co_name in ("state_dict", "load_state_dict"):  # of a class between, as under Horovod
         frame = frame.f_back
     return frame if frame.f_globals.get("__name__") == DCP else None
 

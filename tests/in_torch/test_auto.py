@@ -2,11 +2,18 @@
 
 import time
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import grace
 import grace.torch.auto
@@ -24,6 +31,7 @@ METHODS = ("none", "topk(ratio=0.1)", "powersgd(rank=1)")
 UNTIL_TRYING = WARM + HELD + PLAIN
 UNTIL_CHOSEN = UNTIL_TRYING + len(METHODS) * ROUNDS * (SETTLED + TIMED)
 TOPK = "topk(ratio=0.1)"
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 SLEEPS = {"none": 0.03, TOPK: 0.001, "powersgd(rank=1)": 0.015}
 NONE_FASTEST = {**SLEEPS, "none": 0.0, TOPK: 0.03}
 
@@ -171,6 +179,41 @@ def test_a_run_that_still_tries_resumes_with_what_it_tried(two_ranks):
     for started, _, _, _, other in two_ranks.run(resumed, UNTIL_TRYING + SETTLED + TIMED + 2, UNTIL_CHOSEN):
         assert started == TOPK
         assert other == {"chosen": TOPK}
+
+
+def resumed_from_parts(folder, stop, count):
+    """The same by torch.distributed.checkpoint, with memories as a part of their own."""
+    engine, parts = grace.init(), {}
+    folder = Path(folder) if engine.name == "torch" else Path(folder, str(engine.rank))  # else each saves for itself
+
+    def all_of(model, optimizer):
+        """What a program saves; memories are apart from here on."""
+        memories = parts.setdefault(id(optimizer), grace.torch.Memories(optimizer))
+        torchs = get_optimizer_state_dict(model, optimizer, options=FLAT)
+        return {"model": model.state_dict(), "optimizer": torchs, "memories": memories}
+
+    one, optimizer = made(lr=0.1, momentum=0.9)
+    steps(one, optimizer, range(stop))
+    dcp.save(all_of(one, optimizer), checkpoint_id=folder)
+    steps(one, optimizer, range(stop, stop + count))
+    two, other = made(lr=0.1, momentum=0.9)
+    steps(two, other, range(2))
+    dcp.load(loaded := all_of(two, other), checkpoint_id=folder)
+    two.load_state_dict(loaded["model"])
+    set_optimizer_state_dict(two, other, loaded["optimizer"], options=FLAT)
+    started = other._grace.auto.current
+    steps(two, other, range(stop, stop + count))
+    return started, digest(weights(one)), digest(weights(two)), optimizer._grace.auto.plan, other._grace.auto.plan
+
+
+@pytest.mark.parametrize("engine", ["gloo", "horovodrun-gloo"])
+def test_a_settled_run_resumes_bit_for_bit_from_torchs_checkpoints(tmp_path, engine):
+    for started, one, two, plan, other in launched(engine, 2).run(
+        resumed_from_parts, str(tmp_path), UNTIL_CHOSEN + CHECKED + 2, 5
+    ):
+        assert started == TOPK
+        assert one == two
+        assert plan == other == {"chosen": TOPK}
 
 
 def saved_plan():

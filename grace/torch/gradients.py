@@ -52,9 +52,11 @@ def check_untouched(session: Any) -> None:
     """
     states = getattr(session.grad_scaler, "_per_optimizer_states", {})  # torch counts no version for unscale_()
     unscaled = getattr(states.get(id(session.optimizer), {}).get("stage"), "name", "") == "UNSCALED"
+    in_graph = getattr(session, "in_graph", ())  # a compiled graph puts its own tensors into p.grad
     for index, (held, versions) in session.versions.items():
         for (_, name, p, _), own, version in zip(session.loads[index], held, versions, strict=True):
-            if own is None or (own._version == version and p.grad is own and not unscaled):
+            same = name in in_graph or (own is not None and own._version == version and p.grad is own)
+            if own is None or (same and not unscaled):
                 continue
             check_unwrapped(session.parameters)  # since the optimizer was made distributed
             raise ExchangeError(

@@ -18,6 +18,7 @@ from grace.session.exchanger import Exchanger
 from grace.session.plan import ExchangePlan
 from grace.session.settings import ReduceOp, Settings
 from grace.strategy.choices import Choices
+from grace.torch import compiling
 from grace.torch.closures import synchronized
 from grace.torch.gradients import check_untouched
 from grace.torch.life import Closable, begin
@@ -38,6 +39,7 @@ class HookedSession(Session):
         self.passes = passes
         self.paused = False
         self.synchronized = False
+        self.number = compiling.enlist(self)
         self._reset()
         self.hooks += [p.register_post_accumulate_grad_hook(self._hook(n)) for n, p in self.parameters.items()]
 
@@ -47,6 +49,10 @@ class HookedSession(Session):
         self.seen: dict[str, torch.Tensor] = {}
         self.seen_versions: dict[str, int] = {}
         self.cleared = False
+        self.in_graph: set[str] = set()
+        """Parameters whose gradients came within a compiled graph, which may put another tensor into ``p.grad``."""
+        self.held_back = False
+        """Whether this step's exchanges start after the graph."""
         self.waiting = self.waiting_for()
         self.next_bucket = 0
         self.versions = {}
@@ -54,15 +60,27 @@ class HookedSession(Session):
 
     def _hook(self, name: str):
         session = weakref.ref(self)  # Python does not collect what a parameter's hook holds
+        number = self.number
 
         def hook(parameter: torch.nn.Parameter) -> None:
-            alive = session()
-            if alive is not None and torch.compiler.is_dynamo_compiling():  # by compiled autograd
-                torch.compiler.disable(alive.offer)(name, parameter.grad)
-            elif alive is not None:
+            if torch.compiler.is_dynamo_compiling():  # by compiled autograd
+                if parameter.grad is not None:
+                    compiling.offer(parameter.grad, number, name)
+            elif (alive := session()) is not None:
                 alive.offer(name, parameter.grad)
 
         return hook
+
+    def offer_in_graph(self, name: str, gradient: torch.Tensor) -> None:
+        """The same within a compiled graph. That writes ``p.grad`` at its end only: where there is none yet, it will be
+        this very gradient; what is added to one that is there may not last until a bucket is complete."""
+        p = self.parameters[name]
+        self.in_graph.add(name)
+        if p.grad is None:
+            p.grad = gradient
+        elif p.grad is not gradient:
+            self.held_back = True
+        self.offer(name, gradient)
 
     def offer(self, name: str, gradient: torch.Tensor | None) -> None:
         """A parameter's gradient has accumulated: start the buckets that waited for it."""
@@ -87,7 +105,7 @@ class HookedSession(Session):
                 auto.ready(name)
             for bucket in self.buckets_of[name]:
                 waiting[bucket.index] -= 1
-            if auto is not None and auto.holds:
+            if self.held_back or (auto is not None and auto.holds):
                 return
             while self.next_bucket < len(waiting) and waiting[self.next_bucket] == 0:
                 self._start_next()

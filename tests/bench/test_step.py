@@ -207,7 +207,7 @@ def test_ranks_that_a_launcher_has_started_measure_their_own_network(folder):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--model", "vgg"], "unknown model 'vgg'; known: transformer, resnet, resnet50, lstm, ncf, mlp, or"),
+        (["--model", "vgg"], "unknown model 'vgg'; known: transformer, resnet, resnet50, gpt2, lstm, ncf, mlp, or"),
         (["--engine", "smoke"], "unknown engine 'smoke'; known: torch, horovod, mpi"),
         (["--methods", "topq"], "did you mean 'topk'?"),
         (["--bandwidth", "1gb"], "a bandwidth is a number"),

@@ -16,6 +16,7 @@ from grace.cli.pipeline_inputs import graph_of, versions_of
 from grace.core.variable import equal_bounds
 from grace.errors import ConfigError
 from grace.partition import baselines, profiles
+from grace.partition.exchange import documented
 from grace.partition.plan import Plan
 from grace.partition.search import plan as search
 from grace.partition.search import space_of
@@ -56,6 +57,9 @@ def plan(
     latency: Annotated[str, typer.Option(help="Of a message, as 50us.")] = "20us",
     nodes: Annotated[int, typer.Option(min=1, help="On how many nodes the ranks are.")] = 1,
     compressor: Annotated[str | None, typer.Option(help="Of gradients, as 'topk(ratio=0.01)'.")] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="How gradients are exchanged, instead: a file, auto, or another builder.")
+    ] = None,
     stages: Annotated[str | None, typer.Option(help=f"How many: {RANGE}.")] = None,
     replicas: Annotated[
         str | None, typer.Option(help="Of every stage, as 2 or 1-4; or of each, with commas: 2,1,1.")
@@ -78,7 +82,12 @@ def plan(
     compare: Annotated[bool, typer.Option("--compare", help="Show what cuts by hand would take, too.")] = False,
 ) -> None:
     """Plan a pipeline for a model, or for one that was measured elsewhere: no devices are needed."""
+    if compressor is not None and strategy is not None:
+        raise ConfigError(
+            "--strategy says how each variable is exchanged, and --compressor for all of them: leave one out"
+        )
     graph = graph_of(profile, model, dry)
+    chosen = None if strategy is None else documented(strategy, graph.parameters) or strategy
     rows = graph.rows * devices if batch is None else batch
     if nodes > devices:
         raise ConfigError(f"{devices} devices cannot be on {nodes} nodes")
@@ -96,6 +105,7 @@ def plan(
         memory=limit,
         memory_margin=memory_margin,
         compressor=compressor,
+        strategy=chosen,
         nodes=at,
         stages=numbers(stages, "--stages"),
         replicas=[int(one) for one in _listed(replicas, "--replicas")] if each else numbers(replicas, "--replicas"),
@@ -111,7 +121,7 @@ def plan(
     _print(found)
     if compare:
         usable = None if limit is None else limit * (1 - memory_margin)
-        choices = (compressor, None, None)
+        choices = (compressor, None, None, chosen)
         space = space_of(graph, devices, rows, costs, memory=usable, choices=choices, nodes=at, state=optimizer_state)
         print("\ndata parallelism alone:", _step(baselines.data_parallel(space)))
         for name, how in baselines.BY_HAND.items():

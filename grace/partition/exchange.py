@@ -2,11 +2,14 @@
 
 import dataclasses
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 from grace.backends.topology import Topology
 from grace.communicators.choice import build_communicator
+from grace.core import documents
 from grace.core.variable import Variable
+from grace.errors import ConfigError
 from grace.planner.asked import asked
 from grace.planner.network import Network
 from grace.planner.planning import methods_of
@@ -17,6 +20,7 @@ from grace.session.bucketing import Limits
 from grace.session.sharding import uniform
 from grace.strategy.choices import Choices
 from grace.strategy.execution import resolve
+from grace.strategy.plan import Strategy
 
 LEAST = Variable("", (1,))
 """What an exchange of almost nothing has."""
@@ -111,3 +115,24 @@ def of_stage(strategy: Any, names: Collection[str]) -> Any:
     kept = {key: value for key, value in strategy.items() if key not in ("model", "cluster")}
     known = strategy["variables"]
     return {**kept, "variables": {name: known[name] for name in names if name in known}}
+
+
+def documented(strategy: Any, known: Collection[str]) -> dict[str, Any] | None:
+    """The document of a strategy; None if a builder is meant.
+
+    Args:
+        strategy: the user's.
+        known: names of the model's parameters.
+
+    Raises:
+        ConfigError: it cannot be read, or names other variables.
+    """
+    if isinstance(strategy, Strategy):
+        strategy = strategy.to_dict()
+    elif isinstance(strategy, Path) or (isinstance(strategy, str) and strategy.endswith((".yaml", ".yml", ".json"))):
+        strategy = documents.parse(documents.read(Path(strategy)), str(strategy))
+    if not isinstance(strategy, dict) or "name" in strategy:
+        return None
+    if odd := [name for name in strategy.get("variables") or () if name not in known]:
+        raise ConfigError(f"the strategy is for another model: this one has no parameter {odd[0]!r}")
+    return strategy

@@ -52,6 +52,42 @@ def test_what_is_given_is_kept(tmp_path):
     assert Plan.load(tmp_path / "plan.json").schedule in ("zbv", "interleaved")
 
 
+def test_stages_exchanges_are_planned_with_a_strategy(tmp_path):
+    """None costs what no strategy does, a method less, and auto what the shorter of its two methods does."""
+    (tmp_path / "rules.yaml").write_text("{version: 1, rules: [{match: {}, sync: {type: allreduce}}]}")
+    sparse = "topk(ratio=0.01)"
+    one = (
+        "-n",
+        "4",
+        "--profile",
+        PROFILE,
+        "--bandwidth",
+        "1gbit",
+        "--stages",
+        "2",
+        "--replicas",
+        "2",
+        "--cut",
+        "node12",
+    )
+
+    def planned(*choice):
+        said = run(tmp_path, "plan", *one, "--schedule", "gpipe", "--keep", "--compare", *choice, "-o", "plan.json")
+        plan = Plan.load(tmp_path / "plan.json")
+        together = float(re.search(r"^data parallelism alone: ([\d.]+) ms", said, re.M)[1])
+        return plan.compressor, [stage.exchange for stage in plan.stages], together
+
+    plain, quick = planned(), planned("--compressor", sparse)
+    assert sum(plain[1]) > 3 * sum(quick[1])
+    spec = f"uniform(compressor={sparse}, communicator=allgather)"
+    name, exchanges, together = planned("--strategy", spec)
+    assert name == spec
+    assert sum(plain[1]) > 2 * sum(exchanges)
+    assert plain[2] > together
+    assert planned("--strategy", "rules.yaml")[:2] == ("a strategy's", pytest.approx(plain[1], rel=0.1))
+    assert planned("--strategy", f"auto(methods=['{sparse}'])")[1:] == quick[1:]
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_a_plan_is_drawn(tmp_path, schedule):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
@@ -80,11 +116,16 @@ def test_a_plan_is_drawn(tmp_path, schedule):
         (["plan", "-n", "2", "--profile", PROFILE, "--nodes", "3"], "2 devices cannot be on 3 nodes"),
         (["plan", "-n", "2", "--profile", PROFILE, "--memory", "1GB"], "GB are missing"),
         (["plan", "-n", "2", "--profile", "none.json"], "none.json: No such file"),
+        (["plan", "-n", "2", "--profile", PROFILE, "--strategy", "s.yaml"], "s.yaml: cannot be read: No such file"),
+        (["plan", "-n", "2", "--profile", PROFILE, "--strategy", "quickest"], "unknown builder 'quickest'"),
+        (["plan", "-n", "2", "--profile", PROFILE, "--strategy", "auto", "--compressor", "topk"], "leave one out"),
+        (["plan", "-n", "2", "--profile", PROFILE, "--strategy", "bad.yaml"], "this one has no parameter 'w'"),
         (["show", "bad.json"], "no plan of version"),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path, args, says):
     (tmp_path / "bad.json").write_text(json.dumps({"stages": []}))
+    (tmp_path / "bad.yaml").write_text("{version: 1, variables: {w: {}}}")
     assert says in run(tmp_path, *args, code=2)
 
 

@@ -12,13 +12,14 @@ from grace.backends.runtime import current
 from grace.backends.topology import Topology, node_name
 from grace.errors import ConfigError
 from grace.exchange.tracing import recorder
+from grace.partition.exchange import documented
 from grace.partition.plan import Plan
 from grace.torch.parameters import broadcast_parameters
 from grace.torch.pipeline import profile, schedules
 from grace.torch.pipeline.atoms import Atoms
 from grace.torch.pipeline.capture import call_of, capture, check_plain
 from grace.torch.pipeline.cutting import Built, shapes_of
-from grace.torch.pipeline.exchange import Gradients, check_options, chosen_strategy, documented
+from grace.torch.pipeline.exchange import Gradients, check_options, chosen_strategy
 from grace.torch.pipeline.loop import gathered, hand_over
 from grace.torch.pipeline.places import Places
 from grace.torch.pipeline.planning import Wanted, agreed, check_whole, found, state_bytes, update_seconds

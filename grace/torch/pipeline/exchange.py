@@ -2,20 +2,17 @@
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from grace.backends.runtime import from_root
-from grace.core import documents
 from grace.errors import ConfigError
 from grace.exchange.bucket import Traffic
-from grace.partition.exchange import of_stage
+from grace.partition.exchange import documented, of_stage
 from grace.planner.asked import Baseline
 from grace.session.metrics import metrics
 from grace.strategy.choices import STRATEGY
-from grace.strategy.plan import Strategy
 from grace.torch.optimizer import DistributedOptimizer
 from grace.torch.pipeline.places import Places
 
@@ -255,27 +252,6 @@ class Gradients:
 def chosen_strategy(options: Mapping[str, Any]) -> Any:
     """The user's, or what the launcher names; None if one method is for all."""
     return options.get("strategy", os.environ.get(STRATEGY) or None)
-
-
-def documented(strategy: Any, known: Collection[str]) -> dict[str, Any] | None:
-    """The document of a strategy; None if a builder is meant.
-
-    Args:
-        strategy: the user's.
-        known: names of the model's parameters.
-
-    Raises:
-        ConfigError: it cannot be read, or names other variables.
-    """
-    if isinstance(strategy, Strategy):
-        strategy = strategy.to_dict()
-    elif isinstance(strategy, Path) or (isinstance(strategy, str) and strategy.endswith((".yaml", ".yml", ".json"))):
-        strategy = documents.parse(documents.read(Path(strategy)), str(strategy))
-    if not isinstance(strategy, dict) or "name" in strategy:
-        return None
-    if odd := [name for name in strategy.get("variables") or () if name not in known]:
-        raise ConfigError(f"the strategy is for another model: this one has no parameter {odd[0]!r}")
-    return strategy
 
 
 class _Stepping:

@@ -7,10 +7,9 @@ import torch
 
 import grace
 from grace.core.variable import Variable
-from grace.partition.exchange import of_stage
+from grace.partition.exchange import documented, of_stage
 from grace.planner import driver
 from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
-from grace.torch.pipeline.exchange import documented
 from tests.support.pipelines import ROWS, batch, loss_fn, made, rows, sgd
 from tests.support.pools import ranks_of
 

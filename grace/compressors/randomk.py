@@ -57,11 +57,15 @@ class RandomK(Compressor):
 
     def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
         k = kernels_of(tensor)
-        n = check_positions(math.prod(tensor.shape))
-        flat = k.flat(tensor)
+        check_positions(math.prod(tensor.shape))
+        flat, ctx = k.flat(tensor), self.ctx_of(name, tuple(tensor.shape), tensor)
+        return [k.gather(flat, ctx[1])], ctx
+
+    def ctx_of(self, name: str, shape: tuple[int, ...], like: Tensor) -> Any:
+        """What decodes this step's payloads of a variable: its shape, the indices and what values are multiplied by."""
+        n, stream = math.prod(shape), self.context.stream(name, shared=True)
         count = kept(self.ratio, n)
-        indices = k.random_indices(self.context.stream(name, shared=True), n, count, flat)
-        return [k.gather(flat, indices)], (tuple(tensor.shape), indices, self._scale(n, count))
+        return shape, kernels_of(like).random_indices(stream, n, count, like), self._scale(n, count)
 
     def decompress(self, payload: Payload, ctx: Any) -> Tensor:
         k = kernels_of(payload[0])
@@ -80,6 +84,9 @@ class RandomK(Compressor):
 
     def count(self, shape: tuple[int, ...]) -> int | None:
         return kept(self.ratio, math.prod(shape))
+
+    def bucket_codec(self) -> tuple[str, dict[str, Any]]:
+        return "drawn", {"scaled": self.unbiased}
 
     def wire_bits(self, shape: tuple[int, ...]) -> float | None:
         n = max(1, math.prod(shape))

@@ -147,7 +147,8 @@ class BucketCodec:
         if self.codec.draws:
             context = compressor.context
             if self.drawn_for != (context.seed, context.rank):
-                self.streams[:] = [context.stream(name).words for name in self.names]
+                shared = self.codec.draws == "shared"
+                self.streams[:] = [context.stream(name, shared=shared).words for name in self.names]
                 self.drawn_for = context.seed, context.rank
             self.streams[:, 2] = context.step & 0xFFFFFFFF
         most = ANY if compressor.traits.carries_nonfinite else MOST_KEPT if kept else MOST
@@ -265,5 +266,8 @@ class AtOnce:
         ]
         context = self.communicator.context
         if not self.codec.decode(found, wires, context.size, context.loss_scale):
+            if hasattr(self.compressor, "ctx_of"):  # which is another one at every step
+                each = zip(self.names, variables, found, strict=True)
+                self.encoded = [(None, self.compressor.ctx_of(name, v.shape, out)) for name, v, out in each]
             return None
         return [Outcome(variable, out, False) for variable, out in zip(variables, found, strict=True)]

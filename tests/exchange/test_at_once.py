@@ -32,13 +32,16 @@ SPECS = [
     ("signum", None), ("signum(momentum=0.3)", None),
     ("topk(ratio=0.1)", "residual(beta=0.7, gamma=0.3)"), ("block", None), ("block(bits=4, block=33)", "residual"),
     ("block(rounding=stochastic)", None), ("topk(chunk=1024)", None), ("topk(ratio=0.3, chunk=32)", "none"),
+    ("randomk", None), ("randomk(ratio=0.3, unbiased=true)", None),
     ("topk(ratio=1, chunk=256)", "residual(beta=0.5)"),
 ]  # fmt: skip
 BIG = (70_000,)  # from which a threshold is guessed, positions take four bytes, and there are several tiles
 
 
 class Trained:
-    """An exchanger of tensors of some shapes, and its gradients."""
+    """An exchanger of tensors of some shapes, and its gradients; the means go to tensors with strides if it says so."""
+
+    strided = False
 
     def __init__(self, spec, memory, shapes, apart, backend=None, dtype=torch.float32, communicator=None):
         backend = backend or LocalBackend()
@@ -53,6 +56,8 @@ class Trained:
     def step(self, gradients, present, discard=False):
         by_name = {f"v{i}": (gradient, here) for i, (gradient, here) in enumerate(zip(gradients, present, strict=True))}
         outs = {name: gradient.clone() for name, (gradient, _) in by_name.items() if gradient.is_contiguous()}
+        if self.strided:
+            outs = {name: torch.stack([out, out], -1)[..., 0] for name, out in outs.items()}
         for bucket in self.exchanger.buckets:
             mine = [by_name[v.name] for v in bucket.variables]
             self.exchanger.start(bucket, [gradient for gradient, _ in mine], [here for _, here in mine])
@@ -116,6 +121,16 @@ def test_whole_buckets_give_the_bits_of_their_variables(spec, memory, shapes, se
         assert whole == apart
         assert both[0].remembered() == both[1].remembered()
     assert all(isinstance(codec, BucketCodec) for codec in both[0].codecs)
+
+
+@pytest.mark.parametrize("spec", ["topk(ratio=0.3)", "randomk(ratio=0.3)"])
+def test_means_that_a_codec_cannot_write_are_those_of_the_step(spec):
+    both = [Trained(spec, None, [(40, 50), (7,)], apart) for apart in (False, True)]
+    for step in range(3):
+        for one in both:
+            one.strided = step == 2
+        gradients, present = drawn(np.random.default_rng(step), [(40, 50), (7,)], torch.float32)
+        assert both[0].step(gradients, present) == both[1].step(gradients, present)
 
 
 def test_every_codec_is_tried():

@@ -23,6 +23,7 @@ NARROW = {
     "unpack": 1,  # of a byte for two
     ("widen_chunks", "widen_chunks", "gfx942"): 8,  # 16 bits of each of 4 places
     **dict.fromkeys(("write_end", "write_sign_scales", "decode_powers"), 4),  # a bucket's statuses, sums, and codes
+    **dict.fromkeys(("encode_drawn", "decode_drawn", "zero_bucket"), 0),  # single elements, a bucket's table
     **dict.fromkeys(("count_marks", "decode_entries"), 1),  # positions, wherever they begin
     "decode_signs": 8,  # bytes, and addresses
     ("decode_numbers", "buckets of fp16", "gfx942"): 8,

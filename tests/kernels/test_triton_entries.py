@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from grace.compressors.topk import TopK
 from grace.kernels.contract.primitives import Placed
 from tests.support.data import data, same
 from tests.support.implementations import OTHERS
+from tests.support.methods import make
 
 pytest.importorskip("numba", reason="the CPU's are compiled")
 FOUND = [param for param in OTHERS if param.id == "triton"]
@@ -27,7 +27,7 @@ def device(request):
 def laid_out(method, sizes, wide):
     """Where payloads stand in a wire, and how many bytes they take; ``wide``: positions take 4."""
     shapes = [[(t.shape, str(t.dtype)) for t in method.compress(np.ones(n, np.float32), "w")[0]] for n in sizes]
-    shapes = [[values, (values[0], "int32") if wide else coded] for values, coded in shapes]
+    shapes = [[values, *((values[0], "int32") if wide else coded for coded in rest)] for values, *rest in shapes]
     offset, placed = 0, [[None] * len(one) for one in shapes]
     for item in (4, 2, 1):
         for row, one in zip(placed, shapes, strict=True):
@@ -45,7 +45,7 @@ class Side:
         from grace.kernels.fused.bucket_codecs import CODECS
         from grace.kernels.triton.sparse_codecs import CODECS as TRITON
 
-        self.placed, self.nbytes = laid_out(method, SIZES, wide)
+        self.method, (self.placed, self.nbytes) = method, laid_out(method, SIZES, wide)
         (name, options), self.device = method.bucket_codec(), device or torch.device("cpu")
         known = CODECS if device is None else TRITON
         self.codec = known[name](SIZES, self.placed, **options, **({"device": device} if device else {}))
@@ -62,7 +62,8 @@ class Side:
         factors = (
             np.full((len(given), 2), (0.7, 0.3), np.float32) if residuals else np.ones((len(given), 2), np.float32)
         )
-        streams = np.zeros((len(given), 4), np.uint32)
+        words = [self.method.context.stream(f"v{i}", shared=True).words for i in range(len(given))]
+        streams = np.array(words, np.uint32)
         end = self.nbytes, "uint8", [1.0] * len(given), 2.0
         common = rows, factors, np.uint64(wire.data_ptr()), MOST, streams
         sound = self.codec.encode(*common, end) if self.codec.on_device else self.codec.encode(*common)
@@ -77,15 +78,17 @@ class Side:
         return [out.cpu().numpy() for out in outs]
 
 
-WIDE = TopK(0.02), True
-CASES = [WIDE, *((method, False) for method in (TopK(0.02), TopK(0.2), TopK(0.1, 64), TopK(0.01, 1024)))]
+SPECS = [
+    "topk(ratio=0.02)", "topk(ratio=0.2)", "topk(ratio=0.1, chunk=64)", "topk(chunk=1024)",
+    "randomk(ratio=0.1)", "randomk(ratio=0.03, unbiased=true)",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("method", "wide"), CASES, ids=str)
+@pytest.mark.parametrize(("spec", "wide"), [(SPECS[0], True), *((spec, False) for spec in SPECS)])
 @pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")
-def test_wires_residuals_and_means_are_the_cpus(device, method, wide):
+def test_wires_residuals_and_means_are_the_cpus(device, spec, wide):
     kinds, wires = ["gaussian", "zeros", "denormal"], []
-    cpu, gpu = Side(method, wide), Side(method, wide, device)
+    cpu, gpu = Side(make(spec), wide), Side(make(spec), wide, device)
     for step in range(2):
         gradients = [data(kinds[(i + step) % 3], n, n + step) for i, n in enumerate(SIZES)]
         residuals = [data("gaussian", n, 1) if n != 33 else None for n in SIZES] if step else None

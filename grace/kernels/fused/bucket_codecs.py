@@ -12,6 +12,8 @@ import numpy as np
 from grace.kernels.contract.primitives import Placed
 from grace.kernels.fused import addresses, buckets, sparse_buckets
 from grace.kernels.fused.loops import TILE, f32
+from grace.kernels.fused.primitives import _random_indices
+from grace.kernels.random import FEISTEL_DRAW, feistel_bits
 
 WIDTHS = {"int32": 4, "int16": 2, "uint8": 1}
 """Bytes of a coded position, and 1 of a bitmap."""
@@ -25,8 +27,8 @@ class Codec:
         payloads: where each variable's payload stands in a wire.
     """
 
-    draws = False
-    """Whether encoding takes random numbers."""
+    draws: bool | str = False
+    """Whether encoding takes random numbers; "shared": those that all ranks draw alike."""
     on_device = False
     """Whether it writes the end of the wire, since what that says is known on the device alone."""
 
@@ -197,12 +199,38 @@ class LargestOfChunks(Codec):
         return sparse_buckets.decode_sparse(outs, wires, self.plan, f32(1 / count), self.chunk, self.kept)
 
 
+class Drawn(Codec):
+    """See :class:`~grace.compressors.randomk.RandomK`."""
+
+    draws = "shared"
+
+    def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]], scaled: bool):
+        super().__init__(sizes, payloads)
+        self.plan[:, addresses.MORE] = counts = [payload[0].shape[0] for payload in payloads]
+        self.scales = [n / count if scaled and count else 1.0 for n, count in zip(sizes, counts, strict=True)]
+        self.indices = [np.empty(count, np.int32) for count in counts]
+
+    def encode(self, rows: Any, factors: Any, wire: int, most: Any, streams: Any) -> list[bool]:
+        for v, indices in enumerate(self.indices):
+            n, (key_low, key_high, step, draw) = int(self.plan[v, addresses.SIZE]), streams[v]
+            words = key_low, key_high, step, np.uint32(draw | FEISTEL_DRAW)
+            _random_indices(indices, n, *feistel_bits(n), *words)
+            self.sound[v] = sparse_buckets.encode_drawn(rows[v], factors[v], self.plan[v], wire, most, indices)
+        return self.sound.tolist()
+
+    def decode(self, outs: Any, wires: Any, count: float, loss_scale: float) -> bool:
+        for v, (indices, scale) in enumerate(zip(self.indices, self.scales, strict=True)):
+            sparse_buckets.decode_drawn(outs[v], wires, self.plan[v], f32(1 / count * scale), indices)
+        return True
+
+
 CODECS: dict[str, type[Codec]] = {
     "numbers": Numbers,
     "signs": Signs,
     "levels": Levels,
     "ternary": Ternary,
     "powers": Powers,
+    "drawn": Drawn,
     "largest": Largest,
     "largest of chunks": LargestOfChunks,
 }

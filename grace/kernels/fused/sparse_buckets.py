@@ -78,6 +78,29 @@ def encode_chunks(rows, factors, plan, wire, most, chunk, kept, indices, found, 
         _write_sparse(x, part(chosen, 0, count), width, row[NEXT] != 0, wire + plan[v, FIRST], wire + plan[v, SECOND])
 
 
+@compiled
+def encode_drawn(row, by, plan, wire, most, indices):
+    """The elements at some places of one variable; whether it is in range."""
+    n, largest = plan[SIZE], u32(0)
+    for low in range(0, n, TILE):
+        largest = max(largest, _max_bits(_compensated(row, by, n, low, min(low + TILE, n)).view(np.uint32)))
+    x = _at(row[GRADIENT] if row[NEXT] == 0 else row[NEXT], n, np.float32)
+    values = _at(wire + plan[FIRST], indices.size, np.float32)
+    for j in range(indices.size):
+        values[j] = x[indices[j]]
+        if row[NEXT] != 0:
+            x[indices[j]] -= values[j]
+    return largest <= most
+
+
+@compiled
+def decode_drawn(out, wires, plan, weight, indices):
+    out = _at(out, plan[SIZE], np.float32)
+    out[:] = 0
+    for rank in range(wires.size):
+        _add_sparse(out, _at(wires[rank] + plan[FIRST], indices.size, np.float32), indices, weight)
+
+
 @njit(inline="always")
 def _write_sparse(x, chosen, width, subtract, values_at, coded_at):
     values = _at(values_at, chosen.size, np.float32)

@@ -143,6 +143,7 @@ BUCKETS: dict[str, tuple[str, list[tuple[int, str]], dict[str, Any]]] = {
     "signum": ("signs", [(N // 8, "uint8")], {"form": "moment"}),
     "efsignsgd": ("signs", [(N // 8, "uint8"), (1, "float32")], {"form": "scaled"}),
     "onebit": ("signs", [(N // 8, "uint8"), (2, "float32")], {"form": "sided"}),
+    "randomk": ("drawn", [(N // 128, "float32")], {"scaled": False}),
     "topk": ("largest", [(N // 128, "float32"), (N // 128, "int32")], {}),
     "topk with bitmaps": ("largest", [(N // 8, "float32"), (N // 8, "uint8")], {}),
     "topk of chunks": ("largest of chunks", [(N // 128, "float32"), (N // 128, "int16")], {"chunk": 1024, "kept": 8}),

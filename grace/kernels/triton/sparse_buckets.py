@@ -1,4 +1,5 @@
-"""Codecs of a whole bucket for the largest elements: of each chunk in one launch, of each variable digit by digit; see
+"""Codecs of a whole bucket for the largest elements: of each chunk in one launch, of each variable digit by digit; and
+for those at random places. See
 :mod:`grace.kernels.triton.buckets`, whose kernels these are like, and :mod:`grace.kernels.triton.selection`.
 
 A variable's payload is values, and its positions as :mod:`grace.kernels.index_coding` codes them: WIDTH is the bytes of
@@ -10,6 +11,7 @@ import triton.language as tl
 
 from grace.kernels.triton.arithmetic import LOW31, magnitude_bits
 from grace.kernels.triton.packing import byte_of_signs, signs_of_byte
+from grace.kernels.triton.random import walked
 from grace.kernels.triton.selection import (
     DIGITS,
     candidates,
@@ -23,9 +25,12 @@ from grace.kernels.triton.selection import (
 )
 from grace.kernels.triton.tables import (
     COLUMNS,
+    DRAW,
+    FACTORS,
     FIRST,
     FLOATS,
     GRADIENT,
+    KEY,
     MORE,
     NEXT,
     SECOND,
@@ -282,3 +287,60 @@ def decode_entries(
                 held = tl.load(out + index, mask=there, other=0)
                 tl.store(out + index, held + weight * value, mask=there)
             tl.debug_barrier()
+
+
+# -- of random places --------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def drawn(row, program, step, N: tl.constexpr):
+    """Places that all ranks draw alike, of N values from one on; which of them there are."""
+    value = program * N + tl.arange(0, N)
+    there = value < tl.load(row + MORE)
+    bits = tl.load(row + WIDTH)
+    n, key = tl.load(row + SIZE).to(tl.uint32), tl.load(row + KEY)
+    given = tl.where(there, value, 0).to(tl.uint32)
+    words = key, key >> 32, step, tl.load(row + DRAW)
+    return value, there, walked(given, n, *words, bits & 0xFF, bits >> 8).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=("most",))
+def compensate_bucket(flags, table, owners, most, KEEPS: tl.constexpr, LOOKS: tl.constexpr, N: tl.constexpr):
+    """x, where the next residual goes."""
+    variable, row, program = here(table, owners)
+    base, place, inside, wide, _ = part(row, program, N)
+    x = compensated(row, floats(row + GRADIENT, base, wide, place, inside), base, wide, place, inside, KEEPS)
+    deny(flags, variable, x, most, LOOKS)
+    if KEEPS:
+        write_floats(row + NEXT, x, base, wide, place, inside)
+
+
+@triton.jit(do_not_specialize=("variables", "step"))
+def encode_drawn(table, owners, variables, step, KEEPS: tl.constexpr, N: tl.constexpr):
+    _, row, program = here(table, owners)
+    value, there, index = drawn(row, program - tl.load(row + SECOND) + tl.load(row + START), step, N)
+    x = tl.load(row + (NEXT if KEEPS else GRADIENT)).to(tl.pointer_type(tl.float32)) + index
+    found = tl.load(x, mask=there, other=0)
+    target = (wire_at(table, variables, 0) + tl.load(row + FIRST)).to(tl.pointer_type(tl.float32))
+    tl.store(target + value, found, mask=there)
+    if KEEPS:
+        tl.store(x, found - found, mask=there)
+
+
+@triton.jit
+def zero_bucket(table, owners, N: tl.constexpr):
+    _, row, program = here(table, owners)
+    base, place, inside, wide, _ = part(row, program, N)
+    write_floats(row + GRADIENT, tl.zeros([N], tl.float32), base, wide, place, inside)
+
+
+@triton.jit(do_not_specialize=("variables", "ranks", "step"))
+def decode_drawn(table, owners, variables, ranks, step, N: tl.constexpr):
+    """The mean, of which all that is at other places is zero."""
+    _, row, program = here(table, owners)
+    value, there, index = drawn(row, program - tl.load(row + SECOND) + tl.load(row + START), step, N)
+    weight, total = tl.load(row + FACTORS).to(tl.int32).to(tl.float32, bitcast=True), tl.zeros([N], tl.float32)
+    for rank in range(ranks):
+        wire = (wire_at(table, variables, rank) + tl.load(row + FIRST)).to(tl.pointer_type(tl.float32))
+        total += weight * tl.load(wire + value, mask=there, other=0)
+    tl.store(tl.load(row + GRADIENT).to(tl.pointer_type(tl.float32)) + index, total, mask=there)

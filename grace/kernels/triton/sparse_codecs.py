@@ -3,14 +3,16 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 
 from grace.kernels.contract.primitives import Placed
+from grace.kernels.random import FEISTEL_DRAW, feistel_bits
 from grace.kernels.triton import sparse_buckets, tables
 from grace.kernels.triton.bucket_codecs import CODECS as VALUE_CODECS
 from grace.kernels.triton.bucket_codecs import Codec
-from grace.kernels.triton.launching import BLOCK, launch
+from grace.kernels.triton.launching import BLOCK, FEWER, launch, signed
 from grace.kernels.triton.sparsification import PROGRAMS, STEP, room_of
 
 WIDTHS = {"int32": 4, "int16": 2, "uint8": 1}
@@ -96,5 +98,46 @@ class Largest(Entries):
         return self.write_end(table, end)
 
 
-CODECS: dict[str, type[Codec]] = {**VALUE_CODECS, "largest": Largest, "largest of chunks": LargestOfChunks}
+class Drawn(Codec):
+    """See :class:`~grace.compressors.randomk.RandomK`: places that all ranks draw alike, twice, as that costs less than
+    keeping them."""
+
+    draws = "shared"
+
+    def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]], device: torch.device, scaled: bool):
+        super().__init__(sizes, payloads, device)
+        counts = [payload[0].shape[0] for payload in payloads]
+        self.scales = np.array([n / k if scaled and k else 1.0 for n, k in zip(sizes, counts, strict=True)])
+        self.plan[:, tables.MORE.value] = counts
+        self.plan[:, tables.WIDTH.value] = [left | right << 8 for left, right in map(feistel_bits, sizes)]
+        self.drawers, self.plan[:, tables.SECOND.value] = self.shared([-(-k // FEWER) for k in counts])
+        self.words: Any = None
+
+    def encode(self, rows: Any, factors: Any, wire: int, most: Any, streams: Any, end: Any) -> torch.Tensor:
+        self.words = streams.copy()
+        self.words[:, 3] |= FEISTEL_DRAW
+        return super().encode(rows, factors, wire, most, self.words, end)
+
+    def write(self, table: Any, keeps: bool, looks: bool, most: int, step: int, end: Any) -> torch.Tensor:
+        chosen = {"KEEPS": keeps, "LOOKS": looks, "N": self.span}
+        launch(sparse_buckets.compensate_bucket, len(self.owners), self.flags, table, self.owners, most, **chosen)
+        given = table, self.drawers, self.variables, step
+        launch(sparse_buckets.encode_drawn, len(self.drawers), *given, KEEPS=keeps, N=FEWER)
+        return self.write_end(table, end)
+
+    def decode(self, outs: Any, wires: Any, count: float, loss_scale: float) -> bool:
+        weights = np.float32([1 / count * self.scales, self.scales]).T
+        table = self.table(np.asarray(outs)[:, None], wires, weights, self.words)
+        launch(sparse_buckets.zero_bucket, len(self.owners), table, self.owners, N=self.span)
+        given = table, self.drawers, self.variables, len(wires), signed(int(self.words[0, 2]))
+        launch(sparse_buckets.decode_drawn, len(self.drawers), *given, N=FEWER)
+        return True
+
+
+CODECS: dict[str, type[Codec]] = {
+    **VALUE_CODECS,
+    "drawn": Drawn,
+    "largest": Largest,
+    "largest of chunks": LargestOfChunks,
+}
 """All of them."""

@@ -34,8 +34,8 @@ class Codec:
         device: where.
     """
 
-    draws = False
-    """Whether encoding takes random numbers."""
+    draws: bool | str = False
+    """Whether encoding takes random numbers; "shared": those that all ranks draw alike."""
     on_device = True
     """Whether it writes the end of the wire, since what that says is known on the device alone."""
     span = BLOCK

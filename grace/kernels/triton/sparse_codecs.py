@@ -126,7 +126,7 @@ class Drawn(Codec):
         return self.write_end(table, end)
 
     def decode(self, outs: Any, wires: Any, count: float, loss_scale: float) -> bool:
-        weights = np.float32([1 / count * self.scales, self.scales]).T
+        weights = np.stack([1 / count * self.scales, self.scales], axis=1).astype(np.float32)
         table = self.table(np.asarray(outs)[:, None], wires, weights, self.words)
         launch(sparse_buckets.zero_bucket, len(self.owners), table, self.owners, N=self.span)
         given = table, self.drawers, self.variables, len(wires), signed(int(self.words[0, 2]))

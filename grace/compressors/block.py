@@ -114,10 +114,13 @@ class Block(Compressor):
         return block / (4 * self.levels**2)
 
     def bucket_codec(self) -> tuple[str, dict[str, Any]] | None:
-        if self.format == "fp8" or self.hadamard:
-            return None
         chosen = {"levels": self.levels, "bits": self.bits, "bucket": self.block, "l2": False}
-        return "levels", {**chosen, "nearest": self.rounding == "nearest"}
+        chosen["nearest"] = self.rounding == "nearest"
+        if self.format != "fp8" and not self.hadamard:
+            return "levels", chosen
+        if self.hadamard and self.block % self.hadamard:  # rows lie in several blocks
+            return None
+        return "coded", {**chosen, "float8": self.format == "fp8", "rotated": self.hadamard > 0}
 
     def wire_bits(self, shape: tuple[int, ...]) -> float | None:
         n = max(1, math.prod(shape))

@@ -87,6 +87,9 @@ class Dynamic8(Compressor):
         codes, scale = payload
         return k.reshape(k.add_table(k.flat(out), codes, 8, TABLES[self.table], scale, weight), ctx)
 
+    def bucket_codec(self) -> tuple[str, dict[str, Any]]:
+        return "table", {"edges": EDGES[self.table], "entries": TABLES[self.table]}
+
     def wire_bits(self, shape: tuple[int, ...]) -> float | None:
         n = math.prod(shape)
         return (8 * n + 32) / max(1, n)

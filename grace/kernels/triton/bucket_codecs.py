@@ -1,156 +1,18 @@
-"""The codecs of :mod:`grace.kernels.triton.buckets` by name, each for the variables of one bucket on a GPU.
+"""The codecs of :mod:`grace.kernels.triton.buckets` and ``bucket_levels`` by name; see
+:mod:`grace.kernels.triton.codec`."""
 
-They are what :mod:`grace.kernels.fused.bucket_codecs` is to CPUs, and are called alike. Nothing is read back from the
-device: what is out of range is told by flags there, which the last launch writes into the wire.
-"""
-
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import triton
-import triton.language as tl
 
 from grace.kernels.contract.primitives import Placed
-from grace.kernels.triton import buckets, tables
-from grace.kernels.triton.launching import BLOCK, launch, signed
-
-TYPES = {"float32": (tl.float32, 4), "float16": (tl.float16, 2), "bfloat16": (tl.bfloat16, 2), "uint8": (tl.uint8, 1)}
-"""Of numbers in a wire, and their bytes."""
-KEPT_TABLES = 4
-"""Of each codec: those of residuals that take turns, for encoding and for decoding."""
-ANY = 0xFFFFFFFF
-"""As the largest magnitude that is in range: not to look."""
-
-
-class Codec:
-    """Encodes and decodes all variables of a bucket; addresses are of contiguous tensors on one device.
-
-    Args:
-        sizes: elements of each variable.
-        payloads: where each variable's payload stands in a wire.
-        device: where.
-    """
-
-    draws: bool | str = False
-    """Whether encoding takes random numbers; "shared": those that all ranks draw alike."""
-    on_device = True
-    """Whether it writes the end of the wire, since what that says is known on the device alone."""
-    span = BLOCK
-    """Elements of a program."""
-    granule = 16
-    """What the address of a payload's first tensor must be a multiple of, to be read wide."""
-
-    def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]], device: torch.device):
-        self.device, self.variables = device, len(sizes)
-        self.plan = np.zeros((self.variables, tables.COLUMNS.value), np.int64)
-        self.plan[:, tables.SIZE.value] = sizes
-        for row, payload in zip(self.plan, payloads, strict=True):
-            for column, tensor in enumerate(payload[:2], tables.FIRST.value):
-                row[column] = tensor.offset
-        self.flags = torch.zeros(self.variables, dtype=torch.int32, device=device)
-        self.tables: OrderedDict[Any, tuple[Any, torch.Tensor]] = OrderedDict()
-        self.owners, self.plan[:, tables.START.value] = self.shared([-(-n // self.span) for n in sizes])
-
-    def shared(self, programs: Sequence[int]) -> tuple[torch.Tensor, Any]:
-        """The variable of each program, where each has so many; and the first program of each."""
-        owners = np.repeat(np.arange(self.variables, dtype=np.int32), programs)
-        return torch.from_numpy(owners).to(self.device), np.cumsum([0, *programs])[:-1]
-
-    def empty(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Room on the device."""
-        return torch.empty(shape, dtype=dtype, device=self.device)
-
-    # -- tables ----------------------------------------------------------------------------------------
-
-    def on_the_device(self, values: np.ndarray) -> torch.Tensor:
-        """Numbers on the device, copied there when they are other ones than lately; nobody waits for that."""
-        stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
-        key = stream, values.dtype, values.tobytes()
-        held = self.tables.pop(key, None)
-        if held is None:
-            host = torch.from_numpy(values.copy())
-            if self.device.type == "cuda":
-                host = host.pin_memory()  # held as long as what was copied from it, for graphs that copy once more
-            held = host, host.to(self.device, non_blocking=True)
-        self.tables[key] = held
-        while len(self.tables) > 2 * KEPT_TABLES:
-            self.tables.popitem(last=False)
-        return held[1]
-
-    def table(self, rows: Any, wires: Any, factors: Any = None, streams: Any = None) -> torch.Tensor:
-        """What kernels are told: of each variable, and where the wires are."""
-        rows, wires = np.asarray(rows, np.uint64).astype(np.int64), np.asarray(wires, np.uint64).astype(np.int64)
-        whole = np.empty(self.plan.size + len(wires), np.int64)
-        plan = whole[: self.plan.size].reshape(self.plan.shape)
-        plan[:] = self.plan
-        plan[:, : rows.shape[1]] = rows
-        plan[:, tables.FLOATS.value] = (rows % 16 == 0).all(axis=1)
-        starts = plan[:, tables.FIRST.value, None] + wires
-        plan[:, tables.CODES.value] = (starts % self.granule == 0).all(axis=1)
-        if factors is not None:
-            plan[:, tables.FACTORS.value] = np.ascontiguousarray(factors, np.float32).view(np.int64)[:, 0]
-        if streams is not None:
-            plan[:, tables.KEY.value] = np.ascontiguousarray(streams[:, :2]).view(np.int64)[:, 0]
-            plan[:, tables.DRAW.value] = streams[:, 3]
-        whole[self.plan.size :] = wires
-        return self.on_the_device(whole)
-
-    # -- encoding --------------------------------------------------------------------------------------
-
-    def encode(self, rows: Any, factors: Any, wire: int, most: Any, streams: Any, end: Any) -> torch.Tensor:
-        """Write every payload into the wire, the end of that, and the next residuals.
-
-        Args:
-            rows: addresses, uint64 of shape (variables, 3): gradient, residual, next residual.
-            factors: float32 of shape (variables, 2): of its residual, and of its gradient.
-            wire: the address of the wire.
-            most: the bit pattern of the largest magnitude that is in range.
-            streams: uint32 of shape (variables, 4): the words of each variable's random numbers.
-            end: what :meth:`grace.exchange.wire.Wire.end` tells.
-
-        Returns:
-            Of each variable 1.0 if it was in range, else 0.0; on the device.
-        """
-        table = self.table(rows, [wire], factors, streams if self.draws else None)
-        keeps, looks = bool(rows[:, 2].any()), int(most) != ANY
-        return self.write(table, keeps, looks, signed(int(most)), signed(int(streams[0, 2])), end)
-
-    def write(self, table: Any, keeps: bool, looks: bool, most: int, step: int, end: Any) -> torch.Tensor:
-        """Launch what encodes; ends with :meth:`write_end`, or with a kernel that does the same."""
-        raise NotImplementedError
-
-    def ending(self, end: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
-        """The end of a wire as kernels take it: tensors, numbers, and a type."""
-        offset, dtype, marks, overflow = end
-        sound, numbers = self.empty(self.variables, torch.float32), np.array(marks, np.float32)
-        tensors = self.flags, sound, self.on_the_device(numbers)
-        return tensors, (offset, numbers.size, float(overflow)), {"Type": TYPES[dtype][0]}
-
-    def write_end(self, table: Any, end: Any) -> torch.Tensor:
-        """Write the end of a wire."""
-        (flags, sound, marks), (offset, size, overflow), of_type = self.ending(end)
-        numbers = self.variables, size, offset, overflow
-        launch(tables.write_end, triton.cdiv(size, 128), flags, table, sound, marks, *numbers, **of_type, N=128)
-        return sound
-
-    # -- decoding --------------------------------------------------------------------------------------
-
-    def decode(self, outs: Any, wires: Any, count: float, loss_scale: float) -> bool:
-        """Write the mean over ``count`` ranks of what their wires hold into ``outs``; whether it was done.
-
-        Args:
-            outs, wires: addresses, uint64.
-        """
-        table = self.table(np.asarray(outs)[:, None], wires)
-        self.read(table, len(wires), float(np.float32(1 / count)), count, loss_scale)
-        return True
-
-    def read(self, table: Any, ranks: int, weight: float, count: float, loss_scale: float) -> None:
-        """Launch what decodes."""
-        raise NotImplementedError
+from grace.kernels.triton import bucket_levels, buckets, rounding, tables
+from grace.kernels.triton.codec import TYPES, Codec
+from grace.kernels.triton.launching import BLOCK, launch
+from grace.kernels.triton.quantization import LARGEST_ROW, constant
 
 
 class Numbers(Codec):
@@ -223,4 +85,118 @@ class Powers(Codec):
         launch(buckets.decode_powers, len(self.owners), *given, N=self.span)
 
 
-CODECS: dict[str, type[Codec]] = {"numbers": Numbers, "signs": Signs, "powers": Powers}
+class Levels(Codec):
+    """See :class:`~grace.compressors.qsgd.QSGD`, and :class:`~grace.compressors.block.Block`.
+
+    In one launch where a program reads whole buckets, and their codes begin with a byte.
+    """
+
+    granule = 4
+    form = rounding.LEVELS
+    factor = 0.0
+    """Standard deviations that are clipped to."""
+    edges: Any = None
+    entries: Any = None
+    """Of a table, which codes are places in."""
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        payloads: Sequence[Sequence[Placed]],
+        device: torch.device,
+        levels: int = 0,
+        bits: int = 8,
+        bucket: int = 1 << 62,
+        l2: bool = False,
+        nearest: bool = False,
+        float8: bool = False,
+        rotated: bool = False,
+    ):
+        super().__init__(sizes, payloads, device)
+        self.draws, self.levels, longest = not nearest, float(levels), max([1, *sizes])
+        self.form = rounding.FLOAT8 if float8 else rounding.LEVELS_BY_NORM if l2 else self.form
+        self.shape = {"FORM": self.form, "ROTATED": rotated, "BITS": bits}
+        self.scaled = {**self.shape, "BUCKET": 0 if bucket >= longest else bucket, "N": self.span}
+        self.bucket, self.small = min(bucket, max(longest, LARGEST_ROW + 1)), bucket <= LARGEST_ROW
+        if self.small:
+            columns = max(4, triton.next_power_of_2(bucket))
+            rows = max(1, (2 if bucket % 4 == 0 else 1) * BLOCK // columns)
+            self.at_once, folded = bits == 8 or columns == bucket, [-(-n // (rows * bucket)) for n in sizes]
+            warps = max(4, columns // 512)
+            self.rows = {**self.shape, "WRITES": self.at_once, "BUCKET": bucket, "ROWS": rows, "COLS": columns}
+            self.rows |= {"DRAWN": self.draws, "warps": warps}
+        else:
+            self.at_once, each = False, [min(self.bucket, max(1, n)) for n in sizes]
+            joined = [max(1, -(-n // size)) for n, size in zip(sizes, each, strict=True)]
+            folded = [-(-n // size) * -(-size // LARGEST_ROW) for n, size in zip(sizes, each, strict=True)]
+            self.joining, self.plan[:, tables.JOINED.value] = self.shared(joined)
+            self.parts = self.empty((sum(folded), 3 if self.form == bucket_levels.TERNARY else 1), torch.float64)
+            self.limits = self.empty(self.variables, torch.float32)
+        self.folding, self.plan[:, tables.FOLDED.value] = self.shared(folded)
+
+    def write(self, table: Any, keeps: bool, looks: bool, most: int, step: int, end: Any) -> torch.Tensor:
+        limits = None
+        if self.small:
+            rows = self.flags, table, self.folding, self.variables, most, step, self.levels
+            launch(bucket_levels.encode_rows, len(self.folding), *rows, **self.rows, KEEPS=keeps)
+        else:
+            limits, sound = self.limits, self.find_scales(table, keeps, most, end)
+        if not self.at_once:
+            count = 0 if self.edges is None else len(self.edges)
+            given = table, self.owners, self.variables, step, self.levels, limits, self.edges, count, self.entries
+            chosen = {**self.scaled, "DRAWN": self.draws, "KEEPS": keeps}
+            launch(bucket_levels.encode_scaled, len(self.owners), *given, **chosen)
+        return self.write_end(table, end) if self.small else sound
+
+    def find_scales(self, table: Any, keeps: bool, most: int, end: Any) -> torch.Tensor:
+        """Write the scales of buckets that take many programs, and the end of the wire."""
+        given = self.flags, self.parts, table, self.folding, self.variables, most, self.bucket
+        shape = {"FORM": self.form, "ROTATED": self.shape["ROTATED"], "FOURS": self.bucket % 4 == 0, "KEEPS": keeps}
+        launch(bucket_levels.fold_buckets, len(self.folding), *given, **shape, N=LARGEST_ROW, warps=8)
+        ending, numbers, of_type = self.ending(end)
+        given = *ending, self.limits, self.parts, table, self.joining, self.variables, *numbers
+        shape = {"FORM": self.form, "PART": LARGEST_ROW, "N": BLOCK}
+        launch(bucket_levels.write_scales, len(self.joining), *given, self.bucket, self.factor, **shape, **of_type)
+        return ending[1]
+
+    def read(self, table: Any, ranks: int, weight: float, count: float, loss_scale: float) -> None:
+        given = table, self.owners, self.variables, ranks, weight, self.levels, self.entries
+        launch(bucket_levels.decode_levels, len(self.owners), *given, **self.scaled)
+
+
+class Ternary(Levels):
+    """See :class:`~grace.compressors.terngrad.TernGrad`."""
+
+    form = bucket_levels.TERNARY
+
+    def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]], device: torch.device, clip: float):
+        self.factor = clip
+        super().__init__(sizes, payloads, device, levels=1, bits=2)
+
+
+class Table(Levels):
+    """See :class:`~grace.compressors.dynamic8.Dynamic8`."""
+
+    form = bucket_levels.TABLE
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        payloads: Sequence[Sequence[Placed]],
+        device: torch.device,
+        edges: np.ndarray,
+        entries: np.ndarray,
+    ):
+        super().__init__(sizes, payloads, device, nearest=True)
+        self.edges, self.entries = constant(edges, device), constant(entries, device)
+
+
+CODECS: dict[str, type[Codec]] = {
+    "numbers": Numbers,
+    "signs": Signs,
+    "powers": Powers,
+    "levels": Levels,
+    "coded": Levels,
+    "ternary": Ternary,
+    "table": Table,
+}

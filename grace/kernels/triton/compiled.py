@@ -134,6 +134,11 @@ def calls() -> dict[str, Callable[[TritonKernels], Any]]:
     }
 
 
+def _meta(n: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(n, dtype=dtype, device="meta")
+
+
+_SCALES = (N // 512, "float32")
 BUCKETS: dict[str, tuple[str, list[tuple[int, str]], dict[str, Any]]] = {
     "none": ("numbers", [(N, "float32")], {}),
     "fp16": ("numbers", [(N, "float16")], {}),
@@ -148,6 +153,19 @@ BUCKETS: dict[str, tuple[str, list[tuple[int, str]], dict[str, Any]]] = {
     "topk with bitmaps": ("largest", [(N // 8, "float32"), (N // 8, "uint8")], {}),
     "topk of chunks": ("largest of chunks", [(N // 128, "float32"), (N // 128, "int16")], {"chunk": 1024, "kept": 8}),
     "topk of large chunks": ("largest of chunks", [(N, "float32"), (N // 8, "uint8")], {"chunk": 4096, "kept": 4096}),
+    "qsgd": ("levels", [(N, "uint8"), _SCALES], {"levels": 127, "bucket": 512, "l2": True}),
+    "qsgd of 5 bits": ("levels", [(N * 5 // 8, "uint8"), _SCALES], {"levels": 15, "bits": 5, "bucket": 512}),
+    "qsgd of odd buckets": (
+        "levels",
+        [(N // 2, "uint8"), (N // 37, "float32")],
+        {"levels": 7, "bits": 4, "bucket": 37},
+    ),
+    "qsgd of large buckets": ("levels", [(N, "uint8"), (N // 9000, "float32")], {"levels": 127, "bucket": 9000}),
+    "block": ("levels", [(N // 2, "uint8"), _SCALES], {"levels": 7, "bits": 4, "bucket": 512, "nearest": True}),
+    "float8": ("coded", [(N, "uint8"), _SCALES], {"float8": True, "bucket": 512, "nearest": True}),
+    "rotated": ("coded", [(N // 2, "uint8"), _SCALES], {"levels": 7, "bits": 4, "rotated": True, "bucket": 512}),
+    "terngrad": ("ternary", [(N // 4, "uint8"), (1, "float32")], {"clip": 2.5}),
+    "dynamic8": ("table", [(N, "uint8"), (1, "float32")], {"edges": _meta(255), "entries": _meta(256)}),
 }
 """Codecs of whole buckets: of which name, of which payload, with which options."""
 
@@ -216,10 +234,6 @@ def compiled(launch: Launch, target: str) -> Compiled:
         found = read(made.asm, log.getvalue())
         _MADE[made.hash] = Compiled(launch.kernel.__name__, target, shared=made.metadata.shared, **found)
     return _MADE[made.hash]
-
-
-def _meta(n: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.empty(n, dtype=dtype, device="meta")
 
 
 def _nvidia(asm: Any, log: str) -> dict[str, Any]:

@@ -51,17 +51,29 @@ def pack_signs(out, x, n, WORDS: tl.constexpr):
 
 
 @triton.jit
+def byte_of_codes(code, BITS: tl.constexpr, N: tl.constexpr):
+    """N codes of BITS that divide 8, in bytes."""
+    lane = tl.arange(0, 8 // BITS)[None, :] * BITS
+    return tl.sum(tl.reshape(code.to(tl.int32), [N * BITS // 8, 8 // BITS]) << lane, 1).to(tl.uint8)
+
+
+@triton.jit
+def codes_of_byte(packed, BITS: tl.constexpr, N: tl.constexpr):
+    """The inverse of :func:`byte_of_codes`, as int32."""
+    lane = tl.arange(0, 8 // BITS)[None, :] * BITS
+    return tl.reshape((packed.to(tl.int32)[:, None] >> lane) & ((1 << BITS) - 1), [N])
+
+
+@triton.jit
 def byte_of_signs(bits, N: tl.constexpr):
     """8 of N bits a byte."""
-    lane = tl.arange(0, 8)[None, :]
-    return tl.sum(tl.reshape(bits.to(tl.int32), [N // 8, 8]) << lane, 1).to(tl.uint8)
+    return byte_of_codes(bits, 1, N)
 
 
 @triton.jit
 def signs_of_byte(packed, N: tl.constexpr):
     """The inverse of :func:`byte_of_signs`."""
-    lane = tl.arange(0, 8)[None, :]
-    return tl.reshape((packed.to(tl.int32)[:, None] >> lane) & 1, [N]) == 1
+    return codes_of_byte(packed, 1, N) == 1
 
 
 @triton.jit
@@ -93,6 +105,17 @@ def add_table(out, packed, table, scale, n, size, entries, weight, BITS: tl.cons
 
 
 @triton.jit
+def steps_below(value, inside, edges, count, N: tl.constexpr):
+    """How many of at most 255 ascending edges are below each number; all of them below NaN."""
+    below = tl.zeros([N], tl.int32)
+    for half in tl.static_range(8):
+        middle = below + (128 >> half)
+        edge = tl.load(edges + middle - 1, mask=inside & (middle <= count), other=0)
+        below = tl.where((middle <= count) & ((edge < value) | (value != value)), middle, below)
+    return below
+
+
+@triton.jit
 def bucketize(out, x, scale, edges, count, n, N: tl.constexpr):
     """How many of at most 255 edges are below each number; all of them below NaN, as a sort has it."""
     base = tl.program_id(0).to(tl.int64) * N
@@ -102,12 +125,7 @@ def bucketize(out, x, scale, edges, count, n, N: tl.constexpr):
     divisor = tl.where(divisor > 0, divisor, 1.0)
     value = tl.load(x + base + place, mask=inside, other=0)
     value = tl.div_rn(value, tl.full([N], 0, tl.float32) + divisor)
-    below = tl.zeros([N], tl.int32)
-    for half in tl.static_range(8):
-        middle = below + (128 >> half)
-        edge = tl.load(edges + middle - 1, mask=inside & (middle <= count), other=0)
-        below = tl.where((middle <= count) & ((edge < value) | (value != value)), middle, below)
-    tl.store(out + base + place, below.to(tl.uint8), mask=inside)
+    tl.store(out + base + place, steps_below(value, inside, edges, count, N).to(tl.uint8), mask=inside)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from grace.kernels.triton.random import WORDS, row_of_words, rows_of_words, unif
 LEVELS, LEVELS_BY_NORM, FLOAT8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """What is rounded to: multiples of a bucket's largest magnitude, or of its l2 norm, or 8-bit floats."""
 _LARGEST_FLOAT8, _LOWEST_BIASED = tl.constexpr(LARGEST_FLOAT8), tl.constexpr(LOWEST_BIASED)
-_POWER_OFFSET, _ROTATED = tl.constexpr(POWER_OFFSET), tl.constexpr(ROTATED)
+_POWER_OFFSET, ROTATED_ROW = tl.constexpr(POWER_OFFSET), tl.constexpr(ROTATED)
 _ROOT, _SHARE = tl.constexpr(float(ROOT)), tl.constexpr(1 / ROTATED)
 
 
@@ -206,15 +206,22 @@ def turned(value, N: tl.constexpr, SPAN: tl.constexpr):
 
 
 @triton.jit
-def rotate(out, x, n, whole, ROWS: tl.constexpr):
-    """Rows of 32 elements, which end at ``whole``, times Hadamard's matrix; what is behind them stays."""
-    base = tl.program_id(0).to(tl.int64) * ROWS * _ROTATED
-    place = tl.arange(0, ROWS * _ROTATED)
-    inside = place < n - base
-    given = tl.load(x + base + place, mask=inside, other=0)
+def turned_rows(given, turns, N: tl.constexpr):
+    """Rows of 32 of N elements times Hadamard's matrix, where ``turns``."""
     value = given * _SHARE  # so that no sum overflows
     for stage in tl.static_range(5):
-        value = turned(value, ROWS * _ROTATED, 1 << stage)
+        value = turned(value, N, 1 << stage)
     value = value * _ROOT
     value = tl.where(value > MAX, MAX, tl.where(value < -MAX, -MAX, value))
-    tl.store(out + base + place, tl.where(place < whole - base, value, given), mask=inside)
+    return tl.where(turns, value, given)
+
+
+@triton.jit
+def rotate(out, x, n, whole, ROWS: tl.constexpr):
+    """Rows of 32 elements, which end at ``whole``, times Hadamard's matrix; what is behind them stays."""
+    base = tl.program_id(0).to(tl.int64) * ROWS * ROTATED_ROW
+    place = tl.arange(0, ROWS * ROTATED_ROW)
+    inside = place < n - base
+    given = tl.load(x + base + place, mask=inside, other=0)
+    value = turned_rows(given, place < whole - base, ROWS * ROTATED_ROW)
+    tl.store(out + base + place, value, mask=inside)

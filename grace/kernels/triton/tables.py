@@ -17,6 +17,8 @@ and a number of the method's."""
 START, FACTORS, KEY, DRAW, FLOATS, CODES, WIDTH = (tl.constexpr(i) for i in range(7, 14))
 """The first program; a and b; of random numbers; whether all floats, and whether the first tensor of the payload in all
 wires, begin where wide reads may; and bytes of a position."""
+FOLDED, JOINED = tl.constexpr(14), tl.constexpr(15)
+"""The first programs of launches that work on other parts."""
 COLUMNS = tl.constexpr(16)
 
 

@@ -1,0 +1,153 @@
+"""What codecs of whole buckets on a GPU share: the table that kernels are told, and the end of a wire.
+
+They are what :mod:`grace.kernels.fused.bucket_codecs` is to CPUs, and are called alike. Nothing is read back from the
+device: what is out of range is told by flags there, which one of the launches writes into the wire.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from grace.kernels.contract.primitives import Placed
+from grace.kernels.triton import tables
+from grace.kernels.triton.launching import BLOCK, launch, signed
+
+TYPES = {"float32": (tl.float32, 4), "float16": (tl.float16, 2), "bfloat16": (tl.bfloat16, 2), "uint8": (tl.uint8, 1)}
+"""Of numbers in a wire, and their bytes."""
+KEPT_TABLES = 4
+"""Of each codec: those of residuals that take turns, for encoding and for decoding."""
+ANY = 0xFFFFFFFF
+"""As the largest magnitude that is in range: not to look."""
+
+
+class Codec:
+    """Encodes and decodes all variables of a bucket; addresses are of contiguous tensors on one device.
+
+    Args:
+        sizes: elements of each variable.
+        payloads: where each variable's payload stands in a wire.
+        device: where.
+    """
+
+    draws: bool | str = False
+    """Whether encoding takes random numbers; "shared": those that all ranks draw alike."""
+    on_device = True
+    """Whether it writes the end of the wire, since what that says is known on the device alone."""
+    span = BLOCK
+    """Elements of a program."""
+    granule = 16
+    """What the address of a payload's first tensor must be a multiple of, to be read wide."""
+
+    def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]], device: torch.device):
+        self.device, self.variables = device, len(sizes)
+        self.plan = np.zeros((self.variables, tables.COLUMNS.value), np.int64)
+        self.plan[:, tables.SIZE.value] = sizes
+        for row, payload in zip(self.plan, payloads, strict=True):
+            for column, tensor in enumerate(payload[:2], tables.FIRST.value):
+                row[column] = tensor.offset
+        self.flags = torch.zeros(self.variables, dtype=torch.int32, device=device)
+        self.tables: OrderedDict[Any, tuple[Any, torch.Tensor]] = OrderedDict()
+        self.owners, self.plan[:, tables.START.value] = self.shared([-(-n // self.span) for n in sizes])
+
+    def shared(self, programs: Sequence[int]) -> tuple[torch.Tensor, Any]:
+        """The variable of each program, where each has so many; and the first program of each."""
+        owners = np.repeat(np.arange(self.variables, dtype=np.int32), programs)
+        return torch.from_numpy(owners).to(self.device), np.cumsum([0, *programs])[:-1]
+
+    def empty(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Room on the device."""
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    # -- tables ----------------------------------------------------------------------------------------
+
+    def on_the_device(self, values: np.ndarray) -> torch.Tensor:
+        """Numbers on the device, copied there when they are other ones than lately; nobody waits for that."""
+        stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
+        key = stream, values.dtype, values.tobytes()
+        held = self.tables.pop(key, None)
+        if held is None:
+            host = torch.from_numpy(values.copy())
+            if self.device.type == "cuda":
+                host = host.pin_memory()  # held as long as what was copied from it, for graphs that copy once more
+            held = host, host.to(self.device, non_blocking=True)
+        self.tables[key] = held
+        while len(self.tables) > 2 * KEPT_TABLES:
+            self.tables.popitem(last=False)
+        return held[1]
+
+    def table(self, rows: Any, wires: Any, factors: Any = None, streams: Any = None) -> torch.Tensor:
+        """What kernels are told: of each variable, and where the wires are."""
+        rows, wires = np.asarray(rows, np.uint64).astype(np.int64), np.asarray(wires, np.uint64).astype(np.int64)
+        whole = np.empty(self.plan.size + len(wires), np.int64)
+        plan = whole[: self.plan.size].reshape(self.plan.shape)
+        plan[:] = self.plan
+        plan[:, : rows.shape[1]] = rows
+        plan[:, tables.FLOATS.value] = (rows % 16 == 0).all(axis=1)
+        starts = plan[:, tables.FIRST.value, None] + wires
+        plan[:, tables.CODES.value] = (starts % self.granule == 0).all(axis=1)
+        if factors is not None:
+            plan[:, tables.FACTORS.value] = np.ascontiguousarray(factors, np.float32).view(np.int64)[:, 0]
+        if streams is not None:
+            plan[:, tables.KEY.value] = np.ascontiguousarray(streams[:, :2]).view(np.int64)[:, 0]
+            plan[:, tables.DRAW.value] = streams[:, 3]
+        whole[self.plan.size :] = wires
+        return self.on_the_device(whole)
+
+    # -- encoding --------------------------------------------------------------------------------------
+
+    def encode(self, rows: Any, factors: Any, wire: int, most: Any, streams: Any, end: Any) -> torch.Tensor:
+        """Write every payload into the wire, the end of that, and the next residuals.
+
+        Args:
+            rows: addresses, uint64 of shape (variables, 3): gradient, residual, next residual.
+            factors: float32 of shape (variables, 2): of its residual, and of its gradient.
+            wire: the address of the wire.
+            most: the bit pattern of the largest magnitude that is in range.
+            streams: uint32 of shape (variables, 4): the words of each variable's random numbers.
+            end: what :meth:`grace.exchange.wire.Wire.end` tells.
+
+        Returns:
+            Of each variable 1.0 if it was in range, else 0.0; on the device.
+        """
+        table = self.table(rows, [wire], factors, streams if self.draws else None)
+        keeps, looks = bool(rows[:, 2].any()), int(most) != ANY
+        return self.write(table, keeps, looks, signed(int(most)), signed(int(streams[0, 2])), end)
+
+    def write(self, table: Any, keeps: bool, looks: bool, most: int, step: int, end: Any) -> torch.Tensor:
+        """Launch what encodes; ends with :meth:`write_end`, or with a kernel that does the same."""
+        raise NotImplementedError
+
+    def ending(self, end: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
+        """The end of a wire as kernels take it: tensors, numbers, and a type."""
+        offset, dtype, marks, overflow = end
+        sound, numbers = self.empty(self.variables, torch.float32), np.array(marks, np.float32)
+        tensors = self.flags, sound, self.on_the_device(numbers)
+        return tensors, (offset, numbers.size, float(overflow)), {"Type": TYPES[dtype][0]}
+
+    def write_end(self, table: Any, end: Any) -> torch.Tensor:
+        """Write the end of a wire."""
+        (flags, sound, marks), (offset, size, overflow), of_type = self.ending(end)
+        numbers = self.variables, size, offset, overflow
+        launch(tables.write_end, triton.cdiv(size, 128), flags, table, sound, marks, *numbers, **of_type, N=128)
+        return sound
+
+    # -- decoding --------------------------------------------------------------------------------------
+
+    def decode(self, outs: Any, wires: Any, count: float, loss_scale: float) -> bool:
+        """Write the mean over ``count`` ranks of what their wires hold into ``outs``; whether it was done.
+
+        Args:
+            outs, wires: addresses, uint64.
+        """
+        table = self.table(np.asarray(outs)[:, None], wires)
+        self.read(table, len(wires), float(np.float32(1 / count)), count, loss_scale)
+        return True
+
+    def read(self, table: Any, ranks: int, weight: float, count: float, loss_scale: float) -> None:
+        """Launch what decodes."""
+        raise NotImplementedError

@@ -1,13 +1,20 @@
-"""Which methods make the host wait for a GPU: on the meta device, what would be read back raises."""
+"""Which methods make the host wait for a GPU, and in which exchanges: on the meta device, what would be read back raises
+but for what is read of all buckets once, at the end of a step."""
 
 import contextlib
 
 import pytest
 import torch
 
+from grace.communicators.choice import build_communicator
+from grace.core.context import Context
+from grace.core.registry import legal_communicators
+from grace.core.variable import Variable
+from grace.exchange.bucket import Bucket, Contribution, Traffic
 from grace.kernels.torch import fused
 from grace.kernels.torch.primitives import TorchKernels
 from tests.support.methods import make
+from tests.support.pretended import Meta
 from tests.support.training import SPECS
 
 pytest.importorskip("triton")
@@ -17,6 +24,11 @@ BY_DATA = {"threshold(value=0.001)", "dgc(ratio=0.1)", "adaptive(ratio=0.1)", "i
 BY_TORCH = {f"{method}(ratio={ratio})" for method in ("topk", "randomk") for ratio in (0.1, 0.001)}
 BY_TORCH |= {"topk(ratio=0.1) | qsgd(levels=7)"}
 """Which wait without Triton only."""
+
+
+def read_back(error: Exception) -> bool:
+    """Whether this was raised for a number that nobody has."""
+    return any(what in str(error) for what in ("nonzero", "item()", "Tensor.item", "meta tensor", "_local_scalar"))
 
 
 def waits(spec: str, phase: str) -> bool:
@@ -53,3 +65,43 @@ def test_methods_wait_for_the_device_only_where_the_size_of_what_they_send_is_in
     wanted = BY_DATA | BY_TORCH if kernels == "torch" else BY_DATA
     for phase in ("encode", "decode"):
         assert {spec for spec in METHODS if waits(spec, phase)} == wanted
+
+
+SHAPES = {"matrix": (512, 64), "vector": (1 << 12,), "empty": (0, 3), "scalar": ()}
+
+
+def exchange_waits(spec: str, communicator: str) -> bool:
+    """Whether three steps of one bucket read something before they end."""
+    from grace.kernels.triton.launching import recorded
+
+    chosen = build_communicator(spec, None, communicator)
+    context = Context(size=2, rank=1)
+    chosen.bind(context, Meta(2, 1))
+    bucket = Bucket(0, chosen, [Variable(name, shape, "float32") for name, shape in SHAPES.items()])
+    chosen.compressor.context.step = 0
+    with recorded():
+        for step, present in enumerate(([True] * 4, [True, False, True, True], [True] * 4)):
+            context.step = step
+            gradients = [torch.empty(shape, device="meta") for shape in SHAPES.values()]
+            try:
+                exchange = chosen.begin(Contribution(bucket, gradients, present, True, Traffic()))
+                exchange.lazy = True
+                while exchange.advance():
+                    pass
+                exchange.wait()
+                exchange.finish(gradients if step else [None] * len(gradients))
+            except (NotImplementedError, RuntimeError) as error:
+                assert read_back(error), error  # noqa: PT017 - others are mistakes
+                return True
+            assert exchange.questions
+            for part in chosen.keepers.values():
+                part.state.commit()
+    return False
+
+
+def test_exchanges_wait_for_the_device_only_where_the_docs_say_so(kernels):
+    methods = BY_DATA | BY_TORCH | {"topk(ratio=0.05, chunk=64)"} if kernels == "torch" else BY_DATA
+    for spec in METHODS:  # the last of which looks for the largest itself where a tensor is small
+        for name in legal_communicators(make(spec))[: 1 if kernels == "torch" else None]:
+            wanted = spec in methods or name == "scatter_merge"
+            assert exchange_waits(spec, name) == wanted, (spec, name)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grace.compressors.topk import kept
-from grace.core.compressor import Compressor, Payload, Tensor, Traits
+from grace.core.compressor import Compressor, Payload, Tensor, Traits, shown
 from grace.kernels import kernels_of
 from grace.kernels.index_coding import check_positions, decode, encode
 
@@ -19,7 +19,9 @@ class Adaptive(Compressor):
         C(x)_i = mean(x_P) for i in P,    mean(x_N) for i in N,    else 0
 
     The thresholds are exact, ties broken by index; a side without entries sends none. The payload is the indices
-    of each side and two means, so its size depends on the data. Source: Dryden et al., "Communication
+    of each side and two means, so its size depends on the data. On a GPU, where counting would make the host wait, each
+    side has room for ratio n indices, of which those that are not needed lie outside of the tensor; and two counts
+    travel, too. Source: Dryden et al., "Communication
     quantization for data-parallel training of deep neural networks", MLHPC 2016.
 
     Args:
@@ -34,6 +36,7 @@ class Adaptive(Compressor):
     ratio: float = 0.01
 
     name = "adaptive"
+    bounded = True
     by_position = True
     traits = Traits(category="sparsification", contraction=True, fixed_size=False, memory="residual")
 
@@ -44,13 +47,21 @@ class Adaptive(Compressor):
         k = kernels_of(tensor)
         n = check_positions(math.prod(tensor.shape))
         flat = k.flat(tensor)
-        sides, means = [], []
+        sides, means, counts = [], [], []
         for sign in (1, -1):
             side, count = k.one_side(flat, sign)
+            if self.bounded and k.far(flat):
+                room = kept(self.ratio, n)
+                values, indices, count = k.largest_above(side, 0.0, room, self.ratio)
+                sides.append(encode(k, indices, n + 1, fixed=False))
+                some = k.cast(count, "float32") + k.cast(count == 0, "float32")
+                means.append(k.mean_abs(values) * (room / some))
+                counts.append(count)
+                continue
             indices = k.topk(side, kept(self.ratio, count))
             sides.append(encode(k, indices, n, fixed=False))
             means.append(k.mean_abs(k.gather(side, indices)))
-        return [k.join(means), *sides], tuple(tensor.shape)
+        return [k.join(means), *sides, *([k.join(counts)] if counts else [])], tuple(tensor.shape)
 
     def decompress(self, payload: Payload, ctx: Any) -> Tensor:
         k = kernels_of(payload[0])
@@ -59,11 +70,17 @@ class Adaptive(Compressor):
     def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
         k = kernels_of(out)
         means, n = payload[0], math.prod(ctx)
-        flat = k.add_at(k.flat(out), decode(k, payload[1], n), means[:1], weight)
-        flat = k.add_at(flat, decode(k, payload[2], n), means[1:], -weight)
+        above, below = self._sides(payload)
+        flat = k.add_at(k.flat(out), decode(k, above, n), means[:1], weight)
+        flat = k.add_at(flat, decode(k, below, n), means[1:], -weight)
         return k.reshape(flat, ctx)
 
     def sent_indices(self, payload: Payload, ctx: Any) -> Tensor | None:
         """Flat indices of the entries that a payload carries, one side after the other."""
         k, n = kernels_of(payload[0]), math.prod(ctx)
-        return k.join([decode(k, coded, n) for coded in payload[1:]])
+        return k.join([decode(k, coded, n) for coded in self._sides(payload)])
+
+    def _sides(self, payload: Payload) -> list[Tensor]:
+        """Both sides' coded indices."""
+        counts = payload[3:]
+        return [shown([payload[1 + i]], [c[i : i + 1] for c in counts])[0] for i in (0, 1)]

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from grace.compressors.topk import kept
 from grace.core.compressor import Payload, Sparsifier, Tensor, Traits
 from grace.kernels import kernels_of
 from grace.kernels.index_coding import check_positions, encode
@@ -17,11 +18,14 @@ class Threshold(Sparsifier):
 
         C(x)_i = x_i where |x_i| > value, else 0
 
-    How many those are depends on the data and differs by rank; what stays below waits in the residual. Source:
-    Strom, "Scalable distributed DNN training using commodity GPU cloud computing", Interspeech 2015.
+    How many those are depends on the data and differs by rank; what stays below waits in the residual. On a GPU, where
+    finding out would make the host wait, payloads are of one size: there is room for capacity n entries, of more the
+    largest are sent, and the rest waits as well (without a memory it is lost); what room is left travels as zeros.
+    Source: Strom, "Scalable distributed DNN training using commodity GPU cloud computing", Interspeech 2015.
 
     Args:
         value: the threshold, at least 0, in the units of the gradient (a loss scale is accounted for).
+        capacity: on GPUs, the part of the elements that payloads have room for, and always take, in (0, 1].
 
     >>> import numpy as np
     >>> threshold = Threshold(value=2.5)
@@ -30,17 +34,23 @@ class Threshold(Sparsifier):
     """
 
     value: float = 0.01
+    capacity: float = 0.05
 
     name = "threshold"
+    bounded = True
     traits = Traits(category="sparsification", fixed_size=False, memory="residual")
 
     def __post_init__(self) -> None:
         self.check_number("value", 0, FLOAT32_MAX)
+        self.check_number("capacity", 0, 1, low_open=True)
 
     def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
         k = kernels_of(tensor)
         n = check_positions(math.prod(tensor.shape))
         flat = k.flat(tensor)
-        indices = k.above(flat, min(self.value * self.context.loss_scale, FLOAT32_MAX))
+        value = min(self.value * self.context.loss_scale, FLOAT32_MAX)
+        if self.bounded and k.far(flat):
+            return self.within(flat, value, kept(self.capacity, n)), tuple(tensor.shape)
+        indices = k.above(flat, value)
         coded = encode(k, indices, n, fixed=False)
         return [k.gather(flat, indices), coded], tuple(tensor.shape)

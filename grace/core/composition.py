@@ -45,6 +45,7 @@ class Composed(Compressor):
 
     def __init__(self, sparsifier: Compressor, values: Compressor):
         self.sparsifier, self.values = sparsifier, values
+        sparsifier.bounded = False  # what fills up room would be in the values' means and norms
         if not sparsifier.sends_values:
             raise self.refuse(f"{sparsifier.spec} is not a sparsifier that sends values; the first part must be")
         if values.traits.category != "quantization" or values.votes or values.stateful:

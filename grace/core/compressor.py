@@ -9,7 +9,8 @@ from grace.core.kept import Keeping, is_ours
 from grace.core.ported import aggregating, check_shape, encoding
 from grace.errors import payload_of
 from grace.kernels import kernels_of
-from grace.kernels.index_coding import decode
+from grace.kernels.checks import check_range
+from grace.kernels.index_coding import decode, encode
 
 Tensor = Any
 Payload = list[Tensor]
@@ -90,6 +91,9 @@ class Compressor(Keeping):
     sends_values: ClassVar[bool] = False
     """Whether the first payload tensor holds float32 values picked from the tensor, so that a second
     method may compress them: ``topk | qsgd``."""
+    bounded: bool = False
+    """Whether payloads of what lies on a device are of one size, though others vary: they have room that is filled up,
+    so that no rank's host must know how many elements came of its tensor."""
     by_position: bool = False
     """Whether elements are told apart by int32 positions, so that a tensor must have fewer than 2^31 of them."""
 
@@ -255,13 +259,32 @@ class Sparsifier(Compressor):
     sends_values = True
     by_position = True
 
+    def within(self, flat: Tensor, threshold: float, room: int) -> Payload:
+        """A payload of one size, whatever is in the tensor, for devices: of what is above a threshold the largest, for
+        which there is room, and how many they are. Nothing is read back; what is left out is decoded as 0."""
+        k = kernels_of(flat)
+        values, indices, count = k.largest_above(flat, threshold, room)
+        return [values, encode(k, indices, flat.shape[0] + 1, fixed=False), count]
+
     def decompress(self, payload: Payload, ctx: Any) -> Tensor:
         k = kernels_of(payload[0])
         return self.accumulate(payload, ctx, k.zeros(ctx, "float32", payload[0]))
 
     def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
         k = kernels_of(out)
-        return k.reshape(k.scatter_add(k.flat(out), self.sent_indices(payload, ctx), payload[0], weight), ctx)
+        values = shown(payload[:1], payload[2:])[0] if self.bounded else payload[0]
+        return k.reshape(k.scatter_add(k.flat(out), self.sent_indices(payload, ctx), values, weight), ctx)
 
     def sent_indices(self, payload: Payload, ctx: Any) -> Tensor | None:
-        return decode(kernels_of(payload[1]), payload[1], math.prod(ctx), payload[0].shape[0])
+        values, coded = shown(payload[:2], payload[2:]) if self.bounded else payload[:2]
+        return decode(kernels_of(coded), coded, math.prod(ctx), values.shape[0])
+
+
+def shown(parts: list[Tensor], count: list[Tensor]) -> list[Tensor]:
+    """Without what only fills their room, by the count that came with them, if one did; on a device that stays, because
+    kernels leave out positions that are not there."""
+    if not count or kernels_of(parts[0]).far(parts[0]):
+        return parts
+    n = int(kernels_of(count[0]).to_list(count[0])[0])
+    check_range(n, n, parts[0].shape[0] + 1, "the number of elements")
+    return [part[:n] for part in parts]

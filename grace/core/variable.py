@@ -23,6 +23,11 @@ class Variable:
     """Whether its gradients come as rows."""
 
     @property
+    def far(self) -> bool:
+        """Whether it lies on a device, as torch calls them."""
+        return self.device.partition(":")[0] not in ("", "cpu")
+
+    @property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)

@@ -43,6 +43,7 @@ class Exchange(AtOnce, Refusing, Judging, Rounds):
         self.names = bucket.names
         self.kernels = kernels_of(gradients[0])
         self.far = self.puts_off and self.kernels.far(gradients[0])
+        self.varies = self.traits.varies and not (self.far and self.compressor.bounded)
         self.handle: Any = None
         self.ranged = []
         self.round, self.sizing, self.concatenated = 1, False, False
@@ -104,7 +105,7 @@ class Exchange(AtOnce, Refusing, Judging, Rounds):
         self._count(self.wire, buffer)
         self.traffic.codec_seconds += time.perf_counter() - began
         backend = self.communicator.backend
-        if not self.comparing and (not self.traits.varies or self.communicator.sums):
+        if not self.comparing and (not self.varies or self.communicator.sums):
             self._go()
             return
         sizes = self.kernels.full(self.laid_out.marks() if self.comparing else self.wire.sizes(), "int64", buffer)

@@ -115,7 +115,7 @@ class ReduceBroadcastExchange(Exchange):
     def _mean_compressed(self) -> Tensor:
         """The compressed means, as a wire; elsewhere, room for it."""
         k, communicator = self.kernels, self.communicator
-        self.announced = self.traits.varies
+        self.announced = self.varies
         communicator.rescale_answers(self.loss_scale)  # everywhere: who decodes votes multiplies with it
         if not self.here:
             return k.zeros((self.wire.length,), "uint8", self.bucket.buffer)
@@ -233,7 +233,7 @@ class ReduceBroadcastExchange(Exchange):
         decode = self.decoding(lambda i, out, name: self._decoded(i, payloads[i], out), self.root)
         with recorder.phase("unpack", bucket=self.bucket):
             (buffer,) = self.handle.result()
-            wire = self.answer_wire if self.traits.varies else self.wire
+            wire = self.answer_wire if self.varies else self.wire
             if self.look([wire], [buffer]):
                 return self.nothing()
             payloads = wire.unpack(buffer)
@@ -267,7 +267,7 @@ class ReduceBroadcastExchange(Exchange):
         if self.communicator.sums:
             super().glance()
         elif not self.refusal:
-            self.look([self.answer_wire if self.traits.varies else self.wire], self.handle.result())
+            self.look([self.answer_wire if self.varies else self.wire], self.handle.result())
 
     def _decoded(self, i: int, payload: Payload, out: Tensor | None) -> Tensor:
         if out is None:

@@ -167,6 +167,8 @@ class Exchanger:
         """What all ranks must agree on."""
         facts = [*versions(self.backend), ("the seed", str(self.context.seed)), ("the choice", self.name)]
         facts += [(f"variable {v.name!r}", v.describe()) for v in self.variables]
+        if any(communicator.compressor.bounded for communicator in self.communicators):  # sizes follow from it
+            facts.append(("the place of gradients", "a device" if any(v.far for v in self.variables) else "the CPU"))
         for bucket in self.buckets:
             facts += [(f"in bucket {bucket.index}:", repr(v.name)) for v in bucket.variables]
         return facts

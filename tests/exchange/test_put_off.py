@@ -33,12 +33,14 @@ STEPS = {
 REFUSED = [case[:3] for case in damaged.CASES if case[1].startswith("far")]
 
 
-def steps(spec, communicator, far):
+def steps(spec, communicator, far, plain=False):
     """Gradients and state after each step, and what was read in it."""
     found, reads = [], []
-    with as_far() if far else contextlib.nullcontext([]) as log:
+    with as_far(plain) if far else contextlib.nullcontext([]) as log:
         model = Given(SHAPES)
-        optimizer = distributed(model, spec, communicator=communicator, group_bytes=400)
+        optimizer = distributed(
+            model, spec, communicator=communicator, group_bytes=400, optimizer=lambda p: torch.optim.SGD(p, lr=0.05)
+        )
         for number, (matrix, vector, bad) in enumerate(STEPS.values()):
             optimizer.zero_grad()
             given = made_up(SHAPES, number, grace.rank())
@@ -72,6 +74,27 @@ def test_what_is_read_at_the_end_of_a_step_is_heeded_as_what_is_read_at_once(two
         for name, (unlike, reads) in answers.items():
             assert not unlike, name
             assert reads == [["read"]] * len(STEPS), name
+
+
+BOUNDED = {"threshold(value=0.8, capacity=1.0)": True, "dgc(ratio=0.1)": False, "adaptive(ratio=0.1)": False}
+"""Whether these compute the same on a device, to the last bit."""
+
+
+def far_and_near(spec, communicators):
+    return {name: (steps(spec, name, True, plain=True), steps(spec, name, False)[0]) for name in communicators}
+
+
+@pytest.mark.parametrize("spec", BOUNDED)
+def test_payloads_have_room_on_a_device_and_their_sizes_are_not_read(two_ranks, spec):
+    names = [name for name in legal_communicators(make("compressor", spec)) if name not in UNTRIED]
+    first, second = two_ranks.run(far_and_near, spec, names)
+    for name in names:
+        ((found, reads), near), ((others, _), _) = first[name], second[name]
+        assert [gradients for gradients, _ in found] == [gradients for gradients, _ in others], name
+        assert reads == [["read"]] * len(STEPS), name
+        assert found == near or not BOUNDED[spec], name
+        kept = dict(zip(STEPS, (state for _, state in found), strict=True))
+        assert kept["nowhere"] == kept["overflow"] == kept["infinite"] != kept["after"], name
 
 
 def far(function, *args):

@@ -5,14 +5,16 @@ from collections.abc import Iterator
 
 import torch
 
+from grace.kernels.torch import fused
 from grace.kernels.torch.fused import FusedTorchKernels, HalfTorchKernels
 from grace.kernels.torch.primitives import TorchKernels
 
 
 @contextlib.contextmanager
-def as_far() -> Iterator[list[str]]:
+def as_far(plain: bool = False) -> Iterator[list[str]]:
     """In this context torch's tensors are said to lie on a device, flags of what is finite are tensors, and what is
-    read is written down: "list" for the numbers of one tensor, "read" for those of several at once."""
+    read is written down: "list" for the numbers of one tensor, "read" for those of several at once. ``plain`` for
+    torch's own operations, which leave out positions that are not there as a device's kernels do."""
     log: list[str] = []
     kinds = (TorchKernels, HalfTorchKernels, FusedTorchKernels)
     kept = {(kind, name): vars(kind)[name] for kind in kinds for name in FAR if name in vars(kind)}
@@ -27,13 +29,16 @@ def as_far() -> Iterator[list[str]]:
     def flag(method):
         return lambda self, x, *most: torch.tensor(float(method(self, x, *most)))
 
-    plain = TorchKernels.to_list
+    one, fast = TorchKernels.to_list, fused._USE_FUSED
     TorchKernels.far = lambda self, x: True
-    TorchKernels.to_list, TorchKernels.read = logged("list", plain), logged("read", TorchKernels.read)
+    TorchKernels.to_list, TorchKernels.read = logged("list", one), logged("read", TorchKernels.read)
+    TorchKernels.all_finite = flag(TorchKernels.all_finite)
     FusedTorchKernels.all_finite = flag(FusedTorchKernels.all_finite)
+    fused._USE_FUSED = fast and not plain
     try:
         yield log
     finally:
+        fused._USE_FUSED = fast
         for kind in kinds:
             for name in FAR:
                 if (kind, name) in kept:

@@ -17,6 +17,7 @@ class SparseKernels(abc.ABC):
     random_bits: Any
     widen: Any
     check_indices: Any
+    topk: Any
 
     @abc.abstractmethod
     def topk_chunks(self, x: Tensor, chunk: int, k: int) -> Tensor:
@@ -30,6 +31,16 @@ class SparseKernels(abc.ABC):
     @abc.abstractmethod
     def above(self, x: Tensor, threshold: float) -> Tensor:
         """Indices with abs(x) > threshold (rounded to float32), ascending; NaN is above nothing."""
+
+    def largest_above(
+        self, x: Tensor, threshold: float, room: int, ratio: float = 1.0
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The elements with abs(x) > threshold, for which there is ``room`` (of more the largest, ties by index), and
+        of all that there are only the part ``ratio``, rounded, at least 1. Nothing is read, so it is for devices.
+
+        Returns values and int32 indices, ascending, filled up with 0 and n; and int32 of shape (1,), how many they
+        are."""
+        raise NotImplementedError(f"{type(self).__name__} reads how many there are")
 
     @abc.abstractmethod
     def kth_magnitude(self, x: Tensor, k: int) -> float:
@@ -55,8 +66,9 @@ class SparseKernels(abc.ABC):
         has no exact digits for it (below 2**-126), the product rounded once."""
 
     @abc.abstractmethod
-    def one_side(self, x: Tensor, sign: int) -> tuple[Tensor, int]:
-        """``max(sign x, 0)`` for sign 1 or -1, and how many elements are positive; NaN counts as 0."""
+    def one_side(self, x: Tensor, sign: int) -> tuple[Tensor, Any]:
+        """``max(sign x, 0)`` for sign 1 or -1, and how many elements are positive, as a 0-d tensor where reading would
+        wait; NaN counts as 0."""
 
     @abc.abstractmethod
     def fixed_tags(self, x: Tensor, bound: float, top: float, step8: float, step16: float) -> Tensor:

@@ -51,6 +51,17 @@ class SparseReference(SparseKernels):
     def above(self, x, threshold):
         return np.flatnonzero(np.abs(x) > np.float32(threshold)).astype(np.int32)
 
+    def largest_above(self, x, threshold, room, ratio=1.0):
+        top: np.ndarray = self.topk(x, room)
+        values, total = x[top], np.count_nonzero(np.abs(x) > np.float32(threshold))
+        shown = np.abs(values) > np.float32(threshold)
+        if ratio != 1:
+            order = np.argsort(~(values.view(np.uint32) & LOW31), kind="stable")
+            shown[order[max(1, int(np.rint(ratio * total))) :]] = False
+        count, rest = np.count_nonzero(shown), np.count_nonzero(~shown)
+        values = np.concatenate([values[shown], np.zeros(rest, np.float32)])
+        return values, np.concatenate([top[shown], np.full(rest, x.size, np.int32)]), np.array([count], np.int32)
+
     def kth_magnitude(self, x, k):
         bits = x.view(np.uint32) & LOW31  # magnitudes in the order of their bit patterns
         return float(np.partition(bits, x.size - k)[x.size - k].view(np.float32))

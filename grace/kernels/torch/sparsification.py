@@ -1,5 +1,7 @@
 """The primitives of :mod:`grace.kernels.contract.sparsification` in plain torch operations, on any device."""
 
+from typing import Any
+
 import torch
 
 from grace.kernels.checks import check_count
@@ -14,6 +16,9 @@ class SparseTorch(SparseKernels):
     >>> TorchKernels().above(torch.tensor([1.0, -5.0, 3.0, 0.0]), 2.0)
     tensor([1, 2], dtype=torch.int32)
     """
+
+    far: Any
+    topk: Any
 
     def topk_chunks(self, x, chunk, k):
         rows, count = -(-x.numel() // chunk), -(-k * x.numel() // chunk)
@@ -32,6 +37,19 @@ class SparseTorch(SparseKernels):
     def above(self, x, threshold):
         return _where(x.abs() > threshold)
 
+    def largest_above(self, x, threshold, room, ratio=1.0):
+        top, places = self.topk(x, room), torch.arange(room, device=x.device)
+        values = x.index_select(0, top)
+        shown = values.abs() > threshold
+        if ratio != 1:
+            order = (values.view(torch.int32) & 0x7FFFFFFF).sort(descending=True, stable=True).indices
+            most = ((x.abs() > threshold).sum().double() * ratio).round().clamp(min=1)
+            shown = shown & (torch.empty_like(order).scatter_(0, order, places) < most)
+        count, order = shown.sum(), (~shown).to(torch.uint8).sort(stable=True).indices
+        shown = places < count
+        values = torch.where(shown, values.index_select(0, order), 0.0)
+        return values, torch.where(shown, top.index_select(0, order), x.numel()), count.to(torch.int32).reshape(1)
+
     def kth_magnitude(self, x, k):
         bits = x.view(torch.int32) & 0x7FFFFFFF
         return float(torch.topk(bits, k, sorted=False).values.min().view(torch.float32))
@@ -43,12 +61,24 @@ class SparseTorch(SparseKernels):
 
     def zero_at(self, out, indices):
         self.check_indices(indices, out.numel())
+        if self.far(out):
+            marked = torch.zeros(out.numel() + 1, dtype=torch.bool, device=out.device)
+            there = torch.where((indices >= 0) & (indices < out.numel()), indices, out.numel())
+            return out.masked_fill_(marked.index_fill_(0, there.long(), True)[:-1], 0)
         return out.index_fill_(0, indices.long(), 0)
 
     def add_at(self, out, indices, value, weight):
         check_count("means", value.numel(), 1)
         self.check_indices(indices, out.numel())
-        return out.index_add_(0, indices, (value * weight).expand(indices.numel()))
+        indices, values = self.inside(out, indices, (value * weight).expand(indices.numel()))
+        return out.index_add_(0, indices, values)
+
+    def inside(self, out, indices, values):
+        """On a device, where positions are not read, those outside of ``out`` get nothing."""
+        if not self.far(out):
+            return indices, values
+        inside = (indices >= 0) & (indices < out.numel())
+        return torch.where(inside, indices, 0), torch.where(inside, values, 0.0)
 
     def clip_norm(self, x, limit):
         norm = x.double().square().sum().sqrt()
@@ -58,7 +88,8 @@ class SparseTorch(SparseKernels):
 
     def one_side(self, x, sign):
         positive = x > 0 if sign > 0 else x < 0
-        return torch.where(positive, x.abs(), 0.0), int(positive.sum())
+        count = positive.sum()
+        return torch.where(positive, x.abs(), 0.0), count if self.far(x) else int(count)
 
     def fixed_tags(self, x, bound, top, step8, step16):
         magnitude = x.abs()

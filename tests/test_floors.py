@@ -38,6 +38,7 @@ IN_KERNELS = ("kernels/torch/", "kernels/triton/", "kernels/tensorflow/")
 THEIR_ROOMS = ("torch/", "tensorflow/", "integrations/", "bench/", *IN_KERNELS)
 THEIR_FILES = {
     "backends/torch_distributed.py",
+    "backends/torch_streams.py",
     "backends/torchrun.py",
     "backends/horovod_torch.py",
     "backends/horovod_tensorflow.py",

@@ -6,7 +6,7 @@ import socket
 import time
 import uuid
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from grace.backends.topology import MPI_SIZES
+from grace.backends.torch_streams import Side
 from grace.backends.torchrun import store_of_this_start
 from grace.core.backend import Backend, Handle
 from grace.core.channels import Channels
@@ -46,6 +47,7 @@ class TorchBackend(Backend):
         if self.rank < 0:
             raise ConfigError("this process is not a member of the process group")
         self.timeout = timeout_for(_timeout(group))
+        self._sides: dict[torch.device, Side | None] = {}
         if os.environ.get("LOCAL_RANK", "").isdigit():  # torchrun's
             self.local_rank = int(os.environ["LOCAL_RANK"])
         members = [self._global(rank) for rank in range(self.size)]
@@ -68,7 +70,7 @@ class TorchBackend(Backend):
 
     def allreduce(self, tensor: torch.Tensor) -> Handle:
         self.count(2 * (self.size - 1) / self.size * tensor.nbytes)
-        return self._handle(dist.all_reduce(tensor, group=self.group, async_op=True), tensor, tensor)
+        return self._handle(lambda: dist.all_reduce(tensor, group=self.group, async_op=True), tensor, tensor)
 
     def allgather(self, tensor: torch.Tensor) -> Handle:
         self.count((self.size - 1) * tensor.nbytes)
@@ -77,22 +79,22 @@ class TorchBackend(Backend):
         gathered = list(rows.unbind())
         if self.size > 3 and not raw.is_cuda and rows.nbytes <= DIRECT_BYTES:  # gloo's goes round a ring
             copies = raw.expand(self.size, -1).contiguous()
-            work = dist.all_to_all_single(rows, copies, group=self.group, async_op=True)
+            begin = lambda: dist.all_to_all_single(rows, copies, group=self.group, async_op=True)  # noqa: E731
         else:
-            work = dist.all_gather(gathered, raw, group=self.group, async_op=True)
-        return self._handle(work, [part.view(tensor.dtype) for part in gathered], tensor)
+            begin = lambda: dist.all_gather(gathered, raw, group=self.group, async_op=True)  # noqa: E731
+        return self._handle(begin, [part.view(tensor.dtype) for part in gathered], tensor)
 
     def alltoall(self, tensor: torch.Tensor) -> Handle:
         self.count((self.size - 1) / self.size * tensor.nbytes)
         received = torch.empty_like(tensor)
-        work = dist.all_to_all_single(_known(received), _known(tensor), group=self.group, async_op=True)
-        return self._handle(work, list(received.view(self.size, -1).unbind()), tensor)
+        begin = lambda: dist.all_to_all_single(_known(received), _known(tensor), group=self.group, async_op=True)  # noqa: E731
+        return self._handle(begin, list(received.view(self.size, -1).unbind()), tensor)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
         if root == self.rank:
             self.count((self.size - 1) * tensor.nbytes)
-        work = dist.broadcast(_known(tensor), self._global(root), group=self.group, async_op=True)
-        return self._handle(work, tensor, tensor)
+        begin = lambda: dist.broadcast(_known(tensor), self._global(root), group=self.group, async_op=True)  # noqa: E731
+        return self._handle(begin, tensor, tensor)
 
     def gather(self, tensor: torch.Tensor, root: int) -> Handle:
         raw, gathered = _known(tensor), list[torch.Tensor]()
@@ -100,8 +102,8 @@ class TorchBackend(Backend):
             gathered = list(raw.new_empty((self.size, raw.numel())).unbind())
         else:
             self.count(tensor.nbytes)
-        work = dist.gather(raw, gathered or None, self._global(root), group=self.group, async_op=True)
-        return self._handle(work, [part.view(tensor.dtype) for part in gathered], tensor)
+        begin = lambda: dist.gather(raw, gathered or None, self._global(root), group=self.group, async_op=True)  # noqa: E731
+        return self._handle(begin, [part.view(tensor.dtype) for part in gathered], tensor)
 
     def duplicate(self) -> "TorchBackend":
         return self.like(group=self._new(range(self.size)), owns=False)
@@ -160,8 +162,20 @@ class TorchBackend(Backend):
         cpu = torch.device("cpu") in group._device_types
         return torch.tensor(array, device="cpu" if cpu else torch.cuda.current_device())
 
-    def _handle(self, work: Any, result: Any, sent: torch.Tensor) -> Handle:
-        """A collective that was started; on a GPU ``wait()`` only lets later work on it wait."""
+    def _side(self, device: torch.device) -> Side | None:
+        """The stream that a GPU's collectives start on; None over engines that have none of their own."""
+        if device not in self._sides:
+            group: Any = self.group or dist.group.WORLD
+            self._sides[device] = Side(device) if "nccl" in group._get_backend(device).name() else None
+        return self._sides[device]
+
+    def _handle(self, begin: Callable[[], Any], result: Any, sent: torch.Tensor) -> Handle:
+        """The collective that ``begin`` starts; on a GPU ``wait()`` only lets later work on it wait."""
+        side = self._side(sent.device) if sent.is_cuda else None
+        if side is not None:
+            begun = side.start(begin, [sent, *(result if isinstance(result, list) else [result])])
+            return Handle(lambda: side.join(begun), result, (begun,))
+        work = begin()
         if sent.is_cuda:
             return Handle(work.wait, result, (work,))
 

@@ -9,7 +9,7 @@ import torch
 
 from grace.kernels.contract.primitives import Placed
 from tests.support.data import data, same
-from tests.support.implementations import OTHERS
+from tests.support.implementations import INTERPRETED, OTHERS
 from tests.support.methods import make
 
 pytest.importorskip("numba", reason="the CPU's are compiled")
@@ -24,7 +24,7 @@ def device(request):
     return torch.device(request.param.device)
 
 
-def laid_out(method, sizes, wide):
+def laid_out(method, sizes, wide=False):
     """Where payloads stand in a wire, and how many bytes they take; ``wide``: positions take 4."""
     shapes = [[(t.shape, str(t.dtype)) for t in method.compress(np.ones(n, np.float32), "w")[0]] for n in sizes]
     shapes = [[values, *((values[0], "int32") if wide else coded for coded in rest)] for values, *rest in shapes]
@@ -41,14 +41,14 @@ def laid_out(method, sizes, wide):
 class Side:
     """A codec of one device, its tensors and what it wrote."""
 
-    def __init__(self, method, wide, device=None):
+    def __init__(self, method, wide, device=None, sizes=SIZES):
         from grace.kernels.fused.bucket_codecs import CODECS
         from grace.kernels.triton.sparse_codecs import CODECS as TRITON
 
-        self.method, (self.placed, self.nbytes) = method, laid_out(method, SIZES, wide)
-        (name, options), self.device = method.bucket_codec(), device or torch.device("cpu")
+        self.method, (self.placed, self.nbytes) = method, laid_out(method, sizes, wide)
+        self.sizes, (name, options), self.device = sizes, method.bucket_codec(), device or torch.device("cpu")
         known = CODECS if device is None else TRITON
-        self.codec = known[name](SIZES, self.placed, **options, **({"device": device} if device else {}))
+        self.codec = known[name](sizes, self.placed, **options, **({"device": device} if device else {}))
 
     def encode(self, gradients, residuals):
         given = [torch.from_numpy(g.copy()).to(self.device) for g in gradients]
@@ -72,7 +72,7 @@ class Side:
 
     def decode(self, wires):
         wires = [torch.from_numpy(wire.copy()).to(self.device) for wire in wires]
-        outs = [torch.full((n,), math.nan, device=self.device) for n in SIZES]
+        outs = [torch.full((n,), math.nan, device=self.device) for n in self.sizes]
         places = [np.array([x.data_ptr() for x in tensors], np.uint64) for tensors in (outs, wires)]
         assert self.codec.decode(*places, len(wires), 1.0)
         return [out.cpu().numpy() for out in outs]
@@ -80,7 +80,7 @@ class Side:
 
 SPECS = [
     "topk(ratio=0.02)", "topk(ratio=0.2)", "topk(ratio=0.1, chunk=64)", "topk(chunk=1024)",
-    "randomk(ratio=0.1)", "randomk(ratio=0.03, unbiased=true)",
+    "randomk(ratio=0.03, unbiased=true)",
 ]  # fmt: skip
 
 
@@ -102,3 +102,42 @@ def test_wires_residuals_and_means_are_the_cpus(device, spec, wide):
     for given in (wires[:1], wires):
         for one, other in zip(gpu.decode(given), cpu.decode(given), strict=True):
             same(one, other)
+
+
+BUDGETS = {
+    "topk(ratio=0.01)": (18, 26),
+    "topk(ratio=0.1)": (18, 26),
+    "topk(ratio=0.01, chunk=1024)": (4.5, 12.5),
+    "topk(ratio=0.1, chunk=64)": (5.5, 13.5),  # of which 0.6 are the payload
+    "randomk(ratio=0.01)": (4.5, 12.5),
+}
+"""The most bytes an element to encode without a residual, and with one. To decode: 8, and the payload."""
+LAUNCHES = {"topk(ratio=0.01)": 7, "topk(ratio=0.1)": 7, "randomk(ratio=0.01)": 3}
+"""The most to encode a bucket, of those that need more than 2."""
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="counts what the interpreter loads and stores")
+@pytest.mark.parametrize("spec", BUDGETS)
+def test_elements_are_read_and_written_seldom_and_buckets_take_few_launches(device, spec, monkeypatch):
+    from grace.kernels.triton import sparse_codecs
+    from grace.kernels.triton.launching import recorded
+    from tests.support.moved import moved
+
+    monkeypatch.setattr(sparse_codecs, "PROGRAMS", 2)  # of many elements each, as on GPUs
+    n, given = 1 << (12 if "chunk" in spec else 15), []
+    gpu = Side(make(spec), False, device, [n])
+    x, residual = data("gaussian", n, 1), data("gaussian", n, 2)
+    for residuals, most in zip((None, [residual]), BUDGETS[spec], strict=True):
+        with moved() as encoding:
+            given.append(gpu.encode([x], residuals)[0])
+        assert 4 * n < encoding.total <= most * n
+    with moved() as decoding:
+        gpu.decode(given)
+    assert 4 * n < decoding.total <= 8 * n + len(given) * gpu.nbytes
+    gpu = Side(make(spec), False, device, SIZES)
+    with recorded() as encoding:
+        wire, *_ = gpu.encode([data("gaussian", size) for size in SIZES], None)
+    with recorded() as decoding:
+        gpu.decode([wire, wire])
+    assert 0 < len(encoding) <= LAUNCHES.get(spec, 2)
+    assert 0 < len(decoding) <= 2

@@ -60,11 +60,11 @@ def some(source, low, many, wide, N: tl.constexpr):
 
 
 @triton.jit
-def collected(patterns, places, listed, counts, state, x, n, k, program, steps, room, wide, N: tl.constexpr):
+def collected(patterns, places, located, listed, counts, state, x, n, k, program, steps, room, wide, N: tl.constexpr):
     """List what has the first digit of the k-th largest or a larger one, patterns and places, and count its second one.
 
     Each program has room for so many; where there are more, the list is not used, but what it is of. ``listed`` are how
-    many there are.
+    many there are, and ``located`` is whether places are of use.
     """
     prefix, _ = narrowed(counts, state, k, program, 1)
     base, first = program.to(tl.int64) * steps * N, program.to(tl.int64) * room
@@ -76,7 +76,7 @@ def collected(patterns, places, listed, counts, state, x, n, k, program, steps, 
         taken = (inside & ((bits >> 23) >= prefix)).to(tl.int32)
         at = many + tl.cumsum(taken, 0) - taken
         tl.store(patterns + first + at, given, mask=(taken > 0) & (at < room))
-        tl.store(places + first + at, low + place, mask=(taken > 0) & (at < room))
+        tl.store(places + first + at, low + place, mask=(taken > 0) & (at < room) & located)
         found += tl.histogram((bits >> 15) & (DIGITS - 1), DIGITS, mask=inside & ((bits >> 23) == prefix))
         many += tl.sum(taken, 0)
     tl.store(listed + program, many)
@@ -160,7 +160,7 @@ def taken_of(bits, inside, threshold, rank, larger_before, tied_before):
 
 @triton.jit
 def collect(patterns, places, listed, counts, state, x, n, k, steps, room, wide, N: tl.constexpr):
-    collected(patterns, places, listed, counts, state, x, n, k, tl.program_id(0), steps, room, wide, N)
+    collected(patterns, places, True, listed, counts, state, x, n, k, tl.program_id(0), steps, room, wide, N)
 
 
 @triton.jit

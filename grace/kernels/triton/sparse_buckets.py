@@ -133,7 +133,7 @@ def first_of_bucket(
 def collect_of_bucket(patterns, places, listed, counts, table, owners, steps, room, N: tl.constexpr):
     row, x, n, k, program, own, state, wide = searched(table, owners, counts)
     start = tl.load(row + START)
-    lists = patterns + start * room, places + start * room, listed + start
+    lists = patterns + start * room, places + start * room, tl.load(row + WIDTH) != 1, listed + start
     collected(*lists, own, state, x, n, k, program, steps, room, wide, N)
 
 

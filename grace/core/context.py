@@ -20,6 +20,7 @@ class Context:
     Attributes:
         seed: seed of every random number, the same on all ranks.
         step: number of exchanges so far.
+        step_there: the same in a tensor on a device, where a CUDA graph reads it; else None.
         rank, size: this process and how many there are.
         loss_scale: the factor that gradients are scaled by in mixed precision.
         lr: the learning rate that the optimizer will use for a variable.
@@ -34,6 +35,7 @@ class Context:
 
     seed: int = 0
     step: int = 0
+    step_there: Any = None
     rank: int = 0
     size: int = 1
     loss_scale: float = 1.0
@@ -49,7 +51,7 @@ class Context:
     def stream(self, name: str, *, shared: bool = False) -> Stream:
         """Random numbers for one variable at this step, the same on all ranks if ``shared``."""
         who = "shared" if shared else str(self.rank)
-        return Stream(stream_key(self.seed, name, who), self.step)
+        return Stream(stream_key(self.seed, name, who), self.step if self.step_there is None else self.step_there)
 
 
 class Among:

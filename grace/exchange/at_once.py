@@ -9,6 +9,7 @@ what is kept is not written to until the next one is kept in its place.
 
 import importlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -148,13 +149,15 @@ class BucketCodec:
             context = compressor.context
             if self.drawn_for != (context.seed, context.rank):
                 shared = self.codec.draws == "shared"
-                self.streams[:] = [context.stream(name, shared=shared).words for name in self.names]
+                own = (context.stream(name, shared=shared) for name in self.names)
+                self.streams[:] = [replace(stream, step=0).words for stream in own]
                 self.drawn_for = context.seed, context.rank
             self.streams[:, 2] = context.step & 0xFFFFFFFF
         most = ANY if compressor.traits.carries_nonfinite else MOST_KEPT if kept else MOST
         given = turns.rows, turns.factors, self.target[1], most, self.streams
         marks = self.well if all(present) else [mark(here, True, self.wire.sums) for here in present]
         if self.codec.on_device:
+            self.codec.step = compressor.context.step_there
             sound = self.codec.encode(*given, self.wire.end(marks, places))
         else:
             sound = [here and ok for here, ok in zip(present, self.codec.encode(*given), strict=True)]

@@ -27,7 +27,7 @@ class Stream:
 
     Attributes:
         key: 64-bit key.
-        step: 32-bit step (a whole number, or a scalar tensor in a traced graph).
+        step: 32-bit step (a whole number, or a scalar tensor in a traced graph; torch's are int64).
         draw: which of several sequences of the step, below 2**31.
     """
 

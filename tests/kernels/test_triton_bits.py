@@ -104,6 +104,20 @@ def test_random_numbers_and_places(it, x):
     exactly(it, "where_code", np.sign(x).astype(np.int8).view(np.uint8), 255)
 
 
+def test_a_step_that_lies_in_memory_makes_the_same_numbers(it):
+    """As a CUDA graph reads it, which is the same launch at every step."""
+    for step in (0, 7, 2**32 - 1):
+        there, here = Stream(2**64 - 3, torch.tensor([step], device=it.device or "cpu"), 5), Stream(2**64 - 3, step, 5)
+        x, like = data("gaussian", 1025, 1), np.zeros(1, np.float32)
+        assert (it.run("random_bits", there, 1025, like) == REFERENCE.random_bits(here, 1025)).all()
+        assert (it.run("random_indices", there, 5000, 700, like) == REFERENCE.random_indices(here, 5000, 700)).all()
+        for found, wanted in zip(
+            it.run("quantize", x, 127, 64, "max", there), REFERENCE.quantize(x, 127, 64, "max", here), strict=True
+        ):
+            same(found, wanted)
+        same(it.run("round_powers", x, there), REFERENCE.round_powers(x, here))
+
+
 @pytest.mark.parametrize("bad", [-np.nan, np.inf, -np.inf])
 def test_what_is_no_number_is_seen_and_stays(it, bad):
     for place in (0, 2000):

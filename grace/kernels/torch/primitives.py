@@ -175,7 +175,7 @@ class TorchKernels(ValueTorch, SparseTorch, Kernels):
         for start in range(0, len(out), CHUNK):
             rows = out[start : start + CHUNK]
             block = torch.arange(start, start + len(rows), device=like.device)
-            counter = (block & LOW32, block >> 32, torch.full_like(block, step), torch.full_like(block, draw))
+            counter = (block & LOW32, block >> 32, torch.zeros_like(block) + step, torch.full_like(block, draw))
             for column, word in enumerate(_philox(counter, (key_low, key_high))):
                 rows[:, column] = word
         return out.reshape(-1)[:n]
@@ -302,7 +302,7 @@ def _feistel(index, n, stream):
     key_low, key_high, step, draw = stream.permuting().words
     left, right = index >> right_bits, index & (1 << right_bits) - 1
     for number in range(FEISTEL_ROUNDS):
-        constants = (torch.full_like(right, c) for c in (number, step, draw))
+        constants = (torch.zeros_like(right) + c for c in (number, step, draw))
         mixed = _philox((right, *constants), (key_low, key_high))[0] & (1 << left_bits) - 1
         left, right = right, left ^ mixed
         left_bits, right_bits = right_bits, left_bits

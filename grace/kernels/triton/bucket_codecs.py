@@ -23,7 +23,7 @@ class Numbers(Codec):
         kind, nbytes = TYPES[payloads[0][0].dtype]
         self.kind = {"Type": kind, "BYTES": nbytes}
 
-    def write(self, table: Any, keeps: bool, looks: bool, most: int, step: int, end: Any) -> torch.Tensor:
+    def write(self, table: Any, keeps: bool, looks: bool, most: int, step: Any, end: Any) -> torch.Tensor:
         given, chosen = (self.flags, table, self.owners, self.variables, most), {"KEEPS": keeps, "LOOKS": looks}
         launch(buckets.encode_numbers, len(self.owners), *given, **chosen, **self.kind, N=self.span)
         return self.write_end(table, end)
@@ -49,7 +49,7 @@ class Signs(Codec):
             parts = self.empty((len(self.owners), 1 if form == "scaled" else 2), torch.float64)
             self.parts = parts, self.empty(len(self.owners), torch.int32)
 
-    def write(self, table: Any, keeps: bool, looks: bool, most: int, step: int, end: Any) -> torch.Tensor:
+    def write(self, table: Any, keeps: bool, looks: bool, most: int, step: Any, end: Any) -> torch.Tensor:
         programs, given = len(self.owners), (table, self.owners, self.variables)
         shape = {**self.form, "N": self.span}
         launch(buckets.encode_signs, programs, self.flags, *self.parts, *given, most, **shape, KEEPS=keeps)
@@ -75,7 +75,7 @@ class Powers(Codec):
     draws = True
     granule = 4
 
-    def write(self, table: Any, keeps: bool, looks: bool, most: int, step: int, end: Any) -> torch.Tensor:
+    def write(self, table: Any, keeps: bool, looks: bool, most: int, step: Any, end: Any) -> torch.Tensor:
         given = self.flags, table, self.owners, self.variables, most, step
         launch(buckets.encode_powers, len(self.owners), *given, KEEPS=keeps, N=self.span)
         return self.write_end(table, end)
@@ -134,7 +134,7 @@ class Levels(Codec):
             self.limits = self.empty(self.variables, torch.float32)
         self.folding, self.plan[:, tables.FOLDED.value] = self.shared(folded)
 
-    def write(self, table: Any, keeps: bool, looks: bool, most: int, step: int, end: Any) -> torch.Tensor:
+    def write(self, table: Any, keeps: bool, looks: bool, most: int, step: Any, end: Any) -> torch.Tensor:
         limits = None
         if self.small:
             rows = self.flags, table, self.folding, self.variables, most, step, self.levels

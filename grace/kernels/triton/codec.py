@@ -45,6 +45,8 @@ class Codec:
 
     def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]], device: torch.device):
         self.device, self.variables = device, len(sizes)
+        self.step: torch.Tensor | None = None
+        """Where kernels read the step, if a CUDA graph shall."""
         self.plan = np.zeros((self.variables, tables.COLUMNS.value), np.int64)
         self.plan[:, tables.SIZE.value] = sizes
         for row, payload in zip(self.plan, payloads, strict=True):
@@ -116,9 +118,10 @@ class Codec:
         """
         table = self.table(rows, [wire], factors, streams if self.draws else None)
         keeps, looks = bool(rows[:, 2].any()), int(most) != ANY
-        return self.write(table, keeps, looks, signed(int(most)), signed(int(streams[0, 2])), end)
+        step = signed(int(streams[0, 2])) if self.step is None else self.step
+        return self.write(table, keeps, looks, signed(int(most)), step, end)
 
-    def write(self, table: Any, keeps: bool, looks: bool, most: int, step: int, end: Any) -> torch.Tensor:
+    def write(self, table: Any, keeps: bool, looks: bool, most: int, step: Any, end: Any) -> torch.Tensor:
         """Launch what encodes; ends with :meth:`write_end`, or with a kernel that does the same."""
         raise NotImplementedError
 

@@ -88,6 +88,7 @@ def calls() -> dict[str, Callable[[TritonKernels], Any]]:
     x, half, codes = _meta(N), _meta(N, torch.float16), _meta(N, torch.uint8)
     scales, one, places = _meta(N // 512), _meta(1), _meta(N // 128, torch.int32)
     stream, table = Stream(1), _meta(256)
+    in_memory = Stream(1, _meta(1, torch.int64))  # type: ignore[arg-type]  # of CUDA graphs
     return {
         "all_finite": lambda k: k.all_finite(x),
         "combine": lambda k: k.combine(0.9, x, 1.0, x),
@@ -101,6 +102,8 @@ def calls() -> dict[str, Callable[[TritonKernels], Any]]:
         "clip_deviation": lambda k: k.clip_deviation(x, 2.5),
         "random_bits": lambda k: k.random_bits(stream, N, x),
         "uniform": lambda k: k.uniform(stream, N, x),
+        "uniform of a step in memory": lambda k: k.uniform(in_memory, N, x),
+        "random_indices of a step in memory": lambda k: k.random_indices(in_memory, N, N // 128, x),
         "quantize by l2 norms": lambda k: k.quantize(x, 127, 512, "l2", stream),
         "quantize": lambda k: k.quantize(x, 127, 512, "max", stream),
         "quantize odd buckets": lambda k: k.quantize(x, 127, 37, "max", stream),

@@ -1,5 +1,9 @@
 """The random numbers of :mod:`grace.kernels.random` inside kernels: the same integers, made where they are used."""
 
+from dataclasses import replace
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 
@@ -14,12 +18,15 @@ WORDS = ("key_low", "key_high", "step", "draw")
 """Arguments of kernels that change at every step, so that none is compiled for their values."""
 
 
-def words_of(stream: Stream) -> tuple[int, ...]:
-    """A stream as the four arguments of a kernel."""
-    return tuple(signed(word) for word in stream.words)
+def words_of(stream: Stream) -> tuple[Any, ...]:
+    """A stream as the four arguments of a kernel; a step that lies in a tensor, as in CUDA graphs, is read there."""
+    if not isinstance(stream.step, torch.Tensor):
+        return tuple(signed(word) for word in stream.words)
+    key_low, key_high, _, draw = replace(stream, step=0).words
+    return signed(key_low), signed(key_high), stream.step, signed(draw)
 
 
-def walk_of(stream: Stream, n: int) -> tuple[int, ...]:
+def walk_of(stream: Stream, n: int) -> tuple[Any, ...]:
     """What :func:`walked` takes of the permutation of n indices."""
     return (*words_of(stream.permuting()), *feistel_bits(n))
 
@@ -39,11 +46,21 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
+def number_of(step):
+    """The step: an argument, or where that points."""
+    if step.dtype.is_ptr():
+        number = tl.load(step)
+    else:
+        number = step
+    return number.to(tl.uint32)
+
+
+@triton.jit
 def blocks(block, key_low, key_high, step, draw):
     """The four words of blocks with these numbers (int64)."""
     low, high = block.to(tl.uint32), (block >> 32).to(tl.uint32)
     step, draw = (
-        tl.full(low.shape, 0, tl.uint32) + step.to(tl.uint32),
+        tl.full(low.shape, 0, tl.uint32) + number_of(step),
         tl.full(low.shape, 0, tl.uint32) + draw.to(tl.uint32),
     )
     return philox(low, high, step, draw, key_low.to(tl.uint32), key_high.to(tl.uint32))
@@ -80,7 +97,7 @@ def permuted(index, key_low, key_high, step, draw, left_bits, right_bits):
     one = tl.full([], 1, tl.uint32)
     key_low, key_high = key_low.to(tl.uint32), key_high.to(tl.uint32)
     zero = tl.full(index.shape, 0, tl.uint32)
-    step, draw = zero + step.to(tl.uint32), zero + draw.to(tl.uint32)
+    step, draw = zero + number_of(step), zero + draw.to(tl.uint32)
     left_bits, right_bits = left_bits.to(tl.uint32), right_bits.to(tl.uint32)
     left, right = index >> right_bits, index & ((one << right_bits) - 1)
     for number in tl.static_range(_FEISTEL_ROUNDS):

@@ -60,7 +60,7 @@ class LargestOfChunks(Entries):
         self.chunk, self.kept, self.span = chunk, kept, max(BLOCK, chunk)
         super().__init__(sizes, payloads, device)
 
-    def write(self, table: Any, keeps: bool, looks: bool, most: int, step: int, end: Any) -> torch.Tensor:
+    def write(self, table: Any, keeps: bool, looks: bool, most: int, step: Any, end: Any) -> torch.Tensor:
         given = self.flags, table, self.owners, self.variables, most, self.kept
         shape = {"CHUNK": self.chunk, "N": self.span, "warps": self.span // 256}
         launch(sparse_buckets.encode_chunks, len(self.owners), *given, KEEPS=keeps, LOOKS=looks, **shape)
@@ -78,7 +78,7 @@ class Largest(Entries):
         self.room = max([STEP // 4, *(room_of(n, k, self.steps) for n, k in kept if n > STEP)])
         self.counts = torch.zeros((self.variables, sparse_buckets.STATE.value), dtype=torch.int32, device=device)
 
-    def write(self, table: Any, keeps: bool, looks: bool, most: int, step: int, end: Any) -> torch.Tensor:
+    def write(self, table: Any, keeps: bool, looks: bool, most: int, step: Any, end: Any) -> torch.Tensor:
         programs, places = len(self.owners), (table, self.owners)
         rows = self.empty((programs, 128), torch.int32)
         listed, above, starts, ties = self.empty((4, programs), torch.int32)
@@ -118,7 +118,7 @@ class Drawn(Codec):
         self.words[:, 3] |= FEISTEL_DRAW
         return super().encode(rows, factors, wire, most, self.words, end)
 
-    def write(self, table: Any, keeps: bool, looks: bool, most: int, step: int, end: Any) -> torch.Tensor:
+    def write(self, table: Any, keeps: bool, looks: bool, most: int, step: Any, end: Any) -> torch.Tensor:
         chosen = {"KEEPS": keeps, "LOOKS": looks, "N": self.span}
         launch(sparse_buckets.compensate_bucket, len(self.owners), self.flags, table, self.owners, most, **chosen)
         given = table, self.drawers, self.variables, step

@@ -129,7 +129,8 @@ class Drawn(Codec):
         weights = np.stack([1 / count * self.scales, self.scales], axis=1).astype(np.float32)
         table = self.table(np.asarray(outs)[:, None], wires, weights, self.words)
         launch(sparse_buckets.zero_bucket, len(self.owners), table, self.owners, N=self.span)
-        given = table, self.drawers, self.variables, len(wires), signed(int(self.words[0, 2]))
+        step = signed(int(self.words[0, 2])) if self.step is None else self.step
+        given = table, self.drawers, self.variables, len(wires), step
         launch(sparse_buckets.decode_drawn, len(self.drawers), *given, N=FEWER)
         return True
 

@@ -1,6 +1,7 @@
 """Imports run one way: down the floors of the house, in no circle, and only its rooms stand at the root."""
 
 import ast
+import functools
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -72,13 +73,11 @@ def parsed(file: Path) -> ast.Module:
     return ast.parse(file.read_text())
 
 
-ALL = [
-    (here, line, other)
-    for here, file in MODULES.items()
-    for line, other in imported(parsed(file))
-    if other.split(".")[0] == "grace"
-]
-"""Who imports what, and where."""
+@functools.cache
+def imports() -> list[tuple[str, int, str]]:
+    """Who imports what, and where."""
+    found = [(here, line, other) for here, file in MODULES.items() for line, other in imported(parsed(file))]
+    return [one for one in found if one[2].split(".")[0] == "grace"]
 
 
 def room(module: str, depth: int) -> str:
@@ -87,20 +86,22 @@ def room(module: str, depth: int) -> str:
 
 
 def test_imports_run_down():
-    for here, line, other in ALL:
+    for here, line, other in imports():
         a, b = room(here, 1), room(other, 1)
         assert a == b or FLOOR[b] < FLOOR[a], f"{MODULES[here]}:{line}: {other}"
 
 
 def test_imports_run_down_between_benchmarks():
-    for here, line, other in ALL:
+    for here, line, other in imports():
         if room(here, 1) == room(other, 1) == "bench":
             a, b = room(here, 2), room(other, 2)
             assert a == b or BENCH_FLOOR[b] < BENCH_FLOOR[a], f"{MODULES[here]}:{line}: {other}"
 
 
 def test_there_is_no_circle():
-    graph = {name: {other for here, _, other in ALL if here == name} & MODULES.keys() - {name} for name in MODULES}
+    graph = {
+        name: {other for here, _, other in imports() if here == name} & MODULES.keys() - {name} for name in MODULES
+    }
     while free := [name for name, others in graph.items() if not others]:
         graph = {name: others - set(free) for name, others in graph.items() if name not in free}
     assert not graph, f"in circles, or importing what is in one: {graph}"

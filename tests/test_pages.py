@@ -100,6 +100,7 @@ def registry():
     return sys.modules[grace.register.__module__]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", TORCH + KERAS, **NAMED)
 def test_a_pages_code_runs(page, alone, tmp_path, monkeypatch):
     if page in KERAS:

@@ -14,7 +14,11 @@ import pytest
 from tests.support import warm
 from tests.support.engine_pools import ENGINES, available
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="on Linux only")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="on Linux only"),
+    pytest.mark.ranks,
+    pytest.mark.every,
+]
 BOTH = pytest.mark.parametrize("python", [warm.REAL, sys.executable], ids=["real", "warm"])
 
 
@@ -118,7 +122,6 @@ time.sleep(60)
 """
 
 
-@pytest.mark.ranks
 def test_no_rank_outlives_tests_that_are_killed():
     env = {name: value for name, value in os.environ.items() if name != "GRACE_WARM"}
     engines = [engine for engine in ENGINES if available(engine)]

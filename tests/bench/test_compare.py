@@ -1,26 +1,20 @@
 """``grace bench compare``: which rows are matched, what counts as a change, and what it says."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from grace.bench.common.results import KINDS
 from grace.bench.compare.compare import BETTER, SAME, UNKNOWN, WORSE, compare, sentence
 from grace.errors import ConfigError
 from tests.support.bench_results import kernels, results, step, train
-
-GRACE = [sys.executable, "-m", "grace.cli.main", "bench", "compare"]
+from tests.support.command import grace_command
 
 
 def run(*args, code=0):
     """Run the command at 80 columns; returns (stdout, stderr)."""
-    env = {**os.environ, "COLUMNS": "80"}
-    done = subprocess.run([*GRACE, *map(str, args)], capture_output=True, text=True, env=env, timeout=60)
-    assert done.returncode == code, done.stderr
-    assert max(map(len, done.stdout.splitlines()), default=0) <= 80
-    return done.stdout, done.stderr
+    ended, out, err = grace_command("bench", "compare", *map(str, args))
+    assert ended == code, err
+    assert max(map(len, out.splitlines()), default=0) <= 80
+    return out, err
 
 
 def verdicts(found):
@@ -66,7 +60,6 @@ def test_the_command_shows_changes_differences_and_lonely_rows(one, tmp_path):
     assert out.splitlines()[-1] == "1 faster, 1 slower, 14 unchanged within the quartiles."
 
 
-@pytest.mark.slow
 def test_the_exit_code_tells_when_something_is_slower(tmp_path):
     step(bandwidths=[1e9]).save(tmp_path / "a")
     step(bandwidths=[1e9], slower={"qsgd": 1.5}).save(tmp_path / "b")

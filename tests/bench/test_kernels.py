@@ -60,6 +60,7 @@ def square(x) -> float:
 # -- the command -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ranks
 def test_a_run_gives_tables_and_files(tmp_path):
     specs = ["none", "fp16", "topk(ratio=0.1)", "signsgd", "powersgd(rank=2)"]
     args = ["--size", "40k", "--repeats", "1", "--tensors", "gaussian,captured", "--out", str(tmp_path)]
@@ -97,6 +98,7 @@ def test_a_run_gives_tables_and_files(tmp_path):
     assert ["signsgd*", "gaussian"] in [line[:2] for line in words]  # votes are marked
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_keeps_what_is_finished(tmp_path, number):
     command = [*GRACE, "--size", "1M", "--methods", "all", "--repeats", "50", "--out", str(tmp_path)]

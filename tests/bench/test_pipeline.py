@@ -69,6 +69,7 @@ def test_what_cannot_work_is_refused(given, message):
         Settings(**given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KNOWN)
 def test_models_have_a_loss(name):
     assert set(KNOWN) == set(MODELS)

@@ -2,7 +2,6 @@
 
 import contextlib
 import html
-import os
 import re
 import shutil
 import subprocess
@@ -21,8 +20,8 @@ from grace.bench.report.figures.train import figures as train_figures
 from grace.bench.report.page import methods_looks, page, write_report
 from grace.errors import ConfigError
 from tests.support.bench_results import METHODS, kernels, results, step, train
+from tests.support.command import grace_command
 
-GRACE = [sys.executable, "-m", "grace.cli.main"]
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 browser = pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome is installed")
 QUIET = "--disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-component-update"
@@ -54,10 +53,9 @@ window.onload = () => document.body.append(JSON.stringify({
 
 def run(*args, code=0):
     """Run the command at 80 columns; returns (stdout, stderr)."""
-    env = {**os.environ, "COLUMNS": "80"}
-    done = subprocess.run([*GRACE, "report", *map(str, args)], capture_output=True, text=True, env=env, timeout=120)
-    assert done.returncode == code, done.stderr
-    return done.stdout, done.stderr
+    ended, out, err = grace_command("report", *map(str, args))
+    assert ended == code, err
+    return out, err
 
 
 def browse(path, *flags, width=1280):
@@ -137,6 +135,7 @@ def test_files_that_are_no_results_are_named(tmp_path, text, says):
     assert not (tmp_path / "report.html").exists()
 
 
+@pytest.mark.ranks
 def test_without_matplotlib_it_says_what_to_install(tmp_path):
     step(methods=["qsgd"]).save(tmp_path)
     hide = "import sys; sys.modules['matplotlib'] = None; import grace.cli.main; grace.cli.main.main()"
@@ -317,6 +316,7 @@ def test_nothing_is_loaded_from_elsewhere(whole):
 
 
 @browser
+@pytest.mark.ranks
 def test_a_browser_shows_it_without_errors_and_without_a_network(whole, tmp_path):
     found, said = probed(tmp_path / "whole.html", whole)
     assert said == []
@@ -332,6 +332,7 @@ def test_a_browser_shows_it_without_errors_and_without_a_network(whole, tmp_path
 
 
 @browser
+@pytest.mark.ranks
 def test_a_narrow_browser_in_the_dark_shows_it_too(whole, tmp_path):
     found, said = probed(tmp_path / "whole.html", whole, "--blink-settings=preferredColorScheme=0", width=500)
     assert said == []
@@ -340,6 +341,7 @@ def test_a_narrow_browser_in_the_dark_shows_it_too(whole, tmp_path):
 
 
 @browser
+@pytest.mark.ranks
 def test_a_browser_runs_nothing_of_the_files_texts(nasty, tmp_path):
     found, said = probed(tmp_path / "nasty.html", nasty)
     assert said == []
@@ -347,6 +349,7 @@ def test_a_browser_runs_nothing_of_the_files_texts(nasty, tmp_path):
 
 
 @browser
+@pytest.mark.ranks
 def test_errors_and_loads_of_a_page_would_be_noticed(tmp_path):
     rest = '<div class="panel"><svg><text>x</text></svg></div><table><thead><tr><th>x</th></tr></thead></table>'
     bad = f'<!DOCTYPE html><html><body><main>{rest}</main><img src="http://127.0.0.1:1/x.png">'

@@ -13,6 +13,7 @@ from tests.support.command import grace_command
 pytest.importorskip("numba", reason="compiled loops are Numba's")
 
 
+@pytest.mark.ranks
 def test_what_was_compiled_is_kept(tmp_path):
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "grace.cli.main", "warmup", "signsgd"]

@@ -22,6 +22,7 @@ print(_scale(np.float32([1, -3, 2]), False), "_scale" in compiled)
 """
 
 
+@pytest.mark.ranks
 def test_a_loop_is_compiled_again_when_one_that_it_calls_is_another(tmp_path):
     shutil.copytree(Path(grace.__file__).parent, tmp_path / "grace", ignore=shutil.ignore_patterns("__pycache__"))
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path / "cache")}

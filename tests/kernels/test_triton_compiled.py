@@ -74,7 +74,8 @@ def compiled():
         yield compiled
 
 
-@pytest.mark.parametrize("targets", [["sm_90"], ["gfx942"], pytest.param(["sm_80", "sm_100"], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("targets", [["sm_90"], ["gfx942"], ["sm_80", "sm_100"]])
 def test_kernels_fit_into_registers_read_16_bytes_and_round_as_the_reference(compiled, targets):
     """Of several targets each launch is compiled for one; BENCHMARKS.md's table is of all."""
     bad, made = {}, [(method, launch) for method, found in compiled.launches().items() for launch in found]

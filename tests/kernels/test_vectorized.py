@@ -82,6 +82,8 @@ def packed(loop, given, instruction):
     return re.findall(rf"^\s+v{instruction}\s.*%[yz]mm.*$", fresh.inspect_asm(fresh.signatures[0]), re.MULTILINE)
 
 
+@pytest.mark.slow
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("loop", "given", "instruction"), HOT, ids=[f"{loop.py_func.__name__}-{name}" for loop, _, name in HOT]
 )

@@ -105,6 +105,8 @@ def crossing(gather, scatter, weight=lambda ranks: 1.0):
     return next((n for n in FEW if scatter[n] * weight(n) < 0.98 * gather[n]), None)
 
 
+@pytest.mark.slow
+@pytest.mark.every
 @pytest.mark.parametrize("method", ["qsgd", "efsignsgd", "onebit"])
 @pytest.mark.parametrize("bandwidth", LINKS)
 def test_the_rule_takes_what_is_predicted_to_be_fast(method, bandwidth):
@@ -150,6 +152,7 @@ def test_many_small_collectives_cost_many_ranks_their_latencies():
     assert few < plain < own
 
 
+@pytest.mark.slow
 def test_a_plan_for_a_thousand_ranks_gathers_nothing_large():
     best = search(problem_of("1gbit", "0us", ranks=1024))[0]
     assert best.prediction.step < problem_of(ranks=1024).predict(grouped(VARIABLES, 1024)).step / 3

@@ -73,6 +73,7 @@ print([one.strategy.id for one in timed(6, seed=5, methods=METHODS)[1].candidate
 """
 
 
+@pytest.mark.ranks
 def test_the_same_seed_gives_the_same_plans_in_another_process():
     told = []
     for number in ("1", "2"):  # sets of text are in another order

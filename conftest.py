@@ -1,7 +1,10 @@
-"""What pytest leaves out where optional packages are not installed: their modules, whose doctests cannot run."""
+"""What pytest leaves out: modules without doctests, and those whose optional packages are not installed."""
 
 import contextlib
 from importlib.util import find_spec
+
+import pytest
+from _pytest.doctest import DoctestModule
 
 with contextlib.suppress(ImportError):
     import triton  # noqa: F401 - where TensorFlow was imported before, it ends the process: both bring an LLVM
@@ -21,3 +24,12 @@ MODULES = {
 }
 
 collect_ignore_glob = [path for package, paths in MODULES.items() if find_spec(package) is None for path in paths]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(file_path):
+    """Nobody looks for examples where there are none: every worker would import all frameworks for it."""
+    found = yield
+    if not any(isinstance(one, DoctestModule) for one in found) or ">>>" in file_path.read_text():
+        return found
+    return [one for one in found if not isinstance(one, DoctestModule)]

@@ -1,6 +1,7 @@
 """A loop of Accelerate's: digits on two ranks, stopped and resumed also on others, and what is refused."""
 
 import math
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from tests.support.frameworks import digits, kept, messages, torchrun
 from tests.support.pool import Ranks
 from tests.support.training import digest
 
-pytest.importorskip("accelerate")
-pytestmark = pytest.mark.ranks
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed"),
+]
 
 TOPK = "topk(ratio=0.1)"
 

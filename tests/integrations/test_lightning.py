@@ -1,5 +1,6 @@
 """GraceCallback under the real Trainer of Lightning: digits on two ranks, stopped and resumed, and what is refused."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from tests.support.frameworks import digits, kept, messages, torchrun
 from tests.support.pool import Ranks
 from tests.support.training import digest
 
-pytest.importorskip("lightning")
-pytestmark = pytest.mark.ranks
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed"),
+]
 
 TOPK = "topk(ratio=0.1)"
 

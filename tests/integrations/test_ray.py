@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,12 @@ from tests.support import ROOT, warm
 from tests.support.training import loss_of, net, sgd
 from tests.test_pages import blocks
 
-pytest.importorskip("ray.train", exc_type=ImportError)
-pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(600)]  # where nothing else runs, half a minute
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),  # where nothing else runs, half a minute
+    pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed"),
+]
 
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",  # nothing is sent

@@ -1,6 +1,7 @@
 """GraceCallback under the real Trainer: a tiny GPT on two ranks, stopped and resumed, and what is refused."""
 
 import math
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from tests.support.frameworks import kept, messages, torchrun
 from tests.support.pool import Ranks
 from tests.support.training import digest
 
-pytest.importorskip("transformers")
-pytestmark = pytest.mark.ranks
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed"),
+]
 
 TOPK = "topk(ratio=0.1)"
 

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.testing import CompileCounter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
@@ -235,6 +236,33 @@ def several_groups(mesh):
 def test_what_cannot_work_is_refused_by_name(four, case, words):
     for message in four.run(refused, case):
         assert words in message
+
+
+def compiled():
+    """Weights of two-level training with and without torch.compile, and how many graphs were compiled and run."""
+    mesh, weights, counter = mesh_of(), [], CompileCounter()
+    for compile in (False, True):
+        torch._dynamo.reset()
+        net = built(mesh["shard"])
+        lower = grace.torch.compress_reduce_scatter(net, "block(bits=4)")
+        upper = grace.torch.register_fsdp_hook(net, mesh["replicate"], "topk(ratio=0.1)")
+        opt = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        called = torch.compile(net, backend=counter) if compile else net
+        for step in range(3):
+            opt.zero_grad()
+            loss_of(called, step).backward()
+            opt.step()
+        weights.append(whole(net))
+        upper.close()
+        lower.close()
+    torch._dynamo.reset()
+    return all(torch.equal(a, b) for a, b in zip(*map(dict.values, weights), strict=True)), counter.frame_count
+
+
+def test_a_compiled_model_trains_as_it_does_eagerly(four):
+    for same, graphs in four.run(compiled):
+        assert same
+        assert graphs > 0
 
 
 def held_back():

@@ -276,9 +276,9 @@ class Pipeline(StateOfStages):
         self._scale = scale
         return loss
 
-    def _run(self, args: Any, kwargs: Any, target: Any) -> torch.Tensor:
+    def _run(self, args: Any, kwargs: Any, target: Any) -> float:
         """The schedule; gradients of it alone are in ``p.grad``, as means over micro-batches, in units of the loss
-        scale. Returns the loss, the mean over all rows, on all ranks."""
+        scale. Returns this rank's share of the loss, the mean over all rows."""
         built, chunks, targets = self._chunks(args, kwargs, target)
         assert self.plan is not None
         loss = self._loss(built)
@@ -294,8 +294,7 @@ class Pipeline(StateOfStages):
                 if p.grad is not None and factor != 1.0:
                     p.grad.mul_(factor)
         shares = len(losses) * self.places.replicas[-1] * self._scale
-        total = sum(float(one) for one in losses) / shares if losses else 0.0
-        return torch.tensor(self.places.total(total))
+        return sum(float(one) for one in losses) / shares if losses else 0.0
 
     def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Clear gradients, forward and backward of all micro-batches, exchange, and update.
@@ -313,10 +312,12 @@ class Pipeline(StateOfStages):
             self._cut(args, kwargs)
         if not self._pending:
             self.gradients.zero_grad()
-        loss = hand_over(self, lambda: self._run(args, kwargs, target)).detach()
-        self.gradients.ready = self._pending = True
+        share = hand_over(self, lambda: self._run(args, kwargs, target))
+        self._pending = not self._syncing
         if self._syncing:
-            self._pending = False
+            self.gradients.exchange()  # before all ranks meet: stages in front still run their schedule
+        loss = torch.tensor(self.places.total(share))
+        if self._syncing:
             self.gradients.step()
             if self.scaler is not None:
                 self.scaler.update()
@@ -330,7 +331,7 @@ class Pipeline(StateOfStages):
         args, target = self._with_target(args)
         if self.plan is None:
             self._cut(args, kwargs)
-        return hand_over(self, lambda: self._run(args, kwargs, target), later=True)
+        return hand_over(self, lambda: torch.tensor(self.places.total(self._run(args, kwargs, target))), later=True)
 
     def _with_target(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
         if self.loss_fn is None:

@@ -22,13 +22,13 @@ class _Loss(torch.autograd.Function):
         return None, None, None
 
 
-def hand_over(engine: Any, run: Callable[[], torch.Tensor], later: bool = False) -> torch.Tensor:
+def hand_over(engine: Any, run: Callable[[], Any], later: bool = False) -> Any:
     """Run a schedule beside the gradients that there are, and add its own to them: at once, or when the loss that is
     returned is differentiated, times the gradient that comes in.
 
     Args:
         engine: whose parameters.
-        run: the schedule, which leaves gradients in ``p.grad`` and returns the loss.
+        run: the schedule, which leaves gradients in ``p.grad`` and returns the loss, or what is to be returned for it.
         later: whether ``backward()`` is the caller's.
     """
     parameters = engine.parameters
@@ -54,7 +54,7 @@ def hand_over(engine: Any, run: Callable[[], torch.Tensor], later: bool = False)
         return value
     scale = engine._scale
     anchor = torch.zeros((), requires_grad=True)
-    return _Loss.apply(anchor, value, lambda factor: hand(factor / scale))  # type: ignore[no-any-return, no-untyped-call]
+    return _Loss.apply(anchor, value, lambda factor: hand(factor / scale))  # type: ignore[no-untyped-call]
 
 
 def gathered(outputs: Sequence[Any], places: Places, every: bool, by_replica: bool) -> list[Any]:

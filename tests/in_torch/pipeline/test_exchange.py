@@ -1,5 +1,8 @@
 """Replicas of a stage exchange compressed gradients."""
 
+import time
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -54,6 +57,46 @@ def test_the_exchange_is_that_of_whole_models(compressor):
     for answer in ranks_of(4).run(run_compressed, [("Residual", compressor)], settings):
         for name, value in answer["Residual", compressor][2].items():
             assert torch.allclose(value, expected[name], rtol=1e-4, atol=1e-6), name
+
+
+def behind(folder, schedule):
+    """Whether the last stage had exchanged before the first one had ended its last micro-batch's backward, and all
+    weights after a step, and one process's."""
+    args, kwargs, target = batch("Residual", 0, 2 * ROWS)
+    settings = {"microbatches": 2, "stages": 2, "replicas": 2, "schedule": schedule, "inputs": "global"}
+    engine = grace.torch.Pipeline(made("Residual"), (args, kwargs), loss_fn, optimizer=sgd, **settings)
+    folder, calls, seen = Path(folder), [], []
+    if engine.stage == 0:
+
+        def wait(gradient):
+            calls.append(None)
+            if len(calls) == 2:
+                ends = time.monotonic() + 20
+                while len(list(folder.iterdir())) < 2 and time.monotonic() < ends:
+                    time.sleep(0.01)
+                seen.append(len(list(folder.iterdir())))
+
+        next(iter(engine.parameters.values())).register_hook(wait)
+    else:
+        exchange = engine.gradients.exchange
+
+        def told():
+            exchange()
+            (folder / str(grace.rank())).touch()
+
+        engine.gradients.exchange = told
+    loss = float(engine.step(*args, target, **kwargs))
+    return seen, loss, engine.state_dict(), alone("Residual", 1, 2, replicas=2)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_stage_exchanges_while_those_in_front_of_it_still_compute(tmp_path, schedule):
+    answers = ranks_of(4).run(behind, str(tmp_path), schedule)
+    assert [seen for seen, *_ in answers] == [[2], [2], [], []]
+    for _, loss, weights, (losses, _, expected) in answers:
+        assert loss == pytest.approx(losses[0], rel=1e-5)
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
 
 
 def feedback(name, compressor, steps):

@@ -1,5 +1,6 @@
 """How many kernels a variable's encoding and decoding start on a GPU, counted on the meta device."""
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -68,3 +69,32 @@ def test_torchs_operations_are_more_than_that(method, least, monkeypatch):
     encoding, decoding = launches(method)
     assert encoding >= least[0]
     assert decoding >= least[1]
+
+
+DECODING = ("decode", "count_marks", "zero_bucket")
+"""How the names of kernels begin that decode a bucket; the others encode one."""
+
+
+def test_a_bucket_takes_few_launches_however_many_variables_it_has():
+    from grace.kernels.triton import compiled
+
+    for name in compiled.BUCKETS:
+        made = [launch.kernel.__name__ for launch in compiled.bucket_launches(name)]
+        decoding = [kernel for kernel in made if kernel.startswith(DECODING)]
+        assert 0 < len(decoding) <= 3, name
+        assert 0 < len(made) - len(decoding) <= (8 if name in ("topk", "topk with bitmaps") else 3), name
+
+
+def test_addresses_that_stay_are_copied_to_the_device_once():
+    from grace.kernels.contract.primitives import Placed
+    from grace.kernels.triton.bucket_codecs import CODECS
+
+    codec = CODECS["powers"]([8], [[Placed(0, (8,), "uint8")]], device=torch.device("cpu"))
+    one, other = (np.full((1, 3), start, np.uint64) for start in (160, 176))
+    first, second = codec.table(one, [16]), codec.table(other, [16])
+    assert codec.table(one, [16]) is first
+    assert codec.table(other, [16]) is second
+    assert first.tolist() != second.tolist()
+    for start in range(100):  # what comes once does not stay
+        codec.table(one + np.uint64(start), [16])
+    assert len(codec.tables) < 10

@@ -173,28 +173,25 @@ BUCKETS: dict[str, tuple[str, list[tuple[int, str]], dict[str, Any]]] = {
 """Codecs of whole buckets: of which name, of which payload, with which options."""
 
 
-def bucket_call(name: str) -> Callable[[TritonKernels], Any]:
-    """Encoding with a residual, and decoding what two ranks sent."""
+def bucket_launches(name: str) -> list[Launch]:
+    """What encoding with a residual launches, and decoding what two ranks sent."""
     codec, payload, options = BUCKETS[name]
     found = [Placed(0, (size,), dtype) for size, dtype in payload]
-    end = 16, found[0].dtype, [1.0], 2.0
-
-    def call(kernels: TritonKernels) -> None:
-        made = CODECS[codec]([N], [found], **options, device=torch.device("meta"))
-        rows, factors = np.full((1, 3), 16, np.uint64), np.ones((1, 2), np.float32)
-        made.encode(rows, factors, 0, 0x7F7FFFFF, np.zeros((1, 4), np.uint32), end)
+    made = CODECS[codec]([N, N], [found, found], **options, device=torch.device("meta"))
+    rows, factors, streams = np.full((2, 3), 16, np.uint64), np.ones((2, 2), np.float32), np.zeros((2, 4), np.uint32)
+    with recorded() as launches:
+        made.encode(rows, factors, 0, 0x7F7FFFFF, streams, (16, found[0].dtype, [1.0, 1.0], 2.0))
         made.decode(rows[:, 0], [0, 0], 2, 1.0)
-
-    return call
+    return launches
 
 
 def launches() -> dict[str, list[Launch]]:
     """What each of them launches."""
     found, kernels = {}, TritonKernels()
-    for name, call in {**calls(), **{f"buckets of {name}": bucket_call(name) for name in BUCKETS}}.items():
+    for name, call in calls().items():
         with recorded() as found[name]:
             call(kernels)
-    return found
+    return found | {f"buckets of {name}": bucket_launches(name) for name in BUCKETS}
 
 
 _MADE: dict[str, Compiled] = {}

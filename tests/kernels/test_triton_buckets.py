@@ -1,0 +1,114 @@
+"""Whole exchanges by Triton's codecs of buckets: the bits of CPUs, few launches, and hardly more memory traffic than
+gradients, residuals and payloads are.
+
+They run on a GPU where there is one, and else in Triton's interpreter, which test_triton.py starts: its pointers are
+addresses of the host.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from grace.exchange.at_once import BucketCodec
+from grace.kernels.torch import fused
+from tests.support.implementations import INTERPRETED, OTHERS
+from tests.support.traffic import counted
+from tests.support.trained import Trained, drawn
+
+pytest.importorskip("numba", reason="the CPU's are compiled")
+FOUND = [param.values[0] for param in OTHERS if param.id == "triton"]
+pytestmark = [
+    pytest.mark.skipif(not FOUND, reason="no GPU: test_triton.py runs this in Triton's interpreter"),
+    pytest.mark.filterwarnings("ignore:.*not a contraction", "ignore::RuntimeWarning"),
+]
+SHAPES = [(20, 25), (), (0,), (5003,), (33,)]
+METHODS = [
+    ("none", "residual"), ("fp16", None), ("bf16", "residual(beta=0.5)"), ("signsgd", None), ("signum", None),
+    ("efsignsgd", None), ("onebit", "efsignsgd"), ("natural", "residual"), ("qsgd", None),
+    ("qsgd(levels=15)", "residual"), ("qsgd(levels=7, bucket_size=33)", "residual"),
+    ("qsgd(norm=max, levels=64, bucket_size=5000)", "residual"), ("terngrad(clip=1)", "residual"),
+    ("dynamic8", "residual"), ("block(bits=4)", "residual"), ("block(bits=4, hadamard=32)", "residual"),
+    ("block(format=fp8, rounding=stochastic, block=37)", None), ("block(hadamard=32, block=4128)", "residual"),
+]  # fmt: skip
+
+
+def by_triton(monkeypatch):
+    """From here on, what a GPU's tensors meet, the CPU's do in the interpreter."""
+    if INTERPRETED:
+        monkeypatch.setattr(fused, "_FUSED", FOUND[0].kernels)
+
+
+def elsewhere(gradients, shifted):
+    """On the device; ``shifted``: each begins 4 bytes behind a multiple of 16."""
+    moved = [x.contiguous().to(FOUND[0].device) for x in gradients]
+    return [torch.cat([x.new_zeros(1), x.reshape(-1)])[1:].view(x.shape) for x in moved] if shifted else moved
+
+
+@pytest.mark.parametrize(("spec", "memory"), METHODS)
+def test_exchanges_have_the_bits_of_the_cpu(spec, memory, monkeypatch):
+    there, here = Trained(spec, memory, SHAPES, apart=False), Trained(spec, memory, SHAPES, apart=False)
+    rng = np.random.default_rng(1)
+    for step in range(4):
+        gradients, present = drawn(rng, SHAPES, torch.float32)
+        if step == 2:
+            gradients[0][0, 0], present[0] = np.nan, True
+        with monkeypatch.context() as patched:
+            by_triton(patched)
+            found = there.step(elsewhere(gradients, shifted=step == 1), present)
+        wanted = here.step(gradients, present)
+        if step == 2:  # which of several NaN it is says nothing
+            found.pop("v0"), wanted.pop("v0")
+        assert found == wanted
+        assert there.remembered() == here.remembered()
+    assert all(isinstance(codec, BucketCodec) and codec.codec.on_device for codec in there.codecs)
+
+
+N = 1 << 13
+TRAFFIC = {
+    "none": (8.5, 8.5), "none/residual": (16.5, 12.5), "fp16": (6.5, 6.5), "fp16/residual": (14.5, 8.5),
+    "qsgd": (5.5, 5.5), "qsgd/residual": (13.5, 5.5), "qsgd(levels=7)": (5.5, 5), "natural": (5.5, 5.5),
+    "natural/residual": (13.5, 5.5), "block/none": (5.5, 5.5), "block": (13.5, 5.5), "block(bits=4)": (13.5, 5),
+    "block(format=fp8)": (13.5, 5.5), "block(bits=4, hadamard=32)": (13.5, 5), "signsgd": (4.5, 4.5),
+    "signsgd/residual": (12.5, 4.5), "signum": (12.5, 4.5),
+    # scales of whole variables: x is read twice, and made of two parts twice
+    "efsignsgd/none": (4.5, 4.5), "efsignsgd": (20.5, 4.5), "onebit": (20.5, 4.5),
+    "terngrad": (8.75, 4.75), "terngrad/residual": (20.75, 4.75), "dynamic8": (9.5, 5.5),
+    "dynamic8/residual": (21.5, 5.5),
+    # and of buckets that begin anywhere, or of which each takes several programs
+    "qsgd(levels=7, bucket_size=37)": (9.5, 5), "qsgd(bucket_size=9000)": (9.5, 5.5),
+}  # fmt: skip
+"""The most bytes an element to encode, and to decode one rank's wire; of sums, which are looked at whether they are
+finite before something is kept, those of a second read too."""
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the interpreter's loads and stores are counted")
+@pytest.mark.parametrize("method", TRAFFIC)
+def test_memory_traffic_and_launches_are_within_budgets(method, monkeypatch):
+    by_triton(monkeypatch)
+    spec, _, memory = method.partition("/")
+    trained = Trained(spec, memory or None, [(N,)], apart=False)
+    (bucket,) = trained.exchanger.buckets
+    (gradient,), _ = drawn(np.random.default_rng(1), [(N,)], torch.float32)
+    for _ in range(2):
+        trained.step([gradient.clone()], [True])  # after which residuals have been kept
+    with counted() as encoding:
+        trained.exchanger.start(bucket, [gradient], [True])
+    with counted() as decoding:
+        trained.exchanger.finish(lambda bucket: [gradient])
+    assert 0 < encoding.launches <= 3
+    assert 0 < decoding.launches <= 2
+    most = TRAFFIC[method]
+    assert most[0] - 1 < encoding.nbytes / N <= most[0]
+    assert most[1] - 1 < decoding.nbytes / N <= most[1]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the interpreter's loads and stores are counted")
+def test_wasteful_kernels_are_counted():
+    from grace.kernels.triton.launching import launch
+    from tests.support.triton_kernels import contracted, twice
+
+    x = torch.ones(N)
+    for kernel, nbytes in ((contracted, 8), (twice, 12)):
+        with counted() as traffic:
+            launch(kernel, N // 1024, torch.empty(N), x, N, *([0.3] if kernel is contracted else []), N=1024)
+        assert (traffic.launches, traffic.nbytes) == (1, nbytes * N)

@@ -1,0 +1,60 @@
+"""Counts what Triton's kernels read and write, by their loads and stores in the interpreter."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass
+class Traffic:
+    """Launches, and the bytes of all loads and stores: of one, each address once. Tables of constants, which stay in
+    the caches, are left out."""
+
+    launches: int = 0
+    nbytes: int = 0
+
+    def add(self, pointers, mask) -> None:
+        from grace.kernels.triton.quantization import _EDGES
+
+        size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+        places = np.unique(np.asarray(pointers.data)[np.asarray(mask.data)])
+        for _, table in _EDGES.values():
+            start = table.data_ptr()
+            places = places[(places < start) | (places >= start + table.nbytes)]
+        self.nbytes += size * places.size
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Traffic]:
+    """What is launched in this context."""
+    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
+
+    traffic = Traffic()
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+    atomic, start = InterpreterBuilder.create_atomic_rmw, GridExecutor.__call__
+
+    def loading(self, pointers, mask, *rest):
+        traffic.add(pointers, mask)
+        return load(self, pointers, mask, *rest)
+
+    def storing(self, pointers, value, mask, *rest):
+        traffic.add(pointers, mask)
+        return store(self, pointers, value, mask, *rest)
+
+    def changing(self, operation, pointers, value, mask, *rest):
+        traffic.add(pointers, mask)
+        return atomic(self, operation, pointers, value, mask, *rest)
+
+    def starting(self, *args, **kwargs):
+        traffic.launches += 1
+        return start(self, *args, **kwargs)
+
+    InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = loading, storing
+    InterpreterBuilder.create_atomic_rmw, GridExecutor.__call__ = changing, starting
+    try:
+        yield traffic
+    finally:
+        InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = load, store
+        InterpreterBuilder.create_atomic_rmw, GridExecutor.__call__ = atomic, start

@@ -345,6 +345,7 @@ class Exchange(AtOnce, Refusing, Judging, Rounds):
             recorder.each("update", self.names, self._update, self.inputs, self.encoded)
         self.outcomes = outcomes
         self._amend(missing, overflow)
+        self._spoilt_at_once()
         if self.questions and not self.lazy:
             learn([self])
         self.traffic.codec_seconds += time.perf_counter() - began

@@ -246,6 +246,9 @@ class ReduceBroadcastExchange(Exchange):
         self.outcomes = outcomes
         if self.far:
             self.ask([wire.marked(buffer)], lambda numbers: self._amend_by(numbers[0]))
+            if self.late:
+                self._spoil([wire.marked(buffer)])
+                self._spoilt_at_once()
             if not self.lazy:
                 learn([self])
         else:

@@ -237,6 +237,9 @@ class ScatterReduceExchange(ScatterAtOnce, Exchange):
         if outcomes is None:
             outcomes = self._joined_apart(rows, overflow, outs)
         self.outcomes = outcomes
+        if self.late and self.far:
+            self._spoil(marks)
+            self._spoilt_at_once()
         if self.questions and not self.lazy:
             learn([self])
         self.traffic.codec_seconds += time.perf_counter() - began

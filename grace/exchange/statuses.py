@@ -70,6 +70,10 @@ class Judging:
     """Whether what comes lies on a device, and is put off."""
     lazy: bool = False
     """Whether somebody calls :func:`learn` at the end of the step; else :meth:`finish` does."""
+    late: bool = False
+    """Whether somebody learns only when the means were used: then those that overflowed become NaN on the device."""
+    spoiling: Any = None
+    """By variable what a mean is spoilt with there: NaN, or -0, which changes no number."""
     questions: Sequence[Question] = ()
     """What nobody has learnt yet."""
     outcomes: Sequence[Outcome] = ()
@@ -164,6 +168,9 @@ class Judging:
 
         if self.far:
             self.ask([self.kernels.all_finite(body), *([wire.marked(total)] if told else [])], then)
+            if self.late:
+                finite = [math.prod(map(self.kernels.all_finite, payload)) for payload in wire.unpack(total)]
+                self._spoil([wire.marked(total)], finite)
             return missing, [False] * len(self.names)
         return judge(wire.statuses(total) if told else [1.0] * len(self.names), self._finite([body])), self.spoilt
 
@@ -223,12 +230,14 @@ class Judging:
 
         if marks or bodies:
             self.ask([*marks, *(k.all_finite(part) for part in bodies)], then)
+        if self.late and self.hides_overflow:
+            self._spoil(marks)
 
     def _amend(self, missing: Sequence[bool], overflow: Sequence[bool]) -> None:
         """Let the outcomes say which variables nobody had a gradient for, and which overflowed."""
         for i, outcome in enumerate(self.outcomes if any(missing) or any(overflow) else ()):
             outcome.overflow = outcome.overflow or overflow[i]
-            if overflow[i] and outcome.value is not None and self.hides_overflow:
+            if overflow[i] and outcome.value is not None and self.hides_overflow and not (self.late and self.far):
                 outcome.value = self._poisoned(outcome.value)
             if missing[i]:
                 outcome.value = None
@@ -237,6 +246,21 @@ class Judging:
     def hides_overflow(self) -> Any:
         """Whether what comes of infinite numbers may be finite."""
         return self.traits.rounds > 1 or not self.traits.carries_nonfinite
+
+    def _spoil(self, marks: Sequence[Tensor], finite: Sequence[Tensor] = ()) -> None:
+        """Spoil the means of the variables of which statuses, or flags of what is finite, say that they overflowed."""
+        k = self.kernels
+        for mark in marks:
+            told = k.cast(mark, "float32")
+            found = told * -0.0 if self.communicator.sums else -0.0 / (OVERFLOW - told)
+            self.spoiling = found if self.spoiling is None else self.spoiling + found
+        if finite:
+            self.spoiling = self.spoiling + -0.0 / k.full(list(finite), "float32", marks[0])
+
+    def _spoilt_at_once(self) -> None:
+        """Let the means be NaN that are to be."""
+        for i, outcome in enumerate(self.outcomes if self.spoiling is not None else ()):
+            outcome.value = self.kernels.add(outcome.value, self.spoiling[i])
 
     def _poisoned(self, value: Any) -> Any:
         """A rank's gradient was not finite, so that the mean is not."""

@@ -230,7 +230,7 @@ class DDPState:
             )
         waits[id(self), grad_bucket.index()] = Wait(exchanges[0].place)
         for exchange in exchanges:
-            exchange.lazy = not exchange.hides_overflow  # else what came of infinite numbers would be taken for a mean
+            exchange.lazy = exchange.late = True
             while exchange.advance():
                 pass
         self.exchanges += exchanges

@@ -175,7 +175,7 @@ class FSDPState(DDPState):
             exchange = bucket.communicator.begin(
                 Contribution(bucket, gradients, [True] * len(gradients), guard, traffic)
             )
-            exchange.lazy = not exchange.hides_overflow
+            exchange.lazy = exchange.late = True
             exchanges.append(exchange)
         try:
             while any([exchange.advance() for exchange in exchanges]):

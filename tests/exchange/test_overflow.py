@@ -78,12 +78,12 @@ class Outputs(Given):
         return dict(self.named_parameters())
 
 
-def around_overflow_under_ddp(compressor):
+def around_overflow_under_ddp(compressor, communicator=None):
     """Digests of the state, and whether the aggregate was finite, after each step; the fourth overflows on rank 1."""
     model = Outputs(SHAPES)
     wrapped = ddp(model)
     optimizer = sgd(model.parameters())
-    state = grace.torch.register_ddp_hook(wrapped, compressor, optimizer=optimizer)
+    state = grace.torch.register_ddp_hook(wrapped, compressor, communicator=communicator, optimizer=optimizer)
     found = []
     for step in range(5):
         given = made_up(SHAPES, step, grace.rank())

@@ -98,8 +98,12 @@ def test_payloads_have_room_on_a_device_and_their_sizes_are_not_read(two_ranks, 
 
 
 def far(function, *args):
-    with as_far():
-        return function(*args)
+    return far_and_reads(function, *args)[0]
+
+
+def far_and_reads(function, *args):
+    with as_far() as log:
+        return function(*args), log
 
 
 @pytest.mark.parametrize("method", [out_of_step.METHODS[i] for i in (0, 2, 4, 5, 6)], ids=str)
@@ -107,10 +111,18 @@ def test_a_rank_that_goes_its_own_way_is_named_by_all_before_they_update(three_r
     out_of_step.check(three_ranks.run(far, out_of_step.all_faults, list(out_of_step.FAULTS), *method))
 
 
-@pytest.mark.parametrize("spec", ["bf16", "topk(ratio=0.1)", "powersgd(rank=2)"])
-def test_ddps_hook_keeps_its_state_from_bad_numbers(two_ranks, spec):
-    near = two_ranks.run(overflow.around_overflow_under_ddp, spec)
-    assert two_ranks.run(far, overflow.around_overflow_under_ddp, spec) == near
+@pytest.mark.parametrize(
+    ("spec", "communicator"),
+    [
+        *[("bf16", None), ("topk(ratio=0.1)", None), ("powersgd(rank=2)", None), ("signsgd", None)],
+        *[("block", "scatter_reduce"), ("signsgd", "reduce_broadcast")],
+    ],
+)
+def test_ddps_hook_keeps_its_state_from_bad_numbers(two_ranks, spec, communicator):
+    near = two_ranks.run(overflow.around_overflow_under_ddp, spec, communicator)
+    answers = two_ranks.run(far_and_reads, overflow.around_overflow_under_ddp, spec, communicator)
+    assert [found for found, _ in answers] == near
+    assert [reads for _, reads in answers] == [["read"] * 5] * 2  # once a step, when its state is asked for
 
 
 def test_a_delayed_value_beyond_the_range_of_its_payload_reaches_no_memory(two_ranks):

@@ -212,7 +212,7 @@ def test_the_example_trains(cluster, tmp_path, capsys, monkeypatch):
     ray.cloudpickle.register_pickle_by_value(module)  # as what is in the script that is run
     found = {}
     for name, compressor in (("plain", "none"), ("compressed", "topk(ratio=0.1)")):
-        module.main(["--epochs", "12", "--compressor", compressor, "--storage", str(tmp_path), "--name", name])
+        module.main(["--epochs", "5", "--compressor", compressor, "--storage", str(tmp_path), "--name", name])
         loss, sent = re.search(r"loss ([\d.]+), ([\d,]+) bytes sent", capsys.readouterr().out).groups()
         found[name] = float(loss), int(sent.replace(",", ""))
     (plain, dense), (compressed, sent) = found["plain"], found["compressed"]

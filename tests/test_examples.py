@@ -123,7 +123,7 @@ PIPELINE = EXAMPLES / "torch" / "pipeline.py"
 def test_the_pipelines_example_trains_where_mpirun_starts_the_ranks():
     if not available("mpirun-mpi"):
         pytest.skip("mpi4py is not installed (make horovod)")
-    program = command("mpirun-mpi", 2, str(PIPELINE), "--stages", "2", "--steps", "10")
+    program = command("mpirun-mpi", 2, str(PIPELINE), "--stages", "2", "--steps", "10", "--vocabulary", "512")
     env = {**environment(), "GRACE_BACKEND": "torch"}
     done = subprocess.run(program, capture_output=True, text=True, env=env, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr

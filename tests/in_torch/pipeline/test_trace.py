@@ -16,6 +16,7 @@ GRACE = str(Path(sys.executable).with_name("grace"))
 
 def test_stages_micro_batches_and_waiting_are_shown(tmp_path):
     program = [sys.executable, str(TESTS.parent / "examples/torch/pipeline.py"), "--stages", "2", "--steps", "12"]
+    program += ["--vocabulary", "512"]
     traced = [GRACE, "trace", "-n", "4", "--engine", "torch", "--steps", "3", "--out", "trace.json", "--", *program]
     done = subprocess.run(traced, cwd=tmp_path, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import warm
+from tests.support.drawing import THOROUGH
 from tests.support.engine_pools import ENGINES, available
 
 pytestmark = [
@@ -19,7 +20,10 @@ pytestmark = [
     pytest.mark.ranks,
     pytest.mark.every,
 ]
-BOTH = pytest.mark.parametrize("python", [warm.REAL, sys.executable], ids=["real", "warm"])
+BOTH = pytest.mark.parametrize(
+    "python", [pytest.param(sys.executable, id="warm"), *([pytest.param(warm.REAL, id="real")] if THOROUGH else [])]
+)
+"""A new Python shows that what is asked of a fork is what that does: `make thorough` asks it too."""
 
 
 def run(python, *args, **options):
@@ -113,6 +117,7 @@ def test_a_program_and_its_caller_may_be_killed_at_the_same_time():
 KILLED = """
 import os, sys, time
 from tests.support import warm
+from tests.support.drawing import THOROUGH
 warm.install()
 from tests.support.engine_pools import Launched
 from tests.support.pool import Ranks

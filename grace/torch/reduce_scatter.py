@@ -1,6 +1,7 @@
 """FSDP2's reduce-scatter of gradients, compressed: an all-to-all of quantized parts, and float32 sums."""
 
 import copy
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,29 +85,47 @@ class ReduceScatterState:
         return f"rank_{dist.get_rank()}_of_{dist.get_world_size()}"
 
     def load_state_dict(self, given: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` of the same rank of as many gave.
+        """Go on from what :meth:`state_dict` gave: of the same rank of as many; or, where ``given`` has the entries of
+        all ranks of another run, from what they have left out together, dealt out anew, so that the mean has it once.
 
         Raises:
-            ConfigError: it is another rank's, or another choice's.
+            ConfigError: it is another choice's; or another rank's, and not all are there.
         """
-        if self._key not in given:
+        state = unpacked(given.get(self._key))
+        if state is None or (state.get("rank"), state.get("size")) != (self.backend.rank, self.backend.size):
+            state = self._dealt_anew(given)
+        if state["choice"] != self.communicator.describe():
             raise ConfigError(
-                f"this rank needs what {self._key} remembered, and there is {', '.join(map(str, given))}: what was "
-                "left out of parts that other ranks have belongs to runs of as many ranks. Start without it"
+                f"this state was saved with choice {state['choice']!r}, and here it is "
+                f"{self.communicator.describe()!r}: what was left out belongs to the method. Start without it"
             )
-        state = unpacked(given[self._key])
-        mine = {"choice": self.communicator.describe(), "rank": self.backend.rank, "size": self.backend.size}
-        for what, value in mine.items():
-            if state.get(what) != value:
-                raise ConfigError(
-                    f"this state was saved with {what} {state.get(what)!r}, and here it is {value!r}: what was left "
-                    "out of parts that other ranks have belongs to that run alone. Start without it"
-                )
         self.close_step()
         self.context.step, self.context.loss_scale = state["step"], state["loss_scale"]
         self.memory.state.clear()
         self.memory.state.update(copy.deepcopy(state["memory"]))
         self.memory.state.commit()
+
+    def _dealt_anew(self, given: dict[str, Any]) -> dict[str, Any]:
+        """A state for this rank, of those of all ranks of another run; each sender of a part takes as much of it."""
+        size, found = self.backend.size, [key for key in given if re.fullmatch(r"rank_\d+_of_\d+", key)]
+        count = int(found[0].rpartition("_")[2]) if found else 0
+        if sorted(found) != sorted(f"rank_{rank}_of_{count}" for rank in range(count)) or not count:
+            raise ConfigError(
+                f"this rank needs what {self._key} remembered in a shard group of {size}, or what all ranks of another "
+                f"run did, to be dealt out anew, and there is {', '.join(map(str, given)) or 'nothing'}: load all of "
+                "rank_0_of_N to rank_{N-1}_of_N into one dict, and give it here; or start without it"
+            )
+        states = [unpacked(given[key]) for key in found]
+        memory: dict[str, Any] = {}
+        for layout in self.layouts:
+            whole, beside = _together(layout, states, size / count / (size - 1))
+            for to in range(size) if whole else ():
+                if to != self.backend.rank:
+                    row = torch.cat([_part(tensor, to, size) for tensor in whole])
+                    memory[f"{layout.name}/to_{to}"] = {key: row if n is None else n for key, n in beside.items()}
+                    if not beside:
+                        memory[f"{layout.name}/to_{to}"] = row
+        return {**states[0], "memory": memory}
 
     def close(self) -> None:
         """From now on reduce-scatters are torch's again."""
@@ -165,6 +184,49 @@ class ReduceScatterState:
         if loss_scale != self.context.loss_scale:
             self.memory.rescale(loss_scale / self.context.loss_scale)
             self.context.loss_scale = loss_scale
+
+
+def _part(tensor: torch.Tensor, to: int, size: int) -> torch.Tensor:
+    """The part of a parameter's gradient that a rank keeps, flat, with zeros behind it up to its equal share."""
+    rows = -(-tensor.shape[0] // size)
+    flat = tensor[to * rows : (to + 1) * rows].reshape(-1)
+    return torch.nn.functional.pad(flat, (0, rows * tensor[0].numel() - flat.numel()))
+
+
+def _together(
+    layout: Layout, states: Sequence[dict[str, Any]], weight: float
+) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """What all ranks of a run have left out of a module's gradients, by parameter, times a weight; and what their
+    memory keeps beside it, with None for the tensor, if it keeps dicts. Nothing where nothing was kept.
+
+    Raises:
+        ConfigError: a parameter is cut along another dimension than its first, or has another size.
+    """
+    params = [param for param in layout.params if param.sharded_param.requires_grad]
+    wholes = [torch.zeros(param._orig_size, device=param.sharded_param.device) for param in params]
+    kept = [(state["memory"].get(f"{layout.name}/to_{to}"), to, state["size"]) for state in states
+            for to in range(state["size"])]  # fmt: skip
+    kept = [(value, to, size) for value, to, size in kept if value is not None]
+    for name, param in zip(layout.names, layout.params, strict=True):
+        if kept and param.fsdp_placement.dim != 0:
+            raise ConfigError(
+                f"parameter {name!r} is sharded along dimension {param.fsdp_placement.dim}, and only what was left out "
+                "along the first one can be dealt out anew. Start without it"
+            )
+    beside: dict[str, Any] = {}
+    for value, to, size in kept:
+        row = value
+        if isinstance(value, dict):
+            beside = {key: None if isinstance(one, torch.Tensor) else one for key, one in value.items()}
+            (row,) = (one for one in value.values() if isinstance(one, torch.Tensor))
+        sizes = [_part(whole, to, size).numel() for whole in wholes]
+        if row.numel() != sum(sizes):
+            raise ConfigError(f"module {layout.name!r} has other parameters than in the run that was saved")
+        for whole, part in zip(wholes, row.to(wholes[0].device).split(sizes), strict=True):
+            rows = -(-whole.shape[0] // size)
+            here = whole[to * rows : (to + 1) * rows]
+            here += weight * part[: here.numel()].view_as(here)
+    return (wholes, beside) if kept else ([], beside)
 
 
 class CompressedReduceScatter:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import fully_shard
 
 import grace
@@ -186,6 +187,71 @@ def test_a_run_goes_on_from_its_state(four):
         assert equal
         assert "saved with choice" in message
         assert "here it is 'allgather, block, residual'" in message
+
+
+METHOD = "block(bits=4, block=32)"
+
+
+def of_size(shards, memory):
+    """A model in shard groups of so many ranks, and its state."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shape = dist.get_world_size() // shards, shards
+    net = built(init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))["shard"])
+    return net, grace.torch.compress_reduce_scatter(net, METHOD, memory)
+
+
+def left_out(net, state):
+    """By parameter, what all ranks of the run have left out of its gradients, as a mean of ranks has it."""
+    found = {name: torch.zeros(p.shape) for name, p in net.named_parameters()}
+    for layout in state.layouts:
+        for to in range(state.backend.size):
+            row = state.memory.state.get(f"{layout.name}/to_{to}")
+            start, row = 0, row["error"] if isinstance(row, dict) else row
+            for name, param in zip(layout.names, layout.params, strict=True):
+                here = torch.chunk(found[name], state.backend.size)[to:][:1]  # none where there are too few rows
+                if row is not None and here:
+                    here[0].add_(row[start : start + here[0].numel()].view_as(here[0]))
+                start += param.padded_sharded_param_size.numel()
+    for total in found.values():
+        dist.all_reduce(total)
+    return {name: total / dist.get_world_size() for name, total in found.items()}
+
+
+def saves(folder, shards, memory):
+    net, state = of_size(shards, memory)
+    trained(net, 3)
+    dcp.save({"shards": state}, checkpoint_id=folder)
+    owed = left_out(net, state)
+    state.close()
+    return owed
+
+
+def loads(folder, shards, memory, before):
+    net, state = of_size(shards, memory)
+    saved = {f"rank_{rank}_of_{before}": b"" for rank in range(before)}
+    dcp.load({"shards": saved}, checkpoint_id=folder)
+    with pytest.raises(grace.ConfigError) as caught:
+        state.load_state_dict(dict(list(saved.items())[1:]) if len(saved) != dist.get_world_size() else {})
+    state.load_state_dict(saved)
+    owed, step = left_out(net, state), state.context.step
+    trained(net, 2)
+    state.close()
+    return owed, step, str(caught.value)
+
+
+@pytest.mark.parametrize(("before", "after"), [((2, 2), (4, 4)), ((4, 2), (4, 4)), ((4, 4), (2, 2))])
+@pytest.mark.parametrize("memory", ["residual", "loco"])
+def test_what_was_left_out_is_dealt_out_to_other_ranks(tmp_path, before, after, memory):
+    """Ranks, and how many of them are a shard group."""
+    folder = str(tmp_path / "checkpoint")
+    wanted = ranks_of(before[0]).run(saves, folder, before[1], memory)[0]
+    assert sum(bool(value.any()) for value in wanted.values()) >= 3
+    for owed, step, message in ranks_of(after[0]).run(loads, folder, after[1], memory, before[0]):
+        assert step == 3
+        assert "load all of rank_0_of_N to rank_{N-1}_of_N into one dict" in message
+        for name, value in wanted.items():
+            torch.testing.assert_close(owed[name], value, rtol=1e-5, atol=1e-7)
 
 
 def refused(case):

@@ -84,9 +84,10 @@ class Refusing:
         for length, name, payload in before:
             was, now = [next(shapes) for _ in range(length)], [tuple(tensor.shape) for tensor in payload]
             if was != now:
+                context = self.communicator.context
                 raise ExchangeError(
-                    f"{self.compressor.spec}: the payload of {name!r} has the shapes {now} at step "
-                    f"{self.communicator.context.step}, and had {was} at the first. {VARIES}"
+                    f"rank {context.rank} of {context.size}: {self.compressor.spec}: the payload of {name!r} has the "
+                    f"shapes {now} at step {context.step}, and had {was} at the first. {VARIES}"
                 )
 
     def _send_compared(self) -> bool:

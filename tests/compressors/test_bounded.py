@@ -8,8 +8,13 @@ import pytest
 import torch
 
 import grace
+from grace.core.backend import LocalBackend
+from grace.core.context import Context
+from grace.core.variable import Variable
 from grace.errors import PayloadError
 from grace.kernels.contract.primitives import Kernels
+from grace.session.by_hand import AsGiven
+from grace.session.exchanger import Exchanger
 from tests.support.data import REFERENCE
 from tests.support.far import as_far
 from tests.support.methods import make
@@ -91,6 +96,19 @@ def test_values_that_are_compressed_again_are_those_that_are_sent(spec):
         payload, _ = make(spec).compress(TENSORS["usual"], "w")
     for part, same in zip(payload, near, strict=True):
         np.testing.assert_array_equal(part, same)
+
+
+def place(spec, device):
+    """What a rank whose gradients are there tells the others before the first step."""
+    variables = [Variable("w", (100,), device=device)]
+    exchanger = Exchanger(variables, AsGiven(spec, None, None).shards(variables), LocalBackend(), Context())
+    return dict(exchanger.facts()).get("the place of gradients")
+
+
+def test_ranks_agree_on_where_gradients_are_as_sizes_follow_from_it():
+    for spec in SPECS:
+        assert [place(spec, device) for device in ("cpu", "cuda:1")] == ["the CPU", "a device"]
+    assert place("topk", "cuda:0") is place("dgc | qsgd", "cuda:0") is None  # the same anywhere
 
 
 @pytest.mark.parametrize("ratio", [1.0, 0.3])

@@ -68,6 +68,26 @@ class State(MutableMapping[str, Any]):
         self._kept.update(self._staged)
         self._staged.clear()
 
+    def write(self, into: Any) -> None:
+        """Let ``into(kept, staged)`` write staged arrays over the kept ones, which stay the same objects.
+
+        >>> import numpy as np
+        >>> s = State()
+        >>> s["w"] = kept = np.zeros(1)
+        >>> s.commit()
+        >>> s["w"] = np.ones(1)
+        >>> s.write(np.copyto)
+        >>> float(kept[0]), s["w"] is kept
+        (1.0, True)
+        """
+        for name, staged in self._staged.items():
+            kept = self._kept[name]
+            for key in staged if isinstance(staged, dict) else ():
+                into(kept[key], staged[key])
+            if not isinstance(staged, dict):
+                into(kept, staged)
+        self._staged.clear()
+
     def rollback(self, name: str | None = None) -> None:
         """Forget the staged writes: all of them, or those of one variable."""
         if name is None:

@@ -14,8 +14,9 @@ from grace.exchange.places import NUMBERS, compare, place
 from grace.exchange.wire import OVERFLOW, PRESENT
 from grace.kernels import kernels_of
 
-Question = tuple[list[Tensor], Callable[[list[list[float]]], Any]]
-"""Small tensors, and what is to be done once their numbers are known."""
+Question = tuple[list[Tensor], Callable[[list[list[float]]], Any], Sequence[float | None]]
+"""Small tensors, what is to be done once their numbers are known, and what each holds if all is well: a status of every
+variable, or None of a flag, which is 1. Nothing of those that are no matter of that."""
 
 
 def learn(exchanges: Sequence[Any]) -> None:
@@ -30,9 +31,9 @@ def learn(exchanges: Sequence[Any]) -> None:
         questions += exchange.questions
         exchange.questions = []
     if questions:
-        tensors = [tensor for tensors, _ in questions for tensor in tensors]
+        tensors = [tensor for tensors, *_ in questions for tensor in tensors]
         numbers = kernels_of(tensors[0]).read(tensors)
-        for tensors, then in questions:
+        for tensors, then, _ in questions:
             then(numbers[: len(tensors)])
             del numbers[: len(tensors)]
 
@@ -114,9 +115,14 @@ class Judging:
             return False
         return self._compare([self.kernels.to_list(part) for part in told], here)
 
-    def ask(self, tensors: list[Tensor], then: Callable[[list[list[float]]], Any]) -> None:
+    def ask(
+        self,
+        tensors: list[Tensor],
+        then: Callable[[list[list[float]]], Any],
+        well: Sequence[float | None] = (),
+    ) -> None:
         """Have ``then`` called with the numbers in these tensors, when they are read."""
-        self.questions = [*self.questions, (tensors, then)]
+        self.questions = [*self.questions, (tensors, then, well)]
 
     def glance(self) -> None:
         """Compare the places that came; nothing else that came counts."""
@@ -167,7 +173,7 @@ class Judging:
             self._amend(found, self.spoilt)
 
         if self.far:
-            self.ask([self.kernels.all_finite(body), *([wire.marked(total)] if told else [])], then)
+            self.ask([self.kernels.all_finite(body), *([wire.marked(total)] if told else [])], then, [None, self._well])
             if self.late:
                 finite = [math.prod(map(self.kernels.all_finite, payload)) for payload in wire.unpack(total)]
                 self._spoil([wire.marked(total)], finite)
@@ -196,10 +202,15 @@ class Judging:
             overflow = self._shown(wires, overflow)
         return missing, overflow
 
+    @property
+    def _well(self) -> float:
+        """A status, of one rank or their sum, where all ranks have a gradient in range."""
+        return self.communicator.context.size if self.communicator.sums else PRESENT
+
     def _judged(self, ranks: Sequence[list[float]]) -> tuple[list[bool], list[bool]]:
         """What all ranks' statuses, or their sum, say of each variable."""
         count, sums = len(self.names), self.communicator.sums
-        limit, well = (math.inf, self.communicator.context.size) if sums else (OVERFLOW, PRESENT)
+        limit, well = math.inf if sums else OVERFLOW, self._well
         if all(rank.count(well) == count for rank in ranks):
             return [False] * count, [False] * count
         missing = [all(rank[i] == 0 for rank in ranks) for i in range(count)]
@@ -229,7 +240,8 @@ class Judging:
             self._amend(missing, overflow)
 
         if marks or bodies:
-            self.ask([*marks, *(k.all_finite(part) for part in bodies)], then)
+            wanted = [*[self._well] * len(marks), *[None] * len(bodies)]
+            self.ask([*marks, *(k.all_finite(part) for part in bodies)], then, wanted)
         if self.late and self.hides_overflow:
             self._spoil(marks)
 

@@ -80,6 +80,7 @@ class Exchanger:
         self.numel = sum(variable.numel for variable in self.variables)
         self.nbytes = sum(variable.nbytes for variable in self.variables)
         self._begun: list[Exchange] = []
+        self.learn: Callable[[Sequence[Exchange]], None] = learn  # but in a graph, of which nothing is read
         self._averaged_at, self._keepers = 0, Keepers()
         self.owed: dict[str, Any] = {}
         self._thread: ExchangeThread | None = None
@@ -199,7 +200,7 @@ class Exchanger:
             for exchange in self._begun:
                 given, hierarchy = outs(exchange.bucket), self.hierarchy_of(exchange.bucket.communicator)
                 outcomes += hierarchy.finish(exchange, given) if hierarchy else exchange.finish(given)
-            learn(self._begun)
+            self.learn(self._begun)
         except PayloadError:
             self._roll_back()
             raise

@@ -14,6 +14,7 @@ from grace.communicators import Allgather, Allreduce, Broadcast, ReduceBroadcast
 from grace.communicators.base import Communicator
 from grace.core.compressor import Compressor, Traits
 from grace.core.memory import Memory
+from grace.torch.capturing import capture
 from grace.torch.ddp import DDPState, register_ddp_hook
 from grace.torch.fsdp import FSDPState, register_fsdp_hook
 from grace.torch.memories import Memories
@@ -40,6 +41,7 @@ __all__ = [
     "Traits",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "capture",
     "compress_reduce_scatter",
     "register_ddp_hook",
     "register_fsdp_hook",

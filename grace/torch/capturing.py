@@ -1,0 +1,195 @@
+"""Whole steps as CUDA graphs: forward, backward, exchange and optimizer, launched at once.
+
+A replay runs no Python. So nothing of a captured step is read back: whether a rank's gradient overflowed decides on the
+device what memories keep, residuals are written in place, and random numbers read their step in memory. Ranks' places
+are not compared.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from grace.core.kept import is_ours
+from grace.errors import ConfigError
+from grace.torch.optimizer import HookedSession
+
+WARM_UP = 3
+"""Steps before the capture: the first one lays out wires, the second keeps residuals, allocators come to rest."""
+COMMUNICATORS, MEMORIES = ("allreduce", "allgather"), ("none", "residual")
+
+
+def capture(optimizer: Any, step: Callable[[], Any], warm_up: int = WARM_UP) -> "CapturedStep":
+    """Capture a training step as a CUDA graph; call what is returned for each step.
+
+    Args:
+        optimizer: what :func:`grace.DistributedOptimizer` returned.
+        step: computes the loss of a batch in tensors that stay where they are, calls ``backward()``, and returns what
+            is to be looked at. ``zero_grad()`` comes before it, ``optimizer.step()`` behind it.
+        warm_up: real steps that are made first, 2 or more.
+
+    Raises:
+        ConfigError: the method, memory, engine or optimizer cannot be captured; nothing was done.
+    """
+    session: Any = getattr(optimizer, "_grace", None)
+    check(session)
+    if not all(p.is_cuda for p in session.parameters.values()):
+        raise ConfigError(
+            "grace.torch.capture: CUDA graphs need all parameters on a GPU; call optimizer.step() instead"
+        )
+    if warm_up < 2:
+        raise ConfigError(f"grace.torch.capture: warm_up must be at least 2, not {warm_up}")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(warm_up):
+            optimizer.zero_grad()
+            step()
+            optimizer.step()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    optimizer.zero_grad()
+    graph, there = torch.cuda.CUDAGraph(), torch.tensor([session.context.step], device="cuda")
+    counts = Counts(session)
+    with settled_there(session, there), torch.cuda.graph(graph):
+        result = step()
+        optimizer.step()
+    counts.take_back()
+    return CapturedStep(session.context, graph, there, counts, result)
+
+
+def check(session: Any) -> None:
+    """Whether steps can be captured.
+
+    Raises:
+        ConfigError: they cannot; the message says why, and what would be right.
+    """
+    if not isinstance(session, HookedSession):
+        raise ConfigError("grace.torch.capture needs what grace.DistributedOptimizer returned, not under Horovod")
+    exchanger = session.exchanger
+    backend = exchanger.backend
+    nccl = backend.name == "torch" and dist.get_backend(getattr(backend, "group", None)) == "nccl"
+    said = ""
+    if backend.size > 1 and not nccl:
+        said = f"{backend.describe()} is not NCCL, whose collectives alone a CUDA graph can hold"
+    elif session.passes > 1 or session.grad_scaler is not None or session.auto is not None:
+        said = "backward_passes_per_step, a grad_scaler and strategy='auto' decide on the host what a step does"
+    elif exchanger.hierarchical or exchanger.averages or any(v.sparse for v in exchanger.variables):
+        said = "hierarchical exchanges, sync none(period) and sparse gradients decide on the host what a step does"
+    elif any(group.get("capturable") is False for group in session.optimizer.param_groups):
+        said = f"give {type(session.optimizer).__name__} capturable=True, so that it counts its steps on the GPU"
+    for communicator in () if said else exchanger.communicators:
+        said = said or _refused(communicator)
+    if said:
+        raise ConfigError(f"this step cannot be captured as a CUDA graph: {said}. Call optimizer.step() instead")
+
+
+def _refused(communicator: Any) -> str:
+    """Why what a communicator exchanges cannot be captured; empty if it can."""
+    compressor, memory = communicator.compressor, communicator.memory
+    if compressor.traits.fixed_size is not True or not is_ours(type(compressor)):
+        return f"the size of what {compressor.spec} sends is not known to be the same at every step"
+    if communicator.delayed or communicator.name not in COMMUNICATORS:
+        return f"{communicator.describe()} has collectives beside {' and '.join(COMMUNICATORS)}"
+    if memory.name not in MEMORIES:
+        return f"the memory {memory.spec} reads numbers of the host at every step; {' and '.join(MEMORIES)} do not"
+    return ""
+
+
+@contextlib.contextmanager
+def settled_there(session: HookedSession, there: torch.Tensor | None) -> Iterator[None]:
+    """In this context a step ends on the device: the host learns nothing of it.
+
+    Args:
+        there: the step that random numbers are drawn for, which is counted on; None to draw for the host's.
+    """
+    exchanger, context = session.exchanger, session.context
+
+    def settle(exchanges: Any) -> None:
+        flags = [flag for exchange in exchanges for flag in judged(exchange)]
+        sound = torch.cat(flags).all() if flags else None
+
+        def write(kept: torch.Tensor, staged: torch.Tensor) -> None:
+            kept.copy_(staged if sound is None else torch.where(sound, staged, kept))
+
+        for component in exchanger._stepping():
+            component.state.write(write)
+        if there is not None:
+            there.add_(1)
+
+    before, exchanger.learn, context.step_there = exchanger.learn, settle, there
+    try:
+        yield
+    finally:
+        exchanger.learn, context.step_there = before, None
+
+
+def judged(exchange: Any) -> list[torch.Tensor]:
+    """Whether what an exchange brought is in range, on its device; where values would hide it they become NaN."""
+    found, each = list[torch.Tensor](), list[torch.Tensor]()
+    for tensors, _, wanted in exchange.questions:
+        for tensor, status in zip(tensors, wanted, strict=False):  # places are not compared
+            found.append(tensor.reshape(-1).float() == (1.0 if status is None else status))
+            if status is not None or exchange.traits.rounds > 1:
+                each.append(found[-1].expand(len(exchange.names)))
+    exchange.questions = []
+    if each and exchange.hides_overflow:
+        factors = torch.where(torch.stack(each).all(0), 1.0, torch.nan)
+        for outcome, factor in zip(exchange.outcomes, factors.unbind(), strict=True):
+            outcome.value.mul_(factor)
+    return found
+
+
+class Counts:
+    """What the host counts of a step, which a capture must not and each replay shall."""
+
+    TRAFFIC = ("steps", "header_bytes", "sent_bytes", "dense_bytes", "elements")
+
+    def __init__(self, session: HookedSession):
+        self.traffic, self.context = session.exchanger.traffic, session.context
+        self.before = self._now()
+
+    def _now(self) -> tuple[list[int], list[int], dict[str, int]]:
+        own = [getattr(self.traffic, key) for key in self.TRAFFIC]
+        return own, [self.context.step, self.context.updates], dict(self.traffic.payload_bytes)
+
+    def take_back(self) -> None:
+        """What was counted since is to be counted by each :meth:`add`."""
+        (now, _, sent), (before, (self.context.step, self.context.updates), had) = self._now(), self.before
+        self.more = [b - a for a, b in zip(before, now, strict=True)]
+        self.sent = {name: n - had.get(name, 0) for name, n in sent.items()}
+        self._count(-1)
+
+    def add(self) -> None:
+        """Count a step."""
+        self._count(1)
+        self.context.step += 1
+        self.context.updates += 1
+
+    def _count(self, times: int) -> None:
+        for key, n in zip(self.TRAFFIC, self.more, strict=True):
+            setattr(self.traffic, key, getattr(self.traffic, key) + times * n)
+        for name, n in self.sent.items():
+            self.traffic.payload_bytes[name] += times * n
+
+
+class CapturedStep:
+    """A step that was captured; each call makes it once more, and returns what ``step`` returned, anew.
+
+    Attributes:
+        result: that.
+    """
+
+    def __init__(self, context: Any, graph: Any, there: torch.Tensor, counts: Counts, result: Any):
+        self.context, self.graph, self.there, self.counts, self.result = context, graph, there, counts, result
+        self.next = context.step
+
+    def __call__(self) -> Any:
+        if self.context.step != self.next:  # a state was loaded, or a step made without the graph
+            self.there.fill_(self.context.step)
+        self.graph.replay()
+        self.counts.add()
+        self.next = self.context.step
+        return self.result

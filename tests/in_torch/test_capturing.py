@@ -1,0 +1,179 @@
+"""Steps that CUDA graphs can hold: settled on the device as on the host, and refused where the host decides. Where
+there is no GPU a CPU's tensors stand for its own."""
+
+import contextlib
+
+import pytest
+import torch
+
+import grace
+from grace.errors import ConfigError
+from grace.torch.capturing import Counts, capture, check, settled_there
+from tests.support.far import as_far
+from tests.support.training import Given, digest, distributed, gradients, made_up, state_of
+
+SHAPES = {"matrix": (20, 30), "vector": (200,), "tiny": (1,)}
+METHODS = ["none", "bf16", "qsgd", "topk(ratio=0.1)", "efsignsgd/residual", "powersgd(rank=2)"]
+BAD = {2: float("nan"), 4: float("inf")}
+
+
+def steps(spec, there):
+    """Gradients and state after each step, some of which overflow; settled on the device from the third on."""
+    method, _, memory = spec.partition("/")
+    found = []
+    with as_far() if there else contextlib.nullcontext():
+        model = Given(SHAPES)
+        options = {} if "powersgd" in method else {"communicator": "allgather"}
+        optimizer = distributed(model, method, memory=memory or None, group_bytes=400, **options)
+        check_anyway(optimizer._grace)
+        for number in range(6):
+            optimizer.zero_grad()
+            given = made_up(SHAPES, number, grace.rank())
+            if number in BAD and grace.rank() == 1:
+                given["vector"].flat[3] = BAD[number]
+            parts = dict(model.named_parameters())
+            sum((parts[n] * torch.from_numpy(g)).sum() for n, g in given.items()).backward()
+            kept = {n: id(v) for c in optimizer._grace.exchanger._stepping() for n, v in c.state.kept.items()}
+            with settled_there(optimizer._grace, None) if there and number > 1 else contextlib.nullcontext():
+                optimizer.synchronize()
+            if there and number > 1:  # in place, as a graph needs it
+                assert kept == {
+                    n: id(v) for c in optimizer._grace.exchanger._stepping() for n, v in c.state.kept.items()
+                }
+            means = {n: torch.nan_to_num(g, nan=1234.5) for n, g in gradients(model).items()}  # NaNs have many bits
+            found.append((digest(means), digest(state_of(optimizer))))
+            optimizer.step()
+        optimizer.close()
+    return found
+
+
+def check_anyway(session):
+    """Over gloo, which alone is refused."""
+    with pytest.raises(ConfigError, match="is not NCCL"):
+        check(session)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("spec", METHODS)
+def test_a_step_that_is_settled_on_the_device_ends_as_on_the_host(two_ranks, spec):
+    assert two_ranks.run(steps, spec, True) == two_ranks.run(steps, spec, False)
+
+
+@pytest.fixture
+def alone():
+    """A linear layer's optimizer in one process, made by a method."""
+    grace.init("local")
+    made = []
+
+    def make(method="topk(ratio=0.1)", optimizer=torch.optim.SGD, **options):
+        model = torch.nn.Linear(8, 8)
+        made.append(grace.DistributedOptimizer(optimizer(model.parameters(), lr=0.1), model, method, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+    grace.shutdown()
+
+
+def test_what_cannot_be_captured_is_refused_before_anything_is_done(alone):
+    def said(*args, **options):
+        with pytest.raises(ConfigError) as caught:
+            check(alone(*args, **options)._grace)
+        return str(caught.value)
+
+    assert "threshold(value=0.1) sends is not known" in said("threshold(value=0.1)")
+    assert "the memory dgc reads" in said("topk(ratio=0.1)", memory="dgc")
+    assert "backward_passes_per_step" in said(backward_passes_per_step=2)
+    assert "give Adam capturable=True" in said(optimizer=torch.optim.Adam)
+    with pytest.raises(ConfigError, match=r"what grace\.DistributedOptimizer returned"):
+        capture(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), lambda: None)
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="need all parameters on a GPU"):
+            capture(alone(), lambda: None)
+
+
+def test_replays_are_counted_as_steps_and_the_capture_is_not(alone):
+    optimizer = alone("qsgd")
+    session = optimizer._grace
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def step():
+        sum(p.sum() for p in parameters).backward()
+        optimizer.step()
+
+    step()
+    one, counts = optimizer.traffic.elements, Counts(session)
+    sent = dict(optimizer.traffic.payload_bytes)
+    step()
+    counts.take_back()
+    assert (session.context.step, session.context.updates, optimizer.traffic.steps) == (1, 1, 1)
+    assert optimizer.traffic.payload_bytes == sent
+    counts.add()
+    assert (session.context.step, session.context.updates, optimizer.traffic.steps) == (2, 2, 2)
+    assert optimizer.traffic.elements == 2 * one
+    assert optimizer.traffic.payload_bytes == {name: 2 * n for name, n in sent.items()}
+
+
+@pytest.mark.device
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: torch.cuda.is_available() is False")
+@pytest.mark.parametrize("method", ["none", "qsgd", "topk(ratio=0.1)", "randomk(ratio=0.1)", "powersgd(rank=2)"])
+def test_replays_train_as_steps_do(alone, method):
+    def trained(captured):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(64, 32).cuda()
+        optimizer = grace.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, method)
+        batch = torch.zeros(16, 64, device="cuda")
+
+        def step():
+            loss = model(batch).square().mean()
+            loss.backward()
+            return loss
+
+        def made():
+            optimizer.zero_grad()
+            step()
+            optimizer.step()
+
+        batch.normal_(generator=torch.Generator("cuda").manual_seed(1))
+        if captured:
+            made = capture(optimizer, step)  # three steps
+        else:
+            [made() for _ in range(3)]
+        for number in range(4):
+            batch.normal_(generator=torch.Generator("cuda").manual_seed(number))
+            made()
+        assert optimizer._grace.context.step == 7
+        optimizer.close()
+        return model.weight.detach().clone()
+
+    alone()
+    torch.testing.assert_close(trained(True), trained(False))
+
+
+def launched(method, there, step):
+    """The numbers, and shapes of tensors, that the kernels of one step are started with, on the meta device."""
+    from grace.core.context import Context
+    from grace.kernels.triton.launching import recorded
+    from tests.support.methods import make
+
+    compressor, x = make(method), torch.empty(1 << 13, 8, device="meta")
+    compressor.bind(Context(step=step, step_there=there))
+    with recorded() as made:
+        payload, ctx = compressor.compress(x, "w")
+        compressor.accumulate(payload, ctx, x, 0.5)
+    told = lambda arg: tuple(arg.shape) if isinstance(arg, torch.Tensor) else arg  # noqa: E731
+    return [(one.kernel.__name__, one.programs, *map(told, one.args), str(one.constants)) for one in made]
+
+
+@pytest.mark.parametrize("method", ["qsgd", "natural", "terngrad", "topk(ratio=0.01)", "randomk", "efsignsgd"])
+def test_all_steps_launch_the_same_with_the_same_numbers_where_the_step_lies_in_memory(method, monkeypatch):
+    pytest.importorskip("triton")
+    from grace.kernels.torch import fused
+    from grace.kernels.triton.primitives import KERNELS
+
+    monkeypatch.setattr(fused, "_PLAIN", KERNELS)
+    there = torch.empty(1, dtype=torch.int64, device="meta")
+    assert launched(method, there, 5) == launched(method, there, 6) != []
+    if method in ("qsgd", "natural", "terngrad", "randomk"):  # else it is in an argument
+        assert launched(method, None, 5) != launched(method, None, 6)

@@ -37,7 +37,8 @@ class TopK(Sparsifier):
 
     Args:
         ratio: the part of the elements that is sent, in (0, 1].
-        chunk: how many elements each choose their largest, a power of two from 32 to 4096; 0: all together.
+        chunk: how many elements each choose their largest, a power of two
+            from 32 to 4096; 0: all together.
 
     >>> import numpy as np
     >>> topk = TopK(ratio=0.5)

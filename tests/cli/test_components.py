@@ -139,14 +139,14 @@ def test_describe_explains_a_composition():
     assert "category: hybrid" in text
     bits = make("compressor", "topk(ratio=0.02) | qsgd(levels=7)").wire_bits((1000, 1000))
     assert f"1000 x 1000    {bits:.4g}, " in text
-    assert "'sparsifier': {'name': 'topk', 'ratio': 0.02}" in text
+    assert "'sparsifier': {'name': 'topk', 'ratio': 0.02, 'chunk': 0}" in " ".join(text.split())
 
 
 def test_describe_uses_the_specs_parameters():
     text = said("describe", "topk(ratio=0.05)")
     assert "ratio = 0.05 (default 0.01)" in text
     assert re.search(r"1000 x 1000 +2\.6, 12.3x smaller than float32 \(325,000 bytes\)", text)
-    assert "{'name': 'topk', 'ratio': 0.05}" in text
+    assert "{'name': 'topk', 'ratio': 0.05, 'chunk': 0}" in text
 
 
 def test_describe_says_which_shapes_travel_uncompressed():

@@ -109,9 +109,9 @@ class PowerSGD(Compressor):
             if whole and name in self.state:
                 return self.state[name]
             k, stream = kernels_of(like), self.context.stream(name, shared=True)
-            fresh = k.combine(2.0, k.uniform(stream, columns * rank, like), -1.0, k.full([1.0], "float32", like))
-            fresh = k.reshape(fresh, (columns, rank))
-            return k.fill_zero_columns(self.state[name], fresh) if name in self.state else fresh
+            if name in self.state:
+                return k.renew_columns(self.state[name], stream)
+            return k.random_matrix(stream, (columns, rank), like)
 
         return start
 

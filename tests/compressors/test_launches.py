@@ -26,6 +26,7 @@ BUDGETS = {
     "topk(ratio=0.1)": (10, 6),
     "topk(ratio=0.01, chunk=1024)": (3, 2),
     "randomk": (2, 1),
+    "powersgd(rank=4)": (7, 1),
 }
 """The most launches to encode a variable, and to add what one rank sent. Random numbers alone are 100 of torch's."""
 NO_LAUNCH = {"view", "_unsafe_view", "select", "slice", "expand", "detach", "alias", "unsqueeze", "t", "transpose"}

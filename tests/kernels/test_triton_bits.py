@@ -118,6 +118,16 @@ def test_a_step_that_lies_in_memory_makes_the_same_numbers(it):
         same(it.run("round_powers", x, there), REFERENCE.round_powers(x, here))
 
 
+def test_columns_of_zeros_and_of_what_is_too_large_become_random(it):
+    exactly(it, "random_matrix", STREAM, (700, 3), np.zeros(1, np.float32))
+    for shape in ((700, 5), (1, 1), (3, 1), (0, 2)):
+        x = data("gaussian", shape)
+        x[:, :1] = 0
+        for column, bad in enumerate((np.nan, 2.0**41, -np.inf), 1):
+            x[-1:, column : column + 1] = bad
+        exactly(it, "renew_columns", x, STREAM)
+
+
 @pytest.mark.parametrize("bad", [-np.nan, np.inf, -np.inf])
 def test_what_is_no_number_is_seen_and_stays(it, bad):
     for place in (0, 2000):

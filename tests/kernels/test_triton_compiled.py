@@ -17,7 +17,9 @@ REGISTERS = 128
 SHARED = 48 << 10
 """Bytes of a program: what every GPU gives without being asked."""
 NARROW = {
-    **dict.fromkeys(("write_words", "write_uniform", "write_walked", "write_samples"), 0),  # read nothing
+    **dict.fromkeys(
+        ("write_words", "write_uniform", "write_signed", "write_walked", "write_samples"), 0
+    ),  # read nothing
     ("round_rows", "quantize odd buckets"): 4,  # which begin anywhere
     "pack": 4,  # 8 codes of a thread
     **dict.fromkeys((("count_chosen", "where_code"), ("write_chosen", "where_code")), 4),  # codes

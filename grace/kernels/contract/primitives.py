@@ -223,6 +223,15 @@ class Kernels(ValueKernels, SparseKernels):
         """``x`` with each column replaced by that of ``other`` that is all zero, or has elements beyond
         :data:`LARGEST_FACTOR`, which products overflow with (matrices)."""
 
+    def random_matrix(self, stream: Stream, shape: tuple[int, int], like: Tensor) -> Tensor:
+        """Numbers in [-1, 1): 2 u - 1, of :meth:`uniform`."""
+        found = self.combine(2.0, self.uniform(stream, math.prod(shape), like), -1.0, self.full([1.0], "float32", like))
+        return self.reshape(found, shape)
+
+    def renew_columns(self, x: Tensor, stream: Stream) -> Tensor:
+        """:meth:`fill_zero_columns`, from a :meth:`random_matrix`."""
+        return self.fill_zero_columns(x, self.random_matrix(stream, tuple(x.shape), x))
+
     @abc.abstractmethod
     def zero_columns(self, matrices: Sequence[Tensor]) -> bool:
         """Whether :meth:`fill_zero_columns` may change one of these matrices; True where telling would wait, on GPUs

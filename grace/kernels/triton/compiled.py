@@ -104,6 +104,8 @@ def calls() -> dict[str, Callable[[TritonKernels], Any]]:
         "uniform": lambda k: k.uniform(stream, N, x),
         "uniform of a step in memory": lambda k: k.uniform(in_memory, N, x),
         "random_indices of a step in memory": lambda k: k.random_indices(in_memory, N, N // 128, x),
+        "random_matrix": lambda k: k.random_matrix(stream, (N // 4, 4), x),
+        "renew_columns": lambda k: k.renew_columns(x.view(-1, 4), stream),
         "quantize by l2 norms": lambda k: k.quantize(x, 127, 512, "l2", stream),
         "quantize": lambda k: k.quantize(x, 127, 512, "max", stream),
         "quantize odd buckets": lambda k: k.quantize(x, 127, 37, "max", stream),

@@ -8,6 +8,7 @@ import triton
 from torch.utils._python_dispatch import _disable_current_modes
 
 from grace.kernels.checks import check_packed, check_scale
+from grace.kernels.contract.primitives import LARGEST_FACTOR
 from grace.kernels.random import Stream
 from grace.kernels.reference.primitives import NumpyKernels
 from grace.kernels.torch.primitives import DTYPES, TorchKernels
@@ -85,6 +86,24 @@ class TritonKernels(ValueTriton, SparseTriton, TorchKernels):
     def uniform(self, stream, n, like):
         out = torch.empty(n, dtype=torch.float32, device=like.device)
         launch(random.write_uniform, triton.cdiv(n, BLOCK), out, n, *random.words_of(stream), N=BLOCK)
+        return out
+
+    def random_matrix(self, stream, shape, like):
+        out = torch.empty(shape, dtype=torch.float32, device=like.device)
+        launch(random.write_signed, blocks(out), out, out.numel(), *random.words_of(stream), N=BLOCK)
+        return out
+
+    def renew_columns(self, x, stream):
+        rows, columns = x.shape
+        if x.dtype is not torch.float32 or not x.is_contiguous() or columns > BLOCK:
+            return super().renew_columns(x, stream)
+        found, out = torch.zeros(2 * columns, dtype=torch.int32, device=x.device), torch.empty_like(x)
+        shape = {"COLS": triton.next_power_of_2(max(1, columns))}
+        shape["ROWS"] = BLOCK // shape["COLS"]
+        numbers = rows, columns, LARGEST_FACTOR
+        launch(random.judge_columns, triton.cdiv(rows, shape["ROWS"]), found, x, *numbers, **shape)
+        given = out, found, x, x.numel(), columns, *random.words_of(stream)
+        launch(random.renew_columns, blocks(x), *given, N=BLOCK)
         return out
 
     def pack(self, codes, bits):

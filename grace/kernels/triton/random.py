@@ -134,6 +134,40 @@ def write_uniform(out, n, key_low, key_high, step, draw, N: tl.constexpr):
     tl.store(out + base + place, uniform(words), mask=place < n - base)
 
 
+@triton.jit(do_not_specialize=WORDS)
+def write_signed(out, n, key_low, key_high, step, draw, N: tl.constexpr):
+    """2 u - 1."""
+    base = tl.program_id(0).to(tl.int64) * N
+    place = tl.arange(0, N)
+    words = row_of_words(base, key_low, key_high, step, draw, N)
+    tl.store(out + base + place, uniform(words) * 2.0 - 1.0, mask=place < n - base)
+
+
+@triton.jit
+def judge_columns(found, x, rows, columns, most, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Of each column whether it has a number that is not zero, and one that is none or larger than ``most``."""
+    row, column = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLS)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    value = tl.load(x + row[:, None] * columns + column[None, :], mask=inside, other=0)
+    alive, beyond = tl.where(value == 0, 0, 1), tl.where(tl.abs(value) <= most, 0, 1)
+    tl.atomic_max(found + column, tl.max(alive, 0), mask=column < columns)
+    tl.atomic_max(found + columns + column, tl.max(beyond, 0), mask=column < columns)
+
+
+@triton.jit(do_not_specialize=WORDS)
+def renew_columns(out, found, x, n, columns, key_low, key_high, step, draw, N: tl.constexpr):
+    """x, and random numbers in columns of zeros and of numbers that are too large."""
+    base = tl.program_id(0).to(tl.int64) * N
+    place = tl.arange(0, N)
+    inside = place < n - base
+    column = (base + place) % columns
+    alive = tl.load(found + column, mask=inside, other=0)
+    beyond = tl.load(found + columns + column, mask=inside, other=0)
+    value = tl.load(x + base + place, mask=inside, other=0)
+    fresh = uniform(row_of_words(base, key_low, key_high, step, draw, N)) * 2.0 - 1.0
+    tl.store(out + base + place, tl.where((alive > 0) & (beyond == 0), value, fresh), mask=inside)
+
+
 @triton.jit(do_not_specialize=(*WORDS, "left_bits", "right_bits"))
 def write_walked(out, n, k, key_low, key_high, step, draw, left_bits, right_bits, N: tl.constexpr):
     place = tl.program_id(0) * N + tl.arange(0, N)

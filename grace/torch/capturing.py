@@ -44,10 +44,12 @@ def capture(optimizer: Any, step: Callable[[], Any], warm_up: int = WARM_UP) -> 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(warm_up):
+        for number in range(warm_up):
             optimizer.zero_grad()
-            step()
-            optimizer.step()
+            last = number == warm_up - 1  # as it will be captured, for what that refuses
+            with settled_there(session, None) if last else contextlib.nullcontext():
+                step()
+                optimizer.step()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     optimizer.zero_grad()
@@ -108,6 +110,12 @@ def settled_there(session: HookedSession, there: torch.Tensor | None) -> Iterato
     exchanger, context = session.exchanger, session.context
 
     def settle(exchanges: Any) -> None:
+        left_out = [n for e in exchanges for n, here in zip(e.names, e.present, strict=True) if not here]
+        if left_out:
+            raise ConfigError(
+                f"grace.torch.capture: {left_out[0]!r} has no gradient in this step, and needs one in every step "
+                "that is captured; freeze it (requires_grad_(False)) before grace.DistributedOptimizer"
+            )
         flags = [flag for exchange in exchanges for flag in judged(exchange)]
         sound = torch.cat(flags).all() if flags else None
 

@@ -93,6 +93,13 @@ def test_what_cannot_be_captured_is_refused_before_anything_is_done(alone):
             capture(alone(), lambda: None)
 
 
+def test_a_parameter_without_a_gradient_is_refused(alone):
+    optimizer = alone("qsgd")
+    optimizer.param_groups[0]["params"][0].sum().backward()
+    with settled_there(optimizer._grace, None), pytest.raises(ConfigError, match="'bias' has no gradient in this step"):
+        optimizer.synchronize()
+
+
 def test_replays_are_counted_as_steps_and_the_capture_is_not(alone):
     optimizer = alone("qsgd")
     session = optimizer._grace

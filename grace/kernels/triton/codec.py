@@ -54,6 +54,7 @@ class Codec:
                 row[column] = tensor.offset
         self.flags = torch.zeros(self.variables, dtype=torch.int32, device=device)
         self.tables: OrderedDict[Any, tuple[Any, torch.Tensor]] = OrderedDict()
+        self.captured = list[tuple[Any, torch.Tensor]]()
         self.owners, self.plan[:, tables.START.value] = self.shared([-(-n // self.span) for n in sizes])
 
     def shared(self, programs: Sequence[int]) -> tuple[torch.Tensor, Any]:
@@ -78,6 +79,8 @@ class Codec:
                 host = host.pin_memory()  # held as long as what was copied from it, for graphs that copy once more
             held = host, host.to(self.device, non_blocking=True)
         self.tables[key] = held
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self.captured.append(held)  # a graph reads both whenever it is replayed
         while len(self.tables) > 2 * KEPT_TABLES:
             self.tables.popitem(last=False)
         return held[1]

@@ -21,6 +21,7 @@ NARROW = {
         ("write_words", "write_uniform", "write_signed", "write_walked", "write_samples"), 0
     ),  # read nothing
     ("round_rows", "quantize odd buckets"): 4,  # which begin anywhere
+    "judge_columns": 4,  # rows of any length
     "pack": 4,  # 8 codes of a thread
     **dict.fromkeys((("count_chosen", "where_code"), ("write_chosen", "where_code")), 4),  # codes
     "unpack": 1,  # of a byte for two

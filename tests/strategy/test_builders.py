@@ -5,9 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import grace
+from grace.communicators.choice import build_communicator
 from grace.core.registry import known, make
 from grace.core.variable import Variable, equal_sizes
+from grace.session.bucketing import Limits
+from grace.session.sharding import bucketed
+from grace.session.sharding import uniform as sharded
 from grace.strategy.builder import Builder, OneNode
+from grace.strategy.execution import compiled
 from grace.strategy.plan import VariablePlan
 from tests.support.data import examples
 
@@ -279,3 +284,15 @@ def test_collectives_are_chosen_for_the_clusters_ranks(name):
     for ranks, kind in ((2, "allgather"), (8, "scatter_reduce"), (2, "allgather")):
         (plan,) = builder.build([Variable("w", (400, 300))], OneNode(ranks)).plans
         assert [part.sync.type for part in plan.parts] == [kind]
+
+
+@pytest.mark.parametrize("method", ["topk(ratio=0.01)", "qsgd", "none"])
+@pytest.mark.parametrize("builder", ["uniform", "size_threshold(bytes=0, small={})", "by_type(vectors={})"])
+def test_groups_are_cut_as_an_optimizers_buckets_so_that_they_travel_beside_backward(builder, method):
+    model = [Variable(f"w{i}", (512, 1 << i)) for i in range(6, 14)]
+    buckets = bucketed(sharded(model, build_communicator(method, None, None, 2), Limits()))
+    assert len(buckets) > 1
+    spec = {**make("builder", builder.format(f"'{method}'")).to_dict(), "compressor": method}
+    strategy = make("builder", spec).build(model, OneNode(2))
+    names = [[v.name for v in bucket.variables] for bucket in buckets]
+    assert [[v.name for v in bucket.variables] for bucket in bucketed(compiled(strategy, model))] == names

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grace.strategy.builder import Builder, Kinds
+from grace.strategy.grouping import in_buckets
 from grace.strategy.plan import VariablePlan
 
 
@@ -16,14 +17,14 @@ class ByType(Builder):
         compressor, memory: of the matrices.
         vectors, sparse: compressors of the others.
         matrices: another word for compressor.
-        chunk_size: variables of one type that travel together; by default all.
+        chunk_size: variables of one type that travel together; by default as many as ``compressor=`` lets.
 
     >>> from grace.strategy.builder import OneNode
     >>> from grace.core.variable import Variable
     >>> variables = [Variable("w", (50, 50)), Variable("b", (50,)), Variable("emb", (99, 5), sparse=True)]
     >>> strategy = ByType("powersgd(rank=2)").build(variables, OneNode(2))
     >>> [(plan.parts[0].sync.group, plan.parts[0].compressor) for plan in strategy.plans]
-    [(1, 'powersgd(rank=2)'), (0, 'none'), (2, 'none')]
+    [(2, 'powersgd(rank=2)'), (1, 'none'), (0, 'none')]
     """
 
     compressor: Any = "powersgd(rank=4)"
@@ -48,4 +49,5 @@ class ByType(Builder):
         for v in variables:
             kind = 2 if v.sparse else 0 if len(v.shape) < 2 else 1
             plans.append(VariablePlan(v, (choices[kind].collective(v, kinds.group(kind)),)))
-        return self.strategy(plans, resources)
+        built = self.strategy(plans, resources)
+        return built if self.chunk_size else in_buckets(built)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grace.strategy.builder import Builder, Kinds
+from grace.strategy.grouping import in_buckets
 from grace.strategy.plan import VariablePlan
 
 
@@ -17,7 +18,7 @@ class SizeThreshold(Builder):
         bytes: the largest small variable.
         small: the compressor of the small ones.
         large: another word for compressor.
-        chunk_size: small variables, or large ones, that travel together; by default all.
+        chunk_size: small variables, or large ones, that travel together; by default as many as ``compressor=`` lets.
 
     >>> from grace.strategy.builder import OneNode
     >>> from grace.core.variable import Variable
@@ -50,4 +51,5 @@ class SizeThreshold(Builder):
             is_large = v.nbytes > self.bytes and len(v.shape) >= 2
             part = (large if is_large else small).collective(v, kinds.group(is_large))
             plans.append(VariablePlan(v, (part,)))
-        return self.strategy(plans, resources)
+        built = self.strategy(plans, resources)
+        return built if self.chunk_size else in_buckets(built)

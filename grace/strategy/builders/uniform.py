@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from grace.strategy.builder import Builder, Kinds
+from grace.strategy.grouping import in_buckets
 from grace.strategy.plan import Sync, VariablePlan
 
 
@@ -14,7 +15,7 @@ class Uniform(Builder):
     Args:
         communicator: any, by its spec, as "scatter_reduce" or "reduce_broadcast(destination=1)", those of yours that
             are registered included; the compressor's default if left out.
-        chunk_size: variables that travel together; by default all.
+        chunk_size: variables that travel together; by default as many as ``compressor=`` lets.
 
     >>> from grace.strategy.builder import OneNode
     >>> from grace.core.variable import Variable
@@ -37,4 +38,6 @@ class Uniform(Builder):
         parts = [self.collective(v, kinds.group(0)) for v in variables]
         if self.communicator is not None:
             parts = [replace(part, sync=Sync.of(self.communicator, part.sync.group)) for part in parts]
-        return self.strategy([VariablePlan(v, (part,)) for v, part in zip(variables, parts, strict=True)], resources)
+        plans = [VariablePlan(v, (part,)) for v, part in zip(variables, parts, strict=True)]
+        built = self.strategy(plans, resources)
+        return built if self.chunk_size else in_buckets(built)

@@ -219,7 +219,7 @@ class Plan:
         return (
             f"{self.schedule}, {self.microbatches} micro-batches of {self.batch // self.microbatches} rows{again}: "
             f"{1e3 * self.seconds:.3f} ms a step, bubble {100 * self.bubble:.1f} %, exchange not hidden "
-            f"{1e3 * self.exposed:.3f} ms (compressor {self.compressor}){full}"
+            f"{1e3 * self.exposed:.3f} ms (gradients: {self.compressor}){full}"
         )
 
 

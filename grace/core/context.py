@@ -20,7 +20,6 @@ class Context:
     Attributes:
         seed: seed of every random number, the same on all ranks.
         step: number of exchanges so far.
-        step_there: the same in a tensor on a device, where a CUDA graph reads it; else None.
         rank, size: this process and how many there are.
         loss_scale: the factor that gradients are scaled by in mixed precision.
         lr: the learning rate that the optimizer will use for a variable.
@@ -31,11 +30,11 @@ class Context:
         astray: why ranks that this one speaks for cannot go on; empty if they can.
         names: what the ranks are called, where only some of all take part.
         calls: what messages call things, in the user's framework.
+        step_there: the step in a tensor on a device, where a CUDA graph reads it; else None.
     """
 
     seed: int = 0
     step: int = 0
-    step_there: Any = None
     rank: int = 0
     size: int = 1
     loss_scale: float = 1.0
@@ -47,6 +46,7 @@ class Context:
     astray: str = ""
     names: Sequence[int] = ()
     calls: Calls = TORCH
+    step_there: Any = None
 
     def stream(self, name: str, *, shared: bool = False) -> Stream:
         """Random numbers for one variable at this step, the same on all ranks if ``shared``."""

@@ -25,7 +25,8 @@ myst_heading_anchors = 3
 copybutton_prompt_text, copybutton_prompt_is_regexp = r">>> |\.\.\. ", True
 
 autodoc_typehints, autodoc_member_order, python_use_unqualified_type_names = "signature", "bysource", True
-autodoc_mock_imports = [name for name in ("torch", "tensorflow", "keras", "horovod") if find_spec(name) is None]
+FRAMEWORKS = "torch", "tensorflow", "keras", "horovod", "transformers", "lightning", "accelerate"
+autodoc_mock_imports = [name for name in FRAMEWORKS if find_spec(name) is None]
 python_maximum_signature_line_length = 100
 napoleon_use_ivar, napoleon_use_rtype = True, False
 
@@ -86,7 +87,9 @@ def exists(path):
     for cut in range(len(names), 0, -1):
         try:
             value = importlib.import_module(".".join(names[:cut]))
-        except ImportError:
+        except ImportError as error:
+            if error.name and error.name.partition(".")[0] != names[0]:  # it needs what is not installed
+                return True
             continue
         for name in names[cut:]:
             value = getattr(value, name, None)

@@ -225,8 +225,8 @@ class Compressor(Keeping):
 
     def bucket_codec(self) -> tuple[str, dict[str, Any]] | None:
         """The name of what encodes and decodes whole buckets to the same bits, of
-        :mod:`grace.kernels.fused.bucket_codecs` or :mod:`grace.kernels.triton.bucket_codecs`, and its options; None
-        if it has none with its parameters. A class that inherits it is not asked. Where a ctx is of one step only,
+        :mod:`grace.kernels.fused.bucket_codecs` and :mod:`grace.kernels.triton.sparse_codecs`, and its options;
+        None if it has none with its parameters. A class that inherits it is not asked. Where a ctx is of one step only,
         ``ctx_of(name, shape, like)`` makes this step's."""
         raise TypeError(f"{type(self).__name__} has no codec for whole buckets")
 

@@ -16,6 +16,7 @@ from grace.errors import PayloadError
 from grace.exchange.scatter_at_once import ScatterCodec
 from grace.session.plan import UniformPlan
 from grace.session.setup import build_exchanger
+from tests.support.trained import remembered
 
 pytest.importorskip("numba", reason="codecs of whole buckets are compiled")
 pytestmark = pytest.mark.ranks
@@ -62,12 +63,7 @@ class Trained:
         return {o.variable.name: (o.overflow, None if o.value is None else bits(o.value)) for o in outcomes}
 
     def remembered(self):
-        flat = {}
-        for kind, values in self.exchanger.state().items():
-            for name, value in values.items():
-                parts = value if isinstance(value, dict) else {"": value}
-                flat |= {(kind, name, key): bits(part) for key, part in parts.items()}
-        return flat
+        return remembered(self.exchanger, bits)
 
     @property
     def codecs(self):

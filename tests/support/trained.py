@@ -44,12 +44,7 @@ class Trained:
         return {o.variable.name: None if o.value is None else bits(o.value) for o in outcomes}
 
     def remembered(self):
-        flat = {}
-        for kind, values in self.exchanger.state().items():
-            for name, value in values.items():
-                parts = value if isinstance(value, dict) else {"": value}
-                flat |= {(kind, name, key): bits(part) for key, part in parts.items()}
-        return flat
+        return remembered(self.exchanger, bits)
 
     @property
     def codecs(self):
@@ -70,3 +65,13 @@ def drawn(rng, shapes, dtype):
         wide = len(shape) > 1 and rng.random() < 0.3
         gradients.append(torch.stack([x, x], -1)[..., 0] if wide else x)
     return [g if here else torch.zeros_like(g) for g, here in zip(gradients, present, strict=True)], present.tolist()
+
+
+def remembered(exchanger, bits):
+    """The bits of all that an exchanger's parts keep."""
+    flat = {}
+    for kind, values in exchanger.state().items():
+        for name, value in values.items():
+            parts = value if isinstance(value, dict) else {"": value}
+            flat |= {(kind, name, key): bits(part) for key, part in parts.items()}
+    return flat

@@ -10,6 +10,7 @@ from grace.errors import ConfigError
 from grace.kernels.checks import check_count, check_packed, check_quantized, check_range, check_scale
 from grace.kernels.contract.primitives import LARGEST_FACTOR, Kernels, bucket_within
 from grace.kernels.random import FEISTEL_ROUNDS, MULTIPLIERS, ROUNDS, WEYL, Stream, feistel_bits
+from grace.kernels.torch.copies import to_device, to_host
 from grace.kernels.torch.quantization import ValueTorch
 from grace.kernels.torch.sparsification import SparseTorch
 
@@ -56,7 +57,7 @@ class TorchKernels(ValueTorch, SparseTorch, Kernels):
         found: dict[int, list[float]] = {}
         for device in dict.fromkeys(x.device for x in tensors):
             own = [i for i, x in enumerate(tensors) if x.device == device]
-            numbers = _on_host(torch.cat([tensors[i].detach().reshape(-1).float() for i in own])).tolist()
+            numbers = to_host(torch.cat([tensors[i].detach().reshape(-1).float() for i in own])).tolist()
             for i in own:
                 found[i], numbers = numbers[: tensors[i].numel()], numbers[tensors[i].numel() :]
         return [found[i] for i in range(len(tensors))]
@@ -68,7 +69,7 @@ class TorchKernels(ValueTorch, SparseTorch, Kernels):
         if any(isinstance(value, torch.Tensor) for value in values):
             items = [v if isinstance(v, torch.Tensor) else torch.full((), v, device=like.device) for v in values]
             return torch.stack([item.float() for item in items]).to(DTYPES[dtype])
-        return torch.tensor(values, dtype=DTYPES[dtype]).to(like.device, non_blocking=True)
+        return to_device(torch.tensor(values, dtype=DTYPES[dtype]), like.device)
 
     def to_list(self, x):
         return x.tolist()
@@ -273,17 +274,6 @@ class TorchKernels(ValueTorch, SparseTorch, Kernels):
         check_count("values", values.numel(), indices.numel())
         self.check_indices(indices, out.numel())
         return out.index_add_(0, *self.inside(out, indices, values), alpha=weight)
-
-
-def _on_host(x):
-    """A copy in the CPU's memory; from a GPU into memory that its copies need not be waited for one by one."""
-    if x.device.type != "cuda":
-        return x.cpu()
-    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(x.device))
-    event.synchronize()
-    return host
 
 
 def _philox(counter, key):

@@ -8,6 +8,7 @@ from grace.kernels.checks import check_packed, check_quantized, check_scale, che
 from grace.kernels.contract.primitives import bucket_within
 from grace.kernels.contract.quantization import LARGEST_FLOAT8, LOWEST_BIASED, POWER_OFFSET, ROTATED
 from grace.kernels.reference.quantization import CONSTANT, FLOAT8, ROOT
+from grace.kernels.torch.copies import constant
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -70,7 +71,7 @@ class ValueTorch:
     def add_float8(self, out, codes, scales, bucket_size, weight):
         n, bucket_size = codes.numel(), bucket_within(bucket_size, codes.numel())
         check_quantized(n, scales.numel(), out.numel(), bucket_size)
-        values = torch.as_tensor(FLOAT8).to(out.device, non_blocking=True).index_select(0, codes.to(torch.int32))
+        values = constant(FLOAT8, out.device).index_select(0, codes.to(torch.int32))
         return out.add_((scales * weight).repeat_interleave(bucket_size)[:n] * values)
 
     def rotate(self, x):
@@ -85,9 +86,7 @@ class ValueTorch:
 
     def bucketize(self, x, scale, edges):
         divisor = torch.where(scale > 0, scale, 1.0)
-        return torch.bucketize(x / divisor, torch.as_tensor(edges).to(x.device, non_blocking=True), out_int32=True).to(
-            torch.uint8
-        )
+        return torch.bucketize(x / divisor, constant(edges, x.device), out_int32=True).to(torch.uint8)
 
     def add_table(self, out, packed, bits, table, scale, weight):
         check_scale(scale)
@@ -96,7 +95,7 @@ class ValueTorch:
         if len(table) < 1 << bits:
             self.check_indices(codes, len(table))
         factor = weight if scale is None else scale * weight
-        amounts = torch.as_tensor(table).to(out.device, non_blocking=True) * factor
+        amounts = constant(table, out.device) * factor
         return out.add_(amounts.index_select(0, codes))
 
     def quantile_buckets(self, x, buckets):

@@ -9,10 +9,11 @@ import torch
 import triton
 
 from grace.kernels.contract.primitives import Placed
+from grace.kernels.torch.copies import constant
 from grace.kernels.triton import bucket_levels, buckets, rounding, tables
 from grace.kernels.triton.codec import TYPES, Codec
 from grace.kernels.triton.launching import BLOCK, launch
-from grace.kernels.triton.quantization import LARGEST_ROW, constant
+from grace.kernels.triton.quantization import LARGEST_ROW
 
 
 class Numbers(Codec):

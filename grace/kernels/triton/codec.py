@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from grace.kernels.contract.primitives import Placed
+from grace.kernels.torch.copies import to_device
 from grace.kernels.triton import tables
 from grace.kernels.triton.launching import BLOCK, launch, signed
 
@@ -53,8 +54,8 @@ class Codec:
             for column, tensor in enumerate(payload[:2], tables.FIRST.value):
                 row[column] = tensor.offset
         self.flags = torch.zeros(self.variables, dtype=torch.int32, device=device)
-        self.tables: OrderedDict[Any, tuple[Any, torch.Tensor]] = OrderedDict()
-        self.captured = list[tuple[Any, torch.Tensor]]()
+        self.tables: OrderedDict[Any, torch.Tensor] = OrderedDict()
+        self.captured = list[torch.Tensor]()
         self.owners, self.plan[:, tables.START.value] = self.shared([-(-n // self.span) for n in sizes])
 
     def shared(self, programs: Sequence[int]) -> tuple[torch.Tensor, Any]:
@@ -74,16 +75,13 @@ class Codec:
         key = stream, values.dtype, values.tobytes()
         held = self.tables.pop(key, None)
         if held is None:
-            host = torch.from_numpy(values.copy())
-            if self.device.type == "cuda":
-                host = host.pin_memory()  # held as long as what was copied from it, for graphs that copy once more
-            held = host, host.to(self.device, non_blocking=True)
+            held = to_device(torch.from_numpy(values.copy()), self.device)
         self.tables[key] = held
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            self.captured.append(held)  # a graph reads both whenever it is replayed
+            self.captured.append(held)  # a graph reads it whenever it is replayed
         while len(self.tables) > 2 * KEPT_TABLES:
             self.tables.popitem(last=False)
-        return held[1]
+        return held
 
     def table(self, rows: Any, wires: Any, factors: Any = None, streams: Any = None) -> torch.Tensor:
         """What kernels are told: of each variable, and where the wires are."""

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 
@@ -10,6 +9,7 @@ from grace.kernels.checks import check_packed, check_quantized, check_scale, che
 from grace.kernels.contract.primitives import bucket_within
 from grace.kernels.contract.quantization import ROTATED
 from grace.kernels.reference.quantization import CONSTANT
+from grace.kernels.torch.copies import constant
 from grace.kernels.triton import arithmetic, packing, rounding
 from grace.kernels.triton.launching import BLOCK, FEWER, launch
 from grace.kernels.triton.random import words_of
@@ -17,8 +17,6 @@ from grace.kernels.triton.random import words_of
 LARGEST_ROW = 4096
 """Elements of the largest buckets that one program reads at once."""
 FLOAT32_MAX = torch.finfo(torch.float32).max
-_EDGES: dict[tuple[int, torch.device], tuple[Any, torch.Tensor]] = {}
-"""Constant arrays on devices, with what they are of, so that none is copied twice."""
 
 
 class ValueTriton:
@@ -109,16 +107,6 @@ class ValueTriton:
 def blocks(x: torch.Tensor) -> int:
     """How many programs take so many elements."""
     return triton.cdiv(x.numel(), BLOCK)
-
-
-def constant(values: Any, device: torch.device) -> torch.Tensor:
-    """A tensor; of a NumPy array, which nobody changes, it is copied to a device once."""
-    if isinstance(values, torch.Tensor):
-        return values
-    held = _EDGES.get((id(values), device))
-    if held is None or held[0] is not values:
-        held = _EDGES[id(values), device] = values, torch.from_numpy(np.ascontiguousarray(values)).to(device)
-    return held[1]
 
 
 def _sum(x: torch.Tensor, what: Any, mean: torch.Tensor | None = None) -> torch.Tensor:

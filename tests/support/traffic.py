@@ -16,11 +16,11 @@ class Traffic:
     nbytes: int = 0
 
     def add(self, pointers, mask) -> None:
-        from grace.kernels.triton.quantization import _EDGES
+        from grace.kernels.torch.copies import CONSTANTS
 
         size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
         places = np.unique(np.asarray(pointers.data)[np.asarray(mask.data)])
-        for _, table in _EDGES.values():
+        for _, table in CONSTANTS.values():
             start = table.data_ptr()
             places = places[(places < start) | (places >= start + table.nbytes)]
         self.nbytes += size * places.size

@@ -7,7 +7,7 @@ import torch
 
 _CAPTURED: list[torch.Tensor] = []
 """What CUDA graphs copy to a device: each replay reads it again, so it stays as long as the process."""
-_CONSTANTS: dict[tuple[int, torch.device], tuple[Any, torch.Tensor]] = {}
+CONSTANTS: dict[tuple[int, torch.device], tuple[Any, torch.Tensor]] = {}
 """Arrays on devices, with what they are of."""
 
 
@@ -36,7 +36,7 @@ def constant(values: Any, device: torch.device) -> torch.Tensor:
     """A tensor; of a NumPy array, which nobody changes, it is copied to a device once."""
     if isinstance(values, torch.Tensor):
         return values
-    held = _CONSTANTS.get((id(values), device))
+    held = CONSTANTS.get((id(values), device))
     if held is None or held[0] is not values:
-        held = _CONSTANTS[id(values), device] = values, torch.from_numpy(np.ascontiguousarray(values)).to(device)
+        held = CONSTANTS[id(values), device] = values, torch.from_numpy(np.ascontiguousarray(values)).to(device)
     return held[1]

@@ -55,7 +55,8 @@ def capture(optimizer: Any, step: Callable[[], Any], warm_up: int = WARM_UP) -> 
     optimizer.zero_grad()
     graph, there = torch.cuda.CUDAGraph(), torch.tensor([session.context.step], device="cuda")
     counts = Counts(session)
-    with settled_there(session, there), torch.cuda.graph(graph):
+    recording = torch.cuda.graph(graph, capture_error_mode="thread_local")  # loaders pin memory meanwhile
+    with settled_there(session, there), recording:
         result = step()
         optimizer.step()
     counts.take_back()

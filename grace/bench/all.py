@@ -30,7 +30,7 @@ def command(
         str | None,
         typer.Option(help="Compressor specs, separated by commas, or all.", show_default="each part's own"),
     ] = None,
-    ranks: Annotated[int, typer.Option("--ranks", "-n", help="Processes to train on.")] = 2,
+    ranks: options.Ranks = 2,
     bandwidth: Annotated[
         str | None,
         typer.Option(
@@ -57,7 +57,7 @@ def command(
 
 
 def demo(
-    ranks: Annotated[int, typer.Option("--ranks", "-n", help="Processes to train on.")] = 2,
+    ranks: options.Ranks = 2,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for report.html and the results.")] = Path(
         "out/demo"
     ),

@@ -8,18 +8,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import typer
 from rich.console import Console
 
-from grace.bench.common.errors import LinkError, WorkerError
+from grace.bench.common.ending import Ending
 from grace.bench.common.results import Results
 from grace.errors import missing_extra
-from grace.launch.processes import signals_raise
-
-ENDED = "interrupted; the ranks are ended"
 
 
-class BenchmarkRun:
+class BenchmarkRun(Ending):
     """A benchmark that is under way.
 
     Args:
@@ -27,15 +23,15 @@ class BenchmarkRun:
         kind: of the results.
         settings: to be recorded.
         out: the folder to write to; None writes nothing.
-        interrupted: what is said after Ctrl-C.
+        ending: what else :class:`Ending` takes.
     """
 
-    def __init__(self, name: str, kind: str, settings: dict[str, Any], out: Path | None, interrupted: str = ENDED):
+    def __init__(self, name: str, kind: str, settings: dict[str, Any], out: Path | None, **ending: str):
+        super().__init__(name, **ending)
         if out is not None:
             need_report()
         self.results = Results(kind, settings, command=shlex.join(["grace", *sys.argv[1:]]))
-        self.name, self.out, self.began = name, out, time.monotonic()
-        self.code, self.message, self.interrupted = 0, "", interrupted
+        self.out, self.began = out, time.monotonic()
         self.save()
 
     def save(self) -> None:
@@ -47,18 +43,13 @@ class BenchmarkRun:
     def measure(self, function: Callable[[], None]) -> None:
         """Call what fills in the results; how it ends is noted, and what is there is written."""
         try:
-            with signals_raise():
+            with self.noted():
                 function()
-            self.results.complete = True
-        except (WorkerError, LinkError) as error:
-            self.code, self.message = 1, f"{error}{self._kept()}"
-        except KeyboardInterrupt:
-            self.code, self.message = 130, f"{self.interrupted}{self._kept()}"
+                self.results.complete = True
+            if self.code and self.results.rows:
+                self.message += f"; what is finished is in {self.out}"
         finally:
             self.save()
-
-    def _kept(self) -> str:
-        return f"; what is finished is in {self.out}" if self.results.rows else ""
 
     def report(self, results: Sequence[Results] | None = None, out: Path | None = None) -> Path | None:
         """Write ``report.html`` on what is there; of several benchmarks, if their results are given."""
@@ -68,16 +59,6 @@ class BenchmarkRun:
         if folder is None or not any(each.rows for each in found):
             return None
         return write_report(folder / "report.html", found)
-
-    def fail(self) -> None:
-        """Say how it failed, if it did.
-
-        Raises:
-            typer.Exit: 1 if a rank or a network failed, 130 after an interruption.
-        """
-        if self.code:
-            print(f"{self.name}: {self.message}", file=sys.stderr)
-            raise typer.Exit(self.code)
 
     def finish(self, console: Console) -> None:
         """Write the report, and say what was written, or how it failed.

@@ -78,7 +78,7 @@ def write_page(graph: Graph, path: Path) -> None:
         f"{len(graph.parameters)} parameters of {of_bytes(sum(graph.parameters.values()))}; times and sizes are for "
         f"{graph.rows} rows."
     )
-    figure = page.figure_html(_figure(rows)).replace('"panels lone"', '"panels"')
+    figure = page.figure_html(_figure(rows), wide=True)
     section = f'<section id="s0"><h2>{escaped(title)}</h2><p class="about">{escaped(about)}</p>\n{figure}\n</section>'
     page.write(path, page.document("Grace pipeline graph", [section]))
 

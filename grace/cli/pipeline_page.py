@@ -46,16 +46,11 @@ def write_page(plan: Plan, path: Path) -> None:
     section = "\n".join(
         [
             f'<section id="s0"><h2>{escaped(title)}</h2><p class="about">{escaped(plan.summary)}</p>',
-            *(_wide(page.figure_html(one)) if one.title == LINE else page.figure_html(one) for one in drawn),
+            *(page.figure_html(one, wide=one.title == LINE) for one in drawn),
             "</section>",
         ]
     )
     page.write(path, page.document("Grace pipeline plan", [section]))
-
-
-def _wide(figure: str) -> str:
-    """A figure of one panel, over the page's whole width."""
-    return figure.replace('"panels lone"', '"panels"')
 
 
 def _cuts(plan: Plan) -> Figure:

@@ -9,6 +9,15 @@ from grace.errors import ConfigError
 Scenario = dict[str, Any]
 
 
+def signed(one: dict[str, Any]) -> float:
+    """By how much a prediction is too long.
+
+    >>> round(signed({"predicted_ms": 9.0, "measured_ms": 10.0}), 3)
+    -0.1
+    """
+    return float(one["predicted_ms"] / one["measured_ms"] - 1)
+
+
 class Kept:
     """A file of scenarios, one JSON object a line; none keeps nothing.
 

@@ -4,11 +4,19 @@ import dataclasses
 import os
 import re
 from fractions import Fraction
+from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from grace.bench.common.text import parse_rate
 from grace.core.registry import aliases, known
 from grace.errors import ConfigError
 
+Ranks = Annotated[int, typer.Option("--ranks", "-n", help="Processes to train on.")]
+Folder = Annotated[Path, typer.Option("--out", "-o", help="Folder for results.json, results.csv and report.html.")]
+KeptIn = Annotated[Path | None, typer.Option("--out", "-o", help="File of what is measured, a line per scenario.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Leave out the scenarios that are in the file already.")]
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 MOST_SEEDS = 10_000
 SIZES = ("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")

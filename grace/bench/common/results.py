@@ -9,7 +9,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,17 @@ class Results:
         for row in self.rows:
             writer.writerow({"kind": self.kind, **{key: value for key, value in row.items() if _plain(value)}})
         return text.getvalue()
+
+    def need(self, keys: Iterable[str]) -> None:
+        """Refuse rows that lack one of the keys, or have more than a plain value there.
+
+        Raises:
+            ConfigError: the message names the first one.
+        """
+        for number, row in enumerate(self.rows, start=1):
+            wrong = [key for key in keys if key not in row or isinstance(row[key], list | dict)]
+            if wrong:
+                raise ConfigError(f"row {number} of the {self.kind} results has no {', '.join(wrong)}")
 
     def save(self, folder: Path) -> list[Path]:
         """Write ``results.json`` and ``results.csv``, each at once, so that an interruption leaves the last whole one.

@@ -155,6 +155,15 @@ def show_rate(rate: float) -> str:
     return f"{rounded / UNITS[unit]:.10g}bit".replace("bit", f"{unit}bit")
 
 
+def scenario(ranks: int, rate: float | None) -> str:
+    """What so many ranks over a network are called.
+
+    >>> scenario(2, 1e9), scenario(4, None)
+    ('2 ranks at 1gbit', '4 ranks on loopback')
+    """
+    return of_ranks(ranks) + (" on loopback" if rate is None else f" at {show_rate(rate)}")
+
+
 def clean(text: Any) -> str:
     """One line without characters that HTML cannot hold.
 

@@ -191,13 +191,8 @@ def sentence(comparison: Comparison) -> str:
 
 
 def _by_identity(results: Results) -> dict[Key, Row]:
-    found: dict[Key, Row] = {}
-    for i, row in enumerate(results.rows):
-        wrong = [key for key in IDENTITY[results.kind] if key not in row or isinstance(row[key], list | dict)]
-        if wrong:
-            raise ConfigError(f"row {i + 1} of the {results.kind} results has no {', '.join(wrong)}")
-        found[tuple(row[key] for key in IDENTITY[results.kind])] = row
-    return found
+    results.need(IDENTITY[results.kind])
+    return {tuple(row[key] for key in IDENTITY[results.kind]): row for row in results.rows}
 
 
 def _change(measure: Measure, one: Row, other: Row, a: Results, b: Results) -> Change:

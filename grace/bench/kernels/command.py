@@ -60,9 +60,7 @@ def command(
         int | None,
         typer.Option(help="Measurements of each; medians count.", show_default="7, on a GPU 30; or 3, 10 with --quick"),
     ] = None,
-    out: Annotated[
-        Path, typer.Option("--out", "-o", help="Folder for results.json, results.csv and report.html.")
-    ] = Path("out/kernels"),
+    out: options.Folder = Path("out/kernels"),
     quick: Annotated[bool, typer.Option("--quick", help="A small tensor and few methods, in seconds.")] = False,
 ) -> None:
     """Measure what compressing costs and loses: times in copies of the tensor, bits, errors, memory.

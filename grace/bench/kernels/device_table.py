@@ -2,12 +2,13 @@
 
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from grace.bench.common.clocks import facts_line
 from grace.bench.common.results import Results
+from grace.bench.common.tables import figures_table
 
 HOW_TO_READ = (
     "ms: the median. of copy: the bytes that the part cannot do without, over its time, as a fraction of what a copy_ "
@@ -24,9 +25,7 @@ PARTS = {"encode": "encode", "memory": "encode, memory", "decode": "decode", "ex
 def show(console: Console, results: Results) -> None:
     """A table for each tensor, what was left out, and how to read it."""
     settings = results.settings
-    facts = ", ".join(settings[key] for key in ("gpu", "gpu_driver", "gpu_runtime") if settings.get(key))
-    versions = ", ".join(f"{name} {results.versions[name]}" for name in ("torch", "triton") if name in results.versions)
-    console.print(f"{facts}; {versions}", markup=False)
+    console.print(facts_line(settings, results.versions), markup=False)
     for tensor in dict.fromkeys(row["tensor"] for row in results.rows):
         console.print(table([row for row in results.rows if row["tensor"] == tensor]))
     for why in settings.get("skipped", {}).values():
@@ -38,14 +37,10 @@ def show(console: Console, results: Results) -> None:
 def table(rows: list[dict[str, Any]]) -> Table:
     """Of one tensor; rows of rivals have no floors."""
     copied = 8 * rows[0]["elements"] / rows[0]["copy_ms"] / 1e6
-    looks: Any = {"box": box.SIMPLE_HEAD, "pad_edge": False, "padding": (0, 1, 0, 0)}
-    made = Table(title=f"{rows[0]['tensor']}: a copy moves {copied:,.0f} GB/s", title_justify="left", **looks)
-    made.add_column("method", overflow="fold")
-    made.add_column("bits /\nelement", justify="right")
-    for header in PARTS.values():
-        made.add_column(f"{header}\nms", justify="right")
-        made.add_column("of\ncopy", justify="right")
-    made.add_column("round\ntrip ms", justify="right")
+    headers = ["bits /\nelement", *(head for part in PARTS.values() for head in (f"{part}\nms", "of\ncopy"))]
+    title = f"{rows[0]['tensor']}: a copy moves {copied:,.0f} GB/s"
+    looks: Any = {"title": title, "title_justify": "left", "padding": (0, 1, 0, 0)}
+    made = figures_table("method", [*headers, "round\ntrip ms"], **looks)
     for row in rows:
         eager, cells = str(row["eager"]).split(", "), list[str]()
         for part in PARTS:

@@ -2,7 +2,6 @@
 
 import os
 import statistics
-import sys
 from typing import Annotated
 
 import typer
@@ -10,11 +9,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from grace.bench.common.ending import Ending
 from grace.bench.common.errors import LinkError
 from grace.bench.common.text import parse_rate, show_rate
 from grace.bench.link.emulation import Link, measure, possible
 from grace.errors import ConfigError
-from grace.launch.processes import signals_raise
 
 TOLERANCE = 0.1
 """How far the measured rate may be from the one that was asked for."""
@@ -45,19 +44,12 @@ def link(
     if not 0 < seconds <= 600:
         raise ConfigError(f"--seconds is above 0 and at most 600, not {seconds:g}")
     links = [Link(ranks, parse_rate(text), latency) for text in bandwidth.split(",")]
-    console = Console(highlight=False)
-    try:
-        with signals_raise():
-            if reason := possible(latency):
-                print(f"grace bench link: not possible here: {reason}", file=sys.stderr)
-                raise typer.Exit(1)
-            measured = [_median(each, seconds, console) for each in links]
-    except LinkError as error:
-        print(f"grace bench link: {error}", file=sys.stderr)
-        raise typer.Exit(1) from error
-    except KeyboardInterrupt:
-        print("grace bench link: interrupted; the network is removed", file=sys.stderr)
-        raise typer.Exit(130) from None
+    console, ending = Console(highlight=False), Ending("grace bench link", "interrupted; the network is removed")
+    with ending.noted():
+        if reason := possible(latency):
+            raise LinkError(f"not possible here: {reason}")
+        measured = [_median(each, seconds, console) for each in links]
+    ending.fail()
     ratios = [found / each.rate for each, found in zip(links, measured, strict=True)]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for header in ("asked", "measured", "ratio"):

@@ -1,7 +1,7 @@
 """``grace bench pipeline``: whether the planned cut is the fastest, and steps take what is predicted."""
 
-import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,14 +9,13 @@ import typer
 from rich.console import Console
 
 from grace.bench.common import options
-from grace.bench.common.errors import LinkError, WorkerError
+from grace.bench.common.ending import Ending
 from grace.bench.common.kept import Kept
 from grace.bench.common.progress import Bar
-from grace.bench.common.text import of_ranks, show_rate
-from grace.bench.pipeline.settings import KNOWN, QUICK_ROUNDS, ROUNDS, Event, Settings
+from grace.bench.common.text import scenario as named
+from grace.bench.pipeline.settings import KNOWN, QUICK_ROUNDS, ROUNDS, Settings
 from grace.bench.pipeline.tables import cuts_table, markdown, verdict_words
 from grace.bench.ranks.scenario import told
-from grace.launch.processes import signals_raise
 
 NAME = "grace bench pipeline"
 KEY = ("model", "bandwidth", "compressor")
@@ -43,12 +42,8 @@ def command(
         int | None,
         typer.Option(help="How often each cut has its turn.", show_default=f"{ROUNDS}, quick {QUICK_ROUNDS}"),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="File of what is measured, a line per scenario.")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Leave out the scenarios that are in the file already.")
-    ] = False,
+    out: options.KeptIn = None,
+    resume: options.Resume = False,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cuts, and less time for everything.")] = False,
 ) -> None:
     """Compare cuts of a model into pipeline stages: what is predicted, and what is measured.
@@ -95,37 +90,25 @@ def compare(
     console = console or Console(quiet=True)
     kept = Kept(out)
     found = kept.begin(resume)
-    done, code = {tuple(one[key] for key in KEY) for one in found}, 0
-    try:
-        with signals_raise(), Bar(console) as bar:
-            for key in settings.scenarios:
-                if key not in done:
-                    found.append(_measure(settings, *key, bar, console))
-                    kept.add(found[-1])
-    except (WorkerError, LinkError) as error:
-        code = 1
-        print(f"{NAME}: {error}", file=sys.stderr)
-    except KeyboardInterrupt:
-        code = 130
-        print(f"{NAME}: interrupted; the ranks are ended", file=sys.stderr)
+    done, ending = {tuple(one[key] for key in KEY) for one in found}, Ending(NAME)
+    with ending.noted(), Bar(console) as bar:
+        for key in settings.scenarios:
+            if key not in done:
+                found.append(_measure(settings, *key, bar, console))
+                kept.add(found[-1])
     if found:
         console.print(f"\n[bold]All {len(found)} scenarios[/]\n")
         console.print(markdown(found), markup=False, soft_wrap=True)
-    if code:
-        raise typer.Exit(code)
+    ending.fail()
     return found
 
 
 def _measure(
     settings: Settings, model: str, rate: float | None, compressor: str, bar: Bar, console: Console
 ) -> dict[str, Any]:
-    where = "on loopback" if rate is None else f"at {show_rate(rate)}"
-    name = f"{model}, {of_ranks(settings.ranks)} {where}, {compressor}"
+    name = f"{model}, {named(settings.ranks, rate)}, {compressor}"
     bar.show(name, {"engine": "torch"})
-
-    def watch(event: Event) -> None:
-        bar.show(name, event)
-
+    watch = partial(bar.show, name)
     began = time.monotonic()
     found = told("grace.bench.pipeline.worker", settings, [model, compressor], settings.ranks, rate, watch)
     scenario = {"model": model, "bandwidth": rate, "compressor": compressor, "ranks": settings.ranks, **found}

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from rich import box
 from rich.table import Table
 
+from grace.bench.common.kept import Scenario, signed
+from grace.bench.common.tables import figures_table
+from grace.bench.common.tables import markdown as table_of
 from grace.bench.common.text import of_rate
 from grace.bench.pipeline.settings import CHOSEN
 from grace.partition.baselines import BY_HAND
-
-Scenario = dict[str, Any]
 
 
 class Verdict(NamedTuple):
@@ -63,17 +63,9 @@ def merged(cuts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def signed(cut: dict[str, Any]) -> float:
-    """Predicted over measured, minus 1."""
-    return float(cut["predicted_ms"] / cut["measured_ms"] - 1)
-
-
 def cuts_table(scenario: Scenario) -> Table:
     """The cuts of a scenario, and what was expected of each; the planned one is bold."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("cut", overflow="fold")
-    for header in ("replicas", "predicted\nms", "measured\nms", "error", "to the\nplanned"):
-        table.add_column(header, justify="right", no_wrap=True)
+    table = figures_table("cut", ("replicas", "predicted\nms", "measured\nms", "error", "to the\nplanned"))
     planned = judged(scenario).planned
     for cut in merged(scenario["cuts"]):
         shape, error = "-".join(map(str, cut["replicas"])), f"{signed(cut):+.0%}"
@@ -118,5 +110,4 @@ def markdown(scenarios: Sequence[Scenario]) -> str:
                 *("-" if ms is None else f"{ms / found.planned:.2f}" for ms in found.by_hand.values()),
             )
         )
-    lines = ["| " + " | ".join(cells) + " |" for cells in (head, tuple("---" for _ in head), *rows)]
-    return "\n".join(lines)
+    return table_of([head, *rows])

@@ -7,19 +7,15 @@ events.jsonl there.
 """
 
 import dataclasses
-import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
-import grace
 from grace.bench.pipeline.settings import CHOSEN, Event, Settings
-from grace.bench.ranks.events import tell
-from grace.bench.ranks.run import as_rank, redirect_stderr
+from grace.bench.ranks.run import as_rank, joined
 from grace.bench.workloads.pipelines import Cuttable, cuttable
 from grace.core.backend import Backend
 from grace.errors import ConfigError, GraceError
@@ -188,13 +184,9 @@ def _document(run: Run) -> Event:
 
 def main(folder: str, model: str, compressor: str) -> None:
     """Join the run, and measure."""
-    redirect_stderr(Path(folder))
-    settings = Settings(**json.loads(Path(folder, "settings.json").read_text()))
-    torch.manual_seed(0)
-    backend = grace.init("torch")
-    events = Path(folder, "events.jsonl")
-    measure(settings, model, compressor, backend, lambda event: tell(events, event) if backend.rank == 0 else None)
-    grace.shutdown()
+    with joined(folder, Settings, "torch") as (settings, backend, emit):
+        torch.manual_seed(0)
+        measure(settings, model, compressor, backend, emit)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """``grace bench plan``: whether steps take what the planner predicts, and whether it chooses well."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -8,14 +7,13 @@ import typer
 from rich.console import Console
 
 from grace.bench.common import options
-from grace.bench.common.errors import LinkError, WorkerError
+from grace.bench.common.ending import Ending
 from grace.bench.common.kept import Kept, Scenario
 from grace.bench.common.progress import Bar
 from grace.bench.plan import scenarios
 from grace.bench.plan.settings import LINKS, METHODS, MODELS, QUICK_ROUNDS, ROUNDS, Event, Settings
 from grace.bench.plan.tables import markdown, plans_table, verdict_words
 from grace.bench.plan.verdicts import Totals, judged, totals
-from grace.launch.processes import signals_raise
 
 NAME = "grace bench plan"
 
@@ -34,12 +32,8 @@ def command(
         int | None,
         typer.Option(help="How often each plan has its turn.", show_default=f"{ROUNDS}, quick {QUICK_ROUNDS}"),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="File of what is measured, a line per scenario.")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Leave out the scenarios that are in the file already.")
-    ] = False,
+    out: options.KeptIn = None,
+    resume: options.Resume = False,
     quick: Annotated[bool, typer.Option("--quick", help="Less time for everything.")] = False,
 ) -> None:
     """Compare steps that the planner predicts with steps that are measured.
@@ -84,29 +78,21 @@ def validate(
     console = console or Console(quiet=True)
     kept = Kept(out)
     found = kept.begin(resume)
-    known, code = len(found), 0
-    try:
-        with signals_raise(), Bar(console) as bar:
+    known, ending = len(found), Ending(NAME)
+    with ending.noted(), Bar(console) as bar:
 
-            def watch(name: str, event: Event) -> None:
-                bar.show(name, event)
-                if "scenario" in event:
-                    _show(console, name, event["scenario"])
+        def watch(name: str, event: Event) -> None:
+            bar.show(name, event)
+            if "scenario" in event:
+                _show(console, name, event["scenario"])
 
-            scenarios.run(settings, kept, found, watch)
-    except (WorkerError, LinkError) as error:
-        code = 1
-        print(f"{NAME}: {error}", file=sys.stderr)
-    except KeyboardInterrupt:
-        code = 130
-        print(f"{NAME}: interrupted; the ranks are ended", file=sys.stderr)
+        scenarios.run(settings, kept, found, watch)
     result = totals(found) if found else None
     if result is not None:
         where = f", {known} of them measured before" if known else ""
         console.print(f"\n[bold]All {len(found)} scenarios{where}[/]\n")
         console.print(markdown(found, result), markup=False, soft_wrap=True)
-    if code:
-        raise typer.Exit(code)
+    ending.fail()
     return result
 
 

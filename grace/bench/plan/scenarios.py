@@ -2,9 +2,10 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 from grace.bench.common.kept import Kept, Scenario
-from grace.bench.common.text import of_ranks, show_rate
+from grace.bench.common.text import scenario as named
 from grace.bench.plan.settings import Event, Settings
 from grace.bench.ranks.scenario import told
 
@@ -30,22 +31,10 @@ def run(
     for key in settings.scenarios:
         if key in done:
             continue
-        about = dict(zip(KEY, key, strict=True))
-        watch(named(about), {"engine": "torch"})
-        began = time.monotonic()
         model, ranks, rate = key
-        tell = lambda event, about=about: watch(named(about), event)  # type: ignore[misc]  # noqa: E731
-        found.append({**about, **told("grace.bench.plan.worker", settings, [model], ranks, rate, tell)})
+        name, began = f"{model}, {named(ranks, rate)}", time.monotonic()
+        watch(name, {"engine": "torch"})
+        scenario = told("grace.bench.plan.worker", settings, [model], ranks, rate, partial(watch, name))
+        found.append({**dict(zip(KEY, key, strict=True)), **scenario})
         found[-1]["wall_seconds"] = time.monotonic() - began
         kept.add(found[-1])
-
-
-def named(scenario: Scenario) -> str:
-    """What it is called.
-
-    >>> named({"model": "lstm", "ranks": 2, "bandwidth": 1e9})
-    'lstm, 2 ranks at 1gbit'
-    """
-    rate = scenario["bandwidth"]
-    where = " on loopback" if rate is None else f" at {show_rate(rate)}"
-    return f"{scenario['model']}, {of_ranks(scenario['ranks'])}{where}"

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 
-from rich import box
 from rich.table import Table
 
-from grace.bench.common.kept import Scenario
+from grace.bench.common.kept import Scenario, signed
+from grace.bench.common.tables import figures_table
+from grace.bench.common.tables import markdown as table_of
 from grace.bench.common.text import of_rate
-from grace.bench.plan.verdicts import GOALS, Totals, Verdict, judged, signed
+from grace.bench.plan.verdicts import GOALS, Totals, Verdict, judged
 
 WORDS = {
     "median": "median error",
@@ -20,10 +21,8 @@ WORDS = {
 
 def plans_table(scenario: Scenario) -> Table:
     """The plans of a scenario, and what was expected of each; times in milliseconds."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("plan", overflow="fold")
-    for header in ("predicted\nms", "measured\nms", "error", "codec\npredicted", "codec\nmeasured"):
-        table.add_column(header, justify="right", no_wrap=True)
+    headers = ("predicted\nms", "measured\nms", "error", "codec\npredicted", "codec\nmeasured")
+    table = figures_table("plan", headers)
     for plan in scenario["plans"]:
         times = [plan[key] for key in ("predicted_ms", "measured_ms", "codec_ms", "measured_codec_ms")]
         cells = [f"{value:.4g}" for value in times]
@@ -61,8 +60,7 @@ def markdown(scenarios: Sequence[Scenario], totals: Totals) -> str:
                 found.measured,
             )
         )
-    lines = ["| " + " | ".join(cells) + " |" for cells in (head, tuple("---" for _ in head), *rows)]
-    return "\n".join([*lines, "", *summary(totals)])
+    return "\n".join([table_of([head, *rows]), "", *summary(totals)])
 
 
 def summary(totals: Totals) -> list[str]:

@@ -6,6 +6,7 @@ from itertools import combinations
 from statistics import median
 from typing import Any
 
+from grace.bench.common.kept import Scenario, signed
 from grace.planner.corrections import Step, fitted_corrections
 from grace.planner.explain import MARGIN
 
@@ -13,7 +14,6 @@ APART = 0.05
 """By how much two plans must differ for their order to count."""
 GOALS = {"median": 0.10, "worst": 0.25, "order": 0.95, "regret": 0.05, "regret_measured": 0.02}
 Plan = dict[str, Any]
-Scenario = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -70,15 +70,6 @@ class Totals:
         """Whether a goal of :data:`GOALS` is reached."""
         found = getattr(self, goal)
         return bool(found >= GOALS[goal] if goal == "order" else found <= GOALS[goal])
-
-
-def signed(plan: Plan) -> float:
-    """By how much a prediction is too long.
-
-    >>> round(signed({"predicted_ms": 9.0, "measured_ms": 10.0}), 3)
-    -0.1
-    """
-    return float(plan["predicted_ms"] / plan["measured_ms"] - 1)
 
 
 def order(plans: Sequence[Plan]) -> tuple[int, int]:

@@ -8,7 +8,6 @@ Usage: python -m grace.bench.plan.worker FOLDER MODEL, where FOLDER holds settin
 """
 
 import dataclasses
-import json
 import os
 import statistics
 import time
@@ -20,8 +19,7 @@ import torch
 
 import grace
 from grace.bench.plan.settings import MIXED, SCATTERED, Event, Settings
-from grace.bench.ranks.events import tell
-from grace.bench.ranks.run import as_rank, redirect_stderr
+from grace.bench.ranks.run import as_rank, joined
 from grace.bench.workloads.models import workload
 from grace.core.backend import Backend
 from grace.core.registry import make
@@ -277,13 +275,9 @@ def _allowed(problem: Problem, one: Candidate) -> bool:
 
 def main(folder: str, model: str) -> None:
     """Join the run, and measure."""
-    redirect_stderr(Path(folder))
-    settings = Settings(**json.loads(Path(folder, "settings.json").read_text()))
     os.environ["GRACE_CALIBRATION"] = str(Path(folder, "calibration.json"))  # which nobody has written
-    backend = grace.init("torch")
-    events = Path(folder, "events.jsonl")
-    measure(settings, model, backend, lambda event: tell(events, event) if backend.rank == 0 else None)
-    grace.shutdown()
+    with joined(folder, Settings, "torch") as (settings, backend, emit):
+        measure(settings, model, backend, emit)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,22 @@
 """Run a program on all ranks of a benchmark, watch them, and end them."""
 
+import contextlib
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import grace
 from grace.bench.common.errors import WorkerError
+from grace.bench.ranks.events import tell
 from grace.bench.ranks.launchers import Launcher
+from grace.core.backend import Backend
 from grace.errors import GraceError
 from grace.launch.processes import end, signals_raise
 
@@ -66,6 +72,19 @@ def run_ranks(launcher: Launcher, program: list[str], folder: Path, watch: Calla
     if failed:
         code = next(iter(failed.values()))
         raise WorkerError(f"the ranks failed (exit code {code})\n{_complaints(launcher, failed, folder)}")
+
+
+@contextlib.contextmanager
+def joined(
+    folder: str, settings: Callable[..., Any], engine: str
+) -> Iterator[tuple[Any, Backend, Callable[..., None]]]:
+    """What each rank of a benchmark has in a ``with`` block: its settings, the run that it has joined, and what takes
+    events, which are rank 0's."""
+    redirect_stderr(Path(folder))
+    given = settings(**json.loads(Path(folder, "settings.json").read_text()))
+    backend, events = grace.init(engine), Path(folder, "events.jsonl")
+    yield given, backend, lambda event: tell(events, event) if backend.rank == 0 else None
+    grace.shutdown()
 
 
 def as_rank(main: Callable[..., None]) -> None:

@@ -21,8 +21,10 @@ def told(
     ranks: int,
     rate: float | None,
     watch: Callable[[dict[str, Any]], None],
+    engine: str = "torch",
+    nodes: int | None = None,
 ) -> dict[str, Any]:
-    """Start ranks over torch.distributed, and return what rank 0 tells in the end.
+    """Start ranks, and return what rank 0 tells in the end.
 
     Args:
         module: their program; its first argument is a folder with settings.json, to which rank 0 writes events.jsonl.
@@ -31,6 +33,8 @@ def told(
         ranks: how many.
         rate: bits per second of emulated links; None for loopback.
         watch: called with each event.
+        engine: what joins them.
+        nodes: how many machines a link joins; one for each rank if left out.
 
     Raises:
         LinkError: a network cannot be emulated here.
@@ -47,7 +51,7 @@ def told(
                 found.update(event.get("scenario", {}))
                 watch(event)
 
-        link = None if rate is None else stack.enter_context(Link(ranks, rate))
-        start = stack.enter_context(launcher("torch", ranks, link))
+        link = None if rate is None else stack.enter_context(Link(nodes or ranks, rate))
+        start = stack.enter_context(launcher(engine, ranks, link))
         run_ranks(start, ["-m", module, str(folder), *given], folder, listen)
     return found

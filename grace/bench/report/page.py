@@ -17,6 +17,12 @@ from grace.core.version import __version__
 from grace.errors import ConfigError
 
 HEADINGS = {"step": "Step time", "train": "Training", "kernels": "Compressors alone"}
+NEEDED = {
+    "step": ("name", "kind", "engine", "ranks", "bandwidth", "step_ms"),
+    "train": ("method", "bandwidth", "quality"),
+    "kernels": ("method", "tensor"),
+}
+"""Keys of every row of a kind."""
 
 
 def write_report(path: Path, results: Sequence[Results]) -> Path:
@@ -65,7 +71,7 @@ def write(path: Path, text: str) -> Path:
 def page(results: Sequence[Results]) -> str:
     """The report as text."""
     for each in results:
-        _check(each)
+        each.need(NEEDED[each.kind])
     colors = methods_looks(results)
     sections = [_section(each, colors, f"s{i}") for i, each in enumerate(results)]
     links = "".join(f'<a href="#s{i}">{escaped(heading(each))}</a>' for i, each in enumerate(results))
@@ -107,19 +113,6 @@ def heading(results: Results) -> str:
     """
     of = results.settings.get("model") or results.settings.get("task") or results.settings.get("device")
     return HEADINGS[results.kind] + (f": {clean(of)}" if of else "")
-
-
-def _check(results: Results) -> None:
-    """Raise an error that names the first row whose keys are not those of its kind."""
-    needed = {
-        "step": ("name", "kind", "engine", "ranks", "bandwidth", "step_ms"),
-        "train": ("method", "bandwidth", "quality"),
-        "kernels": ("method", "tensor"),
-    }[results.kind]
-    for i, row in enumerate(results.rows):
-        wrong = [key for key in needed if key not in row or isinstance(row[key], list | dict)]
-        if wrong:
-            raise ConfigError(f"row {i + 1} of the {results.kind} results has no {', '.join(wrong)}")
 
 
 def _section(results: Results, colors: dict[str, Look], name: str) -> str:
@@ -208,14 +201,14 @@ def _facts(results: Results) -> str:
     return f'<dl class="facts">{cells}</dl>'
 
 
-def figure_html(figure: Figure) -> str:
-    """A heading, how to read it, and its panels."""
+def figure_html(figure: Figure, wide: bool = False) -> str:
+    """A heading, how to read it, and its panels; a wide one takes the page's whole width."""
     keys = "".join(f'<li><i class="{css}"></i>{escaped(name)}</li>' for name, css in figure.keys)
     panels = "".join(
         f'<div class="panel">{f"<h4>{escaped(panel.title)}</h4>" if panel.title else ""}{panel.svg}</div>'
         for panel in figure.panels
     )
-    lone = " lone" if len(figure.panels) == 1 else ""
+    lone = " lone" if len(figure.panels) == 1 and not wide else ""
     return (
         f'<h3>{escaped(figure.title)}</h3><figure><figcaption class="caption">{escaped(figure.caption)}</figcaption>'
         + (f'<ul class="keys">{keys}</ul>' if keys else "")

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -14,11 +13,11 @@ import grace
 from grace.bench.common import options
 from grace.bench.common.progress import Bar
 from grace.bench.common.results import Results
-from grace.bench.common.text import of_bytes
+from grace.bench.common.tables import figures_table
+from grace.bench.common.text import of_bytes, scenario
 from grace.bench.lifecycle import BenchmarkRun
 from grace.bench.step import scenarios
 from grace.bench.step.in_place import run_here
-from grace.bench.step.rows import scenario
 from grace.bench.step.settings import (
     DEVICE_LINKS,
     DEVICE_METHODS,
@@ -103,9 +102,7 @@ def command(
     reduce_scatter: Annotated[
         str | None, typer.Option(help="A compressor of shard groups' reduce-scatters, to measure the methods with too.")
     ] = None,
-    out: Annotated[
-        Path, typer.Option("--out", "-o", help="Folder for results.json, results.csv and report.html.")
-    ] = Path("out/step"),
+    out: options.Folder = Path("out/step"),
     quick: Annotated[bool, typer.Option("--quick", help="Fewer methods and rounds: under two minutes.")] = False,
 ) -> None:
     """Time training steps with Grace's methods and with what people use without it.
@@ -248,8 +245,6 @@ def show(console: Console, results: Results) -> None:
 
 def table(rows: list[dict[str, Any]], width: int = 80, whose: str = "rank") -> Table:
     """Rows of one scenario; times in milliseconds. Where there is room, bytes received and samples per second too."""
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
-    made.add_column("", overflow="fold")
     plain = next((row["name"] for row in rows if row["speedup"] == 1.0), None)
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
         "step\nms": lambda row: number(row["step_ms"]),
@@ -264,8 +259,7 @@ def table(rows: list[dict[str, Any]], width: int = 80, whose: str = "rank") -> T
     }
     if width < ROOMY:
         del columns[f"received\n/ {whose}"], columns["samples\n/ s"]
-    for header in columns:
-        made.add_column(header, justify="right", no_wrap=True)
+    made = figures_table("", list(columns))
     engines = dict.fromkeys(row["engine"] for row in rows)
     for row in rows:
         label = row["name"] + (f" ({row['engine']}'s ranks)" if row["kind"] == "bound" and len(engines) > 1 else "")

@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import grace
 from grace.bench.common.results import Results
-from grace.bench.step.rows import Table, conclude, judged, scenario
+from grace.bench.common.text import scenario
+from grace.bench.step.rows import Table, conclude, judged
 from grace.bench.step.settings import Event, Settings, about
 
 

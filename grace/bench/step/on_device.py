@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 import grace
-from grace.bench.common.clocks import DeviceClock, HostClock, device_facts
+from grace.bench.common.clocks import DeviceClock, HostClock, device_facts, facts_line
 from grace.bench.common.results import Results
+from grace.bench.common.text import scenario
 from grace.bench.lifecycle import BenchmarkRun
 from grace.bench.step.contestants import Contestant, Stepper, Trained, bound
-from grace.bench.step.rows import Table, conclude, judged, scenario
+from grace.bench.step.rows import Table, conclude, judged
 from grace.bench.step.settings import BOUND, Event, Settings
 from grace.bench.step.simulated import Lane, Simulated
 from grace.bench.workloads.models import Workload, workload
@@ -161,10 +162,7 @@ def conclude_all(results: Results, waits: dict[str, dict[str, float]], ranks: in
 
 def said(results: Results) -> list[str]:
     """What is said under the tables: the device, how the wire is simulated, and how often the host waited."""
-    settings = results.settings
-    device = ", ".join(settings[key] for key in ("gpu", "gpu_driver", "gpu_runtime") if settings.get(key))
-    versions = ", ".join(f"{name} {results.versions[name]}" for name in ("torch", "triton") if name in results.versions)
     known = {row["name"]: row for row in results.rows if row.get("waits_per_step") is not None}
     counts = [f"{name} {row['waits_per_step']:g} and {row['reads_per_step']:g}" for name, row in known.items()]
     waited = [f"Waits of the host for the device, and reads from it, in a step: {'; '.join(counts)}."] if counts else []
-    return [f"{device}; {versions}", SAID, *waited]
+    return [facts_line(results.settings, results.versions), SAID, *waited]

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from grace.bench.common.results import Results
-from grace.bench.common.text import of_ranks, show_rate
+from grace.bench.common.text import scenario
 from grace.bench.step import verdicts
 from grace.bench.step.settings import Event
 
@@ -86,15 +86,6 @@ def judged(rows: list[dict[str, Any]], engine: str) -> list[dict[str, Any]]:
         judge = plain is not None and row["kind"] != "bound" and row is not plain
         row["pays"] = verdicts.pays(row, plain) if judge and plain else None
     return rows
-
-
-def scenario(ranks: int, rate: float | None) -> str:
-    """What it is called.
-
-    >>> scenario(2, 1e9), scenario(4, None)
-    ('2 ranks at 1gbit', '4 ranks on loopback')
-    """
-    return of_ranks(ranks) + (" on loopback" if rate is None else f" at {show_rate(rate)}")
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:

@@ -1,19 +1,12 @@
 """Step times of Grace's methods and of what people use without Grace, side by side over the same network."""
 
-import contextlib
-import dataclasses
-import json
-import tempfile
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 from grace.bench.common.results import Results
-from grace.bench.link.emulation import Link
-from grace.bench.ranks.events import Follower
-from grace.bench.ranks.launchers import launcher
-from grace.bench.ranks.run import run_ranks
-from grace.bench.step.rows import Table, conclude, judged, scenario
+from grace.bench.common.text import scenario
+from grace.bench.ranks.scenario import told
+from grace.bench.step.rows import Table, conclude, judged
 from grace.bench.step.settings import Event, Settings
 
 
@@ -47,21 +40,6 @@ def _scenario(
 
     for table in tables:
         watch(scenario(ranks, rate), {"engine": table.engine})
-        _measure(settings, table.engine, ranks, rate, partial(take, table))
+        given, nodes = [table.engine], settings.nodes(ranks)
+        told("grace.bench.step.worker", settings, given, ranks, rate, partial(take, table), table.engine, nodes)
     conclude(results, len(before), ranks, rate, settings.engine)
-
-
-def _measure(settings: Settings, engine: str, ranks: int, rate: float | None, take: Callable[[Event], None]) -> None:
-    """Start the ranks, and hand on what rank 0 tells."""
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grace-bench-")))
-        (folder / "settings.json").write_text(json.dumps(dataclasses.asdict(settings)))
-        follower = Follower(folder / "events.jsonl")
-
-        def watch() -> None:
-            for event in follower.new():
-                take(event)
-
-        link = None if rate is None else stack.enter_context(Link(settings.nodes(ranks), rate))
-        start = stack.enter_context(launcher(engine, ranks, link))
-        run_ranks(start, ["-m", "grace.bench.step.worker", str(folder), engine], folder, watch)

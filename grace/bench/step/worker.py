@@ -8,19 +8,14 @@ Usage: python -m grace.bench.step.worker FOLDER ENGINE, where FOLDER holds setti
      "times_ms", "codec_ms", "sent_bytes", "received_bytes"}    a block of steps
 """
 
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-import grace
-import grace.torch
-from grace.bench.ranks.events import tell
-from grace.bench.ranks.run import as_rank, redirect_stderr
+from grace.bench.ranks.run import as_rank, joined
 from grace.bench.step.contestants import (
     Contestant,
     Stepper,
@@ -176,12 +171,8 @@ def _synchronize(stepper: Stepper) -> None:
 
 def main(folder: str, engine: str) -> None:
     """Join the run, and measure."""
-    redirect_stderr(Path(folder))
-    settings = Settings(**json.loads(Path(folder, "settings.json").read_text()))
-    backend = grace.init(engine)
-    events = Path(folder, "events.jsonl")
-    measure(settings, backend, engine, lambda event: tell(events, event) if backend.rank == 0 else None)
-    grace.shutdown()
+    with joined(folder, Settings, engine) as (settings, backend, emit):
+        measure(settings, backend, engine, emit)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def command(
         ),
     ] = DEFAULT_METHODS,
     framework: Annotated[str, typer.Option(help="torch or tensorflow.")] = "torch",
-    ranks: Annotated[int, typer.Option("--ranks", "-n", help="Processes to train on.")] = 2,
+    ranks: options.Ranks = 2,
     bandwidth: Annotated[
         str | None,
         typer.Option(

@@ -1,20 +1,13 @@
 """Train a small model with several methods over real ranks, and compare bytes, time and quality."""
 
-import contextlib
-import dataclasses
 import importlib.util
-import json
 import statistics
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from grace.bench.common.results import Results
-from grace.bench.link.emulation import Link
-from grace.bench.ranks.events import Follower
-from grace.bench.ranks.launchers import engine_of, launcher
-from grace.bench.ranks.run import run_ranks
+from grace.bench.ranks.launchers import engine_of
+from grace.bench.ranks.scenario import told
 from grace.bench.train.settings import EXTRAS, Event, Settings
 from grace.errors import missing_extra
 
@@ -54,22 +47,15 @@ def _over(
 ) -> None:
     """Everything over one network."""
     before, runs = list(results.rows), list[dict[str, Any]]()
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grace-bench-")))
-        (folder / "settings.json").write_text(json.dumps(dataclasses.asdict(settings)))
-        link = None if rate is None else stack.enter_context(Link(settings.ranks, rate))
-        start = stack.enter_context(launcher(engine, settings.ranks, link))
-        follower = Follower(folder / "events.jsonl")
 
-        def take() -> None:
-            for event in follower.new():
-                if "run" in event:
-                    runs.append(event["run"])
-                    results.settings["parameters"] = event["run"]["parameters"]
-                    results.rows = [*before, *summarize(runs, settings, rate)]
-                watch(rate, event)
+    def take(event: Event) -> None:
+        if "run" in event:
+            runs.append(event["run"])
+            results.settings["parameters"] = event["run"]["parameters"]
+            results.rows = [*before, *summarize(runs, settings, rate)]
+        watch(rate, event)
 
-        run_ranks(start, ["-m", "grace.bench.train.worker", str(folder)], folder, take)
+    told("grace.bench.train.worker", settings, [], settings.ranks, rate, take, engine)
 
 
 def summarize(runs: list[dict[str, Any]], settings: Settings, rate: float | None = None) -> list[dict[str, Any]]:

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from grace.bench.common.quality import difference, shown
 from grace.bench.common.results import Results
+from grace.bench.common.tables import figures_table
 from grace.bench.common.text import of_bytes
 
 
@@ -14,13 +14,10 @@ def results_table(rows: list[dict[str, Any]], results: Results) -> Table:
     """One row per method, over one network; its quality relative to that of "none", if that is there."""
     task = results.settings
     plain = _plain(rows)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("method", overflow="fold")
     headers = ["sent\n/ step", "bits /\nelement", "step\nms", f"{task['metric']}\n{task['unit']}".strip()]
     headers += ["against\nnone"] if plain is not None and len(rows) > 1 else []
     headers += [f"s until\n{shown(task['target'], task)}"] if task["target"] is not None else []
-    for header in headers:
-        table.add_column(header, justify="right", no_wrap=True)
+    table = figures_table("method", headers)
     for row in rows:
         quality = shown(row["quality"], task, unit=False)
         if len(task["seeds"]) > 1:

@@ -1,13 +1,13 @@
 """A calibration as tables, for people."""
 
 import time
-from collections.abc import Iterator
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from grace.bench.common.text import of_bytes
+from grace.cli.consoles import plain_table
 from grace.planner.calibration import Calibration, Curves
 from grace.planner.corrections import error_of
 from grace.planner.costs import Codec
@@ -49,16 +49,9 @@ def show(made: Calibration, console: Console, age: float | None = None) -> None:
         )
 
 
-def _table(title: str, headings: Iterator[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for i, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if i else "left", overflow="fold")
-    return table
-
-
 def _collectives(curves: Curves, title: str) -> Table:
     sizes = ["collective", "ranks", *(of_bytes(size) for size in COLUMNS), "MB/s beyond"]
-    table = _table(title, iter(sizes))
+    table = plain_table(sizes, sizes[:1], title=title, title_justify="left")
     for kind, by_ranks in curves.items():
         for ranks, curve in sorted(by_ranks.items()):
             largest = curve.points[-1][0]
@@ -70,7 +63,8 @@ def _collectives(curves: Curves, title: str) -> Table:
 def _codecs(made: Calibration) -> Table:
     """What a bucket of some variables takes."""
     title = f"milliseconds of computing for {ELEMENTS:,} values in 10 variables"
-    table = _table(title, iter(["method", "start", "between", "finish", "bits"]))
+    headings = ["method", "start", "between", "finish", "bits"]
+    table = plain_table(headings, headings[:1], title=title, title_justify="left")
     for name, codec in made.codecs.items():
         parts = (codec.start, codec.middle, codec.finish)
         shown = [f"{part.seconds(10, ELEMENTS, made.key.ranks) * 1e3:.3g}" for part in parts]

@@ -20,11 +20,7 @@ from grace.core.registry import KINDS, aliases, known, legal_communicators, make
 from grace.errors import ConfigError
 
 LIST_SHAPE = (1000, 1000)
-
-
 DESCRIBE_SHAPES = ((1000, 1000), (512, 64), (64, 3, 7, 7), (10, 512), (512,))
-
-
 Row = tuple[list[str], str]
 """Cells of a table, and the explanation below them."""
 
@@ -70,7 +66,7 @@ def _list_all(console: Console) -> None:
     short = "; ".join(f"{alias} = {_text(spec)}" for alias, spec in aliases("compressor").items())
     console.print(f"short names: {short}\n", style="dim")
     memories: Any = known("memory")
-    _rows(console, ("memory",), [([_signature(cls)], _summary(cls)) for cls in memories.values()])
+    _rows(console, ("memory",), [([signature(cls)], _summary(cls)) for cls in memories.values()])
     console.print()
     communicators: Any = known("communicator")
     rows = [([name, cls.cost or "?"], _summary(cls)) for name, cls in communicators.items()]
@@ -80,14 +76,14 @@ def _list_all(console: Console) -> None:
     _rows(console, ("strategy builder",), [([name], _summary(cls)) for name, cls in builders.items()])
     console.print()
     rules: Any = known("rule")
-    _rows(console, ("rule of strategies",), [([_signature(cls)], _summary(cls)) for cls in rules.values()])
+    _rows(console, ("rule of strategies",), [([signature(cls)], _summary(cls)) for cls in rules.values()])
     console.print()
 
 
 def _compressor_row(name: str) -> Row:
     cls = known("compressor")[name]
     if dataclasses.MISSING in cls.parameters().values():
-        return [name, "?", "?", "?", "?", "?"], f"{_summary(cls)} To be used as {_signature(cls)}."
+        return [name, "?", "?", "?", "?", "?"], f"{_summary(cls)} To be used as {signature(cls)}."
     compressor = make("compressor", name)
     traits = compressor.traits
     row = [
@@ -98,7 +94,7 @@ def _compressor_row(name: str) -> Row:
         traits.communicator,
         traits.memory,
     ]
-    others = ", ".join(_default_first(compressor)[1:])
+    others = ", ".join(default_first(compressor)[1:])
     return row, _summary(cls) + (f" Also with {others}." if others else "")
 
 
@@ -193,8 +189,7 @@ def _describe_compressor(console: Console, compressor: Any) -> None:
     classes: Any = known("communicator")
     default = compressor.traits.communicator
     lines = [
-        f"{name}{' (default)' if name == default else ''}: {_cost(classes[name])}"
-        for name in _default_first(compressor)
+        f"{name}{' (default)' if name == default else ''}: {_cost(classes[name])}" for name in default_first(compressor)
     ]
     _section(console, "Communicators, and what they cost each rank (p: bytes of payload; W: ranks)", lines)
     _section(console, "Wire bits per element", [_bits_line(compressor, shape) for shape in DESCRIBE_SHAPES])
@@ -281,7 +276,8 @@ def _reflow(text: str, width: int) -> str:
     return "\n\n".join(p if keep else textwrap.fill(p, width) for p, keep in zip(paragraphs, fixed, strict=True))
 
 
-def _default_first(compressor: Any) -> list[str]:
+def default_first(compressor: Any) -> list[str]:
+    """The communicators that may carry it, its default before the others."""
     return sorted(legal_communicators(compressor), key=lambda name: name != compressor.traits.communicator)
 
 
@@ -296,7 +292,8 @@ def _parameter(component: Any, key: str) -> str:
     return f"{key} = {value!r}" + ("" if value == default else f" (default {default!r})")
 
 
-def _signature(cls: Any) -> str:
+def signature(cls: Any) -> str:
+    """A component's name and parameters, with their defaults."""
     parameters = cls.parameters().items()
     inside = ", ".join(k if default is dataclasses.MISSING else f"{k}={default!r}" for k, default in parameters)
     return f"{cls.name}({inside})" if inside else cls.name

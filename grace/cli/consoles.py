@@ -1,11 +1,12 @@
 """Where commands print, and bars of their progress."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 
 def wide_console(least: int = 120) -> Console:
@@ -16,6 +17,20 @@ def wide_console(least: int = 120) -> Console:
     """
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=max(least, console.width))
+
+
+def plain_table(headings: Iterable[str], left: Container[str], **looks: Any) -> Table:
+    """A table without lines; long words go on below.
+
+    Args:
+        headings: of its columns.
+        left: those of words, which stand at the left; figures stand at the right.
+        looks: what else :class:`rich.table.Table` takes.
+    """
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), **looks)
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in left else "right", overflow="fold")
+    return table
 
 
 @contextlib.contextmanager

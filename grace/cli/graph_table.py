@@ -4,9 +4,9 @@ from collections import Counter
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from grace.bench.common.text import digits, of_bytes
+from grace.cli.consoles import plain_table
 from grace.partition.graph import Graph
 
 
@@ -15,9 +15,8 @@ def print_graph(graph: Graph, longest: int) -> None:
     console = Console(highlight=False)
     top = sorted(graph.nodes, key=lambda node: node.forward + node.backward, reverse=True)[:longest]
     shown = {node.name for node in top}
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("node", "kind", "line", "ms", "weights", "value", "keeps"):
-        table.add_column(heading, justify="left" if heading in ("node", "kind", "line") else "right", overflow="fold")
+    words = ("node", "kind", "line")
+    table = plain_table([*words, "ms", "weights", "value", "keeps"], words)
     for node in graph.nodes:
         if node.name in shown:
             times = f"{digits(1e3 * node.forward)} + {digits(1e3 * node.backward)}"

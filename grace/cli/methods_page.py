@@ -1,13 +1,13 @@
 """The page of methods, made from traits and docstrings: ``python -m grace.cli.methods_page > docs/methods.md``."""
 
-import dataclasses
 import inspect
 import re
 from typing import Any
 
+from grace.cli.components import default_first, signature
 from grace.communicators.choice import SCATTER, break_even
 from grace.core.composition import Composed
-from grace.core.registry import known, legal_communicators
+from grace.core.registry import known
 
 HEAD = """# Methods
 
@@ -31,7 +31,7 @@ def methods_page() -> str:
     for kind, title in (("compressor", "Compressors"), ("memory", "Memories"), ("communicator", "Communicators")):
         parts.append(f"## {title}\n")
         parts += [_section(kind, name, cls) for name, cls in _own(kind).items()]
-    parts += ["## Composition\n", _composition()]
+    parts += ["## Composition\n", markdown(Composed)]
     return "\n".join(parts)
 
 
@@ -49,7 +49,7 @@ def _table() -> str:
         compressor: Any = cls()
         traits = compressor.traits
         bits = compressor.wire_bits(SHAPE)
-        legal = sorted(legal_communicators(compressor), key=lambda other: other != traits.communicator)
+        legal = default_first(compressor)
         least = break_even(compressor)
         if least is not None:
             legal = [f"{name} (from {least} ranks on)" if name == SCATTER else name for name in legal]
@@ -62,19 +62,10 @@ def _table() -> str:
 
 
 def _section(kind: str, name: str, cls: Any) -> str:
-    parameters = ", ".join(
-        key if default is dataclasses.MISSING else f"{key}={default!r}" for key, default in cls.parameters().items()
-    )
-    spec = f"{name}({parameters})" if parameters else name
-    lines = [f"### {name}\n", f"    {spec}\n"]
+    lines = [f"### {name}\n", f"    {signature(cls)}\n"]
     if kind == "communicator":
         lines.append(f"Cost per rank and exchange, for a payload of p bytes and W ranks: {cls.cost}\n")
     return "\n".join(lines) + "\n" + markdown(cls) + "\n"
-
-
-def _composition() -> str:
-
-    return markdown(Composed)
 
 
 def markdown(cls: Any) -> str:

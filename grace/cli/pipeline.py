@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from grace.bench.common.text import digits, of_bytes, parse_rate
+from grace.cli.consoles import plain_table
 from grace.cli.graph_table import print_graph
 from grace.cli.pipeline_inputs import graph_of, versions_of
 from grace.core.variable import equal_bounds
@@ -239,9 +239,8 @@ def _step(seconds: float | None) -> str:
 
 def _print(plan: Plan) -> None:
     console = Console(highlight=False)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("stage", "nodes", "ranks", "ms", "exchange", "weights", "sends", "memory"):
-        table.add_column(heading, justify="left" if heading in ("nodes", "ranks") else "right", overflow="fold")
+    headings = ("stage", "nodes", "ranks", "ms", "exchange", "weights", "sends", "memory")
+    table = plain_table(headings, ("nodes", "ranks"))
     for i, stage in enumerate(plan.stages):
         memory = plan.memory[stage.ranks[0]] if plan.memory else None
         times = f"{digits(1e3 * stage.forward)} + {digits(1e3 * stage.backward)}", digits(1e3 * stage.exchange)

@@ -7,6 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from grace.bench.common.text import digits, of_bytes
+from grace.cli.consoles import plain_table
 from grace.planner.explain import Plan
 
 
@@ -36,17 +37,9 @@ def show(plan: Plan, about: Mapping[str, str], console: Console) -> None:
     console.print(escape(plan.why), style="bold", soft_wrap=True)
 
 
-def _table(headings: Mapping[str, bool]) -> Table:
-    """Of headings, and whether numbers are below."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading, numbers in headings.items():
-        table.add_column(heading, justify="right" if numbers else "left", overflow="fold")
-    return table
-
-
 def _candidates(plan: Plan) -> Table:
     numbers = ("step", "x plain", "compute", "codec", "exposed", "sent", "memory", "error")
-    table = _table({"": False, "plan": False, **dict.fromkeys(numbers, True)})
+    table = plain_table(["", "plan", *numbers], ("", "plan"))
     plain = plan.plain.prediction.step
     for one in plan.candidates:
         p, taken = one.prediction, one is plan.chosen
@@ -69,8 +62,8 @@ def share(plan: Plan, error: float) -> str:
 
 
 def _variables(plan: Plan) -> Table:
-    columns = {"variables": False, "": True, "elements": True, "method": False, "sync": False, "group, rank": False}
-    table = _table({**columns, "of the error": True, "why": False})
+    headings = ("variables", "", "elements", "method", "sync", "group, rank", "of the error", "why")
+    table = plain_table(headings, {"variables", "method", "sync", "group, rank", "why"})
     for row in plan.rows:
         cells = (row.variables, f"x{row.count}", f"{row.elements:,}", row.method, row.sync, row.places)
         table.add_row(*map(escape, cells), f"{row.error:.0%}", escape(row.why))

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from grace.bench.common.text import of_bytes
+from grace.cli.consoles import plain_table
 from grace.cli.model_variables import from_spec
 from grace.core.registry import make
 from grace.strategy.builder import OneNode
@@ -57,9 +57,8 @@ def show(strategy: File, model: Model = None, resources: Resources = None, ranks
     """Show a strategy as a table, and what every rank sends in a step."""
     read = _load(strategy, model, resources, ranks)
     console = Console(highlight=False)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("variable", "shape", "bytes", "cut", "sync", "to", "compressor, memory", "wire bytes"):
-        table.add_column(heading, justify="right" if "bytes" in heading else "left", overflow="fold")
+    headings = ("variable", "shape", "bytes", "cut", "sync", "to", "compressor, memory", "wire bytes")
+    table = plain_table(headings, {*headings} - {"bytes", "wire bytes"})
     for row in _table(read):
         table.add_row(*map(escape, row))
     console.print(table)

@@ -8,6 +8,7 @@ changes gradients after such a backward and before ``synchronize()`` is not told
 
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,11 +24,32 @@ def enlist(session: Any) -> int:
     return number
 
 
+def hook(number: int, name: str) -> Callable[[torch.nn.Parameter], None]:
+    """A hook of a parameter that offers its gradient to a session as long as there is one."""
+    session = weakref.ref(_sessions[number])  # Python does not collect what a parameter's hook holds
+
+    def take(parameter: torch.nn.Parameter) -> None:
+        if (alive := session()) is not None:
+            alive.offer(name, parameter.grad)
+
+    unseen = torch.compiler.disable(take)
+
+    def traceable(parameter: torch.nn.Parameter) -> None:
+        if not torch.compiler.is_dynamo_compiling():
+            take(parameter)
+        elif not torch._dynamo.compiled_autograd.in_compiled_autograd_region:
+            unseen(parameter)  # called within a compiled function, whose backward is not
+        elif parameter.grad is not None:
+            offer(parameter.grad, number, name)
+
+    return traceable
+
+
 @torch.library.custom_op("grace::offer", mutates_args=("gradient",))
 def offer(gradient: torch.Tensor, session: int, name: str) -> None:
     """A parameter's gradient is there."""
     alive = _sessions.get(session)
-    if alive is not None and alive.hooks:
+    if alive is not None:
         alive.offer_in_graph(name, gradient)
 
 

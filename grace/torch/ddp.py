@@ -1,6 +1,7 @@
 """The same exchange as a DistributedDataParallel communication hook."""
 
 import os
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,8 +30,7 @@ from grace.session.sharding import Shard, cut
 from grace.session.versions import public
 from grace.strategy.choices import STRATEGY
 from grace.torch.early_hook import given_to_early, grace_hook
-from grace.torch.fsdp_layout import before_steps
-from grace.torch.gradients import OneGradient
+from grace.torch.one_by_one import OneByOne
 from grace.torch.parameters import check_momentum, check_optimizer, hyperparameters, variables
 from grace.torch.state_dict import check_not_saved_directly, on_devices, packed_up, unpacked
 from grace.torch.wrappers import bare, check_unwrapped, check_whole
@@ -42,7 +42,7 @@ def trainable(model: Any) -> dict[str, torch.nn.Parameter]:
     return {name: p for name, p in zip(unwrapped(names), parameters, strict=True) if p.requires_grad}
 
 
-class DDPState:
+class DDPState(OneByOne):
     """What the hook keeps between steps, keyed by the parameters' names, and its traffic.
 
     DDP hands over buckets, and rebuilds them after the first step; the compressed and the dense variables of
@@ -71,8 +71,8 @@ class DDPState:
         self.outcomes: list[Outcome] = []
         self.momenta = owners(exchanger.communicators)
         self.open, self.stepped, self.closed = False, True, False
-        self.seen: set[str] = set()
-        """Modules, or parameters, that came one by one in this step."""
+        me = weakref.proxy(self)
+        self.exchange = torch.compiler.disable(lambda bucket: me.exchange_bucket(bucket))  # it may be called in one
         self.hook = optimizer and optimizer.register_step_post_hook(torch.compiler.disable(self._after_step))
         self.hyperparameters = () if optimizer is None else hyperparameters(optimizer)
         exchanger.hyperparameters = lambda: in_words(type(optimizer).__name__, self.hyperparameters)
@@ -204,7 +204,7 @@ class DDPState:
         return self.plans[first, names]
 
     @torch.no_grad()
-    def exchange(self, grad_bucket: Any) -> torch.futures.Future:
+    def exchange_bucket(self, grad_bucket: Any) -> torch.futures.Future:
         """The hook proper."""
         if self.closed:
             raise ExchangeError(
@@ -261,20 +261,6 @@ class DDPState:
             waited.set_result(None)
             return waited.then(finish)
         return torch.futures.collect_all([work.get_future() for work in works]).then(finish)
-
-    def exchange_one(self, gradient: torch.Tensor, parameter: torch.nn.Parameter) -> None:
-        """The hook where DDP's reducer is written in Python, and hands over one gradient after the other: the mean is
-        written in place."""
-        name = self.names[parameter]
-        if name in self.seen:
-            self.seen.clear()
-        first = not self.seen
-        self.seen.add(name)
-        self.exchange(OneGradient(gradient, parameter, first)).wait()
-
-    def before_step(self, optimizer: Any) -> None:
-        """An optimizer is about to use the gradients that came one by one: the next one begins another step."""
-        self.seen.clear()
 
     @torch.no_grad()
     def _write(self, exchange: Exchange, views: dict[str, torch.Tensor]) -> None:
@@ -388,10 +374,8 @@ def register_ddp_hook(
     state = DDPState(trainable(model), exchanger, optimizer, grad_scaler, bucket_bytes)
     context.lr = state.lr
 
-    hook = grace_hook
-    if getattr(model, "_use_python_reducer", False):  # optimize_ddp="python_reducer": compiled autograd traces hooks
-        before_steps(state, trainable(model).values())
-        hook = torch.compiler.disable(grace_hook)
+    if getattr(model, "_use_python_reducer", False):
+        state.take_one_by_one(model)
     if not given_to_early(model, state):
-        model.register_comm_hook(state, hook)
+        model.register_comm_hook(state, grace_hook)
     return state

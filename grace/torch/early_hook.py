@@ -24,7 +24,7 @@ def grace_hook(state, bucket):  # DDP inspects the names and annotations, and wa
                 "Lightning, give the Trainer callbacks=[callback] as well as the hook)"
             )
         state = state.state
-    return state.exchange_one(*bucket) if isinstance(bucket, tuple) else state.exchange(bucket)
+    return None if isinstance(bucket, tuple) else state.exchange(bucket)  # one by one: the parameters' own hooks do it
 
 
 def given_to_early(model: Any, state: Any) -> bool:

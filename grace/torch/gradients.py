@@ -64,11 +64,3 @@ def check_untouched(session: Any) -> None:
                 "another backward pass). Call optimizer.synchronize() after backward and before you change "
                 "gradients; step() then uses them as they are"
             )
-
-
-class OneGradient:
-    """One gradient, in the terms of DDP's buckets."""
-
-    def __init__(self, gradient: torch.Tensor, parameter: torch.nn.Parameter, first: bool):
-        self.index = lambda: 0 if first else 1
-        self.gradients, self.parameters, self.buffer = lambda: [gradient], lambda: [parameter], lambda: gradient

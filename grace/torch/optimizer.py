@@ -1,7 +1,6 @@
 """The distributed optimizer: the user's own, whose gradients are exchanged compressed."""
 
 import contextlib
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -41,7 +40,8 @@ class HookedSession(Session):
         self.synchronized = False
         self.number = compiling.enlist(self)
         self._reset()
-        self.hooks += [p.register_post_accumulate_grad_hook(self._hook(n)) for n, p in self.parameters.items()]
+        hooks = {name: compiling.hook(self.number, name) for name in self.parameters}
+        self.hooks += [p.register_post_accumulate_grad_hook(hooks[name]) for name, p in self.parameters.items()]
 
     def _reset(self) -> None:
         self.counts: dict[str, int] = {}
@@ -58,22 +58,11 @@ class HookedSession(Session):
         self.versions = {}
         self.checked = False
 
-    def _hook(self, name: str):
-        session = weakref.ref(self)  # Python does not collect what a parameter's hook holds
-        number = self.number
-
-        def hook(parameter: torch.nn.Parameter) -> None:
-            if torch.compiler.is_dynamo_compiling():  # by compiled autograd
-                if parameter.grad is not None:
-                    compiling.offer(parameter.grad, number, name)
-            elif (alive := session()) is not None:
-                alive.offer(name, parameter.grad)
-
-        return hook
-
     def offer_in_graph(self, name: str, gradient: torch.Tensor) -> None:
         """The same within a compiled graph. That writes ``p.grad`` at its end only: where there is none yet, it will be
         this very gradient; what is added to one that is there may not last until a bucket is complete."""
+        if not self.hooks:  # they were taken away since the graph was made
+            return
         p = self.parameters[name]
         self.in_graph.add(name)
         if p.grad is None:

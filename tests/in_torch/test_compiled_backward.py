@@ -1,11 +1,15 @@
-"""Backward traced by compiled autograd: one graph, in which exchanges start, and the bits of no compiling at all."""
+"""Forward and backward in one compiled function: the bits of no compiling at all, and exchanges start in backward.
+Compiled autograd makes it one graph."""
+
+import contextlib
 
 import pytest
 import torch
 
+import grace
 from tests.in_torch.test_compiled import settings
 from tests.support.pools import ranks_of
-from tests.support.training import digest, distributed, loss_of, net, sgd, weights
+from tests.support.training import ddp, digest, distributed, loss_of, net, sgd, weights
 
 pytestmark = pytest.mark.ranks
 
@@ -13,12 +17,12 @@ PLAIN, TOPK = (1, True, False), "topk(ratio=0.1)"
 WAYS = {"plain": PLAIN, "accumulated": (2, True, False), "zeros kept": (1, False, False), "one frozen": (1, True, True)}
 
 
-def trained(backend, method=TOPK, passes=1, set_to_none=True, frozen=False):
+def trained(backend, method=TOPK, passes=1, set_to_none=True, frozen=False, compiled_autograd=True):
     """What three steps come to, forward and backward in one function that is compiled: the weights, what was captured
     of backward, what broke graphs, and how many exchanges had begun when backward was over, step by step."""
     from torch._dynamo.utils import counters
 
-    with settings(compiled_autograd=True):
+    with settings(compiled_autograd=compiled_autograd):
         counters.clear()
         model = net()
         optimizer = sgd(model.parameters())
@@ -56,6 +60,61 @@ def test_backward_is_one_graph_and_the_same_bits(two_ranks, way):
             assert begun[0] > 1
         elif way == "accumulated":
             assert begun == [0, 0, 0]  # what is added to a gradient is there at the graph's end only
+
+
+def test_exchanges_start_in_a_backward_that_is_not_compiled_too(two_ranks):
+    (eager, _, _, eagerly), (compiled, _, _, begun) = (
+        two_ranks.run(trained, backend, TOPK, *PLAIN, False)[0] for backend in (None, "aot_eager")
+    )
+    assert compiled == eager
+    assert begun == eagerly
+    assert begun[0] > 1
+
+
+def trained_by_ddp(backend=None, hooked=True, python=False, passes=1):
+    """The same under DDP, whose reducer is C++ or Python; by compiled autograd if it is Python."""
+    from torch._dynamo.utils import counters
+
+    mode = {"optimize_ddp": "python_reducer"} if python else {}
+    with settings(compiled_autograd=python and backend is not None, **mode):
+        counters.clear()
+        model = ddp(net())
+        optimizer = sgd(model.parameters())
+        state = grace.torch.register_ddp_hook(model, TOPK, optimizer=optimizer) if hooked else None
+
+        def forward_and_backward(number):
+            loss_of(model, number).backward()
+
+        compiled = torch.compile(forward_and_backward, backend=backend) if backend else forward_and_backward
+        for step in range(3):
+            optimizer.zero_grad()
+            for number in range(passes):
+                with contextlib.nullcontext() if number == passes - 1 else model.no_sync():
+                    compiled(passes * step + number)
+            optimizer.step()
+        if state:
+            assert state.full_state_dict()["step"] == 3
+            state.close()
+        stats = counters["compiled_autograd"]["captures"], counters["stats"]["unique_graphs"]
+        return digest(weights(model.module)), stats, sorted(counters["graph_break"])
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_ddps_hook_breaks_no_graph_of_backward_and_gives_the_same_bits(two_ranks, passes):
+    wanted = two_ranks.run(trained_by_ddp, None, True, False, passes)[0][0]
+    found = two_ranks.run(trained_by_ddp, "aot_eager", True, True, passes)
+    assert [compiled for compiled, *_ in found] == [wanted] * 2
+    if passes == 1:
+        (_, *alone), _ = two_ranks.run(trained_by_ddp, "aot_eager", False, True)
+        assert [graphs for _, *graphs in found] == [alone] * 2
+        assert alone[0][0] == 1  # all of backward
+    else:
+        assert [eager for eager, *_ in two_ranks.run(trained_by_ddp, None, True, True, passes)] == [wanted] * 2
+
+
+def test_ddps_hook_is_not_traced_where_backward_runs_in_a_compiled_function(two_ranks):
+    (wanted, *_), (_, stats, breaks) = (two_ranks.run(trained_by_ddp, *way)[0] for way in ((), ("aot_eager", False)))
+    assert two_ranks.run(trained_by_ddp, "aot_eager") == [(wanted, stats, breaks)] * 2
 
 
 def test_methods_of_several_rounds_and_exact_ones_start_in_graphs_too():

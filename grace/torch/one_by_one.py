@@ -1,0 +1,58 @@
+"""DistributedDataParallel whose reducer is written in Python (``optimize_ddp="python_reducer"``), for compiled autograd
+to trace: gradients come one after the other."""
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from grace.torch import compiling
+from grace.torch.fsdp_layout import before_steps
+
+
+class OneGradient:
+    """One gradient, in the terms of DDP's buckets."""
+
+    def __init__(self, gradient: torch.Tensor, parameter: torch.nn.Parameter, first: bool):
+        self.index = lambda: 0 if first else 1
+        self.gradients, self.parameters, self.buffer = lambda: [gradient], lambda: [parameter], lambda: gradient
+
+
+class OneByOne:
+    """A part of :class:`grace.torch.ddp.DDPState`. Each gradient is exchanged where it is there, within a compiled
+    graph too, and the mean written in its place, before anything else is done with it."""
+
+    names: Mapping[torch.nn.Parameter, str]
+    exchange: Callable[[Any], Any]
+
+    def take_one_by_one(self, model: Any) -> None:
+        """Hook the parameters themselves: what the reducer hands over to a communication hook has no name that a graph
+        could keep."""
+        self.seen: set[str] = set()
+        """Parameters whose gradients came in this step."""
+        self.parameters = {name: p for p, name in self.names.items()}
+        self.model = weakref.ref(model)  # whose reducer holds this, where Python cannot collect it
+        before_steps(self, self.names)
+        number = compiling.enlist(self)
+        for name, p in self.parameters.items():
+            p.register_post_accumulate_grad_hook(compiling.hook(number, name))
+
+    def offer(self, name: str, gradient: torch.Tensor | None) -> None:
+        """A gradient has accumulated."""
+        model = self.model()
+        if gradient is None or model is None or not model.require_backward_grad_sync:
+            return
+        if name in self.seen:
+            self.seen.clear()
+        first = not self.seen
+        self.seen.add(name)
+        self.exchange(OneGradient(gradient, self.parameters[name], first)).wait()
+
+    def offer_in_graph(self, name: str, gradient: torch.Tensor) -> None:
+        """The same within a compiled graph."""
+        self.offer(name, gradient)
+
+    def before_step(self, optimizer: Any) -> None:
+        """An optimizer is about to use the gradients that came: the next one begins another step."""
+        self.seen.clear()

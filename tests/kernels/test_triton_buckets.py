@@ -14,6 +14,7 @@ from grace.kernels import index_coding
 from grace.kernels.torch import fused
 from grace.kernels.triton import sparse_codecs
 from tests.support.implementations import INTERPRETED, OTHERS
+from tests.support.pretended import Pretended
 from tests.support.traffic import counted
 from tests.support.trained import Trained, drawn
 
@@ -65,6 +66,22 @@ def test_exchanges_have_the_bits_of_the_cpu(spec, memory, monkeypatch):
         assert found == wanted
         assert there.remembered() == here.remembered()
     assert all(isinstance(codec, BucketCodec) and codec.codec.on_device for codec in there.codecs)
+
+
+@pytest.mark.parametrize(
+    ("spec", "memory"), [("none", "none"), ("bf16", None), ("onebit", None), ("qsgd(levels=7)", None)]
+)
+def test_what_several_ranks_sent_has_the_mean_of_the_cpu(spec, memory, monkeypatch):
+    backends = Pretended(3, 1), Pretended(3, 1)  # of torch's tensors, which all ranks send alike
+    there, here = (Trained(spec, memory, [(33, 7)], False, one, communicator="allgather") for one in backends)
+    rng = np.random.default_rng(1)
+    for _ in range(2):
+        gradients = [torch.tensor(rng.standard_normal((33, 7))).float()]
+        with monkeypatch.context() as patched:
+            by_triton(patched)
+            found = there.step(elsewhere(gradients, shifted=False), [True])
+        assert found == here.step(gradients, [True])
+    assert all(isinstance(codec, BucketCodec) for codec in there.codecs + here.codecs)
 
 
 def test_positions_of_32_bits_are_the_cpus_too(monkeypatch):

@@ -30,6 +30,7 @@ class Numbers(Codec):
         return self.write_end(table, end)
 
     def read(self, table: Any, ranks: int, weight: float, count: float, loss_scale: float) -> None:
+        weight = 1.0 if self.kind["BYTES"] == 4 else weight  # those of 32 bits are divided as a sum
         given = table, self.owners, self.variables, ranks, weight, float(count)
         launch(buckets.decode_numbers, len(self.owners), *given, **self.kind, N=self.span)
 

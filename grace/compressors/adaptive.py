@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from grace.compressors.topk import kept
-from grace.core.compressor import Compressor, Payload, Tensor, Traits, shown
+from grace.core.compressor import Accumulating, Payload, Tensor, Traits, shown
 from grace.kernels import kernels_of
 from grace.kernels.index_coding import check_positions, decode, encode
 
 
 @dataclass
-class Adaptive(Compressor):
+class Adaptive(Accumulating):
     """Keeps the largest positive and the most negative entries, and sends a mean for each side (GRACE's adaq).
 
     With P the k+ = max(1, ratio n+) largest of the n+ positive entries, and N likewise of the negative ones:
@@ -62,10 +62,6 @@ class Adaptive(Compressor):
             sides.append(encode(k, indices, n, fixed=False))
             means.append(k.mean_abs(k.gather(side, indices)))
         return [k.join(means), *sides, *([k.join(counts)] if counts else [])], tuple(tensor.shape)
-
-    def decompress(self, payload: Payload, ctx: Any) -> Tensor:
-        k = kernels_of(payload[0])
-        return self.accumulate(payload, ctx, k.zeros(ctx, "float32", payload[0]))
 
     def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
         k = kernels_of(out)

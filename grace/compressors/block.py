@@ -4,13 +4,13 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from grace.core.compressor import Compressor, Payload, Tensor, Traits
+from grace.core.compressor import Accumulating, Payload, Tensor, Traits
 from grace.kernels import kernels_of
 from grace.kernels.contract.quantization import ROTATED
 
 
 @dataclass
-class Block(Compressor):
+class Block(Accumulating):
     """Rounds each element to a number of few bits, in units of its block's largest magnitude.
 
     Per block of ``block`` elements, s = max |x|:
@@ -85,10 +85,6 @@ class Block(Compressor):
         else:
             codes, scales = k.quantize(flat, self.levels, self.block, "max", stream)
         return [k.pack(codes, self.bits), scales], tuple(tensor.shape)
-
-    def decompress(self, payload: Payload, ctx: Any) -> Tensor:
-        k = kernels_of(payload[0])
-        return self.accumulate(payload, ctx, k.zeros(ctx, "float32", payload[0]))
 
     def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
         k = kernels_of(out)

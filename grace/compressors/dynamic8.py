@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from grace.core.compressor import Compressor, Payload, Tensor, Traits
+from grace.core.compressor import Accumulating, Payload, Tensor, Traits
 from grace.kernels import kernels_of
 
 
@@ -46,7 +46,7 @@ EDGES = {name: midpoints(table) for name, table in TABLES.items()}
 
 
 @dataclass
-class Dynamic8(Compressor):
+class Dynamic8(Accumulating):
     """Rounds x / s to the nearest of 256 values that cover seven decades; one byte per element.
 
         s = max |x|,    C(x) = s t,    t the entry of the table nearest to x / s, of two equally near the lower
@@ -77,10 +77,6 @@ class Dynamic8(Compressor):
         flat = k.flat(tensor)
         scale = k.max_abs(flat)
         return [k.bucketize(flat, scale, EDGES[self.table]), scale], tuple(tensor.shape)
-
-    def decompress(self, payload: Payload, ctx: Any) -> Tensor:
-        k = kernels_of(payload[0])
-        return self.accumulate(payload, ctx, k.zeros(ctx, "float32", payload[0]))
 
     def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
         k = kernels_of(out)

@@ -4,12 +4,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from grace.core.compressor import Compressor, Payload, Tensor, Traits
+from grace.core.compressor import Accumulating, Payload, Tensor, Traits
 from grace.kernels import kernels_of
 
 
 @dataclass
-class EFSignSGD(Compressor):
+class EFSignSGD(Accumulating):
     """Sends the signs, one bit per element, and the mean magnitude.
 
         C(x) = (||x||_1 / n) sign(x)
@@ -30,10 +30,6 @@ class EFSignSGD(Compressor):
         k = kernels_of(tensor)
         flat = k.flat(tensor)
         return [k.pack_signs(flat), k.mean_abs(flat)], tuple(tensor.shape)
-
-    def decompress(self, payload: Payload, ctx: Any) -> Tensor:
-        k = kernels_of(payload[0])
-        return self.accumulate(payload, ctx, k.zeros(ctx, "float32", payload[0]))
 
     def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
         k = kernels_of(out)

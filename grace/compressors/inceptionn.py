@@ -4,13 +4,13 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from grace.core.compressor import Compressor, Payload, Tensor, Traits
+from grace.core.compressor import Accumulating, Payload, Tensor, Traits
 from grace.kernels import kernels_of
 from grace.kernels.index_coding import check_positions
 
 
 @dataclass
-class Inceptionn(Compressor):
+class Inceptionn(Accumulating):
     """Rounds each element to 0, 8, 16 or 32 bits by its magnitude, so that |x - C(x)| <= error_bound for |x| <= 1;
     larger ones are exact.
 
@@ -61,10 +61,6 @@ class Inceptionn(Compressor):
         small, medium, exact = (k.gather(flat, k.where_code(tags, tag)) for tag in (1, 2, 3))
         codes = [k.to_fixed(small, step8, "int8"), k.to_fixed(medium, step16, "int16")]
         return [k.pack(tags, 2), *codes, exact], tuple(tensor.shape)
-
-    def decompress(self, payload: Payload, ctx: Any) -> Tensor:
-        k = kernels_of(payload[0])
-        return self.accumulate(payload, ctx, k.zeros(ctx, "float32", payload[0]))
 
     def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
         k = kernels_of(out)

@@ -4,12 +4,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from grace.core.compressor import Compressor, Payload, Tensor, Traits
+from grace.core.compressor import Accumulating, Payload, Tensor, Traits
 from grace.kernels import kernels_of
 
 
 @dataclass
-class Natural(Compressor):
+class Natural(Accumulating):
     """Rounds each element stochastically to one of the two powers of two around it; one byte per element.
 
     With 2^e <= |x| < 2^(e+1):
@@ -32,10 +32,6 @@ class Natural(Compressor):
     def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
         k = kernels_of(tensor)
         return [k.round_powers(k.flat(tensor), self.context.stream(name))], tuple(tensor.shape)
-
-    def decompress(self, payload: Payload, ctx: Any) -> Tensor:
-        k = kernels_of(payload[0])
-        return self.accumulate(payload, ctx, k.zeros(ctx, "float32", payload[0]))
 
     def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
         k = kernels_of(out)

@@ -4,12 +4,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from grace.core.compressor import Compressor, Payload, Tensor, Traits
+from grace.core.compressor import Accumulating, Payload, Tensor, Traits
 from grace.kernels import kernels_of
 
 
 @dataclass
-class OneBit(Compressor):
+class OneBit(Accumulating):
     """Sends one bit per element, x >= 0, and the means of the two sides.
 
         C(x) = mean{x_j : x_j >= 0} where x >= 0,    mean{x_j : x_j < 0} elsewhere
@@ -33,10 +33,6 @@ class OneBit(Compressor):
         k = kernels_of(tensor)
         flat = k.flat(tensor)
         return [k.pack_signs(flat), k.side_means(flat)], tuple(tensor.shape)
-
-    def decompress(self, payload: Payload, ctx: Any) -> Tensor:
-        k = kernels_of(payload[0])
-        return self.accumulate(payload, ctx, k.zeros(ctx, "float32", payload[0]))
 
     def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
         k = kernels_of(out)

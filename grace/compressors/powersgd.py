@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grace.core.compressor import Compressor, Payload, Tensor, Traits
+from grace.core.compressor import Accumulating, Payload, Tensor, Traits
 from grace.kernels import kernels_of
 
 SMALL = 1 << 14
@@ -13,7 +13,7 @@ SMALL = 1 << 14
 
 
 @dataclass
-class PowerSGD(Compressor):
+class PowerSGD(Accumulating):
     """Approximates the gradient, as a matrix, by P Q^T of the given rank, both averaged over ranks.
 
     M is the gradient as (first dimension) x (the rest), for convolutions output channels x the rest.
@@ -79,10 +79,6 @@ class PowerSGD(Compressor):
             for name, (q,) in zip(names, means, strict=True):
                 self.state[name] = q
         return [([p, q], tuple(tensor.shape)) for p, (q,), tensor in zip(ps, means, taken, strict=True)]
-
-    def decompress(self, payload: Payload, ctx: Any) -> Tensor:
-        k = kernels_of(payload[0])
-        return self.accumulate(payload, ctx, k.zeros(ctx, "float32", payload[0]))
 
     def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
         p, q = payload

@@ -4,12 +4,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from grace.core.compressor import Compressor, Payload, Tensor, Traits
+from grace.core.compressor import Accumulating, Payload, Tensor, Traits
 from grace.kernels import kernels_of
 
 
 @dataclass
-class QSGD(Compressor):
+class QSGD(Accumulating):
     """Rounds each element stochastically to one of ``2 levels + 1`` multiples of its bucket's scale.
 
     Per bucket of ``bucket_size`` elements, s = ||x||_2 or max |x|, u uniform in [0, 1):
@@ -54,10 +54,6 @@ class QSGD(Compressor):
         flat = k.flat(tensor)
         codes, scales = k.quantize(flat, self.levels, self.bucket_size, self.norm, self.context.stream(name))
         return [k.pack(codes, self.bits), scales], tuple(tensor.shape)
-
-    def decompress(self, payload: Payload, ctx: Any) -> Tensor:
-        k = kernels_of(payload[0])
-        return self.accumulate(payload, ctx, k.zeros(ctx, "float32", payload[0]))
 
     def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
         k = kernels_of(out)

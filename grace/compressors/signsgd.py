@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grace.core.compressor import Compressor, Payload, Tensor, Traits
+from grace.core.compressor import Accumulating, Payload, Tensor, Traits
 from grace.kernels import kernels_of
 
 
 @dataclass
-class SignSGD(Compressor):
+class SignSGD(Accumulating):
     """Sends one bit per element, x >= 0; the aggregate is the majority's sign, +1 or -1.
 
         C(x) = sign(x),    aggregate = sign(sum_i sign(x_i)),    a tie is +1 on every rank
@@ -31,10 +31,6 @@ class SignSGD(Compressor):
     def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
         k = kernels_of(tensor)
         return [k.pack_signs(k.flat(tensor))], tuple(tensor.shape)
-
-    def decompress(self, payload: Payload, ctx: Any) -> Tensor:
-        k = kernels_of(payload[0])
-        return self.accumulate(payload, ctx, k.zeros(ctx, "float32", payload[0]))
 
     def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
         k = kernels_of(out)

@@ -4,12 +4,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from grace.core.compressor import Compressor, Payload, Tensor, Traits
+from grace.core.compressor import Accumulating, Payload, Tensor, Traits
 from grace.kernels import kernels_of
 
 
 @dataclass
-class Sketch(Compressor):
+class Sketch(Accumulating):
     """Sends each element's quantile bucket, in ceil(log2(quantiles)) bits, and the buckets' means.
 
         C(x) = mean of the bucket that x is in;  the element of rank r among n is in bucket floor(r quantiles / n)
@@ -45,10 +45,6 @@ class Sketch(Compressor):
         buckets, bits = self._buckets(shape)
         numbers, means = k.quantile_buckets(k.flat(tensor), buckets)
         return [k.pack(numbers, bits), means], shape
-
-    def decompress(self, payload: Payload, ctx: Any) -> Tensor:
-        k = kernels_of(payload[0])
-        return self.accumulate(payload, ctx, k.zeros(ctx, "float32", payload[0]))
 
     def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
         k = kernels_of(out)

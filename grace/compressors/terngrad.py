@@ -4,12 +4,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from grace.core.compressor import Compressor, Payload, Tensor, Traits
+from grace.core.compressor import Accumulating, Payload, Tensor, Traits
 from grace.kernels import kernels_of
 
 
 @dataclass
-class TernGrad(Compressor):
+class TernGrad(Accumulating):
     """Sends -1, 0 or 1 per element, in 2 bits, and one scale.
 
     With sigma the standard deviation of the elements and s the largest magnitude after clipping:
@@ -42,10 +42,6 @@ class TernGrad(Compressor):
         clipped = k.clip_deviation(k.flat(tensor), self.clip)
         codes, scale = k.quantize(clipped, 1, max(1, n), "max", self.context.stream(name))
         return [k.pack(codes, 2), scale], tuple(tensor.shape)
-
-    def decompress(self, payload: Payload, ctx: Any) -> Tensor:
-        k = kernels_of(payload[0])
-        return self.accumulate(payload, ctx, k.zeros(ctx, "float32", payload[0]))
 
     def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
         k, n = kernels_of(out), math.prod(ctx)

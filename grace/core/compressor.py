@@ -248,7 +248,15 @@ class Compressor(Keeping):
         return None
 
 
-class Sparsifier(Compressor):
+class Accumulating(Compressor):
+    """A method whose decoder is ``accumulate``, and whose ``ctx`` is the tensor's shape."""
+
+    def decompress(self, payload: Payload, ctx: Any) -> Tensor:
+        k = kernels_of(payload[0])
+        return self.accumulate(payload, ctx, k.zeros(ctx, "float32", payload[0]))
+
+
+class Sparsifier(Accumulating):
     """A payload of [values, indices as :mod:`grace.kernels.index_coding` codes them]; ``ctx`` is the tensor's shape.
 
     >>> import numpy as np
@@ -265,10 +273,6 @@ class Sparsifier(Compressor):
         k = kernels_of(flat)
         values, indices, count = k.largest_above(flat, threshold, room)
         return [values, encode(k, indices, flat.shape[0] + 1, fixed=False), count]
-
-    def decompress(self, payload: Payload, ctx: Any) -> Tensor:
-        k = kernels_of(payload[0])
-        return self.accumulate(payload, ctx, k.zeros(ctx, "float32", payload[0]))
 
     def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
         k = kernels_of(out)

@@ -98,7 +98,8 @@ def _figure(rows: list[Row]) -> Figure:
         write(axes, said, (0, i), (-8, 0), size=10, ha="right", va="center", textcoords="offset points")
         weights = f"{of_bytes(row.parameters)} weights, " if row.parameters else ""
         sizes = f"{weights}hands on {of_bytes(row.nbytes)}"
-        write(axes, sizes, (1, i), (6, 0), 9, MUTED, ha="left", va="center", **_at(axes))
+        across = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}  # down in rows
+        write(axes, sizes, (1, i), (6, 0), 9, MUTED, ha="left", va="center", **across)
     _arcs(drawing, rows)
     label_axes(axes, "ms")
     top = sorted(rows, key=lambda row: row.forward + row.backward, reverse=True)[:5]
@@ -109,11 +110,6 @@ def _figure(rows: list[Row]) -> Figure:
         "that reads what another, not its neighbour, handed on: cutting between them moves that too."
     )
     return Figure("Operations", caption, [Panel("", svg(drawing, "graph", about), about)])
-
-
-def _at(axes: Any) -> dict[str, Any]:
-    """Across in parts of the axes, down in rows."""
-    return {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
 
 
 def _arcs(drawing: Any, rows: list[Row]) -> None:

@@ -189,10 +189,6 @@ class Calibration:
         steps = (*self.steps, step)[-MOST_STEPS:]
         return replace(self, steps=steps, corrections=fitted_corrections(steps))
 
-    def with_codecs(self, codecs: Mapping[str, Codec]) -> "Calibration":
-        """The same with other methods' codecs added, or put in the place of these."""
-        return replace(self, codecs={**self.codecs, **codecs})
-
     # -- the file --------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from grace.core.registry import aliases, make
-from grace.planner.candidates import DENSE, Layout, Way, collective, layouts, ways
+from grace.planner.candidates import DENSE, Layout, collective, layouts, ways
 from grace.planner.drafts import Choice, Draft, Score, Scorer, changed
 from grace.planner.moves import Moves, replaced, units
 from grace.planner.problem import Problem
@@ -79,20 +79,6 @@ def search(problem: Problem, keep: int = 5, progress: Progress | None = None) ->
             takes.
     """
     return _Search(problem, progress or (lambda what, done: None)).run(keep)
-
-
-def exhaustive(problem: Problem, found: Sequence[Way], places: int = 1) -> Score:
-    """The best of all drafts of uncut variables with these ways and so many groups (or destinations) each; for tests,
-    and for very small models.
-
-    Raises:
-        ConfigError: the costs do not tell what one of them takes.
-    """
-    scorer = Scorer(problem, found)
-    seats = [(way, place) for way in range(len(found)) for place in range(places)]
-    fitting = [[s for s in seats if scorer.serves(s[0])[v]] for v in range(len(scorer.variables))]
-    drafts = (tuple(Choice((seat,)) for seat in chosen) for chosen in itertools.product(*fitting))
-    return min((scorer.score(d) for d in drafts if scorer.fits(scorer.error(d))), key=lambda score: score.rank)
 
 
 class _Search:

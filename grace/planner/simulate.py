@@ -238,11 +238,3 @@ def most_sent(works: Sequence[Work]) -> float:
             if transfer.root >= 0:
                 more[transfer.root] = more.get(transfer.root, 0.0) + transfer.root_nbytes - transfer.nbytes
     return usual + max(0.0, max(more.values(), default=0.0))
-
-
-def sent_by(works: Sequence[Work], rank: int) -> float:
-    """Bytes that leave a rank, in a step; of a hierarchical exchange, one that speaks for its node."""
-    return sum(
-        work.inside + sum(t.root_nbytes if t.root == rank else t.nbytes for t in work.transfers) / max(1, work.period)
-        for work in works
-    )

@@ -142,10 +142,3 @@ def kinds(strategy: Strategy) -> list[tuple[list[int], float]]:
                 more[to] = more.get(to, 0.0) + sent_by(part, variable, nbytes, world, to) - other
     found: list[tuple[list[int], float]] = [([rank], usual + extra) for rank, extra in sorted(more.items())]
     return found + [([], usual)] * (len(more) < world)
-
-
-def totals(strategy: Strategy) -> list[float]:
-    """Bytes that leave each rank in a step."""
-    found = kinds(strategy)
-    alone = {ranks[0]: sent for ranks, sent in found if ranks}
-    return [alone.get(rank, found[-1][1]) for rank in range(strategy.world_size)]

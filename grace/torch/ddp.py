@@ -63,7 +63,6 @@ class DDPState(OneByOne):
         self.limits = _limits(exchanger, bucket_bytes)
         exchanger.follows_scaler = lambda: grad_scaler is not None and grad_scaler.is_enabled()
         self.names = {p: name for name, p in parameters.items()}
-        self.by_name = {variable.name: variable for variable in exchanger.variables}
         self.plans: dict[tuple[bool, tuple[str, ...]], list[Bucket]] = {}
         self.exchanges: list[Exchange] = []
         """Those of this step, which tell where the ranks are."""

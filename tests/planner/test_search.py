@@ -1,5 +1,6 @@
 """The search against all there is, its determinism, and what every plan that it finds must be."""
 
+import itertools
 import os
 import random
 import subprocess
@@ -11,10 +12,11 @@ from grace.errors import ConfigError
 from grace.planner.builders.auto import Auto
 from grace.planner.candidates import DENSE, Way, ways
 from grace.planner.costs import Codec, Cost
+from grace.planner.drafts import Choice, Scorer
 from grace.planner.moves import units
 from grace.planner.network import Links
 from grace.planner.problem import Problem
-from grace.planner.search import exhaustive, search
+from grace.planner.search import search
 from grace.planner.step import Timeline
 from grace.planner.usual import UsualCodecs
 from grace.planner.works import Costs
@@ -35,6 +37,15 @@ def problem_of(seed, count=6, ranks=4, methods=("fp16", "topk(ratio=0.01)"), **k
     timeline = Timeline({v.name: t for v, t in zip(reversed(variables), times, strict=True)}, 0.001, backward, 0.0005)
     links = Links(draws.choice([1e7, 1e8, 1e9]), draws.choice([0, 1e-5, 2e-4]))
     return Problem(variables, timeline, Costs(links, UsualCodecs()), OneNode(ranks), methods=methods, seed=1, **kwargs)
+
+
+def exhaustive(problem, found, places=1):
+    """The best of all drafts of uncut variables with these ways and so many groups (or destinations) each."""
+    scorer = Scorer(problem, found)
+    seats = [(way, place) for way in range(len(found)) for place in range(places)]
+    fitting = [[s for s in seats if scorer.serves(s[0])[v]] for v in range(len(scorer.variables))]
+    drafts = (tuple(Choice((seat,)) for seat in chosen) for chosen in itertools.product(*fitting))
+    return min((scorer.score(d) for d in drafts if scorer.fits(scorer.error(d))), key=lambda score: score.rank)
 
 
 @pytest.mark.parametrize("seed", range(6))

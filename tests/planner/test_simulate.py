@@ -11,11 +11,12 @@ from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.planner.costs import Codec, Cost
 from grace.planner.network import Links
-from grace.planner.simulate import most_sent, sent_by, simulate
+from grace.planner.simulate import most_sent, simulate
 from grace.planner.step import ALONE, Contention, Timeline, Transfer, Work
 from grace.planner.works import DENSE, Costs, works_of
 from grace.session.bucketing import Limits
 from grace.session.sharding import uniform
+from tests.support.pretended import sent_by
 
 TIMELINE = Timeline({"c": 1.0, "b": 2.0, "a": 4.0}, forward=1.0, backward=4.0, optimizer=0.5)
 

@@ -14,7 +14,7 @@ from grace.errors import ConfigError, PayloadError
 from grace.exchange.sparse_rows import SparseRows
 from grace.planner.costs import Codec, Cost, Curve
 from grace.planner.network import Links, Measured
-from grace.planner.simulate import most_sent, sent_by
+from grace.planner.simulate import most_sent
 from grace.planner.works import DENSE, Costs, codec_key, works, works_of
 from grace.session.bucketing import Limits
 from grace.session.exchanger import Exchanger
@@ -22,7 +22,7 @@ from grace.session.sharding import uniform
 from grace.strategy.builder import OneNode
 from grace.strategy.execution import compiled
 from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
-from tests.support.pretended import Pretended
+from tests.support.pretended import Pretended, sent_by
 
 SHAPES = {"w": (60, 41), "odd": (1003,), "kernel": (8, 3, 3, 3), "one": (1,), "scalar": (), "none": (0,)}
 VARIABLES = [Variable(name, shape) for name, shape in SHAPES.items()]

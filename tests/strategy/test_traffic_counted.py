@@ -8,7 +8,7 @@ import grace
 from grace.core.registry import make
 from grace.strategy.builder import OneNode
 from grace.strategy.plan import ShardPlan, Sync
-from grace.strategy.traffic import payload, sent_by, totals
+from grace.strategy.traffic import links, payload, sent_by
 from grace.torch.parameters import sparse_of, variables
 from tests.support.pairwise import pairwise
 from tests.support.strategies import (
@@ -91,7 +91,7 @@ def counted(strategy, dense_only):
 
 def check(strategy, answers, exact):
     size = strategy.world_size
-    bounds = totals(strategy)
+    bounds = [sum(row) for row in links(strategy)]
     for rank, (payloads, sent, sent_payload, headers) in enumerate(answers):
         for plan in strategy.plans:
             for part, variable in zip(plan.parts, plan.part_variables(), strict=True):
@@ -155,7 +155,7 @@ def test_averages_now_and_then(ranks, period):
     for rank, (strategy, traffic) in enumerate(ranks.run(averaged, period)):
         assert traffic.payload_bytes["w/part_0"] == 6 / period * 32
         assert traffic.payload_bytes["t.weight"] == 6 / period * 48
-        said = 6 * totals(strategy)[rank]
+        said = 6 * sum(links(strategy)[rank])
         assert said <= traffic.sent_bytes <= said + 2 * traffic.header_bytes + 6 * len(strategy.plans)
 
 

@@ -10,6 +10,14 @@ def there(result) -> Handle:
     return Handle(lambda: None, result)
 
 
+def sent_by(works, rank: int) -> float:
+    """Bytes that leave a rank, in a step; of a hierarchical exchange, one that speaks for its node."""
+    return sum(
+        work.inside + sum(t.root_nbytes if t.root == rank else t.nbytes for t in work.transfers) / max(1, work.period)
+        for work in works
+    )
+
+
 class Pretended(Backend):
     """Counts bytes as the contract of backends says, over NumPy arrays."""
 

@@ -120,7 +120,7 @@ def _section(results: Results, colors: dict[str, Look], name: str) -> str:
     if results.kind == "step":
         drawn, columns = step.figures(rows, colors, name), step_columns(rows)
     elif results.kind == "train":
-        drawn, columns = train.figures(rows, settings, colors, name), train_columns(rows, settings)
+        drawn, columns = train.figures(rows, settings, colors, name), train_columns(settings)
     else:
         drawn, columns = kernels.figures(rows, colors, name), kernels_columns()
     parts = [f'<section id="{name}"><h2>{escaped(heading(results))}</h2>', f'<p class="about">{_about(results)}</p>']

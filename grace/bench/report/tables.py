@@ -138,7 +138,7 @@ def step_columns(rows: Sequence[Row]) -> list[Column]:
     ]
 
 
-def train_columns(rows: Sequence[Row], settings: Mapping[str, Any]) -> list[Column]:
+def train_columns(settings: Mapping[str, Any]) -> list[Column]:
     """Of results of kind "train"."""
     seeds = len(settings.get("seeds") or []) or 1
 

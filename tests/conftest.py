@@ -84,6 +84,17 @@ def pytest_runtest_teardown(item, nextitem):
         stop_engines()
 
 
+@pytest.fixture
+def local():
+    """One process, which exchanges with nobody."""
+    import grace
+
+    grace.shutdown()
+    grace.init("local")
+    yield
+    grace.shutdown()
+
+
 @pytest.fixture(params=[2, 3], ids=["2ranks", "3ranks"])
 def ranks(request) -> Ranks:
     """2 and 3 real gloo ranks."""

@@ -17,14 +17,9 @@ from grace.core.backend import LocalBackend
 from grace.strategy import schema
 from grace.torch import Communicator, Compressor, Memory, Traits
 
+pytestmark = pytest.mark.usefixtures("local")
+
 OLDER = Path(__file__).parent / "older"
-
-
-@pytest.fixture(autouse=True)
-def alone():
-    grace.init("local")
-    yield
-    grace.shutdown()
 
 
 def model_and_optimizer(**options):

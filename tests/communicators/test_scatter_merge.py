@@ -12,6 +12,7 @@ from grace.bench.workloads.torch_tasks import Digits
 from grace.core.registry import make
 from grace.exchange.owners import coded, owners_of
 from tests.support.pools import ranks_of
+from tests.support.training import joined
 
 pytestmark = pytest.mark.ranks
 SHAPES = {"large": (40, 25), "small": (30,), "wide": (7, 301), "one": (1,), "empty": (0, 3), "scalar": ()}
@@ -21,12 +22,6 @@ RATIO = 0.05
 def gradient(rank: int, step: int, name: str) -> np.ndarray:
     seed = 1000 * step + 10 * rank + list(SHAPES).index(name)
     return np.random.default_rng(seed).standard_normal(SHAPES[name]).astype(np.float32)
-
-
-def joined(communicator):
-    communicator.bind(grace.Context(rank=grace.rank(), size=grace.size()), grace.init())
-    communicator.lr = 1.0
-    return communicator
 
 
 def exchange(steps: int, memory: str = "residual") -> list[tuple[dict, dict]]:

@@ -10,6 +10,7 @@ import grace
 import grace.torch
 from grace.core.variable import equal_bounds
 from tests.support.pools import ranks_of
+from tests.support.training import joined
 
 pytestmark = pytest.mark.ranks
 METHODS = ["none", "fp16", "bf16", "qsgd(levels=7)", "qsgd(norm=max)", "efsignsgd", "signsgd"]
@@ -17,12 +18,6 @@ METHODS = ["none", "fp16", "bf16", "qsgd(levels=7)", "qsgd(norm=max)", "efsignsg
 
 def gradient(rank: int, step: int, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(100 * step + rank))
-
-
-def joined(communicator):
-    communicator.bind(grace.Context(rank=grace.rank(), size=grace.size()), grace.init())
-    communicator.lr = 1.0
-    return communicator
 
 
 def exchange(kind: str, spec: str, shape: tuple[int, ...], steps: int = 1) -> tuple[list[np.ndarray], int]:

@@ -224,13 +224,6 @@ def test_their_dicts_are_saved_rolled_back_and_restored(two_ranks, memory, kinds
         assert set(kinds) <= set(kept)
 
 
-@pytest.fixture
-def local():
-    grace.init("local")
-    yield
-    grace.shutdown()
-
-
 def one(compressor, memory="none"):
     model = Given({"w": (20, 30)})
     return model, distributed(model, communicator=Allgather(compressor, memory))

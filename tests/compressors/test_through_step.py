@@ -24,13 +24,6 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture
-def local():
-    grace.init("local")
-    yield
-    grace.shutdown()
-
-
 @pytest.mark.usefixtures("local")
 @pytest.mark.parametrize(
     ("spec", "dtype", "layout"),

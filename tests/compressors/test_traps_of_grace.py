@@ -50,13 +50,6 @@ def decoded(spec: str, x) -> np.ndarray:
     return np.asarray(compressor.decompress(*compressor.compress(x, "w")))
 
 
-@pytest.fixture
-def local():
-    grace.init("local")
-    yield
-    grace.shutdown()
-
-
 # -- payloads that are larger than they need be ----------------------------------------------------------------
 
 

@@ -16,13 +16,6 @@ BY_POSITION = ["topk", "randomk", "threshold", "dgc", "adaptive", "inceptionn", 
 OTHERS = sorted(set(known("compressor")) - {*BY_POSITION, "composed"})
 
 
-@pytest.fixture
-def local():
-    grace.init("local")
-    yield
-    grace.shutdown()
-
-
 def optimize(spec, columns=1 << 15, **more):
     """An optimizer of a parameter of 2^16 rows, which takes no memory; "many" parts if a strategy cuts it."""
     weight = torch.nn.Parameter(torch.empty(1 << 16, columns, device="meta"))

@@ -6,15 +6,9 @@ import torch
 
 import grace
 import grace.torch
-from tests.support.training import Given
+from tests.support.training import Given, joined
 
 pytestmark = pytest.mark.ranks
-
-
-def joined(communicator):
-    communicator.bind(grace.Context(rank=grace.rank(), size=grace.size()), grace.init())
-    communicator.lr = 1.0
-    return communicator
 
 
 def efsignsgd(kind: str) -> list[float]:

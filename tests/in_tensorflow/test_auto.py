@@ -3,7 +3,6 @@
 # ruff: noqa: E402 - what is imported after TensorFlow needs it
 
 import warnings
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,42 +11,15 @@ tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 import grace
 from grace.planner.driver import CHECKED, HELD, PLAIN, ROUNDS, SETTLED, TIMED, WARM
-from grace.planner.grouped import grouped
 from tests.support.passing import passing, time_by_hand
+from tests.support.planners import METHODS, NONE_FASTEST, SHAPES, SLEEPS, TOPK, Planning
 from tests.support.pools import launched
 from tests.support.training import made_up
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-SHAPES = {"w": (12, 8), "v": (40, 6), "b": (5,)}
-TOPK = "topk(ratio=0.1)"
-METHODS = ("none", TOPK, "powersgd(rank=1)")
-SLEEPS = {"none": 0.03, TOPK: 0.001, "powersgd(rank=1)": 0.015}
-NONE_FASTEST = {**SLEEPS, "none": 0.0, TOPK: 0.03}
 STEPS = WARM + HELD + PLAIN + len(METHODS) * ROUNDS * (SETTLED + TIMED) + CHECKED + 3
 ENGINES = ["horovodrun-gloo", "mpirun-mpi"]
-
-
-class Planning:
-    """Knows three candidates, and measures nothing."""
-
-    seconds = 2.0
-
-    def __init__(self, asked, backend, names, variables, *ignored):
-        self.backend, self.variables = backend, variables
-
-    def measure(self, gradients, timeline, plain):
-        assert set(gradients) == set(timeline.ready) == {v.name for v in self.variables}
-
-    def candidates(self):
-        made = [(name, grouped(self.variables, self.backend.size, name)) for name in METHODS]
-        return [SimpleNamespace(name=name, strategy=strategy) for name, strategy in made]
-
-    def learned(self, seconds):
-        self.took = dict(seconds)
-
-    def explained(self, chosen, why):
-        return {"chosen": chosen}, why or f"{chosen} is taken"
 
 
 def choosing(sleeps, graph, steps=STEPS):

@@ -9,6 +9,8 @@ import numpy as np  # noqa: E402
 
 import grace  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("local")
+
 STRATEGIES = {
     "MirroredStrategy": lambda: tf.distribute.MirroredStrategy(["/cpu:0"]),
     "MultiWorkerMirroredStrategy": lambda: tf.distribute.MultiWorkerMirroredStrategy(),
@@ -16,13 +18,6 @@ STRATEGIES = {
     "CentralStorageStrategy": lambda: tf.distribute.experimental.CentralStorageStrategy(),
 }
 X = np.ones((4, 3), "f")
-
-
-@pytest.fixture(autouse=True)
-def alone():
-    grace.init("local")
-    yield
-    grace.shutdown()
 
 
 def net():

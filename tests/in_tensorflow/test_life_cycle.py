@@ -14,16 +14,7 @@ import keras
 import grace
 from grace.tensorflow import Allgather
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def alone():
-    """One process."""
-    grace.shutdown()
-    grace.init("local")
-    yield
-    grace.shutdown()
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("local")]
 
 
 @pytest.mark.parametrize("compressor", ["dgc", "signum"])

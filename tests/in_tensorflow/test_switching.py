@@ -222,16 +222,7 @@ def test_what_is_refused_changes_nothing(engine):
     assert unchanged_there
 
 
-@pytest.fixture
-def alone():
-    """One process."""
-    grace.shutdown()
-    grace.init("local")
-    yield
-    grace.shutdown()
-
-
-def test_before_the_first_exchange_it_is_the_choice(alone):
+def test_before_the_first_exchange_it_is_the_choice(local):
     loop = Loop(None, True, compressor="qsgd")
     loop.optimizer.use_strategy(PLAIN)
     loop.steps(range(1))
@@ -240,7 +231,7 @@ def test_before_the_first_exchange_it_is_the_choice(alone):
         loop.optimizer.use_strategy(None)
 
 
-def test_not_in_a_graph(alone):
+def test_not_in_a_graph(local):
     loop = Loop(PLAIN, True)
     loop.steps(range(1))
     with pytest.raises(grace.ConfigError, match=r"outside of tf\.function"):
@@ -255,7 +246,7 @@ def averaged():
     return Strategy(tuple(VariablePlan(Variable(name, shape), (part,)) for name, shape in SHAPES.items()), 1, 1)
 
 
-def test_a_choice_by_hand_ends_planning_and_graphs_go_on(alone):
+def test_a_choice_by_hand_ends_planning_and_graphs_go_on(local):
     loop = Loop("auto", True)
     loop.steps(range(5))
     graph, auto = loop.run, loop.optimizer._grace.auto
@@ -271,7 +262,7 @@ def test_a_choice_by_hand_ends_planning_and_graphs_go_on(alone):
     assert loop.optimizer._grace.options()["strategy"] == loop.optimizer.strategy.to_dict()
 
 
-def test_what_graphs_have_around_an_exchange_is_not_left_out(alone):
+def test_what_graphs_have_around_an_exchange_is_not_left_out(local):
     loop = Loop("auto", True)
     loop.steps(range(2))
     loop.optimizer.use_strategy(averaged())

@@ -3,7 +3,6 @@
 import time
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,47 +18,16 @@ import grace
 import grace.torch.auto
 from grace.planner import clock, planning
 from grace.planner.driver import CHECKED, HELD, PLAIN, ROUNDS, SETTLED, TIMED, WARM
-from grace.planner.grouped import grouped
 from tests.support.passing import passing, time_by_hand
+from tests.support.planners import METHODS, NONE_FASTEST, SHAPES, SLEEPS, TOPK, Planning
 from tests.support.pools import launched
 from tests.support.training import Given, copied, digest, made_up, weights
 
 pytestmark = pytest.mark.ranks
 
-SHAPES = {"w": (12, 8), "v": (40, 6), "b": (5,)}
-METHODS = ("none", "topk(ratio=0.1)", "powersgd(rank=1)")
 UNTIL_TRYING = WARM + HELD + PLAIN
 UNTIL_CHOSEN = UNTIL_TRYING + len(METHODS) * ROUNDS * (SETTLED + TIMED)
-TOPK = "topk(ratio=0.1)"
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-SLEEPS = {"none": 0.03, TOPK: 0.001, "powersgd(rank=1)": 0.015}
-NONE_FASTEST = {**SLEEPS, "none": 0.0, TOPK: 0.03}
-
-
-class Planning:
-    """Knows three candidates, and measures nothing."""
-
-    failing = None
-
-    seconds = 2.0
-
-    def __init__(self, asked, backend, names, variables, *ignored):
-        self.backend, self.variables = backend, variables
-
-    def measure(self, gradients, timeline, plain):
-        assert set(gradients) == set(timeline.ready) == {v.name for v in self.variables}
-        if self.failing == self.backend.rank:
-            raise ValueError("no such thing")
-
-    def candidates(self):
-        made = [(name, grouped(self.variables, self.backend.size, name)) for name in METHODS]
-        return [SimpleNamespace(name=name, strategy=strategy) for name, strategy in made]
-
-    def learned(self, seconds):
-        self.took = dict(seconds)
-
-    def explained(self, chosen, why):
-        return {"chosen": chosen}, why or f"{chosen} is taken"
 
 
 def made(failing=None, replan=0, lr=1.0, momentum=0.0, planner=Planning, **options):

@@ -8,12 +8,7 @@ from grace.exchange.places import digest
 from grace.session.keepers import Keepers
 from grace.torch.parameters import hyperparameters
 
-
-@pytest.fixture(autouse=True)
-def alone():
-    grace.init("local")
-    yield
-    grace.shutdown()
+pytestmark = pytest.mark.usefixtures("local")
 
 
 def distributed(compressor="none", optimizer=torch.optim.SGD, **settings):

@@ -22,13 +22,7 @@ from grace.memories.residual import Residual
 from tests.support.data import z_limit
 from tests.support.training import Given
 
-
-@pytest.fixture(autouse=True)
-def local():
-    """One process."""
-    grace.init("local")
-    yield
-    grace.shutdown()
+pytestmark = pytest.mark.usefixtures("local")
 
 
 def embedding(compressor, memory=None, rows=6, width=64, **options):

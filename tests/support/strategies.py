@@ -11,6 +11,7 @@ import torch
 import grace
 from grace.core.variable import Variable
 from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
+from tests.support.training import weights
 
 BUILDERS = (
     "ps",
@@ -119,11 +120,6 @@ def on_the_mean(
             p.grad = (sums[name] / size).to(p.dtype) if name in sums else None
         made.step()
     return weights(model)
-
-
-def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of all parameters."""
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def assert_close(got: dict[str, Any], wanted: dict[str, Any], tolerance: float = 1e-6) -> None:

@@ -22,14 +22,6 @@ from tests.support.pools import launched, ranks_of
 pytestmark = pytest.mark.ranks
 
 
-@pytest.fixture
-def local():
-    grace.shutdown()
-    grace.init("local")
-    yield
-    grace.shutdown()
-
-
 @pytest.mark.parametrize("name", ["OneOperation", "Residual", "Several"])
 def test_one_process_is_a_pipeline_of_one_stage(local, name):
     losses, gradients, state = alone(name, 2, 2)

@@ -18,7 +18,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import io
-import json
+import marshal
 import multiprocessing
 import os
 import random
@@ -34,6 +34,7 @@ import sys
 import tempfile
 import threading
 import types
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -47,51 +48,8 @@ BEFOREHAND = [
 ]
 """What the server imports; packages that are not installed are left out."""
 FORWARDED = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT]
-CLIENT = """#!{python} -IS
-import array, json, os, resource, signal, socket, sys
-pid, early, argv = 0, [], sys.argv[1:]
-name, unbuffered = os.path.basename(sys.argv[0]), False
-if not name.startswith("python"):
-    argv.insert(0, os.path.dirname("{python}") + "/" + name)
-while argv and argv[0] in ("-u", "-B"):
-    unbuffered |= argv.pop(0) == "-u"
-if not argv or argv[0].startswith("-") and argv[0] not in ("-m", "-c"):  # nothing for a fork
-    os.execv("{python}", ["{python}", *sys.argv[1:]])
-def forward(number, frame):
-    os.kill(pid, number) if pid else early.append(number)
-for number in {forwarded}:
-    signal.signal(number, forward)
-files = [int(file) for file in os.listdir("/proc/self/fd")]
-files = [file for file in files if os.path.exists("/proc/self/fd/%d" % file)]
-server = socket.socket(socket.AF_UNIX)
-server.connect("{folder}/.server")
-os.umask(umask := os.umask(0))
-request = dict(
-    argv=argv, files=files, cwd=os.getcwd(), env=dict(os.environ), pid=os.getpid(), umask=umask, unbuffered=unbuffered,
-    python=os.path.dirname(sys.argv[0]) + "/python", cores=list(os.sched_getaffinity(0)),
-    namespaces={{name: os.readlink("/proc/self/ns/" + name) for name in ("user", "net", "uts", "mnt")}},
-    limits={{name: resource.getrlimit(getattr(resource, name)) for name in ("RLIMIT_NOFILE", "RLIMIT_CORE")}},
-)
-request = json.dumps(request).encode()
-server.sendmsg([len(request).to_bytes(4, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))])
-server.sendall(request)
-answers = server.makefile("r")
-pid = int(answers.readline() or 0)
-for number in early:
-    os.kill(pid, number)
-for file in files:
-    os.close(file)
-status = answers.readline()
-code = os.waitstatus_to_exitcode(int(status)) if status else -signal.SIGKILL  # the server was killed
-if code < 0:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if -code not in (signal.SIGKILL, signal.SIGSTOP):
-        signal.signal(-code, signal.SIG_DFL)
-    os.kill(os.getpid(), -code)
-os._exit(code)
-"""
+CLIENT = Path(__file__).with_name("warm_client.py").read_text()
 UNSET = {"PYTHONPATH", "PYTHONUNBUFFERED", "COVERAGE_PROCESS_START", "OMP_NUM_THREADS"}
-_hidden: dict[str, Any] = {}
 
 
 def install() -> None:
@@ -116,7 +74,9 @@ def install() -> None:
 
 
 def _fill(folder: Path, real: Path) -> None:
-    client = CLIENT.format(python=real, folder=folder, forwarded=[int(number) for number in FORWARDED])
+    names = {"PYTHON": str(real), "FOLDER": str(folder), "FORWARDED": [int(number) for number in FORWARDED]}
+    given = "".join(f"{name} = {value!r}\n" for name, value in names.items())
+    client = f"#!{real} -IS\n{given}{CLIENT}"
     for other in real.parent.iterdir():
         if other.name.startswith("python") or other.name in ("grace", "horovodrun", "torchrun"):
             (folder / other.name).write_text(client)
@@ -168,6 +128,19 @@ def _import_all(names: list[str]) -> list[dict[str, types.ModuleType]]:
         for name in group:
             del sys.modules[name]
     return groups
+
+
+def _into_huge_pages() -> None:
+    """Move what was imported into pages of 2 MiB, where Linux has them (6.1 or newer): a fork copies their table."""
+    huge, collapse = 1 << 21, 25  # MADV_COLLAPSE
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        area, rights, *_, inode_or_name = line.split()
+        if rights == "rw-p" and inode_or_name in ("0", "[heap]"):
+            first, end = (int(address, 16) for address in area.split("-"))
+            for address in range(-(-first // huge) * huge, end - huge + 1, huge):
+                madvise(address, huge, collapse)
 
 
 def _serve(listener: socket.socket) -> tuple[dict[str, Any], list[int]]:
@@ -224,7 +197,7 @@ def _receive(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
     for _, _, data in ancillary:
         files.frombytes(data[: len(data) - len(data) % files.itemsize])
     with client.makefile("rb") as stream:
-        request = json.loads(stream.read(int.from_bytes(length, "big")))
+        request = marshal.loads(stream.read(int.from_bytes(length, "big")))
     return request, list(files)
 
 
@@ -266,7 +239,7 @@ class _Hidden(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             module.core.config.reload_config()
 
 
-def _become(request: dict[str, Any], files: list[int]) -> None:
+def _become(request: dict[str, Any], files: list[int], hidden: _Hidden) -> None:
     """Take the caller's place: its files, folder, environment, cores and network."""
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: when the server ends
@@ -288,7 +261,7 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     for limit, values in request["limits"].items():
         resource.setrlimit(getattr(resource, limit), tuple(values))
     os.environ.clear()
-    os.environ.update(request["env"])
+    os.environb.update(request["env"])
     unbuffered = request["unbuffered"] or bool(os.environ.get("PYTHONUNBUFFERED"))
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if number not in request["files"]:
@@ -303,8 +276,8 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
         setattr(sys, f"__{name}__", text)
     tempfile.tempdir = None
     random.seed()
-    if numpy := _hidden.get("numpy"):
-        numpy.random.seed()
+    if group := hidden.group_of.get("numpy"):
+        group["numpy"].random.seed()
     sys.executable = request["python"]
     sys.argv = sys.orig_argv = [request["python"], *request["argv"]]
 
@@ -316,8 +289,6 @@ def _run(argv: list[str]) -> None:
     first = {"-c": "", "-m": os.getcwd(), "file": os.path.dirname(os.path.realpath(argv[0]))}[kind]
     before = [] if os.environ.get("PYTHONSAFEPATH") else [first]
     sys.path[:0] = [*before, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    sys.path_importer_cache.clear()
-    importlib.invalidate_caches()
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
     if os.environ.get("COVERAGE_PROCESS_START"):
@@ -338,12 +309,17 @@ def _main(listener: int) -> None:
         signal.signal(number, signal.SIG_DFL)
     groups = _import_all(BEFOREHAND)
     assert len(os.listdir("/proc/self/task")) == 1, "a module that was imported beforehand has started a thread"
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined] # torch takes its operators apart
+        finalizer.atexit = False
+    sys.path_importer_cache.clear()
+    importlib.invalidate_caches()
+    hidden = _Hidden(groups)
     gc.freeze()
+    _into_huge_pages()
     request, files = _serve(socket.socket(fileno=listener))
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    _hidden.update({name: module for group in groups for name, module in group.items()})
-    _become(request, files)
-    sys.meta_path.insert(0, _Hidden(groups))
+    _become(request, files, hidden)
+    sys.meta_path.insert(0, hidden)
     code = _outcome(request["argv"])
     if {"mpi4py.MPI", "horovod.torch", "horovod.tensorflow"} & set(sys.modules):  # MPI ends with the interpreter
         sys.exit(code)

@@ -13,14 +13,13 @@ import tensorflow as tf
 
 from grace.kernels.checks import check_count, check_packed, check_quantized, check_range, check_scale
 from grace.kernels.contract.primitives import LARGEST_FACTOR, Kernels
-from grace.kernels.random import FEISTEL_ROUNDS, MULTIPLIERS, ROUNDS, WEYL, Stream, feistel_bits
+from grace.kernels.random import FEISTEL_ROUNDS, LOW32, Stream, feistel_bits, philox_in_int64
 from grace.kernels.tensorflow.graph_numbers import LOW31, bucket_of, is_upper, length, number, refuse_xla
 from grace.kernels.tensorflow.interop import aligned_empty, as_tensor
 from grace.kernels.tensorflow.quantization import ValueTensorFlow
 from grace.kernels.tensorflow.sparsification import SparseTensorFlow
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
-LOW32 = 0xFFFFFFFF
 
 
 class TensorFlowKernels(ValueTensorFlow, SparseTensorFlow, Kernels):
@@ -301,16 +300,8 @@ def _beside(like: tf.Tensor) -> Any:
 
 
 def _philox(counter, key):
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
     half = tf.constant(32, tf.int64)
-    for _ in range(ROUNDS):
-        # int64 products wrap, but their bits are those of the unsigned ones
-        p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        upper0, upper1 = (tf.bitwise.right_shift(p, half) & LOW32 for p in (p0, p1))
-        c0, c1, c2, c3 = upper1 ^ c1 ^ k0, p1 & LOW32, upper0 ^ c3 ^ k1, p0 & LOW32
-        k0, k1 = k0 + WEYL[0] & LOW32, k1 + WEYL[1] & LOW32
-    return c0, c1, c2, c3
+    return philox_in_int64(counter, key, lambda product: tf.bitwise.right_shift(product, half))
 
 
 def _feistel(index, n, stream):

@@ -9,7 +9,7 @@ import torch
 from grace.errors import ConfigError
 from grace.kernels.checks import check_count, check_packed, check_quantized, check_range, check_scale
 from grace.kernels.contract.primitives import LARGEST_FACTOR, Kernels, bucket_within
-from grace.kernels.random import FEISTEL_ROUNDS, MULTIPLIERS, ROUNDS, WEYL, Stream, feistel_bits
+from grace.kernels.random import FEISTEL_ROUNDS, LOW32, Stream, feistel_bits, philox_in_int64
 from grace.kernels.torch.copies import to_device, to_host
 from grace.kernels.torch.quantization import ValueTorch
 from grace.kernels.torch.sparsification import SparseTorch
@@ -20,7 +20,6 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FLOAT32_MAX = torch.finfo(torch.float32).max
-LOW32 = 0xFFFFFFFF
 CHUNK = 1 << 16  # Philox blocks at a time, so that its int64 temporaries stay in the cache
 
 
@@ -277,14 +276,7 @@ class TorchKernels(ValueTorch, SparseTorch, Kernels):
 
 
 def _philox(counter, key):
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(ROUNDS):
-        # int64 products wrap, but their bits are those of the unsigned ones
-        p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        c0, c1, c2, c3 = (p1 >> 32 & LOW32) ^ c1 ^ k0, p1 & LOW32, (p0 >> 32 & LOW32) ^ c3 ^ k1, p0 & LOW32
-        k0, k1 = k0 + WEYL[0] & LOW32, k1 + WEYL[1] & LOW32
-    return c0, c1, c2, c3
+    return philox_in_int64(counter, key, lambda product: product >> 32)
 
 
 def _feistel(index, n, stream):

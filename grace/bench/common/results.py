@@ -189,7 +189,7 @@ def make(folder: Path) -> None:
 
 def machine() -> dict[str, Any]:
     """This machine: platform, processor, cores that may be used, memory in bytes, and GPUs if torch is imported."""
-    facts: dict[str, Any] = {"platform": platform.platform(), "processor": _processor(), "cores": _cores()}
+    facts: dict[str, Any] = {"platform": platform.platform(), "processor": _processor(), "cores": cores()}
     with contextlib.suppress(ValueError, OSError, AttributeError):
         facts["memory_bytes"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     torch: Any = sys.modules.get("torch")
@@ -217,7 +217,8 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _cores() -> int:
+def cores() -> int:
+    """How many this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

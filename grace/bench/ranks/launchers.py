@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import importlib.util
-import os
 import shlex
 import shutil
 import socket
@@ -14,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from grace.bench.common.errors import WorkerError
+from grace.bench.common.results import cores
 from grace.bench.link.emulation import Link
 from grace.errors import ConfigError, MissingExtraError
 from grace.launch.processes import end
@@ -244,9 +244,8 @@ def _agent(link: Link) -> Iterator[str]:
 
 def _environment(ranks: int) -> dict[str, str]:
     """What all ranks of a benchmark get besides their engine's: a share of the cores, and silence from TensorFlow."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
         "TF_CPP_MIN_LOG_LEVEL": "3",
-        "OMP_NUM_THREADS": str(max(1, cores // ranks)),
+        "OMP_NUM_THREADS": str(max(1, cores() // ranks)),
         "PYTHONSAFEPATH": "1",  # `python -m` would import what lies in the current folder
     }

@@ -28,7 +28,7 @@ def told(
 
     Args:
         module: their program; its first argument is a folder with settings.json, to which rank 0 writes events.jsonl.
-        settings: a dataclass.
+        settings: a dataclass, or a dict.
         given: further arguments.
         ranks: how many.
         rate: bits per second of emulated links; None for loopback.
@@ -43,7 +43,8 @@ def told(
     found: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grace-bench-")))
-        (folder / "settings.json").write_text(json.dumps(dataclasses.asdict(settings)))
+        facts = settings if isinstance(settings, dict) else dataclasses.asdict(settings)
+        (folder / "settings.json").write_text(json.dumps(facts))
         follower = Follower(folder / "events.jsonl")
 
         def listen() -> None:

@@ -16,7 +16,6 @@ import argparse
 import itertools
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,12 +26,11 @@ from rich.console import Console
 from rich.table import Column, Table
 from torch import nn
 
-import grace
 from grace.bench.common.options import methods as listed
 from grace.bench.common.results import machine, versions
 from grace.bench.common.text import UNKNOWN
-from grace.bench.ranks.launchers import launcher
-from grace.bench.ranks.run import redirect_stderr, run_ranks
+from grace.bench.ranks.run import joined
+from grace.bench.ranks.scenario import told
 from grace.bench.step.contestants import Contestant, Stepper, bound, method, torch_baselines
 from grace.bench.step.settings import Settings
 from grace.core.backend import Backend
@@ -186,22 +184,8 @@ def many_table(rows: Sequence[Row], variables: int) -> Table:
 
 def run(settings: dict[str, Any]) -> list[Row]:
     """Start the ranks, and return rank 0's rows."""
-    with tempfile.TemporaryDirectory(prefix="grace-bench-") as name, launcher("torch", settings["ranks"]) as start:
-        folder = Path(name)
-        (folder / "settings.json").write_text(json.dumps(settings))
-        run_ranks(start, ["-m", __spec__.name, "--rank-of", name], folder, lambda: None)
-        rows: list[Row] = json.loads((folder / "rows.json").read_text())
+    rows: list[Row] = told(__spec__.name, settings, [], settings["ranks"], None, lambda event: None)["rows"]
     return rows
-
-
-def be_rank(folder: Path) -> None:
-    """What each rank of a run does."""
-    redirect_stderr(folder)
-    settings, backend = json.loads((folder / "settings.json").read_text()), grace.init("torch")
-    rows = measure(settings, backend)
-    if backend.rank == 0:
-        (folder / "rows.json").write_text(json.dumps(rows))
-    grace.shutdown()
 
 
 def main() -> None:
@@ -216,15 +200,16 @@ def main() -> None:
     parser.add_argument("--variables", type=int, default=1000, help="many variables are so many (default: 1000)")
     parser.add_argument("--elements", type=int, default=1000, help="of each of many variables (default: 1000)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all medians and least times there as well")
-    parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("folder", nargs="?", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.rank_of is not None:
-        be_rank(given.rank_of)
+    if given.folder is not None:  # this is a rank
+        with joined(given.folder, dict, "torch") as (settings, backend, emit):
+            emit({"scenario": {"rows": measure(settings, backend)}})
         return
     for name in ("steps", "variables", "elements"):
         if getattr(given, name) < 1:
             parser.error(f"--{name} must be at least 1, not {getattr(given, name)}")
-    settings = {key: value for key, value in vars(given).items() if key not in ("json", "rank_of")}
+    settings = {key: value for key, value in vars(given).items() if key not in ("json", "folder")}
     try:
         settings["methods"] = listed(given.methods)
         Settings(methods=settings["methods"], ranks=[given.ranks], rounds=given.rounds)  # which checks them

@@ -92,43 +92,29 @@ def receive(pipe, seconds):
     return pipe.recv()
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
-    "compressor",
+    ("kind", "compressor"),
     [
-        "topk(ratio=0.1)",
-        pytest.param("none", marks=pytest.mark.slow),
-        pytest.param("powersgd(rank=2)", marks=pytest.mark.slow),
+        ("optimizer", "topk(ratio=0.1)"),
+        ("hook", "none"),
+        pytest.param("optimizer", "none", marks=pytest.mark.slow),
+        pytest.param("optimizer", "powersgd(rank=2)", marks=pytest.mark.slow),
+        pytest.param("hook", "topk(ratio=0.1)", marks=pytest.mark.slow),
+        pytest.param("hook", "powersgd(rank=2)", marks=pytest.mark.slow),
     ],
 )
-def test_a_killed_rank_ends_the_others_with_the_variables_that_were_under_way(run, compressor):
-    endings, seconds, exit_codes = run(compressor, "optimizer")
+def test_a_killed_rank_ends_the_others_with_the_variables_that_were_under_way(run, kind, compressor):
+    endings, seconds, exit_codes = run(compressor, kind)
     assert seconds < SECONDS + 10
     assert exit_codes[VICTIM] == -signal.SIGKILL
     assert None not in exit_codes  # nobody hangs, nobody is left behind
     for names, message, _ in endings:
-        assert "ExchangeError" in names
-        assert " .. head." in message or "(scale; " in message  # a bucket's first and last variable, or its only one
-        assert f"of {SIZE}: the exchange of bucket" in message
-        assert f"; rank {VICTIM} was lost (killed, or its machine is gone)" in message  # first; others may follow
-        assert "The engine says: " in message
-
-
-@pytest.mark.parametrize(
-    "compressor",
-    [
-        "none",
-        pytest.param("topk(ratio=0.1)", marks=pytest.mark.slow),
-        pytest.param("powersgd(rank=2)", marks=pytest.mark.slow),
-    ],
-)
-def test_a_killed_rank_ends_the_others_under_the_ddp_hook(run, compressor):
-    endings, seconds, exit_codes = run(compressor, "hook")
-    assert seconds < SECONDS + 10
-    assert exit_codes[VICTIM] == -signal.SIGKILL
-    assert None not in exit_codes
-    for _, message, _ in endings:
-        assert re.search(r"the exchange of bucket \d+ \((scale|conv|hidden|head)", message), (
-            message
-        )  # the first variable
+        if kind == "optimizer":  # a bucket's first and last variable, or its only one
+            assert "ExchangeError" in names
+            assert " .. head." in message or "(scale; " in message
+            assert f"of {SIZE}: the exchange of bucket" in message
+        else:  # the first variable
+            assert re.search(r"the exchange of bucket \d+ \((scale|conv|hidden|head)", message), message
         assert f"; rank {VICTIM} was lost (killed, or its machine is gone)" in message  # first; others may follow
         assert "The engine says: " in message

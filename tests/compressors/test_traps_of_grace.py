@@ -54,21 +54,16 @@ def decoded(spec: str, x) -> np.ndarray:
 
 
 @frameworks
-@pytest.mark.parametrize("spec", ["signsgd", "signum", "efsignsgd"])
-def test_signs_are_not_sent_as_whole_bytes(spec, convert):
-    assert payload_of(spec, convert(data("gaussian", 1001)))[0].nbytes == 126
-
-
-@frameworks
-@pytest.mark.parametrize("spec", ["terngrad", "qsgd(levels=1)"])
-def test_ternary_codes_are_not_sent_as_whole_bytes(spec, convert):
-    assert payload_of(spec, convert(data("gaussian", 1001)))[0].nbytes == 251
-
-
-@frameworks
-@pytest.mark.parametrize(("spec", "where"), [("onebit", 0), ("topk(ratio=0.3)", 1)])
-def test_one_bit_masks_are_not_sent_as_whole_bytes(spec, where, convert):
-    assert payload_of(spec, convert(data("gaussian", 1001)))[where].nbytes == 126
+@pytest.mark.parametrize(
+    ("spec", "where", "nbytes"),
+    [
+        *((spec, 0, 126) for spec in ("signsgd", "signum", "efsignsgd", "onebit")),
+        *((spec, 0, 251) for spec in ("terngrad", "qsgd(levels=1)")),
+        ("topk(ratio=0.3)", 1, 126),
+    ],
+)
+def test_signs_ternary_codes_and_masks_are_not_sent_as_whole_bytes(spec, where, nbytes, convert):
+    assert payload_of(spec, convert(data("gaussian", 1001)))[where].nbytes == nbytes
 
 
 @frameworks

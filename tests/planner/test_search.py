@@ -48,12 +48,17 @@ def exhaustive(problem, found, places=1):
     return min((scorer.score(d) for d in drafts if scorer.fits(scorer.error(d))), key=lambda score: score.rank)
 
 
+def best_of(problem):
+    return min(one.prediction.step for one in search(problem))
+
+
+FEW = [DENSE, Way("cast", "none", Sync(), "half"), Way("topk", "residual", Sync("allgather"), "feedback")]
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_it_finds_what_brute_force_finds(seed):
     problem = problem_of(seed, reference=("powersgd(rank=4)", "topk(ratio=0.05)")[seed % 2])
-    few = [DENSE, Way("cast", "none", Sync(), "half"), Way("topk", "residual", Sync("allgather"), "feedback")]
-    best = min(one.prediction.step for one in search(problem))
-    assert best <= exhaustive(problem, few).step + 1e-9  # which knows one group of each, and no servers
+    assert best_of(problem) <= exhaustive(problem, FEW).step + 1e-9  # which knows one group of each, and no servers
 
 
 POOL = ("fp16", "topk(ratio=0.01)", "qsgd", "powersgd(rank=2)", "topk(ratio=0.05)", "efsignsgd", "randomk(ratio=0.05)")
@@ -95,19 +100,16 @@ def test_the_same_seed_gives_the_same_plans_in_another_process():
 
 def test_moves_alone_find_nearly_as_much(monkeypatch):
     monkeypatch.setattr("grace.planner.search.MOST_DRAFTS", 0)
-    few = [DENSE, Way("cast", "none", Sync(), "half"), Way("topk", "residual", Sync("allgather"), "feedback")]
     for seed in (1, 3):
         problem = problem_of(seed, reference="topk(ratio=0.05)")
-        best = min(one.prediction.step for one in search(problem))
-        assert best <= exhaustive(problem, few).step * 1.01
+        assert best_of(problem) <= exhaustive(problem, FEW).step * 1.01
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_it_finds_groups_and_destinations_as_brute_force_does(seed):
     problem = problem_of(100 + seed, count=4, ranks=2, methods=["fp16"])
     few = [DENSE, Way("cast", "none", Sync(), "half"), Way("cast", "none", Sync("reduce_broadcast"), "half")]
-    best = min(one.prediction.step for one in search(problem))
-    assert best <= exhaustive(problem, few, places=2).step + 1e-9
+    assert best_of(problem) <= exhaustive(problem, few, places=2).step + 1e-9
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -103,13 +103,19 @@ def test_a_strategy_for_another_model(ranks, tmp_path, form):
     check_refused(answers, "'prime'", "14")
 
 
-def test_a_rank_with_another_model(ranks, tmp_path):
+def of_complex_numbers():
+    model = mixed()
+    model.odd = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    return model
+
+
+@pytest.mark.parametrize(("model", "said"), [(another, "'prime'"), (of_complex_numbers, "complex")])
+def test_a_rank_with_another_model_or_parameters_that_are_refused(ranks, tmp_path, model, said):
     here = saved(tmp_path / "s.yaml", ranks.size)
-    last = [None] * (ranks.size - 1) + [another]
-    answers = answers_of(ranks, [here] * ranks.size, last)
+    answers = answers_of(ranks, [here] * ranks.size, [None] * (ranks.size - 1) + [model])
     assert answers[-1][0] == "ConfigError"
     assert {kind for kind, _ in answers[:-1]} == {"RankError"}
-    assert all("'prime'" in message for _, message in answers)
+    assert all(said in message for _, message in answers)
 
 
 @pytest.mark.parametrize("which", [0, -1])
@@ -127,20 +133,6 @@ def test_all_ranks_but_one_without_a_strategy(three_ranks, tmp_path):
         given[which] = saved(tmp_path / "s.yaml", 3)
         answers = answers_of(three_ranks, given)
         assert {kind for kind, _ in answers} <= {"RankError", "ConfigError"}, answers
-
-
-def test_a_rank_whose_parameters_are_refused(ranks, tmp_path):
-    here = saved(tmp_path / "s.yaml", ranks.size)
-    answers = answers_of(ranks, [here] * ranks.size, [None] * (ranks.size - 1) + [of_whole_numbers])
-    assert answers[-1][0] == "ConfigError"
-    assert {kind for kind, _ in answers[:-1]} == {"RankError"}
-    assert all("complex" in message for _, message in answers)
-
-
-def of_whole_numbers():
-    model = mixed()
-    model.odd = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-    return model
 
 
 @pytest.mark.parametrize("given", ["no_such_builder", "parallax(chunks=2)", 7, {"version": 1, "variables": 3}])

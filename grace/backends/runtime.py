@@ -23,8 +23,6 @@ GROUP = "grace.backends"
 BACKENDS = ("auto", "torch", "horovod", "mpi", "local")
 
 T = TypeVar("T")
-
-
 _current: Backend | None = None
 
 

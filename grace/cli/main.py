@@ -25,8 +25,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-
-
 app.command("calibrate")(calibrate)
 app.command("demo")(demo)
 app.command("launch", context_settings={"allow_interspersed_args": False})(launch)

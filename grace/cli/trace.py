@@ -143,7 +143,6 @@ def _run(
 
 def _show(folder: Path, out: Path, top: int) -> None:
     """Merge what ranks have left, and print the summary."""
-
     console = Console(highlight=False)
     damage: list[str] = []
     ranks = traces.load(folder, damage)

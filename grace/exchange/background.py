@@ -18,8 +18,6 @@ from grace.exchange.tracing import recorder
 
 PATIENCE, PATIENCE_AT_EXIT = 60.0, 5.0
 """Seconds to wait at the end for other ranks that are behind, and in a script that failed."""
-
-
 NEVER = "it has not come back. All ranks must make as many steps"
 
 

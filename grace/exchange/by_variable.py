@@ -23,9 +23,7 @@ class Moving(Carrier, Protocol):
     blocks: bool
 
     def send_receive(self, tensors: Payload, ctx: Any, name: str) -> Tensor: ...
-
     def async_send(self, tensors: Payload, name: str) -> Any: ...
-
     def wait_receive(self, handles: Any, ctx: Any, name: str) -> Tensor: ...
 
 

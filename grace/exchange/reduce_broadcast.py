@@ -23,7 +23,6 @@ class ThroughOne(Carrier, Protocol):
     answer_memory: Memory
 
     def broadcast(self, wire: Tensor) -> Handle: ...
-
     def rescale_answers(self, loss_scale: float) -> None: ...
 
 

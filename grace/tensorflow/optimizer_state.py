@@ -15,12 +15,8 @@ from grace.session.saved_form import MODEL, damaged
 
 FILE = "grace_state.npz"
 """In the archive that Keras saves, among the assets of the optimizer."""
-
-
 BESIDE = "grace_state"
 """In the file of weights of Keras's BackupAndRestore."""
-
-
 WEIGHTS_ALONE = (
     "save_weights leaves out what Grace's memories and compressors remember: training that goes on from this file "
     "loses it. model.save, grace.tensorflow.save_model and keras.callbacks.BackupAndRestore save it"

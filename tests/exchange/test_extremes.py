@@ -81,8 +81,6 @@ ONE_RANK = st.one_of(
     st.lists(NUMBERS, min_size=SIZE, max_size=SIZE),
     NUMBERS.map(lambda value: [value] * SIZE),
 )
-
-
 MOST, FLOAT, HALF = 3.4028235e38, torch.float32, torch.float16
 ALTERNATING = [MOST, -MOST] * (SIZE // 2)
 

@@ -18,8 +18,6 @@ anything = st.one_of(finite, st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-45, np.in
 vectors = arrays(np.float32, st.integers(0, 130), elements=anything)
 finite_vectors = arrays(np.float32, st.integers(0, 130), elements=finite)
 thresholds = st.one_of(st.floats(0, 3.4e38), st.sampled_from([0.0, 1e-50, 0.01, 1.0, np.inf]))
-
-
 others = pytest.mark.parametrize("it", OTHERS)
 
 

@@ -40,8 +40,6 @@ HOW_TO_READ = (
     "communication that the step waits for, of baselines with their codec; sent, received: in a step, of the rank that "
     "moved most; wire: those bytes over the bandwidth."
 )
-
-
 OF_SHARDS = (
     "Of shard groups: bytes are those that left or entered a group, of the one that moved most, where links are "
     "emulated or nodes have addresses of their own; codec: of what replicas exchange. Shard groups alone exchange "

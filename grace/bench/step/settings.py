@@ -13,32 +13,18 @@ METHODS = (
     "none", "fp16", "qsgd", "natural", "terngrad", "efsignsgd", "topk(ratio=0.01)", "dgc(ratio=0.01)",
     "powersgd(rank=4)", "topk(ratio=0.01) | qsgd(levels=7, bucket_size=64, norm=max)",
 )  # fmt: skip
-
-
 QUICK_METHODS = ("none", "qsgd", "topk(ratio=0.01)", "powersgd(rank=4)")
 DEVICE_METHODS = ("none", "fp16", "qsgd", "signsgd", "topk(ratio=0.01)", "powersgd(rank=4)")
 DEVICE_RANKS, DEVICE_LINKS = "8", "10gbit,25gbit"
 """Of a GPU: ranks that are pretended, and the simulated wires."""
-
-
 ROUNDS, QUICK_ROUNDS = 8, 3
-
-
 BASELINES = ("ddp", "horovod")
-
-
 BOUND = "no communication"
 """The contestant whose ranks train alone: what no exchange can be faster than."""
-
-
 SHARDS_ALONE = "shard groups alone"
 """With ``--sharded`` the contestant whose replicas exchange nothing."""
-
-
 MODELS = ("transformer", "resnet", "resnet50", "gpt2", "lstm", "ncf", "mlp")
 """Functions of :mod:`grace.bench.workloads.models`."""
-
-
 Event = dict[str, Any]
 
 
@@ -85,7 +71,6 @@ class Settings:
     reduce_scatter: str | None = None
 
     def __post_init__(self) -> None:
-
         check_engine(self.engine)
         for key in ("methods", "strategies", "baselines", "ranks", "bandwidths"):
             setattr(self, key, list(dict.fromkeys(getattr(self, key))))

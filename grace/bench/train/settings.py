@@ -10,12 +10,8 @@ from grace.core.registry import make
 from grace.errors import ConfigError
 
 METHODS = ("none", "fp16", "qsgd", "topk(ratio=0.01)", "powersgd(rank=2)")
-
-
 EXTRAS = {name: {name: name, "numba": name, "sklearn": "bench"} for name in FRAMEWORKS}
 """The packages that a benchmark of a framework needs, and the extra that installs each."""
-
-
 Event = dict[str, Any]
 
 
@@ -53,7 +49,6 @@ class Settings:
     target: float | None = None
 
     def __post_init__(self) -> None:
-
         for key in ("methods", "seeds", "bandwidths"):
             value = list(dict.fromkeys(getattr(self, key)))
             if not value:

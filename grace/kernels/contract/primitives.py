@@ -13,8 +13,6 @@ from grace.kernels.contract.sparsification import SparseKernels
 from grace.kernels.random import Stream
 
 Tensor = Any
-
-
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 LARGEST_FACTOR = 2.0**40
 NARROW = 8

@@ -170,8 +170,6 @@ def _fused_kernels():
 
 
 _PLAIN, _FUSED = TorchKernels(), FusedTorchKernels()
-
-
 _USE_FUSED = not missing()
 
 

@@ -1,5 +1,6 @@
 """State that is kept per variable and changes only when a whole step succeeded."""
 
+import contextlib
 from collections.abc import Iterator, MutableMapping
 from typing import Any
 
@@ -11,7 +12,12 @@ class State(MutableMapping[str, Any]):
     the exchange commits; when any rank's gradient overflowed it rolls back, so that no NaN enters
     and the step is as if it had not been (Micikevicius et al., arXiv 1710.03740: skipped steps).
 
-    Values are arrays, numbers, or dicts of those.
+    Values are arrays, numbers, or dicts of those. Of an array it may be known how to finish it, which is put off until
+    somebody reads it.
+
+    Attributes:
+        unfinished: by name, what finishes values in place: objects with ``finish()``, and ``write(into)``, which is
+            called before :meth:`write` writes what is staged.
 
     >>> s = State()
     >>> s["w"] = 1.0
@@ -25,12 +31,36 @@ class State(MutableMapping[str, Any]):
     def __init__(self) -> None:
         self._kept: dict[str, Any] = {}
         self._staged: dict[str, Any] = {}
+        self.unfinished: dict[str, Any] = {}
+
+    def finish(self, *names: str) -> None:
+        """Finish these values, kept and staged."""
+        for name in names:
+            if (one := self.unfinished.get(name)) is not None:
+                one.finish()
+                self.unfinished = {key: other for key, other in self.unfinished.items() if other is not one}
+
+    @contextlib.contextmanager
+    def as_it_is(self) -> Iterator[None]:
+        """In this context values are read unfinished, by who knows what they lack."""
+        unfinished, self.unfinished = self.unfinished, {}
+        try:
+            yield
+        finally:
+            self.unfinished = unfinished
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: nothing is unfinished there."""
+        self.finish(*self.unfinished)
+        return vars(self)
 
     def __getitem__(self, name: str) -> Any:
+        self.finish(name)
         return self._staged[name] if name in self._staged else self._kept[name]
 
     def get(self, name: str, default: Any = None) -> Any:
         """As of a dict."""
+        self.finish(name)
         return self._staged[name] if name in self._staged else self._kept.get(name, default)
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -61,6 +91,7 @@ class State(MutableMapping[str, Any]):
     @property
     def kept(self) -> dict[str, Any]:
         """What was committed, as a dict of its own."""
+        self.finish(*self.unfinished)
         return dict(self._kept)
 
     def commit(self) -> None:
@@ -80,6 +111,8 @@ class State(MutableMapping[str, Any]):
         >>> float(kept[0]), s["w"] is kept
         (1.0, True)
         """
+        for one in {id(one): one for name, one in self.unfinished.items() if name in self._staged}.values():
+            one.write(into)
         for name, staged in self._staged.items():
             kept = self._kept[name]
             for key in staged if isinstance(staged, dict) else ():
@@ -97,6 +130,7 @@ class State(MutableMapping[str, Any]):
 
     def map(self, function: Any) -> None:
         """Apply ``function(array)`` to every array and number kept, dicts included."""
+        self.finish(*self.unfinished)
         self.commit()
         for name, value in self._kept.items():
             if isinstance(value, dict):

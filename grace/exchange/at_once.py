@@ -4,7 +4,9 @@ another decodes them, each in one pass over memory, to the same bits as variable
 The first step of a bucket goes variable by variable, which shows the layout of its wire; so does every step that is
 traced, whose phases are told apart by variable, and what a codec does not take: tensors of devices that have none, and
 steps that follow one that is not settled. A memory's residuals lie in two buffers that take turns: the one that holds
-what is kept is not written to until the next one is kept in its place.
+what is kept is not written to until the next one is kept in its place. Where a codec has to know all of x to tell what
+is left of it, x lies there, and what is to be subtracted beside it: the codec does so when it reads x again, and
+``finish`` does before anybody else reads it.
 """
 
 import importlib
@@ -34,17 +36,26 @@ class Turns:
     Args:
         memory: whose; there are none if it keeps nothing. Or a method that keeps x itself (see :func:`moments_of`).
         names, shapes: of the variables.
+        codec: that of the bucket if it leaves residuals unfinished; else None.
 
     Attributes:
-        rows: uint64 of shape (variables, 3): a column for gradients, where residuals are, where the next ones go.
+        rows: uint64 of shape (variables, 3): a column for gradients, where residuals are, where the next ones go. With
+            a codec (variables, 5): and where that is which is to be subtracted from either.
         factors: float32 of shape (variables, 2): what residuals are multiplied by, and gradients.
     """
 
-    def __init__(self, memory: Any, kernels: Kernels, names: Sequence[str], shapes: Sequence[tuple[int, ...]]):
+    def __init__(
+        self, memory: Any, kernels: Kernels, names: Sequence[str], shapes: Sequence[tuple[int, ...]], codec: Any = None
+    ):
         self.memory: Any = memory if hasattr(memory, "recall") else None
-        self.kernels, self.names, self.shapes = kernels, list(names), list(shapes)
+        self.kernels, self.names, self.shapes, self.codec = kernels, list(names), list(shapes), codec
         self.buffers, self.places = list[list[Tensor]](), list[Any]()
-        self.rows = np.zeros((len(self.names), 3), np.uint64)
+        self.sides: Any = None
+        """float32 of shape (3, variables, 2): for each buffer what is to be subtracted from numbers below 0, and from
+        others; and zeros, for what is in neither."""
+        self.side_places = np.zeros((3, len(self.names)), np.uint64)
+        self.before, self.after = np.zeros((2, len(self.names)), np.int64)
+        self.rows = np.zeros((len(self.names), 3 if codec is None else 5), np.uint64)
         self.factors = np.ones((len(self.names), 2), np.float32)
         self.following, self.last = list[Tensor](), 0
 
@@ -56,7 +67,12 @@ class Turns:
         if not self.buffers:
             self.buffers = [[k.zeros(shape, "float32", like) for shape in self.shapes] for _ in range(2)]
             self.places = [np.array(k.addresses(buffer), np.uint64) for buffer in self.buffers]
-        recalled = [memory.recall(name) for name in self.names]
+            if self.codec is not None:
+                self.sides = k.zeros((*self.side_places.shape, 2), "float32", like)
+                places = np.arange(self.side_places.size, dtype=np.uint64).reshape(self.side_places.shape)
+                self.side_places = np.uint64(k.addresses([self.sides])[0]) + 8 * places  # type: ignore[index]
+        with memory.state.as_it_is():
+            recalled = [memory.recall(name) for name in self.names]
         if memory.state.changed(*self.names):
             return False
         self.factors[:] = [(a, b) for a, _, b in recalled]
@@ -65,11 +81,17 @@ class Turns:
             self.last = 1 - last
             self.rows[:, 1], self.rows[:, 2] = self.places[last], self.places[self.last]
             self.following = self.buffers[self.last]
+            self.before[:], self.after[:] = last, self.last
+            self._tell_sides()
             return True
         for i, (name, (_, residual, _)) in enumerate(zip(self.names, recalled, strict=True)):
-            held = residual if residual is not None else _residual(memory.state.get(name))
+            with memory.state.as_it_is():
+                held = residual if residual is not None else _residual(memory.state.get(name))
             turn = int(held is self.buffers[0][i])  # the other one
             own = turn or held is self.buffers[1][i]
+            self.before[i], self.after[i] = 1 - turn if own else 2, turn
+            if not own:
+                memory.state.finish(name)  # by whose it is
             found = None if residual is None or own else k.addresses([residual])
             if residual is None:
                 self.rows[i, 1] = 0
@@ -82,12 +104,36 @@ class Turns:
             self.rows[i, 2] = self.places[turn][i]
             self.following.append(self.buffers[turn][i])
         self.last = int(self.following[0] is self.buffers[1][0])
+        self._tell_sides()
         return True
+
+    def _tell_sides(self) -> None:
+        if self.codec is not None:
+            every = range(len(self.names))
+            self.rows[:, 3], self.rows[:, 4] = self.side_places[self.before, every], self.side_places[self.after, every]
 
     def keep(self) -> None:
         """Let the memory remember the next residuals, which have been written."""
         for name, residual in zip(self.names, self.following, strict=self.memory is not None):
             self.memory.keep(name, residual)
+            if self.codec is not None:
+                self.memory.state.unfinished[name] = self
+
+    def finish(self) -> None:
+        """Finish what is in either buffer: of what is, nothing is to be subtracted. See
+        :class:`~grace.core.state.State`."""
+        for turn in (0, 1):
+            rows = np.zeros_like(self.rows)
+            rows[:, 1], rows[:, 3] = self.places[turn], self.side_places[turn]
+            self.codec.finish(rows, self.sides[turn])
+
+    def write(self, into: Any) -> None:
+        """The next residuals are about to be written over the kept ones: so is what is to be subtracted from them."""
+        before = self.before[0]
+        if before < 2 and all(self.before == before):
+            into(self.sides[before], self.sides[1 - before])
+        else:
+            self.finish()
 
 
 class BucketCodec:
@@ -104,7 +150,8 @@ class BucketCodec:
         self.names = bucket.names
         shapes = [variable.shape for variable in bucket.variables]
         keeper = moments_of(bucket.communicator.compressor) or bucket.communicator.memory
-        self.turns = Turns(keeper, kernels, self.names, shapes)
+        unfinished = codec if codec.on_device and codec.unfinished else None
+        self.turns = Turns(keeper, kernels, self.names, shapes, unfinished)
         assert bucket.wire is not None
         self.wire = bucket.wire
         self.target: tuple[Tensor, Any] | None = None

@@ -1,5 +1,7 @@
 """State changes only when a whole step succeeded."""
 
+import copy
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -60,3 +62,51 @@ def test_map_reaches_arrays_numbers_and_dicts_and_keeps_staged_writes():
     assert state["a"].tolist() == [2, 4]
     assert {key: float(np.sum(value)) for key, value in state["b"].items()} == {"x": 6, "y": 8}
     assert state["c"] == 10
+
+
+class Doubling:
+    """Finishes what it is told of, in place, once."""
+
+    def __init__(self, *values):
+        self.values, self.written = values, 0
+
+    def finish(self):
+        for value in self.values:
+            value *= 2
+
+    def write(self, into):
+        self.written += 1
+
+
+READS = {
+    "[]": lambda state: state["a"],
+    "get": lambda state: state.get("a"),
+    "kept": lambda state: state.kept["a"],
+    "items": lambda state: dict(state)["a"],
+    "map": lambda state: [state.map(lambda value: value), state["a"]][1],
+    "a copy": lambda state: copy.deepcopy(state)["a"],
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_values_are_finished_once_before_they_are_read(read):
+    state, values = State(), [np.float32([1]), np.float32([3])]
+    state["a"], state["b"] = values
+    state.commit()
+    state.unfinished = dict.fromkeys("ab", Doubling(*values))
+    with state.as_it_is():
+        assert READS[read](state) == [1]
+    assert [READS[read](state) for _ in range(2)] == [[2], [2]]
+    assert state["b"] == [6]
+    assert not state.unfinished
+
+
+def test_what_finishes_staged_values_is_told_that_they_are_written():
+    state, one, other = State(), Doubling(), Doubling()
+    for name in "ab":
+        state[name] = np.float32([1])
+    state.commit()
+    state.unfinished = {"a": one, "b": other}
+    state["a"] = np.float32([5])
+    state.write(np.copyto)
+    assert (one.written, other.written, list(state.unfinished)) == (1, 0, ["a", "b"])

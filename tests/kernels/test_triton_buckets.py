@@ -5,6 +5,9 @@ They run on a GPU where there is one, and else in Triton's interpreter, which te
 addresses of the host.
 """
 
+import copy
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -13,10 +16,12 @@ from grace.exchange.at_once import BucketCodec
 from grace.kernels import index_coding
 from grace.kernels.torch import fused
 from grace.kernels.triton import sparse_codecs
+from grace.torch.capturing import settled_there
+from tests.support.far import as_far
 from tests.support.implementations import INTERPRETED, OTHERS
 from tests.support.pretended import Pretended
 from tests.support.traffic import counted
-from tests.support.trained import Trained, drawn
+from tests.support.trained import Trained, bits, drawn
 
 pytest.importorskip("numba", reason="the CPU's are compiled")
 FOUND = [param.values[0] for param in OTHERS if param.id == "triton"]
@@ -89,6 +94,115 @@ def test_positions_of_32_bits_are_the_cpus_too(monkeypatch):
     test_exchanges_have_the_bits_of_the_cpu("topk(ratio=0.02)", "residual", monkeypatch)
 
 
+def the_whole(trained):
+    return trained.remembered()
+
+
+def of_one(trained):
+    residual = trained.exchanger.communicators[0].memory.recall("v2")[1]
+    return None if residual is None else bits(residual)
+
+
+def a_copy(trained):
+    memory = copy.deepcopy(trained.exchanger.communicators[0].memory)
+    return sorted(memory.state), bits(memory.held("v2")[0])
+
+
+def restored(trained):
+    saved = trained.exchanger.state()
+    for kind, component in trained.exchanger.components:
+        component.state.clear()
+        component.state.update(saved.get(kind, {}))
+        component.state.commit()
+
+
+def rescaled(trained):
+    trained.exchanger.rescale(2 * trained.exchanger.context.loss_scale)
+
+
+def rejoined(trained):
+    """Wires are laid out anew, and the next codec has buffers of its own."""
+    for bucket in trained.exchanger.buckets:
+        bucket.wire = bucket.buffer = None
+
+
+def apart(trained):
+    """As a step that is traced."""
+    for bucket in trained.exchanger.buckets:
+        bucket.codec = False
+
+
+def without_updates(trained):
+    trained.lr = 0.0
+
+
+SIGNS = {
+    "nobody": {},
+    "an overflow": {4: ["overflow"]},
+    "who reads between steps": {3: [the_whole], 4: [of_one], 5: [a_copy]},
+    "who reads after an overflow": {3: ["overflow"], 4: [the_whole], 5: ["overflow"], 6: [of_one]},
+    "who reads before an overflow and after": {3: [of_one, "overflow"], 4: [of_one]},
+    "steps that are dropped": {3: ["dropped"], 5: [a_copy, "dropped"]},
+    "steps by variable": {3: [apart], 5: [apart, "overflow"]},
+    "a checkpoint": {3: [restored], 5: ["overflow"], 6: [restored]},
+    "other ranks": {3: [rejoined, without_updates], 5: ["overflow"], 6: [rejoined]},
+    "another loss scale": {3: [rescaled], 5: [rescaled, "overflow"]},
+    "no learning rate": {3: [without_updates], 4: [without_updates, the_whole]},
+}
+
+
+@pytest.mark.parametrize("reader", SIGNS)
+def test_residuals_of_signs_are_finished_before_anybody_else_reads_them(reader, monkeypatch):
+    shapes, place = [(20, 25), (0,), (2053,), (33,)], list(SIGNS).index(reader)
+    method = ["efsignsgd", "onebit"][place % 2], None
+    there, here = (Trained(*method, shapes, apart=False) for _ in range(2))
+    rng = np.random.default_rng(place)
+    for step in range(8):
+        gradients, present = drawn(rng, shapes, torch.float32)
+        done, found = SIGNS[reader].get(step, []), []
+        if "overflow" in done:
+            gradients[0][0, 0], present[0] = np.nan, True
+        for one in (there, here):
+            one.lr = 0.5 if step % 3 else 0.25
+            codecs = [bucket.codec for bucket in one.exchanger.buckets]
+            with monkeypatch.context() as patched:
+                by_triton(patched) if one is there else None
+                told = [act(one) for act in done if callable(act)]
+                mine = elsewhere(gradients, shifted=step == 3) if one is there else gradients
+                means = one.step(mine, present, discard="dropped" in done)
+            if apart in done:
+                for bucket, codec in zip(one.exchanger.buckets, codecs, strict=True):
+                    bucket.codec = codec
+            if "overflow" in done:  # which of several NaN it is says nothing
+                means.pop("v0")
+            found.append((told, means))
+        assert found[0] == found[1]
+    assert there.remembered() == here.remembered()
+    assert all(isinstance(codec, BucketCodec) and codec.codec.unfinished for codec in there.codecs)
+
+
+@pytest.mark.parametrize(("settled", "reads"), [(1, ()), (2, (4,)), (3, (3, 5))])
+def test_residuals_of_signs_are_the_cpus_where_steps_are_settled_on_the_device(settled, reads, monkeypatch):
+    """As in CUDA graphs, which subtract whether somebody has read residuals in between or not."""
+    there, here = (Trained("onebit", None, SHAPES, apart=False) for _ in range(2))
+    session = SimpleNamespace(exchanger=there.exchanger, context=there.exchanger.context)
+    rng, everyone = np.random.default_rng(1), [True] * len(SHAPES)
+    for step in range(7):
+        gradients, _ = drawn(rng, SHAPES, torch.float32)
+        if step == 4:
+            gradients[0][0, 0] = np.nan
+        with monkeypatch.context() as patched, as_far():
+            by_triton(patched)
+            if step < settled:
+                found = there.step(elsewhere(gradients, shifted=False), everyone)
+            else:
+                with settled_there(session, None):
+                    found = there.step(elsewhere(gradients, shifted=False), everyone)
+        wanted = here.step(gradients, everyone)
+        assert step == 4 or found == wanted
+        assert step not in (*reads, 6) or there.remembered() == here.remembered()
+
+
 N = 1 << 13
 TRAFFIC = {
     "none": (8.5, 8.5), "none/residual": (16.5, 12.5), "fp16": (6.5, 6.5), "fp16/residual": (14.5, 8.5),
@@ -96,10 +210,13 @@ TRAFFIC = {
     "natural/residual": (13.5, 5.5), "block/none": (5.5, 5.5), "block": (13.5, 5.5), "block(bits=4)": (13.5, 5),
     "block(format=fp8)": (13.5, 5.5), "block(bits=4, hadamard=32)": (13.5, 5), "signsgd": (4.5, 4.5),
     "signsgd/residual": (12.5, 4.5), "signum": (12.5, 4.5),
-    # scales of whole variables: x is read twice, and made of two parts twice
-    "efsignsgd/none": (4.5, 4.5), "efsignsgd": (20.5, 4.5), "onebit": (20.5, 4.5),
+    "efsignsgd/none": (4.5, 4.5), "efsignsgd": (12.5, 4.5), "onebit": (12.5, 4.5),
+    # codes need the scale of the whole variable: no codec reads x less often than twice, 8 bytes and the payload, and
+    # with a residual both of what x is made of
     "terngrad": (8.75, 4.75), "terngrad/residual": (20.75, 4.75), "dynamic8": (9.5, 5.5),
     "dynamic8/residual": (21.5, 5.5),
+    # TernGrad's formula without clipping, with scales of buckets: x is read once
+    "qsgd(levels=1, norm=max)": (4.5, 4.5), "qsgd(levels=1, norm=max)/residual": (12.5, 4.5),
     # digit by digit, and lists of what the first digit leaves; of bitmaps all elements are read once more
     "topk(ratio=0.01)/none": (10.5, 4.5), "topk": (20.5, 4.5), "topk(ratio=0.1)": (27.5, 5),
     "topk(chunk=1024)/none": (4.5, 4.5), "topk(chunk=1024)": (12.5, 4.5),
@@ -108,7 +225,8 @@ TRAFFIC = {
     "qsgd(levels=7, bucket_size=37)": (9.5, 5), "qsgd(bucket_size=9000)": (9.5, 5.5),
 }  # fmt: skip
 """The most bytes an element to encode, and to decode one rank's wire; of sums, which are looked at whether they are
-finite before something is kept, those of a second read too."""
+finite before something is kept, those of a second read too. Decoding takes no more than the payload and 8, whatever it
+is: a bucket's table, which stays in the caches, is counted apart."""
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the interpreter's loads and stores are counted")
@@ -122,15 +240,22 @@ def test_memory_traffic_and_launches_are_within_budgets(method, monkeypatch):
     (gradient,), _ = drawn(np.random.default_rng(1), [(N,)], torch.float32)
     for _ in range(2):
         trained.step([gradient.clone()], [True])  # after which residuals have been kept
-    with counted() as encoding:
+    codec = bucket.codec.codec
+
+    def tables():
+        return [codec.owners, *codec.tables.values()]
+
+    with counted(tables) as encoding:
         trained.exchanger.start(bucket, [gradient], [True])
-    with counted() as decoding:
+    with counted(tables) as decoding:
         trained.exchanger.finish(lambda bucket: [gradient])
     assert 0 < encoding.launches <= (7 if spec in ("topk", "topk(ratio=0.01)", "topk(ratio=0.1)") else 3)
     assert 0 < decoding.launches <= 2 + (spec == "randomk")
     most = TRAFFIC[method]
     assert most[0] - 1 < encoding.nbytes / N <= most[0]
     assert most[1] - 1 < decoding.nbytes / N <= most[1]
+    assert decoding.nbytes <= bucket.buffer.nbytes + 8 * N
+    assert 0 < sum(decoding.told.values()) < 256
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the interpreter's loads and stores are counted")

@@ -1,8 +1,9 @@
 """Counts what Triton's kernels read and write, by their loads and stores in the interpreter."""
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -10,28 +11,38 @@ import numpy as np
 @dataclass
 class Traffic:
     """Launches, and the bytes of all loads and stores: of one, each address once. Tables of constants, which stay in
-    the caches, are left out."""
+    the caches, are left out.
 
+    Attributes:
+        apart: the tensors that are counted apart, in ``told``, each address once in all: what kernels are told.
+    """
+
+    apart: Callable[[], Sequence[Any]] = tuple
     launches: int = 0
     nbytes: int = 0
+    told: dict[int, int] = field(default_factory=dict)
 
     def add(self, pointers, mask) -> None:
         from grace.kernels.torch.copies import CONSTANTS
 
         size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
         places = np.unique(np.asarray(pointers.data)[np.asarray(mask.data)])
-        for _, table in CONSTANTS.values():
-            start = table.data_ptr()
-            places = places[(places < start) | (places >= start + table.nbytes)]
+        constants, apart = [table for _, table in CONSTANTS.values()], self.apart()
+        for tensor in [*constants, *apart]:
+            start = tensor.data_ptr()
+            inside = (places >= start) & (places < start + tensor.nbytes)
+            if any(tensor is one for one in apart):
+                self.told |= dict.fromkeys(places[inside].tolist(), size)
+            places = places[~inside]
         self.nbytes += size * places.size
 
 
 @contextlib.contextmanager
-def counted() -> Iterator[Traffic]:
+def counted(apart: Callable[[], Sequence[Any]] = tuple) -> Iterator[Traffic]:
     """What is launched in this context."""
     from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
-    traffic = Traffic()
+    traffic = Traffic(apart)
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
     atomic, start = InterpreterBuilder.create_atomic_rmw, GridExecutor.__call__
 

@@ -47,7 +47,8 @@ class Signs(Codec):
         super().__init__(sizes, payloads, device)
         self.form = {"FORM": self.FORMS[form]}
         self.parts: tuple[Any, Any] = (None, None)
-        if form in ("scaled", "sided"):
+        self.unfinished = form in ("scaled", "sided")
+        if self.unfinished:
             parts = self.empty((len(self.owners), 1 if form == "scaled" else 2), torch.float64)
             self.parts = parts, self.empty(len(self.owners), torch.int32)
 
@@ -58,12 +59,13 @@ class Signs(Codec):
         if self.parts[0] is None:
             return self.write_end(table, end)
         ending, numbers, of_type = self.ending(end)
-        given, shape = (*ending, *self.parts, table, self.variables, *numbers), {**self.form, "PART": self.span}
-        launch(buckets.write_sign_scales, self.variables, *given, **shape, **of_type, N=BLOCK)
-        if keeps:
-            shape = {**self.form, "N": self.span}
-            launch(buckets.subtract_signs, programs, table, self.owners, self.variables, **shape)
+        given, shape = (*ending, *self.parts, table, self.variables, *numbers), {"PART": self.span, "N": BLOCK}
+        launch(buckets.write_sign_scales, self.variables, *given, **self.form, **shape, **of_type, KEEPS=keeps)
         return ending[1]
+
+    def finish(self, rows: Any, sides: torch.Tensor) -> None:
+        launch(buckets.subtract_signs, len(self.owners), self.table(rows, []), self.owners, N=self.span)
+        sides.zero_()
 
     def read(self, table: Any, ranks: int, weight: float, count: float, loss_scale: float) -> None:
         unit = float(np.float32(1) / np.float32(1 / loss_scale))

@@ -1,8 +1,10 @@
 """Codecs of a whole bucket as single launches: gradients and residuals in, bytes on the wire out, and back.
 
 Encoding computes x = a residual + b gradient, writes the payload of x into the wire and x - C(x) where the next
-residual goes; without one x is the gradient. Operations are those of the kernels that compressors call one by one, in
-the same order, so that the bits are the same. See :mod:`grace.kernels.triton.tables` for what they are told.
+residual goes; without one x is the gradient. Signs do not depend on their scale, which is known only when all of x was
+read: so x itself goes there, the scales beside it, and whoever reads the residual subtracts. Operations are those of
+the kernels that compressors call one by one, in the same order, so that the bits are the same. See
+:mod:`grace.kernels.triton.tables` for what they are told.
 """
 
 import triton
@@ -17,14 +19,17 @@ from grace.kernels.triton.tables import (
     DRAW,
     FIRST,
     GRADIENT,
+    KEPT,
     KEY,
     NEXT,
+    NEXT_SIDES,
     SECOND,
     SIZE,
     START,
     compensated,
     deny,
     end_of_one,
+    finished,
     floats,
     here,
     part,
@@ -98,11 +103,11 @@ SCALED, SIDED, VOTED, MOMENT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 def encode_signs(
     flags, parts, counts, table, owners, variables, most, FORM: tl.constexpr, KEEPS: tl.constexpr, N: tl.constexpr
 ):
-    """Bits of votes; or bits, and each program's sums in float64 from which scales are made."""
+    """Bits of votes; or bits, and each program's sums in float64 from which scales are made. Of those x is kept."""
     variable, row, program = here(table, owners)
     base, place, inside, wide, aligned = part(row, program, N)
     given = floats(row + GRADIENT, base, wide, place, inside)
-    x = compensated(row, given, base, wide, place, inside, KEEPS)
+    x = compensated(row, given, base, wide, place, inside, KEEPS, FORM < VOTED)
     deny(flags, variable, given if FORM == MOMENT else x, most, True)
     upper = inside & (x >= 0)
     target = wire_at(table, variables, 0) + tl.load(row + FIRST) + base // 8
@@ -114,16 +119,16 @@ def encode_signs(
         tl.store(parts + 2 * tl.program_id(0), tl.sum(tl.where(upper, 0.0, x.to(tl.float64)), 0))
         tl.store(parts + 2 * tl.program_id(0) + 1, tl.sum(tl.where(upper, x.to(tl.float64), 0.0), 0))
         tl.store(counts + tl.program_id(0), tl.sum(upper.to(tl.int32), 0))
-    elif KEEPS:
-        write_floats(row + NEXT, x if FORM == MOMENT else x - tl.where(upper, 1.0, -1.0), base, wide, place, inside)
+    if KEEPS:
+        write_floats(row + NEXT, x - tl.where(upper, 1.0, -1.0) if FORM == VOTED else x, base, wide, place, inside)
 
 
 @triton.jit(do_not_specialize=("variables", "offset", "size"))
 def write_sign_scales(
     flags, sound, marks, parts, counts, table, variables, offset, size, overflow,
-    FORM: tl.constexpr, PART: tl.constexpr, Type: tl.constexpr, N: tl.constexpr,
+    FORM: tl.constexpr, KEEPS: tl.constexpr, PART: tl.constexpr, Type: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """The scales of one variable, from its programs' sums; and what the wire says of it."""
+    """The scales of one variable, from its programs' sums, beside x too; and what the wire says of it."""
     variable = tl.program_id(0)
     row = table + variable * COLUMNS
     n, first = tl.load(row + SIZE), tl.load(row + START)
@@ -139,12 +144,20 @@ def write_sign_scales(
             many += tl.load(counts + first + place, mask=inside, other=0)
     scale = (wire_at(table, variables, 0) + tl.load(row + SECOND)).to(tl.pointer_type(tl.float32))
     if FORM == SCALED:
-        tl.store(scale, (tl.sum(upper, 0) / tl.maximum(n, 1).to(tl.float64)).to(tl.float32))
+        one = (tl.sum(upper, 0) / tl.maximum(n, 1).to(tl.float64)).to(tl.float32)
+        other = -one
+        tl.store(scale, one)
     else:
         above = tl.sum(many, 0)
         below = n - above
-        tl.store(scale, (tl.sum(lower, 0) / tl.maximum(below, 1).to(tl.float64)).to(tl.float32))
-        tl.store(scale + 1, (tl.sum(upper, 0) / tl.maximum(above, 1).to(tl.float64)).to(tl.float32))
+        other = (tl.sum(lower, 0) / tl.maximum(below, 1).to(tl.float64)).to(tl.float32)
+        one = (tl.sum(upper, 0) / tl.maximum(above, 1).to(tl.float64)).to(tl.float32)
+        tl.store(scale, other)
+        tl.store(scale + 1, one)
+    if KEEPS:
+        sides = tl.load(row + NEXT_SIDES).to(tl.pointer_type(tl.float32))
+        tl.store(sides, other)
+        tl.store(sides + 1, one)
     end_of_one(flags, sound, marks, table, variables, variable, offset, size, overflow, Type)
 
 
@@ -164,14 +177,13 @@ def sides_at(address, FORM: tl.constexpr):
     return one, other
 
 
-@triton.jit(do_not_specialize=("variables",))
-def subtract_signs(table, owners, variables, FORM: tl.constexpr, N: tl.constexpr):
-    """x - C(x), computed once more, now that scales are known."""
+@triton.jit
+def subtract_signs(table, owners, N: tl.constexpr):
+    """x - C(x) in place of x."""
     _, row, program = here(table, owners)
     base, place, inside, wide, _ = part(row, program, N)
-    x = compensated(row, floats(row + GRADIENT, base, wide, place, inside), base, wide, place, inside, True)
-    one, other = sides_at(wire_at(table, variables, 0) + tl.load(row + SECOND), FORM)
-    write_floats(row + NEXT, x - tl.where(x >= 0, one, other), base, wide, place, inside)
+    x = floats(row + KEPT, base, wide, place, inside)
+    write_floats(row + KEPT, finished(row, x), base, wide, place, inside)
 
 
 @triton.jit(do_not_specialize=("variables",))

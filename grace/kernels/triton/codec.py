@@ -35,6 +35,8 @@ class Codec:
         device: where.
     """
 
+    unfinished = False
+    """Whether x itself is kept, and ``finish`` makes residuals of it; ``encode`` subtracts from what it reads."""
     draws: bool | str = False
     """Whether encoding takes random numbers; "shared": those that all ranks draw alike."""
     on_device = True
@@ -89,8 +91,11 @@ class Codec:
         whole = np.empty(self.plan.size + len(wires), np.int64)
         plan = whole[: self.plan.size].reshape(self.plan.shape)
         plan[:] = self.plan
-        plan[:, : rows.shape[1]] = rows
-        plan[:, tables.FLOATS.value] = (rows % 16 == 0).all(axis=1)
+        parts, sides = np.split(rows, [3], axis=1)
+        plan[:, : parts.shape[1]] = parts
+        if sides.size:
+            plan[:, [tables.KEPT_SIDES.value, tables.NEXT_SIDES.value]] = sides
+        plan[:, tables.FLOATS.value] = (parts % 16 == 0).all(axis=1)
         starts = plan[:, tables.FIRST.value, None] + wires
         plan[:, tables.CODES.value] = (starts % self.granule == 0).all(axis=1)
         if factors is not None:
@@ -107,7 +112,8 @@ class Codec:
         """Write every payload into the wire, the end of that, and the next residuals.
 
         Args:
-            rows: addresses, uint64 of shape (variables, 3): gradient, residual, next residual.
+            rows: addresses, uint64 of shape (variables, 3): gradient, residual, next residual. Of those that are
+                ``unfinished`` (variables, 5): and of what is still to be subtracted from either, float32 of shape (2,).
             factors: float32 of shape (variables, 2): of its residual, and of its gradient.
             wire: the address of the wire.
             most: the bit pattern of the largest magnitude that is in range.
@@ -139,6 +145,10 @@ class Codec:
         numbers = self.variables, size, offset, overflow
         launch(tables.write_end, triton.cdiv(size, 128), flags, table, sound, marks, *numbers, **of_type, N=128)
         return sound
+
+    def finish(self, rows: Any, sides: torch.Tensor) -> None:
+        """Subtract from residuals what is still to be subtracted, ``sides``, and make zeros of that."""
+        raise NotImplementedError
 
     # -- decoding --------------------------------------------------------------------------------------
 

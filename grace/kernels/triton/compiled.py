@@ -176,14 +176,17 @@ BUCKETS: dict[str, tuple[str, list[tuple[int, str]], dict[str, Any]]] = {
 
 
 def bucket_launches(name: str) -> list[Launch]:
-    """What encoding with a residual launches, and decoding what two ranks sent."""
+    """What encoding with a residual launches, decoding what two ranks sent, and finishing residuals."""
     codec, payload, options = BUCKETS[name]
     found = [Placed(0, (size,), dtype) for size, dtype in payload]
     made = CODECS[codec]([N, N], [found, found], **options, device=torch.device("meta"))
-    rows, factors, streams = np.full((2, 3), 16, np.uint64), np.ones((2, 2), np.float32), np.zeros((2, 4), np.uint32)
+    rows = np.full((2, 5 if made.unfinished else 3), 16, np.uint64)
+    factors, streams = np.ones((2, 2), np.float32), np.zeros((2, 4), np.uint32)
     with recorded() as launches:
         made.encode(rows, factors, 0, 0x7F7FFFFF, streams, (16, found[0].dtype, [1.0, 1.0], 2.0))
         made.decode(rows[:, 0], [0, 0], 2, 1.0)
+        if made.unfinished:
+            made.finish(rows, _meta(4))
     return launches
 
 

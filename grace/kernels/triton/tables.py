@@ -19,6 +19,8 @@ START, FACTORS, KEY, DRAW, FLOATS, CODES, WIDTH = (tl.constexpr(i) for i in rang
 wires, begin where wide reads may; and bytes of a position."""
 FOLDED, JOINED = tl.constexpr(14), tl.constexpr(15)
 """The first programs of launches that work on other parts."""
+KEPT_SIDES, NEXT_SIDES = FOLDED, JOINED
+"""Of signs, which have no such launches: addresses of what is still to be subtracted from residuals."""
 COLUMNS = tl.constexpr(16)
 
 
@@ -79,13 +81,22 @@ def write_floats(column, value, base, wide, place, inside):
 
 
 @triton.jit
-def compensated(row, given, base, wide, place, inside, KEEPS: tl.constexpr):
+def finished(row, x):
+    """The residual of which x was kept: less what stands for numbers below 0, or for others (zeros once it is done)."""
+    sides = tl.load(row + KEPT_SIDES).to(tl.pointer_type(tl.float32))
+    return x - tl.where(x >= 0, tl.load(sides + 1), tl.load(sides))
+
+
+@triton.jit
+def compensated(row, given, base, wide, place, inside, KEEPS: tl.constexpr, UNFINISHED: tl.constexpr = False):
     """x = a residual + b gradient; the gradient itself where nothing is kept."""
     if KEEPS:
         factors = tl.load(row + FACTORS)
         given = given * (factors >> 32).to(tl.int32).to(tl.float32, bitcast=True)
         if tl.load(row + KEPT) != 0:
             residual = floats(row + KEPT, base, wide, place, inside)
+            if UNFINISHED:
+                residual = tl.where(inside, finished(row, residual), 0.0)
             given = residual * factors.to(tl.int32).to(tl.float32, bitcast=True) + given
     return given
 

@@ -12,6 +12,7 @@ from hypothesis import settings
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; what tests start must hear of it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would compile Grace again
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two took up to three times as much of the CPUs, for waiting
 sys.path.insert(0, str(Path(__file__).parents[1]))  # so that ranks find tests.* by their names
 
 from tests.support import warm

@@ -121,6 +121,17 @@ class State(MutableMapping[str, Any]):
                 into(kept, staged)
         self._staged.clear()
 
+    def put_back(self, values: dict[str, Any], into: Any) -> None:
+        """Let ``into(value, kept)`` write what is kept over these values, which were kept once and are from now on.
+
+        Raises:
+            KeyError: nothing is kept of one of these names.
+        """
+        changed = {name: self[name] for name, value in values.items() if self._kept.get(name) is not value}
+        self._kept.update({name: values[name] for name in changed})
+        self._staged.update(changed)
+        self.write(into)
+
     def rollback(self, name: str | None = None) -> None:
         """Forget the staged writes: all of them, or those of one variable."""
         if name is None:

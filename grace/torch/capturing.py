@@ -6,13 +6,14 @@ are not compared.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from grace.core.kept import is_ours
+from grace.core.state import State
 from grace.errors import ConfigError
 from grace.torch.optimizer import HookedSession
 
@@ -60,7 +61,8 @@ def capture(optimizer: Any, step: Callable[[], Any], warm_up: int = WARM_UP) -> 
         result = step()
         optimizer.step()
     counts.take_back()
-    return CapturedStep(session.context, graph, there, counts, result)
+    states = [part.state for part in session.exchanger._stepping()]
+    return CapturedStep(session.context, graph, there, counts, result, states)
 
 
 def check(session: Any) -> None:
@@ -191,14 +193,37 @@ class CapturedStep:
         result: that.
     """
 
-    def __init__(self, context: Any, graph: Any, there: torch.Tensor, counts: Counts, result: Any):
+    def __init__(
+        self, context: Any, graph: Any, there: torch.Tensor, counts: Counts, result: Any, states: Sequence[State] = ()
+    ):
         self.context, self.graph, self.there, self.counts, self.result = context, graph, there, counts, result
         self.next = context.step
+        self.held = list[tuple[State, dict[str, Any], dict[str, Any]]]()
+        """The values that the graph reads and writes, and what finishes those that it leaves unfinished."""
+        for state in states:
+            unfinished = dict(state.unfinished)
+            with state.as_it_is():
+                self.held.append((state, dict(state), unfinished))
 
     def __call__(self) -> Any:
+        """Make the step.
+
+        Raises:
+            ConfigError: what was remembered has been reset.
+        """
         if self.context.step != self.next:  # a state was loaded, or a step made without the graph
             self.there.fill_(self.context.step)
+        for state, values, _ in self.held:
+            try:
+                state.put_back(values, torch.Tensor.copy_)
+            except KeyError as error:
+                raise ConfigError(
+                    f"grace.torch.capture: what was remembered of {error} was reset, and the graph goes on from it; "
+                    "capture the step anew"
+                ) from None
         self.graph.replay()
+        for state, _, unfinished in self.held:
+            state.unfinished.update(unfinished)
         self.counts.add()
         self.next = self.context.step
         return self.result

@@ -2,13 +2,14 @@
 there is no GPU a CPU's tensors stand for its own."""
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import grace
 from grace.errors import ConfigError
-from grace.torch.capturing import Counts, capture, check, settled_there
+from grace.torch.capturing import CapturedStep, Counts, capture, check, settled_there
 from tests.support.far import as_far
 from tests.support.training import Given, digest, distributed, gradients, made_up, state_of
 
@@ -120,6 +121,39 @@ def test_replays_are_counted_as_steps_and_the_capture_is_not(alone):
     assert (session.context.step, session.context.updates, optimizer.traffic.steps) == (2, 2, 2)
     assert optimizer.traffic.elements == 2 * one
     assert optimizer.traffic.payload_bytes == {name: 2 * n for name, n in sent.items()}
+
+
+def test_replays_go_on_from_what_other_steps_and_checkpoints_left(alone):
+    optimizer = alone("topk(ratio=0.1)")
+    session = optimizer._grace
+    (state,) = [part.state for part in session.exchanger._stepping() if part.kind == "memory"]
+    parameters, seen, finished = [p for group in optimizer.param_groups for p in group["params"]], [], []
+
+    def step():
+        sum((p * torch.randn(p.shape)).sum() for p in parameters).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(), step()
+    counts = Counts(session)
+    step()
+    counts.take_back()
+    (name, mine), *_ = state.kept.items()
+    state.unfinished = {name: SimpleNamespace(finish=lambda: finished.append(len(seen)))}
+    graph = SimpleNamespace(replay=lambda: seen.append(mine.clone()))
+    captured = CapturedStep(session.context, graph, torch.zeros(1), counts, None, [state])
+    saved, wanted = optimizer.state_dict(), []
+    for between in (step, lambda: None, lambda: optimizer.load_state_dict(saved)):
+        between()
+        wanted.append(state[name].clone())
+        captured()
+        assert state.kept[name] is mine
+    assert all(map(torch.equal, seen, wanted))
+    assert not torch.equal(seen[0], seen[2])
+    assert finished == [0, 1, 2, 3]  # after each replay once more
+    optimizer.load_state_dict(saved, memory="reset")
+    with pytest.raises(ConfigError, match="was reset, and the graph goes on from it"):
+        captured()
 
 
 @pytest.mark.device

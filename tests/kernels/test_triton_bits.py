@@ -153,18 +153,43 @@ TIED = {
     "last bit": lambda n: np.float32(1) + (np.arange(n) % 3 * 2.0**-23).astype(np.float32),
     "denormal": lambda n: (np.arange(n) % 50 * 1.4012984643e-45).astype(np.float32),
     "descending": lambda n: -np.sort(-np.abs(data("mixed", n))),  # all larger ones lie with the first programs
+    "large where sampled": lambda n: np.where(sampled(n), 2, 1).astype(np.float32) * (1 + np.abs(data("gaussian", n))),
+    "small where sampled": lambda n: np.where(sampled(n), 1e-3, 1).astype(np.float32) * data("gaussian", n),
 }
+
+
+def sampled(n):
+    """Which elements the search for the largest makes its guess from."""
+    stride, place = n // 4096, np.arange(4096)
+    return np.isin(np.arange(n), place * stride + place * 7919 % stride if stride else place)
 
 
 @pytest.mark.parametrize("name", TIED)
 def test_the_largest_are_found_digit_by_digit(it, name, monkeypatch):
     from grace.kernels.triton import sparsification
 
-    x = TIED[name](3000)
-    for programs in (1024, 2):  # each of 2 takes two steps
+    x = TIED[name](5000)
+    for programs in (1024, 2):  # each of 2 takes four steps
         monkeypatch.setattr(sparsification, "PROGRAMS", programs)
-        for k in (1, 1500) if programs == 2 else (63, 3000):
+        for k in (1, 2500) if programs == 2 else (63, 5000):
             exactly(it, "topk", x, k)
+    exactly(it, "topk", x[:1500], 63)  # all of which is the sample
+
+
+@pytest.mark.parametrize(
+    ("name", "k", "wanted"), [("gaussian", 300, (True, False)), ("two values", 300, (False, True)),
+                              ("large where sampled", 2500, (False, False))]
+)  # fmt: skip
+def test_a_guess_of_the_smallest_is_above_it_equal_or_known_to_have_failed(it, name, k, wanted, monkeypatch):
+    from grace.kernels.triton import selection
+
+    x = torch.from_numpy(TIED[name](5000) if name in TIED else data(name, 5000)).to(it.device)
+    made, empty = [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **more: made.append(empty(*args, **more)) or made[-1])
+    it.kernels.topk(x, k)
+    (counts,) = (found for found in made if found.shape == (selection.STATE.value,))
+    above, equal = counts[selection.KNOWN.value : selection.KNOWN.value + 2].tolist()
+    assert (above >= k, above < k <= above + equal) == wanted
 
 
 def test_the_largest_of_chunks_are_found_by_halving(it):

@@ -35,8 +35,12 @@ NARROW = {
     **dict.fromkeys(("count_marks", "decode_entries"), 1),  # positions, wherever they begin
     ("decode_numbers", "buckets of fp16", "gfx942"): 8,
     ("decode_numbers", "buckets of bf16", "gfx942"): 8,
-    ("first_of_bucket", "buckets of topk", "gfx942"): 8,  # 2 elements of each of 512 threads
-    ("first_of_bucket", "buckets of topk with bitmaps", "gfx942"): 8,
+    **dict.fromkeys(("guess_largest", "guess_of_bucket"), 4),  # of single elements
+    ("list_of_bucket", "buckets of topk", "gfx942"): 8,  # 2 elements of each of 512 threads
+    ("list_of_bucket", "buckets of topk with bitmaps", "gfx942"): 8,
+    ("count_digit", "topk", "gfx942"): 8,
+    ("digit_of_bucket", "buckets of topk", "gfx942"): 8,
+    ("digit_of_bucket", "buckets of topk with bitmaps", "gfx942"): 8,
     ("divide", "divide", "gfx942"): 8,  # 16 bits of each of 4 elements
     ("bucketize", "bucketize", "gfx942"): 8,  # 2 of each of 256 threads
 }
@@ -119,6 +123,16 @@ def test_badly_written_kernels_are_found(compiled, target):
     ]
     (said,) = faults(compiled.compiled(pretended(bad.sharing, N=128), target))
     assert "bytes of shared memory" in said
+
+
+def test_the_one_largest_is_compiled_too(compiled):
+    """Arguments of 1 are constants to Triton, which have no methods."""
+    from grace.kernels.triton.launching import recorded
+    from grace.kernels.triton.primitives import TritonKernels
+
+    with recorded() as made:
+        TritonKernels().topk(torch.empty(1 << 20, device="meta"), 1)
+    assert not [found for launch in made if (found := faults(compiled.compiled(launch, "sm_90"), "topk"))]
 
 
 def test_every_kernel_of_the_folder_is_compiled(compiled):

@@ -10,8 +10,8 @@ import numpy as np
 
 @dataclass
 class Traffic:
-    """Launches, and the bytes of all loads and stores: of one, each address once. Tables of constants, which stay in
-    the caches, are left out.
+    """Launches, and the bytes of all loads and stores, which must be aligned: of one, each address once. Tables of
+    constants, which stay in the caches, are left out.
 
     Attributes:
         apart: the tensors that are counted apart, in ``told``, each address once in all: what kernels are told.
@@ -27,6 +27,7 @@ class Traffic:
 
         size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
         places = np.unique(np.asarray(pointers.data)[np.asarray(mask.data)])
+        assert not (places % size).any(), "GPUs read and write at multiples of the size"
         constants, apart = [table for _, table in CONSTANTS.values()], self.apart()
         for tensor in [*constants, *apart]:
             start = tensor.data_ptr()

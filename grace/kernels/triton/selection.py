@@ -5,8 +5,16 @@ import triton.language as tl
 
 from grace.kernels.triton.arithmetic import LOW31, magnitude_bits
 
-DIGITS = tl.constexpr(256)
-"""Magnitudes have 31 bits: digits of 8, 8, 8 and 7."""
+FIRSTS, DIGITS, LASTS = tl.constexpr(128), tl.constexpr(1024), tl.constexpr(32)
+"""Magnitudes have 31 bits: digits of 7, 10, 10 and 4; of the last one there is a 17th, of all larger magnitudes."""
+SAMPLE = tl.constexpr(4096)
+"""Elements that tell what is worth listing."""
+TOTALS = tl.constexpr(128 + 2 * 1024)
+KNOWN = tl.constexpr(128 + 2 * 1024 + 32)
+"""Where a search's counts of last digits begin, and what is known: how many elements are above the guess, and equal
+it, the upper digits and the rank after each of three passes, and the guess."""
+STATE = tl.constexpr(128 + 2 * 1024 + 32 + 9)
+"""Numbers (int32) of a search."""
 
 
 @triton.jit
@@ -19,33 +27,88 @@ def digit_of(counts, k, BINS: tl.constexpr):
     return digit, k - above
 
 
+# -- a guess -----------------------------------------------------------------------------------------------------------
+
+
 @triton.jit
-def narrowed(counts, state, k, program, PASS: tl.constexpr):
-    """The upper digits of the k-th largest that are known before a pass, and its rank among those that have them."""
-    prefix, rank = tl.full([], 0, tl.int32), k.to(tl.int32)
-    if PASS > 0:
-        if PASS > 1:
-            prefix, rank = tl.load(state + 2 * PASS - 2), tl.load(state + 2 * PASS - 1)
-        found = tl.load(counts + (PASS - 1) * DIGITS + tl.arange(0, DIGITS))
+def sampled(n):
+    """Places of a sample, of all if there are not more; and which of them are there."""
+    place = tl.arange(0, SAMPLE)
+    stride = tl.maximum(n // SAMPLE, 1)
+    return place.to(tl.int64) * stride + place * 7919 % stride, place < n
+
+
+@triton.jit
+def guess(counts, bits, inside, n, k):
+    """Begin a search: of a sample of n magnitudes the one that most likely hardly more than k elements are above; it is
+    the k-th largest if all are sampled."""
+    for low in tl.static_range(0, STATE, DIGITS):
+        place = low + tl.arange(0, DIGITS)
+        tl.store(counts + place, tl.zeros([DIGITS], tl.int32), mask=place < STATE - 1)
+    rank = k.to(tl.int32)
+    if n > SAMPLE:
+        rank = (k.to(tl.int64) * SAMPLE // n).to(tl.int32)
+        rank += rank // 8 + 32  # four standard deviations
+    found = tl.full([], 0, tl.int32)
+    for shift in tl.static_range(24, -1, -8):
+        alike = inside & ((bits >> shift >> 8) == found)
+        digit, rank = digit_of(tl.histogram((bits >> shift) & 255, 256, mask=alike), rank, 256)
+        found = (found << 8) | digit
+    tl.store(counts + STATE - 1, found)
+
+
+@triton.jit
+def listed_of(patterns, places, x, place, inside, guessed, many, tied, room):
+    """List what is above a guess, patterns and places, as far as there is room; how many these are by now, and how many
+    equal it."""
+    bits = magnitude_bits(x)
+    taken = (inside & (bits > guessed)).to(tl.int32)
+    at = many + tl.cumsum(taken, 0) - taken
+    fits = (taken > 0) & (at < room)
+    tl.store(patterns + at, x.to(tl.int32, bitcast=True), mask=fits)
+    tl.store(places + at, place.to(tl.int16), mask=fits)
+    return many + tl.sum(taken, 0), tied + tl.sum((inside & (bits == guessed)).to(tl.int32), 0)
+
+
+@triton.jit
+def tell(counts, listed, ties, program, found, many, tied):
+    """What a program has found."""
+    tl.atomic_add(counts + tl.arange(0, FIRSTS), found, mask=found > 0)
+    tl.atomic_add(counts + KNOWN, many)
+    tl.atomic_add(counts + KNOWN + 1, tied)
+    tl.store(listed + program, many)
+    tl.store(ties + program, tied)
+
+
+@triton.jit
+def guessed_well(counts, k):
+    """Whether all of the k largest are above the guess, and whether the smallest of them is the guess."""
+    above, equal = tl.load(counts + KNOWN), tl.load(counts + KNOWN + 1)
+    return above >= k, (above < k) & (above + equal >= k)
+
+
+# -- digit by digit ----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def narrowed(counts, k, program, PASS: tl.constexpr):
+    """The upper digits of the k-th largest that are known after so many passes; stored with its rank among those that
+    have them."""
+    state = counts + KNOWN + 2 * PASS
+    if PASS == 1:
+        prefix, rank = digit_of(tl.load(counts + tl.arange(0, FIRSTS)), k.to(tl.int32), FIRSTS)
+    else:
+        prefix, rank = tl.load(state - 2), tl.load(state - 1)
+        found = tl.load(counts + FIRSTS + (PASS - 2) * DIGITS + tl.arange(0, DIGITS))
         digit, rank = digit_of(found, rank, DIGITS)
         prefix = prefix * DIGITS + digit
-        if program == 0:
-            tl.store(state + 2 * PASS, prefix)
-            tl.store(state + 2 * PASS + 1, rank)
-    return prefix, rank
-
-
-@triton.jit
-def count_first(counts, x, n, steps, N: tl.constexpr):
-    """Count the first digit of all elements."""
-    base = tl.program_id(0).to(tl.int64) * steps * N
-    place = tl.arange(0, N)
-    found = tl.zeros([DIGITS], tl.int32)
-    for step in range(steps):
-        inside = place < n - base - step * N
-        bits = magnitude_bits(tl.load(x + base + step * N + place, mask=inside, other=0))
-        found += tl.histogram(bits >> 23, DIGITS, mask=inside)
-    tl.atomic_add(counts + tl.arange(0, DIGITS), found, mask=found > 0)
+    if PASS == 3:
+        _, is_guess = guessed_well(counts, k)
+        prefix = tl.where(is_guess, tl.load(counts + STATE - 1) >> 4, prefix)
+    if program == 0:
+        tl.store(state, prefix)
+        tl.store(state + 1, rank)
+    return prefix
 
 
 @triton.jit
@@ -60,92 +123,68 @@ def some(source, low, many, wide, N: tl.constexpr):
 
 
 @triton.jit
-def collected(patterns, places, located, listed, counts, state, x, n, k, program, steps, room, wide, N: tl.constexpr):
-    """List what has the first digit of the k-th largest or a larger one, patterns and places, and count its second one.
-
-    Each program has room for so many; where there are more, the list is not used, but what it is of. ``listed`` are how
-    many there are, and ``located`` is whether places are of use.
-    """
-    prefix, _ = narrowed(counts, state, k, program, 1)
-    base, first = program.to(tl.int64) * steps * N, program.to(tl.int64) * room
-    place, many, found = tl.arange(0, N), tl.full([], 0, tl.int32), tl.zeros([DIGITS], tl.int32)
-    source, there = x.to(tl.pointer_type(tl.int32), bitcast=True) + base, tl.minimum(n - base, steps * N).to(tl.int32)
-    for low in range(0, there, N):
-        given, inside = some(source, low, there, wide, N)
-        bits = given & LOW31
-        taken = (inside & ((bits >> 23) >= prefix)).to(tl.int32)
-        at = many + tl.cumsum(taken, 0) - taken
-        tl.store(patterns + first + at, given, mask=(taken > 0) & (at < room))
-        tl.store(places + first + at, low + place, mask=(taken > 0) & (at < room) & located)
-        found += tl.histogram((bits >> 15) & (DIGITS - 1), DIGITS, mask=inside & ((bits >> 23) == prefix))
-        many += tl.sum(taken, 0)
-    tl.store(listed + program, many)
-    tl.atomic_add(counts + DIGITS + tl.arange(0, DIGITS), found, mask=found > 0)
-
-
-@triton.jit
-def candidates(patterns, listed, x, n, program, steps, room, wide, N: tl.constexpr):
+def candidates(patterns, listed, counts, x, n, k, program, steps, room, wide, N: tl.constexpr):
     """Where a program's candidates are, and how many: those that it has listed, or all of its elements; whether they
-    may be read wide, as x may."""
+    are listed, and whether they may be read wide, as x may."""
     base, many = program.to(tl.int64) * steps * N, tl.load(listed + program)
-    is_listed = many <= room  # where lists begin is a multiple of 16
+    above, _ = guessed_well(counts, k)
+    is_listed = above & (many <= room)  # where lists begin is a multiple of 16
     all_of_them = tl.minimum(n - base, steps * N).to(tl.int32)
     whole = x.to(tl.pointer_type(tl.int32), bitcast=True) + base
     source = tl.where(is_listed, patterns + program.to(tl.int64) * room, whole)
-    return source, tl.where(is_listed, many, all_of_them), is_listed | (wide != 0)
+    return source, tl.where(is_listed, many, all_of_them), is_listed, is_listed | (wide != 0)
 
 
 @triton.jit
-def counted_third(patterns, listed, counts, state, x, n, k, program, steps, room, wide, N: tl.constexpr):
-    """Count the third digit of those whose upper two are those of the k-th largest."""
-    prefix, _ = narrowed(counts, state, k, program, 2)
-    source, many, wide = candidates(patterns, listed, x, n, program, steps, room, wide, N)
+def counted(patterns, listed, counts, x, n, k, program, steps, room, wide, PASS: tl.constexpr, N: tl.constexpr):
+    """Count the next digit of those whose upper ones are those of the k-th largest; nothing if that is the guess."""
+    prefix, shift = narrowed(counts, k, program, PASS), 24 - 10 * PASS
+    source, many, _, wide = candidates(patterns, listed, counts, x, n, k, program, steps, room, wide, N)
+    _, is_guess = guessed_well(counts, k)
     found = tl.zeros([DIGITS], tl.int32)
-    for low in range(0, many, N):
+    for low in range(0, tl.where(is_guess, 0, many), N):
         bits, inside = some(source, low, many, wide, N)
-        bits &= LOW31
-        found += tl.histogram((bits >> 7) & (DIGITS - 1), DIGITS, mask=inside & ((bits >> 15) == prefix))
-    tl.atomic_add(counts + 2 * DIGITS + tl.arange(0, DIGITS), found, mask=found > 0)
+        digits = (bits & LOW31) >> shift
+        found += tl.histogram(digits & (DIGITS - 1), DIGITS, mask=inside & ((digits >> 10) == prefix))
+    at = counts + FIRSTS + (PASS - 1) * DIGITS + tl.arange(0, DIGITS)
+    tl.atomic_add(at, found, mask=found > 0)
 
 
 @triton.jit
-def counted_last(rows, above, patterns, listed, counts, state, x, n, k, program, steps, room, wide, N: tl.constexpr):
-    """The last 7 bits, counted by each program for itself, and how many elements are larger by their upper digits."""
-    prefix, _ = narrowed(counts, state, k, program, 3)
-    source, many, wide = candidates(patterns, listed, x, n, program, steps, room, wide, N)
-    found, larger = tl.zeros([128], tl.int32), tl.zeros([N], tl.int32)
-    for low in range(0, many, N):
-        bits, inside = some(source, low, many, wide, N)
-        bits &= LOW31
-        larger += (inside & ((bits >> 7) > prefix)).to(tl.int32)
-        found += tl.histogram(bits & 127, 128, mask=inside & ((bits >> 7) == prefix))
-    tl.store(rows + program * 128 + tl.arange(0, 128), found)
-    tl.store(above + program, tl.sum(larger, 0))
+def counted_last(
+    rows, patterns, listed, ties, counts, x, n, k, program, steps, room, wide, N: tl.constexpr
+):  # fmt: skip
+    """The last 4 bits, by each program for itself too, and how many elements are larger by their upper digits."""
+    prefix, bins = narrowed(counts, k, program, 3), tl.arange(0, LASTS)
+    source, many, _, wide = candidates(patterns, listed, counts, x, n, k, program, steps, room, wide, N)
+    _, is_guess = guessed_well(counts, k)
+    found = tl.zeros([LASTS], tl.int32)
+    if is_guess:
+        found += tl.where(bins == 16, tl.load(listed + program), 0)
+        found += tl.where(bins == (tl.load(counts + STATE - 1) & 15), tl.load(ties + program), 0)
+    else:
+        for low in range(0, many, N):
+            bits, inside = some(source, low, many, wide, N)
+            bits &= LOW31
+            digit = tl.where((bits >> 4) > prefix, 16, bits & 15)
+            found += tl.histogram(digit, LASTS, mask=inside & ((bits >> 4) >= prefix))
+    tl.store(rows + program.to(tl.int64) * LASTS + bins, found.to(tl.int16))  # of at most 32768
+    tl.atomic_add(counts + TOTALS + bins, found, mask=found > 0)
 
 
 @triton.jit
-def placed_programs(starts, ties, state, rows, above, programs, P: tl.constexpr):
-    """What is taken whole, and from where each program writes: larger elements first counted, then equal ones."""
-    prefix, rank = tl.load(state + 6), tl.load(state + 7)
-    bins, program = tl.arange(0, 128), tl.arange(0, P)
-    counts = tl.zeros([128], tl.int32)
-    for low in range(0, programs, P):
-        at = (low + program)[:, None] * 128 + bins[None, :]
-        counts += tl.sum(tl.load(rows + at, mask=(low + program < programs)[:, None], other=0), 0)
-    digit, rank = digit_of(counts, rank, 128)
-    tl.store(state + 8, prefix * 128 + digit)
-    tl.store(state + 9, rank)
-    started, tied = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
-    for low in range(0, programs, P):
-        here = low + program < programs
-        at = (low + program)[:, None] * 128 + bins[None, :]
-        found = tl.load(rows + at, mask=here[:, None], other=0)
-        larger = tl.load(above + low + program, mask=here, other=0)
-        larger += tl.sum(tl.where((bins > digit)[None, :], found, 0), 1)
-        equal = tl.sum(tl.where((bins == digit)[None, :], found, 0), 1)
-        tl.store(starts + low + program, started + tl.cumsum(larger, 0) - larger, mask=here)
-        tl.store(ties + low + program, tied + tl.cumsum(equal, 0) - equal, mask=here)
-        started, tied = started + tl.sum(larger, 0), tied + tl.sum(equal, 0)
+def ended(counts, rows, k, program, P: tl.constexpr):
+    """The k-th largest magnitude, and how many of its equals are taken; how many larger ones and equals programs before
+    this one have."""
+    bins, before = tl.arange(0, LASTS), tl.zeros([LASTS], tl.int32)
+    digit, rank = digit_of(tl.load(counts + TOTALS + bins), k.to(tl.int32), LASTS)
+    digit = tl.minimum(digit, 15)  # of k = 0
+    for low in range(0, program, P):
+        other = low + tl.arange(0, P)
+        at = other.to(tl.int64)[:, None] * LASTS + bins[None, :]
+        before += tl.sum(tl.load(rows + at, mask=(other < program)[:, None], other=0).to(tl.int32) & 0xFFFF, 0)
+    larger, equal = tl.sum(tl.where(bins > digit, before, 0), 0), tl.sum(tl.where(bins == digit, before, 0), 0)
+    return tl.load(counts + KNOWN + 6) * 16 + digit, rank, larger, equal
 
 
 @triton.jit
@@ -159,41 +198,56 @@ def taken_of(bits, inside, threshold, rank, larger_before, tied_before):
 
 
 @triton.jit
-def collect(patterns, places, listed, counts, state, x, n, k, steps, room, wide, N: tl.constexpr):
-    collected(patterns, places, True, listed, counts, state, x, n, k, tl.program_id(0), steps, room, wide, N)
+def place_of(places, first, place, is_listed, inside):
+    """Places of candidates among the elements of their program."""
+    index = tl.load(places + first + place, mask=is_listed & inside, other=0).to(tl.int32) & 0xFFFF
+    return tl.where(is_listed, index, place)
 
 
-@triton.jit
-def count_third(patterns, listed, counts, state, x, n, k, steps, room, wide, N: tl.constexpr):
-    counted_third(patterns, listed, counts, state, x, n, k, tl.program_id(0), steps, room, wide, N)
+@triton.jit(do_not_specialize=("k",))
+def guess_largest(counts, x, n, k):
+    index, inside = sampled(n)
+    guess(counts, magnitude_bits(tl.load(x + index, mask=inside, other=0)), inside, n, k)
 
 
-@triton.jit
-def count_last(rows, above, patterns, listed, counts, state, x, n, k, steps, room, wide, N: tl.constexpr):
-    counted_last(rows, above, patterns, listed, counts, state, x, n, k, tl.program_id(0), steps, room, wide, N)
+@triton.jit(do_not_specialize=("steps", "room"))
+def list_largest(patterns, places, listed, ties, counts, x, n, steps, room, N: tl.constexpr):
+    """What is above the guess, and the first digit of all elements."""
+    program, place, guessed = tl.program_id(0), tl.arange(0, N), tl.load(counts + STATE - 1)
+    base, first = program.to(tl.int64) * steps * N, program.to(tl.int64) * room
+    found, many, tied = tl.zeros([FIRSTS], tl.int32), tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+    for step in range(steps):
+        inside = place < n - base - step * N
+        given = tl.load(x + base + step * N + place, mask=inside, other=0)
+        found += tl.histogram(magnitude_bits(given) >> 24, FIRSTS, mask=inside)
+        lists = patterns + first, places + first, given, step * N + place
+        many, tied = listed_of(*lists, inside, guessed, many, tied, room)
+    tell(counts, listed, ties, program, found, many, tied)
 
 
-@triton.jit
-def place_programs(starts, ties, state, rows, above, programs, P: tl.constexpr):
-    placed_programs(starts, ties, state, rows, above, programs, P)
+@triton.jit(do_not_specialize=("k", "steps", "room"))
+def count_digit(patterns, listed, counts, x, n, k, steps, room, wide, PASS: tl.constexpr, N: tl.constexpr):
+    counted(patterns, listed, counts, x, n, k, tl.program_id(0), steps, room, wide, PASS, N)
 
 
-@triton.jit
-def write_largest(out, starts, ties, state, places, patterns, listed, x, n, steps, room, wide, N: tl.constexpr):
+@triton.jit(do_not_specialize=("k", "steps", "room"))
+def count_last(rows, patterns, listed, ties, counts, x, n, k, steps, room, wide, N: tl.constexpr):
+    counted_last(rows, patterns, listed, ties, counts, x, n, k, tl.program_id(0), steps, room, wide, N)
+
+
+@triton.jit(do_not_specialize=("k", "steps", "room"))
+def write_largest(
+    out, rows, places, patterns, listed, counts, x, n, k, steps, room, wide, N: tl.constexpr, P: tl.constexpr
+):
     """The places of the k largest, ascending."""
     program = tl.program_id(0)
-    threshold, rank = tl.load(state + 8), tl.load(state + 9)
-    larger_before, tied_before = tl.load(starts + program), tl.load(ties + program)
-    source, many, wide = candidates(patterns, listed, x, n, program, steps, room, wide, N)
-    is_listed = tl.load(listed + program) <= room
+    threshold, rank, larger_before, tied_before = ended(counts, rows, k, program, P)
+    source, many, is_listed, wide = candidates(patterns, listed, counts, x, n, k, program, steps, room, wide, N)
     base, first = program.to(tl.int64) * steps * N, program.to(tl.int64) * room
     for low in range(0, many, N):
-        place = low + tl.arange(0, N)
         bits, inside = some(source, low, many, wide, N)
-        bits &= LOW31
-        index = tl.load(places + first + place, mask=is_listed & inside, other=0)
-        index = base + tl.where(is_listed, index, place)
-        taken, at, larger, equal = taken_of(bits, inside, threshold, rank, larger_before, tied_before)
+        index = base + place_of(places, first, low + tl.arange(0, N), is_listed, inside)
+        taken, at, larger, equal = taken_of(bits & LOW31, inside, threshold, rank, larger_before, tied_before)
         tl.store(out + at, index.to(tl.int32), mask=taken)
         larger_before, tied_before = larger_before + larger, tied_before + equal
 

@@ -13,15 +13,21 @@ from grace.kernels.triton.arithmetic import LOW31, magnitude_bits
 from grace.kernels.triton.packing import byte_of_signs, signs_of_byte
 from grace.kernels.triton.random import walked
 from grace.kernels.triton.selection import (
-    DIGITS,
+    FIRSTS,
+    LASTS,
+    STATE,
     candidates,
-    collected,
+    counted,
     counted_last,
-    counted_third,
+    ended,
+    guess,
     largest_of_rows,
-    placed_programs,
+    listed_of,
+    place_of,
+    sampled,
     some,
     taken_of,
+    tell,
 )
 from grace.kernels.triton.tables import (
     COLUMNS,
@@ -46,9 +52,6 @@ from grace.kernels.triton.tables import (
     write,
     write_floats,
 )
-
-STATE = tl.constexpr(3 * 256 + 10)
-"""Numbers of a variable's search: how many elements have each digit, and what is known."""
 
 
 @triton.jit
@@ -103,95 +106,88 @@ def encode_chunks(
 @triton.jit
 def searched(table, owners, counts):
     """This program's variable and what is searched: x, how many elements it has, how many are sent, and the program's
-    number; where the variable's counts and state are, and whether x may be read wide."""
+    number; where the variable's counts are, and whether x may be read wide."""
     variable, row, program = here(table, owners)
     where = tl.load(row + NEXT)
     x = tl.where(where == 0, tl.load(row + GRADIENT), where).to(tl.pointer_type(tl.float32))
-    own = counts + variable * STATE
     k = tl.load(row + MORE).to(tl.int32)
-    return row, x, tl.load(row + SIZE), k, program.to(tl.int32), own, own + 3 * DIGITS, tl.load(row + FLOATS) != 0
+    return row, x, tl.load(row + SIZE), k, program.to(tl.int32), counts + variable * STATE, tl.load(row + FLOATS) != 0
 
 
-@triton.jit(do_not_specialize=("variables", "most", "steps"))
-def first_of_bucket(
-    flags, counts, table, owners, variables, most, steps, KEEPS: tl.constexpr, LOOKS: tl.constexpr, N: tl.constexpr
-):
-    """x where the next residual goes, and its first digits."""
+@triton.jit
+def guess_of_bucket(counts, table, KEEPS: tl.constexpr):
+    """A program a variable."""
+    row = table + tl.program_id(0) * COLUMNS
+    n = tl.load(row + SIZE)
+    index, inside = sampled(n)
+    x = compensated(row, floats(row + GRADIENT, 0, False, index, inside), 0, False, index, inside, KEEPS)
+    guess(counts + tl.program_id(0) * STATE, magnitude_bits(x), inside, n, tl.load(row + MORE))
+
+
+@triton.jit(do_not_specialize=("variables", "most", "steps", "room"))
+def list_of_bucket(
+    flags, patterns, places, listed, ties, counts, table, owners, variables, most, steps, room,
+    KEEPS: tl.constexpr, LOOKS: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """x where the next residual goes, what is above the guess, first digits, and zeros for bitmaps."""
     variable, row, program = here(table, owners)
-    found = tl.zeros([DIGITS], tl.int32)
+    own, start, width = counts + variable * STATE, tl.load(row + START), tl.load(row + WIDTH)
+    coded, first = wire_at(table, variables, 0) + tl.load(row + SECOND), (start + program) * room
+    guessed, found = tl.load(own + STATE - 1), tl.zeros([FIRSTS], tl.int32)
+    many, tied = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     for step in range(steps):
         base, place, inside, wide, _ = part(row, program * steps + step, N)
         x = compensated(row, floats(row + GRADIENT, base, wide, place, inside), base, wide, place, inside, KEEPS)
         deny(flags, variable, x, most, LOOKS)
         if KEEPS:
             write_floats(row + NEXT, x, base, wide, place, inside)
-        found += tl.histogram(magnitude_bits(x) >> 23, DIGITS, mask=inside)
-    tl.atomic_add(counts + variable * STATE + tl.arange(0, DIGITS), found, mask=found > 0)
+        if width == 1:
+            write_marks(coded, place < 0, base, tl.load(row + SIZE), N)
+        found += tl.histogram(magnitude_bits(x) >> 24, FIRSTS, mask=inside)
+        lists = patterns + first, places + first, x, step * N + place
+        many, tied = listed_of(*lists, inside, guessed, many, tied, room)
+    tell(own, listed + start, ties + start, program, found, many, tied)
 
 
 @triton.jit(do_not_specialize=("steps", "room"))
-def collect_of_bucket(patterns, places, listed, counts, table, owners, steps, room, N: tl.constexpr):
-    row, x, n, k, program, own, state, wide = searched(table, owners, counts)
+def digit_of_bucket(patterns, listed, counts, table, owners, steps, room, PASS: tl.constexpr, N: tl.constexpr):
+    row, x, n, k, program, own, wide = searched(table, owners, counts)
     start = tl.load(row + START)
-    lists = patterns + start * room, places + start * room, tl.load(row + WIDTH) != 1, listed + start
-    collected(*lists, own, state, x, n, k, program, steps, room, wide, N)
+    counted(patterns + start * room, listed + start, own, x, n, k, program, steps, room, wide, PASS, N)
 
 
 @triton.jit(do_not_specialize=("steps", "room"))
-def third_of_bucket(patterns, listed, counts, table, owners, steps, room, N: tl.constexpr):
-    row, x, n, k, program, own, state, wide = searched(table, owners, counts)
+def last_of_bucket(rows, patterns, listed, ties, counts, table, owners, steps, room, N: tl.constexpr):
+    row, x, n, k, program, own, wide = searched(table, owners, counts)
     start = tl.load(row + START)
-    counted_third(patterns + start * room, listed + start, own, state, x, n, k, program, steps, room, wide, N)
-
-
-@triton.jit(do_not_specialize=("steps", "room"))
-def last_of_bucket(rows, above, patterns, listed, counts, table, owners, steps, room, N: tl.constexpr):
-    row, x, n, k, program, own, state, wide = searched(table, owners, counts)
-    start = tl.load(row + START)
-    found, lists = (rows + start * 128, above + start), (patterns + start * room, listed + start)
-    counted_last(*found, *lists, own, state, x, n, k, program, steps, room, wide, N)
-
-
-@triton.jit(do_not_specialize=("steps",))
-def place_of_bucket(starts, ties, counts, rows, above, table, steps, N: tl.constexpr, P: tl.constexpr):
-    """A program a variable."""
-    row = table + tl.program_id(0) * COLUMNS
-    start, programs = tl.load(row + START), (tl.load(row + SIZE) + steps * N - 1) // (steps * N)
-    state = counts + tl.program_id(0) * STATE + 3 * DIGITS
-    placed_programs(starts + start, ties + start, state, rows + start * 128, above + start, programs.to(tl.int32), P)
+    lists = rows + start * LASTS, patterns + start * room, listed + start, ties + start
+    counted_last(*lists, own, x, n, k, program, steps, room, wide, N)
 
 
 @triton.jit(do_not_specialize=("variables", "steps", "room"))
 def write_of_bucket(
-    starts, ties, patterns, places, listed, counts, table, owners, variables, steps, room,
-    KEEPS: tl.constexpr, N: tl.constexpr,
+    rows, places, patterns, listed, counts, table, owners, variables, steps, room,
+    KEEPS: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """The entries, ascending; of bitmaps' variables all elements are looked at, of others those that are listed."""
-    row, x, n, _, program, own, state, aligned = searched(table, owners, counts)
+    """The entries, ascending."""
+    row, x, n, k, program, own, wide = searched(table, owners, counts)
     start = tl.load(row + START)
-    if program == 0:  # for the next search
-        for digits in tl.static_range(3):
-            tl.store(own + digits * DIGITS + tl.arange(0, DIGITS), tl.zeros([DIGITS], tl.int32))
-    threshold, rank = tl.load(state + 8), tl.load(state + 9)
-    larger_before, tied_before = tl.load(starts + start + program), tl.load(ties + start + program)
+    threshold, rank, larger_before, tied_before = ended(own, rows + start * LASTS, k, program, P)
+    lists = patterns + start * room, listed + start
+    source, many, is_listed, wide = candidates(*lists, own, x, n, k, program, steps, room, wide, N)
     wire, width = wire_at(table, variables, 0), tl.load(row + WIDTH)
     values, coded = wire + tl.load(row + FIRST), wire + tl.load(row + SECOND)
     base, first = program.to(tl.int64) * steps * N, (start + program) * room
-    source, many, wide = candidates(patterns + start * room, listed + start, x, n, program, steps, room, aligned, N)
-    is_listed = (tl.load(listed + start + program) <= room) & (width != 1)
-    if width == 1:
-        source = x.to(tl.pointer_type(tl.int32), bitcast=True) + base
-        many, wide = tl.minimum(n - base, steps * N).to(tl.int32), aligned
     for low in range(0, many, N):
-        place = low + tl.arange(0, N)
         given, inside = some(source, low, many, wide, N)
-        index = tl.load(places + first + place, mask=is_listed & inside, other=0)
-        index = base + tl.where(is_listed, index, place)
+        index = base + place_of(places, first, low + tl.arange(0, N), is_listed, inside)
         taken, at, larger, equal = taken_of(given & LOW31, inside, threshold, rank, larger_before, tied_before)
         value = given.to(tl.float32, bitcast=True)
         write_entries(values, coded, width, at, index, value, taken)
         if width == 1:
-            write_marks(coded, taken, base + low, n, N)
+            byte = coded + index // 8  # bitmaps begin at any byte
+            bit = ((byte & 3) * 8 + (index & 7)).to(tl.int32)
+            tl.atomic_or((byte - (byte & 3)).to(tl.pointer_type(tl.int32)), 1 << bit, mask=taken)
         if KEEPS:
             tl.store(x + index, value - value, mask=taken)
         larger_before, tied_before = larger_before + larger, tied_before + equal

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton
 
 from grace.kernels.contract.primitives import Placed
 from grace.kernels.random import FEISTEL_DRAW, feistel_bits
@@ -13,7 +12,8 @@ from grace.kernels.triton import sparse_buckets, tables
 from grace.kernels.triton.bucket_codecs import CODECS as VALUE_CODECS
 from grace.kernels.triton.bucket_codecs import Codec
 from grace.kernels.triton.launching import BLOCK, FEWER, launch, signed
-from grace.kernels.triton.sparsification import PROGRAMS, STEP, room_of
+from grace.kernels.triton.selection import SAMPLE, STATE
+from grace.kernels.triton.sparsification import STEP, room_of, steps_of
 
 WIDTHS = {"int32": 4, "int16": 2, "uint8": 1}
 """Bytes of a coded position, and 1 of a bitmap."""
@@ -71,30 +71,28 @@ class Largest(Entries):
     """See :class:`~grace.compressors.topk.TopK`."""
 
     def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]], device: torch.device):
-        self.steps = triton.next_power_of_2(max(1, -(-sum(sizes) // (PROGRAMS * STEP))))
+        self.steps = steps_of(sum(sizes))
         self.span = self.steps * STEP
         super().__init__(sizes, payloads, device)
         kept = zip(sizes, self.plan[:, tables.MORE.value].tolist(), strict=True)
-        self.room = max([STEP // 4, *(room_of(n, k, self.steps) for n, k in kept if n > STEP)])
-        self.counts = torch.zeros((self.variables, sparse_buckets.STATE.value), dtype=torch.int32, device=device)
+        self.room = max([STEP // 4, *(room_of(n, k, self.steps) for n, k in kept if n > SAMPLE.value)])
 
     def write(self, table: Any, keeps: bool, looks: bool, most: int, step: Any, end: Any) -> torch.Tensor:
-        programs, places = len(self.owners), (table, self.owners)
-        rows = self.empty((programs, 128), torch.int32)
-        listed, above, starts, ties = self.empty((4, programs), torch.int32)
-        patterns, where = self.empty((2, programs * self.room), torch.int32)
-        given, numbers = (self.counts, *places), (self.steps, self.room)
-        chosen = {"KEEPS": keeps, "LOOKS": looks, "N": STEP}
-        first = self.flags, *given, self.variables, most, self.steps
-        launch(sparse_buckets.first_of_bucket, programs, *first, **chosen, warps=8)
-        launch(sparse_buckets.collect_of_bucket, programs, patterns, where, listed, *given, *numbers, N=STEP)
-        launch(sparse_buckets.third_of_bucket, programs, patterns, listed, *given, *numbers, N=STEP)
-        launch(sparse_buckets.last_of_bucket, programs, rows, above, patterns, listed, *given, *numbers, N=STEP)
-        of_programs = starts, ties, self.counts, rows, above, table, self.steps
-        launch(sparse_buckets.place_of_bucket, self.variables, *of_programs, N=STEP, P=32)
-        lists = starts, ties, patterns, where, listed
-        written = *lists, *given, self.variables, *numbers
-        launch(sparse_buckets.write_of_bucket, programs, *written, KEEPS=keeps, N=STEP)
+        programs, numbers = len(self.owners), (self.steps, self.room)
+        counts, rows = self.empty((self.variables, STATE.value), torch.int32), self.empty((programs, 32), torch.int16)
+        listed, ties = self.empty((2, programs), torch.int32)
+        patterns, places = (self.empty(programs * self.room, dtype) for dtype in (torch.int32, torch.int16))
+        given = counts, table, self.owners
+        launch(sparse_buckets.guess_of_bucket, self.variables, counts, table, KEEPS=keeps, warps=16)
+        first = self.flags, patterns, places, listed, ties, *given, self.variables, most, *numbers
+        launch(sparse_buckets.list_of_bucket, programs, *first, KEEPS=keeps, LOOKS=looks, N=STEP, warps=8)
+        for done in (1, 2):
+            launch(
+                sparse_buckets.digit_of_bucket, programs, patterns, listed, *given, *numbers, PASS=done, N=STEP, warps=8
+            )
+        launch(sparse_buckets.last_of_bucket, programs, rows, patterns, listed, ties, *given, *numbers, N=STEP)
+        written = rows, places, patterns, listed, *given, self.variables, *numbers
+        launch(sparse_buckets.write_of_bucket, programs, *written, KEEPS=keeps, N=STEP, P=32)
         return self.write_end(table, end)
 
 

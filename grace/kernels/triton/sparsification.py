@@ -16,14 +16,23 @@ STEP = 1024
 """Elements that such a program reads at once."""
 
 
-def room_of(n: int, k: int, steps: int) -> int:
-    """How many of its elements each program of a search may list. Those of at least half the k-th largest are at most
-    23 % of Gaussian ones if k is at most n / 64; where there are more, they are read where they are.
+def steps_of(n: int) -> int:
+    """How often each program of a search reads: its places and counts have 16 bits.
 
-    >>> room_of(1 << 20, 1 << 13, 1), room_of(1 << 20, 1 << 16, 2)
-    (256, 1024)
+    >>> steps_of(0), steps_of(3 << 20), steps_of(1 << 30)
+    (1, 4, 32)
     """
-    return steps * STEP // (4 if 64 * k <= n else 2)
+    return min(triton.next_power_of_2(max(1, triton.cdiv(n, PROGRAMS * STEP))), (1 << 15) // STEP)
+
+
+def room_of(n: int, k: int, steps: int) -> int:
+    """How many of its elements each program of a search may list: most likely those above the guess are little more
+    than k. Where there are more than there is room for, they are read where they are.
+
+    >>> room_of(1 << 20, 1 << 13, 1), room_of(1 << 20, 1 << 17, 2), room_of(1 << 20, 1 << 19, 2)
+    (256, 1024, 2048)
+    """
+    return steps * STEP // (4 if 16 * k <= n else 2 if 3 * k <= n else 1)
 
 
 class SparseTriton:
@@ -47,22 +56,22 @@ class SparseTriton:
         n, out = x.numel(), torch.empty(k, dtype=torch.int32, device=x.device)
         if not k:
             return out
-        steps = max(1, triton.cdiv(triton.cdiv(n, PROGRAMS), STEP))
-        programs, room = triton.cdiv(n, steps * STEP), room_of(n, k, steps)
-        spare = torch.zeros(3 * 256 + 10, dtype=torch.int32, device=x.device)
-        counts, state = spare[: 3 * 256], spare[3 * 256 :]
-        rows = torch.empty((programs, 128), dtype=torch.int32, device=x.device)
-        listed, above, starts, ties = torch.empty((4, programs), dtype=torch.int32, device=x.device)
-        patterns, places = torch.empty((2, programs * room), dtype=torch.int32, device=x.device)
-        found, given = (counts, state), (x, n, k, steps, room)
-        lists, wide = (patterns, listed), int(x.data_ptr() % 16 == 0)
-        launch(selection.count_first, programs, counts, x, n, steps, N=STEP)
-        launch(selection.collect, programs, patterns, places, listed, *found, *given, wide, N=STEP)
-        launch(selection.count_third, programs, *lists, *found, *given, wide, N=STEP)
-        launch(selection.count_last, programs, rows, above, *lists, *found, *given, wide, N=STEP)
-        launch(selection.place_programs, 1, starts, ties, state, rows, above, programs, P=32)
-        before = starts, ties, state, places, *lists
-        launch(selection.write_largest, programs, out, *before, x, n, steps, room, wide, N=STEP)
+        steps = steps_of(n)
+        programs, room, wide = triton.cdiv(n, steps * STEP), room_of(n, k, steps), int(x.data_ptr() % 16 == 0)
+        counts = torch.empty(selection.STATE.value, dtype=torch.int32, device=x.device)
+        rows = torch.empty((programs, 32), dtype=torch.int16, device=x.device)
+        listed, ties = torch.empty((2, programs), dtype=torch.int32, device=x.device)
+        patterns, places = (
+            torch.empty(programs * room, dtype=dtype, device=x.device) for dtype in (torch.int32, torch.int16)
+        )
+        given = counts, x, n, k, steps, room, wide
+        launch(selection.guess_largest, 1, counts, x, n, k, warps=16)
+        first = patterns, places, listed, ties, counts, x, n, steps, room
+        launch(selection.list_largest, programs, *first, N=STEP)
+        for done in (1, 2):
+            launch(selection.count_digit, programs, patterns, listed, *given, PASS=done, N=STEP, warps=8)
+        launch(selection.count_last, programs, rows, patterns, listed, ties, *given, N=STEP)
+        launch(selection.write_largest, programs, out, rows, places, patterns, listed, *given, N=STEP, P=32)
         return out
 
     def topk_chunks(self, x, chunk, k):

@@ -80,7 +80,8 @@ class Exchange(AtOnce, Refusing, Judging, Rounds):
         began = time.perf_counter()
         if vars(type(self)).get("by_codec"):
             self.find_codec()
-        recorder.each("update", self.names, self._update, inputs, self.encoded)
+        if self.withheld is None:  # else nothing is kept of this step
+            recorder.each("update", self.names, self._update, inputs, self.encoded)
         self.traffic.codec_seconds += time.perf_counter() - began
 
     def _compensated(self, gradient: Tensor, name: str) -> Tensor:
@@ -161,14 +162,14 @@ class Exchange(AtOnce, Refusing, Judging, Rounds):
         finite = [True] * len(payloads) if inputs is None else self.sound
         return [mark(here, ok, self.communicator.sums) for here, ok in zip(self.present, finite, strict=True)]
 
-    def _filled(self, payloads: list[Any], marks: list[Any]) -> Tensor:
+    def _filled(self, payloads: Sequence[Any], marks: list[Any]) -> Tensor:
         reusable = not self.traits.varies and self.traits.rounds == 1
         if self.bucket.wire is None or not reusable or self.comparing:
             # what a method of several rounds receives may live on in its state: it gets buffers of its own
             wire = Wire(self.kernels, payloads, self.communicator.sums, self.room)
             self.bucket.wire, self.bucket.buffer = wire, None
         elif self.communicator.foreign:
-            self._check_sizes(payloads)
+            payloads, marks = self._withhold(payloads, marks)
         self.wire = self.bucket.wire
         self.bucket.buffer = self.wire.pack(payloads, marks, self.bucket.buffer, self.own_place())
         return self.bucket.buffer

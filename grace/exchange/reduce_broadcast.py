@@ -127,6 +127,8 @@ class ReduceBroadcastExchange(Exchange):
                 return self._refusal([MISSING] * len(self.names))
             found = [layout.marked(buffer) for layout, buffer in zip(layouts, wires, strict=True)]
             here, well = self._learn_of(found)
+            if self.refused is not None:
+                return self._refusal([REFUSED if name == self.refused else MISSING for name in self.names])
             received = [layout.unpack(buffer) for layout, buffer in zip(layouts, wires, strict=True)]
         payloads, marks = [], []
         for i, name in enumerate(self.names):
@@ -144,6 +146,9 @@ class ReduceBroadcastExchange(Exchange):
                     self.communicator.answer_memory.update(mean, name, self.back, payload, ctx)
             payloads.append(payload)
             marks.append(here[i] * mark(True, ok, False))
+        if self.far and self.communicator.foreign:  # of what was withheld an overflow becomes a refusal
+            withheld = sum(k.cast(k.cast(told, "float32") > OVERFLOW, "float32") for told in found)
+            marks = [told + k.cast(more > 0, "float32") for told, more in zip(marks, withheld, strict=True)]
         if self.far:  # what was learnt is kept when somebody reads that it may be
             self.ask([k.full(marks, "float32", self.bucket.buffer)], self._forget_unkept)
         with recorder.phase("pack", bucket=self.bucket):
@@ -162,6 +167,9 @@ class ReduceBroadcastExchange(Exchange):
             here = sum(k.cast(told, "float32") for told in marks) > 0
             return list(k.cast(here, "float32")), list(k.cast(self.spoilt_by(marks) == 0, "float32"))
         ranks = list(zip(*map(self.kernels.to_list, marks), strict=True))
+        for name, told in zip(self.names, ranks, strict=True):
+            if REFUSED in told and self.refusal is None:  # the others wait for an answer
+                self.refused, self.refusal = name, self.withheld or self.withheld_by(told.index(REFUSED), name)
         return [max(told) > MISSING for told in ranks], [max(told) < OVERFLOW for told in ranks]
 
     def _forget(self, name: str) -> None:

@@ -1,10 +1,11 @@
 """What an exchange does with payloads that do not decode: all ranks give up together, and say why."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from grace.core.compressor import Tensor
-from grace.errors import ExchangeError, PayloadError, payload_of
+from grace.errors import PayloadError, payload_of
 from grace.exchange.wire import REFUSED, Wire
 
 MOST_BYTES, MOST_BYTES_PER_ELEMENT = 1 << 20, 64
@@ -37,6 +38,8 @@ class Refusing:
     """Why nothing can come of this any more."""
     refused: str | None = None
     """The variable whose payloads this rank could not decode while the others wait for its answer."""
+    withheld: PayloadError | None = None
+    """Why this rank sends no payload of a variable, which all ranks learn by its status."""
 
     def decoding(self, decode: Callable[..., Any], sender: int | None = None) -> Callable[..., Any]:
         """``decode``, whose last argument is a variable's name, with errors that say whose payload it was: the
@@ -67,8 +70,8 @@ class Refusing:
     def check_refused(self, statuses: Sequence[Sequence[float]], first: int = 0) -> None:
         """Give up if an answer says that its sender could not decode what it got; ``statuses`` are those of the
         answers, that of rank ``first`` first."""
-        if self.refusal:
-            raise self.refusal
+        if why := self.refusal or self.withheld:
+            raise why
         context = self.communicator.context
         for rank, told in enumerate(statuses, first):
             if REFUSED in told:
@@ -77,18 +80,37 @@ class Refusing:
                     f"{self.names[list(told).index(REFUSED)]!r} at step {context.step}; its own error says more"
                 )
 
-    def _check_sizes(self, payloads: Sequence[Any]) -> None:
-        """Refuse payloads that are laid out otherwise than at the first step, before they are sent."""
+    def _withhold(self, payloads: Sequence[Any], marks: list[Any]) -> tuple[Sequence[Any], list[Any]]:
+        """What to send: payloads that are laid out otherwise than at the first step have no room in the wire. Zeros
+        travel in place of all of them then, and a status that all ranks give up by."""
         before = iter(zip(self.bucket.wire.lengths, self.names, payloads, strict=True))
         shapes = iter(self.bucket.wire.shapes)
-        for length, name, payload in before:
+        for i, (length, name, payload) in enumerate(before):
             was, now = [next(shapes) for _ in range(length)], [tuple(tensor.shape) for tensor in payload]
             if was != now:
                 context = self.communicator.context
-                raise ExchangeError(
+                self.withheld = PayloadError(
                     f"rank {context.rank} of {context.size}: {self.compressor.spec}: the payload of {name!r} has the "
                     f"shapes {now} at step {context.step}, and had {was} at the first. {VARIES}"
                 )
+                mark = math.nan if self.communicator.sums else REFUSED
+                return self.bucket.wire.zeros(self.bucket.buffer), [*marks[:i], mark, *marks[i + 1 :]]
+        return payloads, marks
+
+    def check_withheld(self, ranks: Sequence[Sequence[float]]) -> None:
+        """Give up if a rank's statuses, or the sum of all ranks', say that it sent no payload."""
+        for rank, told in enumerate(ranks):
+            for name, status in zip(self.names, told, strict=True):
+                if status == REFUSED if not self.communicator.sums else math.isnan(status):
+                    raise self.withheld or self.withheld_by("another rank" if self.communicator.sums else rank, name)
+
+    def withheld_by(self, rank: Any, name: str) -> PayloadError:
+        """The error about a payload that a rank did not send."""
+        context, who = self.communicator.context, rank if isinstance(rank, str) else f"rank {rank}"
+        return PayloadError(
+            f"rank {context.rank} of {context.size}: {who} has not sent its payload of {name!r} at step "
+            f"{context.step}, which is laid out otherwise than at the first; its own error says more"
+        )
 
     def _send_compared(self) -> bool:
         """All ranks have told how their payloads are laid out: send them if that is alike; False if not, which all

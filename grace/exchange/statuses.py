@@ -57,6 +57,7 @@ class Judging:
     names: list[str]
     present: list[bool]
     spoilt: list[bool]
+    check_withheld: Callable[[Sequence[Sequence[float]]], None]
     traits: Any
     wire: Any
     _wires: Any
@@ -183,7 +184,7 @@ class Judging:
     @property
     def _asks_statuses(self) -> bool:
         """Whether statuses say more than payloads."""
-        return not all(self.present) or not self.traits.carries_nonfinite
+        return not all(self.present) or not self.traits.carries_nonfinite or self.communicator.foreign
 
     def _statuses_of(self, wires: list[Tensor]) -> tuple[list[bool], list[bool]]:
         """Per variable: whether no rank had a gradient, and whether one overflowed; on a device, that all is well."""
@@ -213,6 +214,7 @@ class Judging:
         limit, well = math.inf if sums else OVERFLOW, self._well
         if all(rank.count(well) == count for rank in ranks):
             return [False] * count, [False] * count
+        self.check_withheld(ranks)
         missing = [all(rank[i] == 0 for rank in ranks) for i in range(count)]
         return missing, [any(not rank[i] < limit for rank in ranks) for i in range(count)]
 

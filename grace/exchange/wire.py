@@ -191,6 +191,12 @@ class Wire:
             parts.append(k.full([*numbers, *[0] * self.padding], self.dtype, tensors[0]))
         return k.join(parts, out)
 
+    def zeros(self, like: Tensor) -> list[Payload]:
+        """Payloads of zeros, laid out like this."""
+        each = zip(self.shapes, self.dtypes, strict=True)
+        rest = iter([self.kernels.zeros(shape, dtype, like) for shape, dtype in each])
+        return [[next(rest) for _ in range(length)] for length in self.lengths]
+
     def placed(self) -> list[list[Placed]]:
         """Where the tensors of each variable's payload stand."""
         size = ITEM_SIZE[self.dtype]

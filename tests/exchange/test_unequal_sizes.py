@@ -1,5 +1,7 @@
 """Payloads whose sizes differ by rank travel in one size exchange and one padded gather per group."""
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ import torch
 import grace
 import grace.torch
 from grace.torch import Compressor, Traits
+from tests.support.far import as_far
 
 pytestmark = pytest.mark.ranks
 
@@ -82,3 +85,61 @@ def test_training_keeps_ranks_equal_and_the_hook_agrees(ranks):
     for weights in results[1:]:
         for mine, theirs in zip(results[0], weights, strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+class Growing(Compressor):
+    """Whole numbers; in one more than there are elements, if it is told so."""
+
+    name = "growing"
+    traits = Traits(category="quantization", summable=True)
+    more = 0
+
+    def compress(self, tensor, name):
+        return [torch.cat([tensor.round().view(-1), torch.zeros(self.more)])], tensor.shape
+
+    def decompress(self, payload, ctx):
+        return payload[0].view(ctx)
+
+
+class GrowingApart(Growing):
+    name = "growing_apart"
+    traits = Traits(category="quantization")
+
+
+def refused(kind: str, compressor: type, far: bool) -> tuple[str, bytes, bytes]:
+    """What a rank says of a step in which rank 1's payload grows, and the next mean, as it is and without that step."""
+    means, said = [], ""
+    with as_far(plain=True) if far else contextlib.nullcontext():
+        for grows in (True, False):
+            communicator = getattr(grace.torch, kind)(compressor(), "residual")
+            communicator.step(gradient(grace.rank(), (5, 3)), "w")
+            if grows:
+                communicator.compressor.more = int(grace.rank() == 1)
+                try:
+                    communicator.step(gradient(2 + grace.rank(), (5, 3)), "w")
+                except grace.ExchangeError as error:
+                    said = str(error)
+                communicator.compressor.more = 0
+            means.append(communicator.step(gradient(4 + grace.rank(), (5, 3)), "w").numpy().tobytes())
+    return said, *means
+
+
+@pytest.mark.parametrize("far", [False, True], ids=["near", "far"])
+@pytest.mark.parametrize(
+    ("kind", "compressor"),
+    [
+        ("Allreduce", Growing),
+        ("ReduceBroadcast", Growing),
+        ("Allgather", GrowingApart),
+        ("Broadcast", GrowingApart),
+        ("ReduceBroadcast", GrowingApart),
+    ],
+)
+def test_a_payload_that_grows_is_refused_on_all_ranks_and_training_may_go_on(two_ranks, kind, compressor, far):
+    answers = two_ranks.run(refused, kind, compressor, far)
+    assert "growing" in answers[1][0]
+    assert "the payload of 'w' has the shapes [(16,)] at step 1, and had [(15,)] at the first" in answers[1][0]
+    assert "'w' at step 1" in answers[0][0]
+    assert "its own error says more" in answers[0][0]
+    for _, mean, other in answers:
+        assert mean == other

@@ -2,11 +2,7 @@
 
 import copy
 import dataclasses
-import os
 import pickle
-import socket
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -190,40 +186,3 @@ def test_parts_of_a_users_component_are_in_the_run_too():
     assert (memory.seen.seed, memory.seen.step) == (3, 1)
     frozen = memory.at(dataclasses.replace(memory.context, step=9))
     assert (frozen.inner[0].context.step, frozen.inner[0].outer is frozen, memory.inner[0].context.step) == (9, True, 1)
-
-
-GROWING = """
-import torch, grace
-class Growing(grace.Compressor):
-    name = "growing"
-    traits = grace.Traits(category="quantization")
-    def compress(self, tensor, name):
-        return [torch.zeros(4 + (self.context.step > 1 and self.context.rank == 1))], tuple(tensor.shape)
-    def decompress(self, payload, ctx):
-        return torch.zeros(ctx)
-grace.init("torch")
-model = torch.nn.Linear(30, 10)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-optimizer = grace.DistributedOptimizer(optimizer, model, Growing(), "none", "allgather")
-for step in range(4):
-    model(torch.randn(8, 30)).square().mean().backward()
-    optimizer.step()
-"""
-
-
-@pytest.mark.ranks
-def test_a_payload_that_grows_later_on_one_rank_ends_the_others_with_its_reason():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", GROWING], env={**env, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    why = "growing: the payload of 'weight' has the shapes [(5,)] at step 2, and had [(4,)] at the first"
-    said = [rank.communicate(timeout=60)[1] for rank in ranks]  # far less than the ranks' own timeout
-    assert f"rank 1 failed: ExchangeError: rank 1 of 2: {why}" in said[0]
-    assert f"grace.errors.ExchangeError: rank 1 of 2: {why}" in said[1]

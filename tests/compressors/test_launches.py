@@ -23,7 +23,7 @@ BUDGETS = {
     "efsignsgd": (6, 1),
     "onebit": (11, 1),
     "topk(ratio=0.01)": (7, 1),
-    "topk(ratio=0.1)": (9, 6),
+    "topk(ratio=0.1)": (8, 3),
     "topk(ratio=0.01, chunk=1024)": (3, 2),
     "randomk": (2, 1),
     "powersgd(rank=4)": (7, 1),

@@ -94,7 +94,7 @@ def test_random_numbers_and_places(it, x):
     exactly(it, "scatter_add", out, indices, x[: x.size // 2], 1 / 3)
     exactly(it, "add_at", out, indices, np.float32([3]), 1 / 3)
     exactly(it, "zero_at", out, indices)
-    bitmap = exactly(it, "bitmap", indices, x.size + 1)
+    bitmap = exactly(it, "bitmap", np.sort(indices), x.size + 1)
     for count in (None, indices.size):
         exactly(it, "positions", bitmap, x.size + 1, count)
     if found := REFERENCE.positions(bitmap, x.size + 1).tolist():  # what is damaged writes nowhere else
@@ -102,6 +102,18 @@ def test_random_numbers_and_places(it, x):
         assert it.run("positions", bitmap, x.size + 1, len(found) + 2).tolist() == [*found, -1, -1]
     exactly(it, "above", x, float(np.median(np.abs(x))) if x.size else 0.0)
     exactly(it, "where_code", np.sign(x).astype(np.int8).view(np.uint8), 255)
+
+
+def test_bitmaps_of_many_programs(it, monkeypatch):
+    from grace.kernels.triton import sparsification
+
+    monkeypatch.setattr(sparsification, "PROGRAMS", 4)  # of several steps
+    n, drawn = 40_003, np.random.default_rng(1).choice(40_003, 3000, replace=False)
+    edges = [0, 31, 32, 16383, 16384, 32767, 32768, 40_002]
+    for indices in (np.union1d(drawn, edges), np.arange(16384), np.array([n - 1]), np.array([], int)):
+        bitmap = exactly(it, "bitmap", indices.astype(np.int32), n)
+        exactly(it, "positions", bitmap, n, indices.size)
+    assert it.run("positions", bitmap, n, 2).tolist() == [-1, -1]
 
 
 def test_a_step_that_lies_in_memory_makes_the_same_numbers(it):

@@ -32,10 +32,11 @@ NARROW = {
     ("decode_levels", "buckets of block", "gfx942"): 2,  # 4 codes of each of 256 threads
     ("encode_rows", "buckets of qsgd of odd buckets"): 4,
     **dict.fromkeys(("encode_drawn", "decode_drawn", "zero_bucket"), 0),  # single elements, a bucket's table
-    **dict.fromkeys(("count_marks", "decode_entries"), 1),  # positions, wherever they begin
+    **dict.fromkeys(("count_marks", "decode_entries", "count_bits"), 1),  # positions, wherever they begin
     ("decode_numbers", "buckets of fp16", "gfx942"): 8,
     ("decode_numbers", "buckets of bf16", "gfx942"): 8,
     **dict.fromkeys(("guess_largest", "guess_of_bucket"), 4),  # of single elements
+    **dict.fromkeys(("write_bits", "write_positions"), 4),  # which begin anywhere, or are bits
     ("list_of_bucket", "buckets of topk", "gfx942"): 8,  # 2 elements of each of 512 threads
     ("list_of_bucket", "buckets of topk with bitmaps", "gfx942"): 8,
     ("count_digit", "topk", "gfx942"): 8,

@@ -295,7 +295,7 @@ class Kernels(ValueKernels, SparseKernels):
 
     @abc.abstractmethod
     def bitmap(self, indices: Tensor, n: int) -> Tensor:
-        """One bit per position below n, set at ``indices``, packed as by :meth:`pack`."""
+        """One bit per position below n, set at ascending ``indices``, packed as by :meth:`pack`."""
 
     @abc.abstractmethod
     def positions(self, bitmap: Tensor, n: int, count: int | None = None) -> Tensor:

@@ -133,6 +133,7 @@ def calls() -> dict[str, Callable[[TritonKernels], Any]]:
         "above": lambda k: placed(x, 1.0, counted(x, 1.0), N // 128),  # between which the count is read back
         "where_code": lambda k: placed(codes, 2, counted(codes, 2), N // 128),
         "bitmap": lambda k: k.bitmap(places, N),
+        "positions": lambda k: k.positions(codes[: N // 8], N, N // 128),
         "scatter_add": lambda k: k.scatter_add(x, places, _meta(N // 128), 0.5),
         "zero_at": lambda k: k.zero_at(x, places),
         "add_at": lambda k: k.add_at(x, places, one, 0.5),

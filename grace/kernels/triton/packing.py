@@ -129,8 +129,64 @@ def bucketize(out, x, scale, edges, count, n, N: tl.constexpr):
 
 
 @triton.jit
-def set_bits(words, indices, k, n, N: tl.constexpr):
-    """Bits at these places below n of words that are zero."""
-    place = tl.program_id(0) * N + tl.arange(0, N)
-    index = tl.load(indices + place, mask=place < k, other=-1)
-    tl.atomic_or(words + index // 32, 1 << (index & 31), mask=(index >= 0) & (index < n))
+def marks_at(coded, base, size, N: tl.constexpr):
+    """1 for each of N elements from one on, a multiple of 8, whose bit is set."""
+    byte = tl.arange(0, N // 8)
+    pointer = (coded + base // 8).to(tl.pointer_type(tl.uint8))
+    packed = tl.load(pointer + byte, mask=byte * 8 < size - base, other=0)
+    return (signs_of_byte(packed, N) & (tl.arange(0, N) < size - base)).to(tl.int32)
+
+
+@triton.jit
+def first_from(coded, width, k, least):
+    """How many of k ascending positions, in 32 or 16 bits, are below one."""
+    low, high = tl.full([], 0, tl.int32), k
+    while low < high:
+        middle = (low + high) // 2
+        if width == 4:
+            found = tl.load(coded.to(tl.pointer_type(tl.int32)) + middle)
+        else:
+            found = tl.load(coded.to(tl.pointer_type(tl.uint16)) + middle).to(tl.int32)
+        low, high = tl.where(found < least, middle + 1, low), tl.where(found < least, high, middle)
+    return low
+
+
+@triton.jit
+def write_bits(words, indices, k, n, WORDS: tl.constexpr, N: tl.constexpr):
+    """Bits at ascending places below n."""
+    base, word = tl.program_id(0) * WORDS * 32, tl.arange(0, WORDS)
+    tl.store(words + base // 32 + word, tl.zeros([WORDS], tl.int32), mask=word * 32 < n - base)
+    tl.debug_barrier()
+    many = tl.full([], 0, tl.int32) + k
+    begin = first_from(indices.to(tl.int64), 4, many, base)
+    for low in range(begin, first_from(indices.to(tl.int64), 4, many, base + (WORDS * 32 - 1)) + 1, N):
+        place = low + tl.arange(0, N)
+        index = tl.load(indices + place, mask=place < k, other=-1)
+        inside = (index >= base) & (index < n) & (index - base < WORDS * 32)
+        tl.atomic_or(words + index // 32, 1 << (index & 31), mask=inside)
+
+
+@triton.jit
+def count_bits(counts, bitmap, n, steps, N: tl.constexpr):
+    """How many bits each program's part of a bitmap has."""
+    base, many = tl.program_id(0).to(tl.int64) * steps * N, tl.full([], 0, tl.int32)
+    for step in range(steps):
+        many += tl.sum(marks_at(bitmap.to(tl.int64), base + step * N, n, N), 0)
+    tl.store(counts + tl.program_id(0), many)
+
+
+@triton.jit(do_not_specialize=("count",))
+def write_positions(out, counts, bitmap, n, count, steps, N: tl.constexpr):
+    """The places of the first ``count`` bits; -1 for those that are not there."""
+    base, before, place = tl.program_id(0).to(tl.int64) * steps * N, tl.full([], 0, tl.int32), tl.arange(0, N)
+    for low in range(0, tl.program_id(0), N):
+        others = low + place
+        before += tl.sum(tl.load(counts + others, mask=others < tl.program_id(0), other=0), 0)
+    for step in range(steps):
+        bits = marks_at(bitmap.to(tl.int64), base + step * N, n, N)
+        at = before + tl.cumsum(bits, 0) - bits
+        tl.store(out + at, (base + step * N + place).to(tl.int32), mask=(bits > 0) & (at < count))
+        before += tl.sum(bits, 0)
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        for low in range(before, count, N):
+            tl.store(out + low + place, tl.full([N], -1, tl.int32), mask=low + place < count)

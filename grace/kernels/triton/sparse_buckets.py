@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from grace.kernels.triton.arithmetic import LOW31, magnitude_bits
-from grace.kernels.triton.packing import byte_of_signs, signs_of_byte
+from grace.kernels.triton.packing import byte_of_signs, first_from, marks_at
 from grace.kernels.triton.random import walked
 from grace.kernels.triton.selection import (
     FIRSTS,
@@ -196,15 +196,6 @@ def write_of_bucket(
 # -- decoding ----------------------------------------------------------------------------------------------------------
 
 
-@triton.jit
-def marks_at(coded, base, size, N: tl.constexpr):
-    """1 for each of N elements from one on, a multiple of 8, whose bit is set."""
-    byte = tl.arange(0, N // 8)
-    pointer = (coded + base // 8).to(tl.pointer_type(tl.uint8))
-    packed = tl.load(pointer + byte, mask=byte * 8 < size - base, other=0)
-    return (signs_of_byte(packed, N) & (tl.arange(0, N) < size - base)).to(tl.int32)
-
-
 @triton.jit(do_not_specialize=("variables", "ranks", "programs"))
 def count_marks(marked, table, owners, variables, ranks, programs, N: tl.constexpr):
     """How many bits each program's part of each rank's bitmaps has."""
@@ -214,20 +205,6 @@ def count_marks(marked, table, owners, variables, ranks, programs, N: tl.constex
             coded = wire_at(table, variables, rank) + tl.load(row + SECOND)
             bits = marks_at(coded, program * N, tl.load(row + SIZE), N)
             tl.store(marked + rank * programs + tl.program_id(0), tl.sum(bits, 0))
-
-
-@triton.jit
-def first_from(coded, width, k, least):
-    """How many of k ascending positions, in 32 or 16 bits, are below one."""
-    low, high = tl.full([], 0, tl.int32), k
-    while low < high:
-        middle = (low + high) // 2
-        if width == 4:
-            found = tl.load(coded.to(tl.pointer_type(tl.int32)) + middle)
-        else:
-            found = tl.load(coded.to(tl.pointer_type(tl.uint16)) + middle).to(tl.int32)
-        low, high = tl.where(found < least, middle + 1, low), tl.where(found < least, high, middle)
-    return low
 
 
 @triton.jit(do_not_specialize=("variables", "ranks", "programs", "kept"))

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import triton
 
-from grace.kernels.checks import check_count
+from grace.kernels.checks import check_count, check_packed
 from grace.kernels.triton import packing, random, selection
 from grace.kernels.triton.launching import BLOCK, FEWER, launch
 from grace.kernels.triton.quantization import blocks
@@ -39,7 +39,6 @@ class SparseTriton:
     """A part of :class:`~grace.kernels.triton.primitives.TritonKernels`."""
 
     check_indices: Any
-    unpack: Any
 
     def random_indices(self, stream, n, k, like):
         out = torch.empty(k, dtype=torch.int32, device=like.device)
@@ -93,13 +92,20 @@ class SparseTriton:
         return _chosen(codes, code)
 
     def bitmap(self, indices, n):
-        words = torch.zeros(triton.cdiv(n, 32), dtype=torch.int32, device=indices.device)
-        launch(packing.set_bits, blocks(indices), words, indices, indices.numel(), n, N=BLOCK)
+        words = torch.empty(triton.cdiv(n, 32), dtype=torch.int32, device=indices.device)
+        given = words, indices, indices.numel(), n
+        launch(packing.write_bits, triton.cdiv(n, 32 * FEWER), *given, WORDS=FEWER, N=FEWER)
         return words.view(torch.uint8)[: triton.cdiv(n, 8)]
 
     def positions(self, bitmap, n, count=None):
-        codes = self.unpack(bitmap, 1, n)
-        return _chosen(codes, 1) if count is None else placed(codes, 1, counted(codes, 1), count)
+        check_packed(bitmap.numel(), 1, n)
+        steps = steps_of(n)
+        programs = max(1, triton.cdiv(n, steps * STEP))
+        counts = torch.empty(programs, dtype=torch.int32, device=bitmap.device)
+        launch(packing.count_bits, programs, counts, bitmap, n, steps, N=STEP)
+        out = torch.empty(int(counts.sum()) if count is None else count, dtype=torch.int32, device=bitmap.device)
+        launch(packing.write_positions, programs, out, counts, bitmap, n, len(out), steps, N=STEP)
+        return out
 
     def scatter_add(self, out, indices, values, weight):
         check_count("values", values.numel(), indices.numel())

@@ -36,23 +36,32 @@ class Turns:
     Args:
         memory: whose; there are none if it keeps nothing. Or a method that keeps x itself (see :func:`moments_of`).
         names, shapes: of the variables.
-        codec: that of the bucket if it leaves residuals unfinished; else None.
+        codec: what finishes residuals, if they are left unfinished; else None.
+        pieces: how many each variable is cut into, of which each has its own to be subtracted.
 
     Attributes:
         rows: uint64 of shape (variables, 3): a column for gradients, where residuals are, where the next ones go. With
-            a codec (variables, 5): and where that is which is to be subtracted from either.
+            a codec (variables, 5): and where that is which is to be subtracted from either, or from the first piece of
+            either; each next piece's is behind those of all variables.
         factors: float32 of shape (variables, 2): what residuals are multiplied by, and gradients.
     """
 
     def __init__(
-        self, memory: Any, kernels: Kernels, names: Sequence[str], shapes: Sequence[tuple[int, ...]], codec: Any = None
+        self,
+        memory: Any,
+        kernels: Kernels,
+        names: Sequence[str],
+        shapes: Sequence[tuple[int, ...]],
+        codec: Any = None,
+        pieces: int = 1,
     ):
         self.memory: Any = memory if hasattr(memory, "recall") else None
         self.kernels, self.names, self.shapes, self.codec = kernels, list(names), list(shapes), codec
         self.buffers, self.places = list[list[Tensor]](), list[Any]()
         self.sides: Any = None
-        """float32 of shape (3, variables, 2): for each buffer what is to be subtracted from numbers below 0, and from
-        others; and zeros, for what is in neither."""
+        """float32 of shape (3, pieces, variables, 2): for each buffer what is to be subtracted from numbers below 0,
+        and from others; and zeros, for what is in neither."""
+        self.pieces = pieces
         self.side_places = np.zeros((3, len(self.names)), np.uint64)
         self.before, self.after = np.zeros((2, len(self.names)), np.int64)
         self.rows = np.zeros((len(self.names), 3 if codec is None else 5), np.uint64)
@@ -68,9 +77,9 @@ class Turns:
             self.buffers = [[k.zeros(shape, "float32", like) for shape in self.shapes] for _ in range(2)]
             self.places = [np.array(k.addresses(buffer), np.uint64) for buffer in self.buffers]
             if self.codec is not None:
-                self.sides = k.zeros((*self.side_places.shape, 2), "float32", like)
-                places = np.arange(self.side_places.size, dtype=np.uint64).reshape(self.side_places.shape)
-                self.side_places = np.uint64(k.addresses([self.sides])[0]) + 8 * places  # type: ignore[index]
+                self.sides = k.zeros((3, self.pieces, len(self.names), 2), "float32", like)
+                places = np.arange(3 * self.pieces * len(self.names), dtype=np.uint64).reshape(3, self.pieces, -1)
+                self.side_places = np.uint64(k.addresses([self.sides])[0]) + 8 * places[:, 0]  # type: ignore[index]
         with memory.state.as_it_is():
             recalled = [memory.recall(name) for name in self.names]
         if memory.state.changed(*self.names):

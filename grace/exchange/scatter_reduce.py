@@ -1,7 +1,7 @@
 """The exchange of ScatterReduce: shards to their ranks, means back."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from grace.core.compressor import Compressor, Payload, Tensor, Traits
@@ -141,11 +141,11 @@ class ScatterReduceExchange(ScatterAtOnce, Exchange):
             if self.look([wire] * len(rows), rows):  # as all ranks do, each of which has got something of all
                 self.means_sent = True
                 return False
-            overflow = self._spoilt(wire, rows)
-        buffer = self._averaged_at_once(rows, overflow)
+            spoilt = self._spoilt(wire, rows)
+        buffer = self._averaged_at_once(rows, spoilt)
         apart = buffer is None
         if apart:
-            buffer = self._averaged(wire, rows, overflow)
+            buffer = self._averaged(wire, rows, spoilt())
         self._count(self.replies[context.rank], buffer)
         self.means_sent = True
         self.traffic.codec_seconds += time.perf_counter() - began
@@ -156,8 +156,9 @@ class ScatterReduceExchange(ScatterAtOnce, Exchange):
             self.traffic.codec_seconds += time.perf_counter() - began
         return True
 
-    def _spoilt(self, wire: Wire, rows: Sequence[Tensor]) -> list[Any]:
-        """Which variables overflowed on some rank: bools, or 0-d tensors of 1.0 or 0.0; and learn which are missing."""
+    def _spoilt(self, wire: Wire, rows: Sequence[Tensor]) -> Callable[[], list[Any]]:
+        """What tells which variables overflowed on some rank: bools, or 0-d tensors of 1.0 or 0.0; and learn which are
+        missing."""
         marks = [wire.marked(row) for row in rows]
 
         def learnt(ranks: list[list[float]]) -> None:
@@ -166,10 +167,11 @@ class ScatterReduceExchange(ScatterAtOnce, Exchange):
         if self.far:
             self.missing = [False] * len(self.names)
             self.ask(marks, learnt)
-            return list(self.kernels.cast(self.spoilt_by(marks) > 0, "float32"))
+            return lambda: list(self.kernels.cast(self.spoilt_by(marks) > 0, "float32"))
         ranks = [self.kernels.to_list(mark) for mark in marks]
         learnt(ranks)
-        return [max(told) >= OVERFLOW for told in zip(*ranks, strict=True)]
+        overflow = [max(told) >= OVERFLOW for told in zip(*ranks, strict=True)]
+        return lambda: overflow
 
     def _averaged(self, wire: Wire, rows: Sequence[Tensor], overflow: Sequence[Any]) -> Tensor:
         """This rank's reply to what all ranks sent, piece by piece."""

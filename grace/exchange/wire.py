@@ -219,11 +219,11 @@ class Wire:
         if places:
             end[count:] = _patterns(places, self.dtype)
 
-    def end(self, marks: Sequence[float], places: Sequence[int]) -> tuple[int, str, list[float], float]:
-        """What stands behind the payloads: at which byte, of which dtype, the numbers, of which statuses come first,
-        and the status of what is not in range."""
+    def end(self, marks: Sequence[float], places: Sequence[int]) -> tuple[Any, str, list[float], float, Any]:
+        """What stands behind the payloads: at which bytes, of which dtype, the numbers, of which statuses come first,
+        the status of what is not in range, and the addresses of statuses that say so too, which are none."""
         numbers = [*marks, *places, *[0] * self.padding]
-        return self.body * ITEM_SIZE[self.dtype], self.dtype, numbers, math.inf if self.sums else OVERFLOW
+        return [self.body * ITEM_SIZE[self.dtype]], self.dtype, numbers, math.inf if self.sums else OVERFLOW, []
 
     def unpack(self, buffer: Tensor) -> list[Payload]:
         """The payloads in a buffer laid out like this one: views of it."""

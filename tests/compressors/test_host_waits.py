@@ -96,6 +96,7 @@ def exchange_waits(spec: str, communicator: str) -> bool:
             assert exchange.questions
             for part in chosen.keepers.values():
                 part.state.commit()
+    assert bucket.codec or not fused._PLAIN.codecs or communicator != "scatter_reduce"  # pieces went at once
     return False
 
 

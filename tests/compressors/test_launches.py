@@ -1,13 +1,22 @@
 """How many kernels a variable's encoding and decoding start on a GPU, counted on the meta device."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from grace.communicators.choice import build_communicator
+from grace.core.context import Context
+from grace.core.variable import Variable
+from grace.exchange.bucket import Bucket, Contribution, Traffic
 from grace.kernels.torch import fused
 from grace.kernels.torch.primitives import TorchKernels
+from tests.exchange.test_scatter_at_once import Positions
 from tests.support.methods import make
+from tests.support.pretended import Meta
 
 pytest.importorskip("triton")
 BUDGETS = {
@@ -84,6 +93,60 @@ def test_a_bucket_takes_few_launches_however_many_variables_it_has():
         decoding = [kernel for kernel in made if kernel.startswith(DECODING)]
         assert 0 < len(decoding) <= 3, name
         assert 0 < len(made) - len(decoding) <= (7 if name in ("topk", "topk with bitmaps") else 3), name
+
+
+def scattered(spec: str, ranks: int, variables: int, apart: bool = False) -> list[tuple[int, int, int]]:
+    """Of each part of ScatterReduce's third step: launches that encode, those that decode, and torch's operations."""
+    from grace.kernels.triton.launching import recorded
+
+    compressor = Positions(ratio=0.01) if spec == "topk" else spec
+    chosen, context = build_communicator(compressor, "residual", "scatter_reduce"), Context(size=ranks, rank=1)
+    chosen.bind(context, Meta(ranks, 1))
+    found = [Variable(f"v{i}", (1 << 14, i + 1), "float32") for i in range(variables)]
+    bucket = Bucket(0, chosen, found, codec=False if apart else None)
+    gradients, counts = [torch.empty(v.shape, device="meta") for v in found], list[tuple[int, int, int]]()
+
+    def counted(part: Callable[..., Any], *args: Any) -> Any:
+        with recorded() as made, Operations() as operations:
+            answer = part(*args)
+        decoding = sum(launch.kernel.__name__.startswith(DECODING) for launch in made)
+        counts.append((len(made) - decoding, decoding, operations.count))
+        return answer
+
+    for context.step in range(3):
+        exchange = counted(chosen.begin, Contribution(bucket, gradients, [True] * variables, True, Traffic()))
+        exchange.lazy = True
+        counted(exchange.advance)
+        counted(exchange.finish, gradients)
+        for keeper in chosen.keepers.values():
+            keeper.state.commit()
+    return counts[-3:]
+
+
+@pytest.mark.filterwarnings("ignore:.*not a contraction")
+@pytest.mark.parametrize("spec", ["fp16", "signsgd", "efsignsgd", "natural", "qsgd", "terngrad", "dynamic8", "topk"])
+def test_pieces_take_few_launches_however_many_ranks_and_variables_there_are(spec, monkeypatch):
+    from grace.kernels.triton.primitives import KERNELS
+
+    monkeypatch.setattr(fused, "_PLAIN", KERNELS)
+    monkeypatch.setattr(KERNELS, "addresses", lambda tensors, dtype="float32": [16] * len(tensors), raising=False)
+    start, middle, end = found = scattered(spec, 2, 1)
+    most = 8 if spec == "topk" else 3
+    assert 0 < start[0] <= most
+    assert 0 < middle[0] <= most
+    assert start[1] == end[0] == 0
+    assert middle[1] == end[1] == 1
+    assert max(operations for _, _, operations in found) <= 4  # tables and places are copied
+    assert scattered(spec, 5, 3) == found
+
+
+@pytest.mark.filterwarnings("ignore:.*not a contraction")
+def test_pieces_that_go_one_by_one_take_more(monkeypatch):
+    from grace.kernels.triton.primitives import KERNELS
+
+    monkeypatch.setattr(fused, "_PLAIN", KERNELS)
+    few, many = (sum(map(sum, scattered("qsgd", *sizes, apart=True))) for sizes in ((2, 1), (5, 3)))
+    assert many > 2 * few > 20
 
 
 def test_addresses_that_stay_are_copied_to_the_device_once():

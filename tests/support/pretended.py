@@ -87,3 +87,24 @@ class Meta(Pretended):
 
     def alltoall(self, tensor):
         return there(list(tensor.view(self.size, -1).unbind()))
+
+
+class Among(Pretended):
+    """One of several ranks of one process over torch's tensors, which go on together: what a collective brings is what
+    they all sent, as soon as all have started it.
+
+    Args:
+        sent: of all of them, by the kind of collective, what each rank sent in it last.
+    """
+
+    def __init__(self, rank, sent):
+        super().__init__(len(sent["alltoall"]), rank)
+        self.sent = sent
+
+    def allgather(self, tensor):
+        self.sent["allgather"][self.rank] = tensor.clone()
+        return Handle(lambda: None, later=lambda: list(self.sent["allgather"]))
+
+    def alltoall(self, tensor):
+        self.sent["alltoall"][self.rank] = tensor.clone()
+        return Handle(lambda: None, later=lambda: [one.view(self.size, -1)[self.rank] for one in self.sent["alltoall"]])

@@ -206,9 +206,9 @@ def clipped_to(parts, shares, n, factor, PART: tl.constexpr, N: tl.constexpr):
     return tl.where(deviation > tl.abs(mean) * _CONSTANT, limit, MAX)
 
 
-@triton.jit(do_not_specialize=("variables", "offset", "size", "bucket"))
+@triton.jit(do_not_specialize=("variables", "pieces", "heard", "size", "bucket"))
 def write_scales(
-    flags, sound, marks, limits, parts, table, owners, variables, offset, size, overflow, bucket, factor,
+    flags, sound, marks, limits, parts, table, owners, variables, pieces, heard, size, overflow, bucket, factor,
     FORM: tl.constexpr, PART: tl.constexpr, Type: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """The scale of a bucket from its programs' parts; a variable's first program writes what the wire says of it."""
@@ -240,7 +240,7 @@ def write_scales(
     scales = (wire_at(table, variables, 0) + tl.load(row + SECOND)).to(tl.pointer_type(tl.float32))
     tl.store(scales + place, scale, mask=(place * bucket < n) | (FORM == TABLE))
     if place == 0:
-        end_of_one(flags, sound, marks, table, variables, variable, offset, size, overflow, Type)
+        end_of_one(flags, sound, marks, table, variables, variable, pieces, heard, size, overflow, Type)
 
 
 @triton.jit

@@ -123,9 +123,9 @@ def encode_signs(
         write_floats(row + NEXT, x - tl.where(upper, 1.0, -1.0) if FORM == VOTED else x, base, wide, place, inside)
 
 
-@triton.jit(do_not_specialize=("variables", "offset", "size"))
+@triton.jit(do_not_specialize=("variables", "pieces", "heard", "size"))
 def write_sign_scales(
-    flags, sound, marks, parts, counts, table, variables, offset, size, overflow,
+    flags, sound, marks, parts, counts, table, variables, pieces, heard, size, overflow,
     FORM: tl.constexpr, KEEPS: tl.constexpr, PART: tl.constexpr, Type: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """The scales of one variable, from its programs' sums, beside x too; and what the wire says of it."""
@@ -158,7 +158,7 @@ def write_sign_scales(
         sides = tl.load(row + NEXT_SIDES).to(tl.pointer_type(tl.float32))
         tl.store(sides, other)
         tl.store(sides + 1, one)
-    end_of_one(flags, sound, marks, table, variables, variable, offset, size, overflow, Type)
+    end_of_one(flags, sound, marks, table, variables, variable, pieces, heard, size, overflow, Type)
 
 
 @triton.jit

@@ -85,16 +85,20 @@ class Codec:
             self.tables.popitem(last=False)
         return held
 
-    def table(self, rows: Any, wires: Any, factors: Any = None, streams: Any = None) -> torch.Tensor:
-        """What kernels are told: of each variable, and where the wires are."""
+    def table(
+        self, rows: Any, wires: Any, factors: Any = None, streams: Any = None, ends: Sequence[int] = ()
+    ) -> torch.Tensor:
+        """What kernels are told: of each variable, and where the wires are, and ``ends`` of one."""
         rows, wires = np.asarray(rows, np.uint64).astype(np.int64), np.asarray(wires, np.uint64).astype(np.int64)
-        whole = np.empty(self.plan.size + len(wires), np.int64)
+        apart, wires = (wires[0] - wires[0, :1], wires[0, :1]) if wires.ndim > 1 else (0, wires)
+        whole = np.empty(self.plan.size + len(wires) + len(ends), np.int64)
         plan = whole[: self.plan.size].reshape(self.plan.shape)
         plan[:] = self.plan
         parts, sides = np.split(rows, [3], axis=1)
         plan[:, : parts.shape[1]] = parts
         if sides.size:
             plan[:, [tables.KEPT_SIDES.value, tables.NEXT_SIDES.value]] = sides
+        plan[:, tables.FIRST.value : tables.MORE.value] += np.reshape(apart, (-1, 1))
         plan[:, tables.FLOATS.value] = (parts % 16 == 0).all(axis=1)
         starts = plan[:, tables.FIRST.value, None] + wires
         plan[:, tables.CODES.value] = (starts % self.granule == 0).all(axis=1)
@@ -103,7 +107,7 @@ class Codec:
         if streams is not None:
             plan[:, tables.KEY.value] = np.ascontiguousarray(streams[:, :2]).view(np.int64)[:, 0]
             plan[:, tables.DRAW.value] = streams[:, 3]
-        whole[self.plan.size :] = wires
+        whole[self.plan.size :] = [*wires, *ends]
         return self.on_the_device(whole)
 
     # -- encoding --------------------------------------------------------------------------------------
@@ -118,12 +122,14 @@ class Codec:
             wire: the address of the wire.
             most: the bit pattern of the largest magnitude that is in range.
             streams: uint32 of shape (variables, 4): the words of each variable's random numbers.
-            end: what :meth:`grace.exchange.wire.Wire.end` tells.
+            end: what :meth:`grace.exchange.wire.Wire.end` tells. With several offsets variables are cut into as many
+                pieces, each of which has a row, and all ends say what is in all of a variable's pieces.
 
         Returns:
             Of each variable 1.0 if it was in range, else 0.0; on the device.
         """
-        table = self.table(rows, [wire], factors, streams if self.draws else None)
+        ends = [*(int(wire) + offset for offset in end[0]), *end[4]]
+        table = self.table(rows, [wire], factors, streams if self.draws else None, ends)
         keeps, looks = bool(rows[:, 2].any()), int(most) != ANY
         step = signed(int(streams[0, 2])) if self.step is None else self.step
         return self.write(table, keeps, looks, signed(int(most)), step, end)
@@ -134,16 +140,16 @@ class Codec:
 
     def ending(self, end: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
         """The end of a wire as kernels take it: tensors, numbers, and a type."""
-        offset, dtype, marks, overflow = end
-        sound, numbers = self.empty(self.variables, torch.float32), np.array(marks, np.float32)
-        tensors = self.flags, sound, self.on_the_device(numbers)
-        return tensors, (offset, numbers.size, float(overflow)), {"Type": TYPES[dtype][0]}
+        offsets, dtype, marks, overflow, heard = end
+        sound = self.empty(self.variables // len(offsets), torch.float32)
+        tensors = self.flags, sound, self.on_the_device(np.array(marks, np.float32))
+        return tensors, (len(offsets), len(heard), len(marks), float(overflow)), {"Type": TYPES[dtype][0]}
 
     def write_end(self, table: Any, end: Any) -> torch.Tensor:
         """Write the end of a wire."""
-        (flags, sound, marks), (offset, size, overflow), of_type = self.ending(end)
-        numbers = self.variables, size, offset, overflow
-        launch(tables.write_end, triton.cdiv(size, 128), flags, table, sound, marks, *numbers, **of_type, N=128)
+        (flags, sound, marks), numbers, of_type = self.ending(end)
+        given, programs = (flags, table, sound, marks, self.variables), triton.cdiv(len(end[2]), 128)
+        launch(tables.write_end, programs, *given, *numbers, **of_type, N=128)
         return sound
 
     def finish(self, rows: Any, sides: torch.Tensor) -> None:
@@ -156,7 +162,8 @@ class Codec:
         """Write the mean over ``count`` ranks of what their wires hold into ``outs``; whether it was done.
 
         Args:
-            outs, wires: addresses, uint64.
+            outs, wires: addresses, uint64; wires of shape (ranks,), or (1, variables) where each variable is read from
+                another one.
         """
         table = self.table(np.asarray(outs)[:, None], wires)
         self.read(table, len(wires), float(np.float32(1 / count)), count, loss_scale)

@@ -184,7 +184,7 @@ def bucket_launches(name: str) -> list[Launch]:
     rows = np.full((2, 5 if made.unfinished else 3), 16, np.uint64)
     factors, streams = np.ones((2, 2), np.float32), np.zeros((2, 4), np.uint32)
     with recorded() as launches:
-        made.encode(rows, factors, 0, 0x7F7FFFFF, streams, (16, found[0].dtype, [1.0, 1.0], 2.0))
+        made.encode(rows, factors, 0, 0x7F7FFFFF, streams, ([16], found[0].dtype, [1.0, 1.0], 2.0, []))
         made.decode(rows[:, 0], [0, 0], 2, 1.0)
         if made.unfinished:
             made.finish(rows, _meta(4))

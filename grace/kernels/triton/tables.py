@@ -1,9 +1,10 @@
 """What kernels of whole buckets share: a table of addresses, and reads and writes of what stands there.
 
-A bucket's table (int64) has a row for each of its variables, and behind the rows the addresses of wires. Each program
-works on a part of one variable, which ``owners`` names (int32, one a program). Whole parts at addresses that are
-multiples of 16 are read and written 16 bytes at a time; the ends of variables, and what begins elsewhere, element by
-element.
+A bucket's table (int64) has a row for each of its variables, and behind the rows the addresses of wires, or of one and
+of its ends (:func:`put_ends`). Where variables are cut into pieces, these have rows, the first pieces of all variables
+first. Each program works on a part of one variable, which ``owners`` names (int32, one a program). Whole parts at
+addresses that are multiples of 16 are read and written 16 bytes at a time; the ends of variables, and what begins
+elsewhere, element by element.
 """
 
 import triton
@@ -118,30 +119,49 @@ def put(end, value, place, inside, Type: tl.constexpr):
         tl.store(end.to(tl.pointer_type(Type)) + place, value.to(Type), mask=inside)
 
 
-@triton.jit(do_not_specialize=("variables", "size", "offset"))
-def write_end(
-    flags, table, sound, marks, variables, size, offset, overflow, N: tl.constexpr, Type: tl.constexpr
-):  # fmt: skip
-    """The end of a wire, ``offset`` bytes behind its start: ``size`` numbers, of which the first are statuses."""
-    end = wire_at(table, variables, 0) + offset
-    place = tl.program_id(0) * N + tl.arange(0, N)
-    is_status = place < variables
-    spoilt = tl.load(flags + place, mask=is_status, other=0) != 0
+@triton.jit
+def put_ends(flags, sound, marks, table, rows, pieces, heard, place, size, overflow, Type: tl.constexpr):
+    """One or some of the ``size`` numbers at the end of a wire, of which the first are the variables' statuses.
+
+    A variable is spoilt if a flag of its ``pieces`` says so, or a status that was received. Behind the wire's address
+    in the table stand those of as many ends as there are pieces, all of which are alike, then those of the ``heard``
+    statuses of ranks, which are bytes.
+    """
+    variables, none = rows // pieces, place * 0
+    spoilt, is_status = none, place < variables
+    for piece in range(pieces):
+        own = flags + piece * variables + place
+        spoilt |= tl.load(own, mask=is_status, other=0)
+        tl.store(own, none, mask=is_status)
+    for rank in range(heard):
+        told = wire_at(table, rows, 1 + pieces + rank).to(tl.pointer_type(tl.uint8))
+        spoilt |= (tl.load(told + place, mask=is_status, other=0).to(tl.float32) >= overflow).to(tl.int32)
+    tl.store(sound + place, tl.where(spoilt != 0, 0.0, 1.0), mask=is_status)
     mark = tl.load(marks + place, mask=place < size, other=0)
-    tl.store(sound + place, tl.where(spoilt, 0.0, 1.0), mask=is_status)
-    tl.store(flags + place, tl.zeros([N], tl.int32), mask=is_status)
-    put(end, tl.where(spoilt & (mark > 0), overflow, mark), place, place < size, Type)
+    put_marks(tl.where((spoilt != 0) & (mark > 0), overflow, mark), table, rows, pieces, place, size, Type)
 
 
 @triton.jit
-def end_of_one(flags, sound, marks, table, variables, variable, offset, size, overflow, Type: tl.constexpr):
-    """What :func:`write_end` does of one variable; the first one's program does it of the rest."""
-    end = wire_at(table, variables, 0) + offset
-    spoilt = tl.load(flags + variable) != 0
-    mark = tl.load(marks + variable)
-    tl.store(sound + variable, tl.where(spoilt, 0.0, 1.0))
-    tl.store(flags + variable, 0)
-    put(end, tl.where(spoilt & (mark > 0), overflow, mark), variable, variable < size, Type)
-    if variable == 0:
-        for place in range(variables, size):
-            put(end, tl.load(marks + place), place, place < size, Type)
+def put_marks(mark, table, rows, pieces, place, size, Type: tl.constexpr):
+    for piece in range(pieces):
+        put(wire_at(table, rows, 1 + piece), mark, place, place < size, Type)
+
+
+@triton.jit(do_not_specialize=("rows", "pieces", "heard", "size"))
+def write_end(
+    flags, table, sound, marks, rows, pieces, heard, size, overflow, N: tl.constexpr, Type: tl.constexpr
+):  # fmt: skip
+    """The end of a wire, or of several."""
+    place = tl.program_id(0) * N + tl.arange(0, N)
+    put_ends(flags, sound, marks, table, rows, pieces, heard, place, size, overflow, Type)
+
+
+@triton.jit
+def end_of_one(flags, sound, marks, table, rows, row, pieces, heard, size, overflow, Type: tl.constexpr):
+    """What :func:`write_end` does of one variable, by the program of its first piece; the first one's program does it
+    of the rest."""
+    if row < rows // pieces:
+        put_ends(flags, sound, marks, table, rows, pieces, heard, row, size, overflow, Type)
+    if row == 0:
+        for place in range(rows // pieces, size):
+            put_marks(tl.load(marks + place), table, rows, pieces, place, size, Type)

@@ -36,6 +36,11 @@ BUDGETS = {
     "topk(ratio=0.01, chunk=1024)": (3, 2),
     "randomk": (2, 1),
     "powersgd(rank=4)": (7, 1),
+    "threshold": (22, 1),
+    "dgc(ratio=0.01)": (22, 1),
+    "adaptive(ratio=0.01)": (104, 2),
+    "sketch": (24, 1),
+    "topk(ratio=0.01) | qsgd": (8, 4),
 }
 """The most launches to encode a variable, and to add what one rank sent. Random numbers alone are 100 of torch's."""
 NO_LAUNCH = {"view", "_unsafe_view", "select", "slice", "expand", "detach", "alias", "unsqueeze", "t", "transpose"}

@@ -7,6 +7,7 @@ from typing import Any
 
 from grace.core.compressor import Accumulating, Payload, Tensor, Traits
 from grace.kernels import kernels_of
+from grace.kernels.contract.primitives import NARROW
 
 SMALL = 1 << 14
 """Elements up to which the matrices of one shape are joined: copying them costs less than an operation on each."""
@@ -79,6 +80,9 @@ class PowerSGD(Accumulating):
             for name, (q,) in zip(names, means, strict=True):
                 self.state[name] = q
         return [([p, q], tuple(tensor.shape)) for p, (q,), tensor in zip(ps, means, taken, strict=True)]
+
+    def bucket_codec(self) -> tuple[str, dict[str, Any]] | None:
+        return ("low rank", {}) if self.rank <= NARROW else None
 
     def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
         p, q = payload

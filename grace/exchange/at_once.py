@@ -179,6 +179,10 @@ class BucketCodec:
         codec = kind([variable.numel for variable in bucket.variables], bucket.wire.placed(), **chosen)
         return cls(codec, bucket, kernels, [ctx for _, ctx in encoded])
 
+    def fits(self, exchange: Any) -> bool:
+        """Whether it was made for what an exchange would send."""
+        return self.kernels is exchange.kernels and self.wire is exchange.bucket.wire
+
     def encode(
         self,
         gradients: Sequence[Tensor],
@@ -188,8 +192,8 @@ class BucketCodec:
         present: Sequence[bool],
         places: Sequence[int],
     ) -> Any:
-        """Write the payloads, statuses and places into the wire and the residuals into the memory's state; whether each
-        variable is in range, as bools, or on its device as numbers.
+        """Write the payloads, statuses and places into the wire and the next residuals; whether each variable is in
+        range, as bools, or on its device as numbers.
 
         None if it cannot: nothing has changed then.
         """
@@ -220,8 +224,11 @@ class BucketCodec:
             if not all(sound):
                 marks = [mark(here, ok, self.wire.sums) for here, ok in zip(present, sound, strict=True)]
             self.wire.write_marks(wire, marks, places)
-        turns.keep()
         return sound
+
+    def keep(self) -> None:
+        """Let the memory remember the residuals that were written."""
+        self.turns.keep()
 
     def decode(self, outs: Sequence[Tensor], wires: Sequence[Tensor], count: float, loss_scale: float) -> bool:
         """Write the means into ``outs``; False if this cannot be done, or a payload is damaged."""
@@ -276,6 +283,7 @@ def _simple(memory: Memory) -> bool:
 class AtOnce:
     """A part of :class:`grace.exchange.base.Exchange`."""
 
+    _codec_of_rounds: Any
     bucket: Bucket
     communicator: Any
     compressor: Compressor
@@ -294,24 +302,28 @@ class AtOnce:
     def find_codec(self) -> None:
         """The bucket was encoded for the first time: look for a codec."""
         codec = self.bucket.codec
-        if self.comparing or codec is False or (codec is not None and codec.wire is self.bucket.wire):
+        if self.comparing or codec is False or (codec is not None and codec.fits(self)):
             return
-        self.bucket.codec = BucketCodec.of(self.bucket, self.kernels, self.encoded) or False
+        one = self.traits.rounds == 1
+        found = BucketCodec.of(self.bucket, self.kernels, self.encoded) if one else self._codec_of_rounds()
+        self.bucket.codec = found or False
 
     def _encoded_at_once(self, gradients: Sequence[Tensor]) -> bool:
         """Encode by the bucket's codec; False if that cannot be, and nothing was done."""
-        codec, wire = self.bucket.codec, self.bucket.wire
-        if not codec or wire is None or self.comparing or recorder.active is not None or self.communicator.delayed:
+        codec = self.bucket.codec
+        if not codec or self.comparing or recorder.active is not None or self.communicator.delayed:
             return False
-        if codec.kernels is not self.kernels or codec.wire is not wire or self.bucket.buffer is None:
+        if not codec.fits(self) or self.bucket.buffer is None:
             return False
-        if wire.sums and self.communicator.context.predivide != 1:
+        if codec.wire.sums and self.communicator.context.predivide != 1:
             return False
         kept, own = self.communicator.stateful, (self.present, self.own_place())
         sound = codec.encode(gradients, self.compressor, self.bucket.buffer, kept, *own)
         if sound is None:
             return False
-        self.codec, self.wire, self.encoded, self.sound = codec, wire, codec.encoded, sound
+        codec.keep()
+        self.bucket.buffer, _ = codec.target
+        self.codec, self.wire, self.encoded, self.sound = codec, codec.wire, codec.encoded, sound
         return True
 
     def _decoded_at_once(self, wires: Sequence[Tensor], outs: Sequence[Tensor | None]) -> list[Outcome] | None:

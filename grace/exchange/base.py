@@ -53,6 +53,7 @@ class Exchange(AtOnce, Refusing, Judging, Rounds):
         self.traced: Any = None
         self.over: Any = None
         """The backend that a collective is under way over."""
+        self.spoilt = [False] * len(self.names)
         self.encoded: list[tuple[Any, Any]] = []
         """Payload and ctx, per variable."""
         self.layouts: list[Wire] = []
@@ -141,11 +142,6 @@ class Exchange(AtOnce, Refusing, Judging, Rounds):
             return k.divide(k.zeros(tuple(tensor.shape), k.dtype(tensor), tensor), tensor, by)
 
         return [[divided(tensor) for tensor in payload] for payload in payloads]
-
-    @property
-    def _count_of_sum(self) -> float:
-        """What a sum of payloads is divided by, to be their mean."""
-        return self.communicator.context.size / self.communicator.context.predivide
 
     def _packed(self, payloads: list[Any], inputs: list[Tensor] | None) -> Tensor:
         """The wire's buffer: the payloads, and statuses that say what is in the inputs."""
@@ -240,13 +236,7 @@ class Exchange(AtOnce, Refusing, Judging, Rounds):
         if self.round == self.traits.rounds:
             return False
         self.wait()
-        began = time.perf_counter()
-        with recorder.phase("unpack", bucket=self.bucket):
-            self._statuses_of_round()
-            means = self._mean()
-        payloads = self._next(means)
-        self.round += 1
-        self._send(payloads, None, began)
+        self._next_round(time.perf_counter())
         return True
 
     def _send_sized(self) -> bool:
@@ -342,8 +332,10 @@ class Exchange(AtOnce, Refusing, Judging, Rounds):
                 self.encoded = self.decoding(self._returned)(received, self.bucket.ends)
             decode = self.decoding(self._last if several else self._aggregate)
             outcomes = recorder.each("decode", self.names, decode, range(len(self.names)), received, outs)
-        if several:  # with what all ranks got
-            recorder.each("update", self.names, self._update, self.inputs, self.encoded)
+        if several and self.codec is None:
+            if vars(type(self)).get("by_codec"):
+                self.find_codec()
+            recorder.each("update", self.names, self._update, self.inputs, self.encoded)  # with what all ranks got
         self.outcomes = outcomes
         self._amend(missing, overflow)
         self._spoilt_at_once()

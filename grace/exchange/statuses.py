@@ -50,6 +50,7 @@ class Judging:
 
     communicator: Any
     bucket: Any
+    codec: Any
     guard: bool
     handle: Any
     kernels: Any
@@ -160,6 +161,7 @@ class Judging:
         (total,) = self.handle.result()
         self.look([self.wire], [total])
         told, body, missing = self._asks_statuses, total[: self.wire.body], [False] * len(self.names)
+        finite = None if self.codec is None else self.codec.receive(total, self._count_of_sum)
         wire = self.wire  # the next round's is another one
 
         def judge(statuses: list[float], finite: bool) -> list[bool]:
@@ -170,13 +172,15 @@ class Judging:
             return [status == 0 for status in statuses]
 
         def then(numbers: list[list[float]]) -> None:
-            found = judge(numbers[1] if told else [1.0] * len(self.names), numbers[0] == [1.0])
+            found = judge(numbers[1] if told else [1.0] * len(self.names), min(numbers[0]) == 1.0)
             self._amend(found, self.spoilt)
 
         if self.far:
-            self.ask([self.kernels.all_finite(body), *([wire.marked(total)] if told else [])], then, [None, self._well])
+            flags = self.kernels.all_finite(body) if finite is None else finite
+            self.ask([flags, *([wire.marked(total)] if told else [])], then, [None, self._well])
             if self.late:
-                finite = [math.prod(map(self.kernels.all_finite, payload)) for payload in wire.unpack(total)]
+                if finite is None:
+                    finite = [math.prod(map(self.kernels.all_finite, payload)) for payload in wire.unpack(total)]
                 self._spoil([wire.marked(total)], finite)
             return missing, [False] * len(self.names)
         return judge(wire.statuses(total) if told else [1.0] * len(self.names), self._finite([body])), self.spoilt
@@ -202,6 +206,12 @@ class Judging:
         if visible and not (sums and self._finite([wires[0][: self.wire.body]])):
             overflow = self._shown(wires, overflow)
         return missing, overflow
+
+    @property
+    def _count_of_sum(self) -> float:
+        """What a sum of payloads is divided by, to be their mean."""
+        size: float = self.communicator.context.size / self.communicator.context.predivide
+        return size
 
     @property
     def _well(self) -> float:
@@ -268,7 +278,7 @@ class Judging:
             told = k.cast(mark, "float32")
             found = told * -0.0 if self.communicator.sums else -0.0 / (OVERFLOW - told)
             self.spoiling = found if self.spoiling is None else self.spoiling + found
-        if finite:
+        if len(finite):
             self.spoiling = self.spoiling + -0.0 / k.full(list(finite), "float32", marks[0])
 
     def _spoilt_at_once(self) -> None:

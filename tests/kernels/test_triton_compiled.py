@@ -33,6 +33,8 @@ NARROW = {
     ("encode_rows", "buckets of qsgd of odd buckets"): 4,
     **dict.fromkeys(("encode_drawn", "decode_drawn", "zero_bucket"), 0),  # single elements, a bucket's table
     **dict.fromkeys(("count_marks", "decode_entries", "count_bits"), 1),  # positions, wherever they begin
+    **dict.fromkeys(("judge_factors", "start_factors", "take_factors", "add_rows", "add_columns"), 4),  # of any rank
+    "orthonormalize_bucket": 4,
     ("decode_numbers", "buckets of fp16", "gfx942"): 8,
     ("decode_numbers", "buckets of bf16", "gfx942"): 8,
     **dict.fromkeys(("guess_largest", "guess_of_bucket"), 4),  # of single elements
@@ -46,7 +48,7 @@ NARROW = {
     ("bucketize", "bucketize", "gfx942"): 8,  # 2 of each of 256 threads
 }
 """Bytes of the widest load of those kernels that have none of 16."""
-MODULES = "arithmetic packing random rounding selection tables buckets bucket_levels sparse_buckets"
+MODULES = "arithmetic packing random rounding selection tables buckets bucket_levels sparse_buckets low_rank_buckets"
 ODD = {("round_rows", "quantize odd buckets"): 200}
 """Registers where each element's random number is one of four that are made."""
 

@@ -21,6 +21,7 @@ from triton.compiler import ASTSource
 from grace.kernels.contract.primitives import Placed
 from grace.kernels.random import Stream
 from grace.kernels.triton.launching import Launch, recorded
+from grace.kernels.triton.low_rank_codecs import LowRank
 from grace.kernels.triton.primitives import TritonKernels
 from grace.kernels.triton.sparse_codecs import CODECS
 from grace.kernels.triton.sparsification import counted, placed
@@ -145,7 +146,8 @@ def _meta(n: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 _SCALES = (N // 512, "float32")
-BUCKETS: dict[str, tuple[str, list[tuple[int, str]], dict[str, Any]]] = {
+_FACTORS = [((1 << 12, 4), "float32")] * 2
+BUCKETS: dict[str, tuple[str, list[tuple[Any, str]], dict[str, Any]]] = {
     "none": ("numbers", [(N, "float32")], {}),
     "fp16": ("numbers", [(N, "float16")], {}),
     "bf16": ("numbers", [(N, "bfloat16")], {}),
@@ -171,6 +173,9 @@ BUCKETS: dict[str, tuple[str, list[tuple[int, str]], dict[str, Any]]] = {
     "float8": ("coded", [(N, "uint8"), _SCALES], {"float8": True, "bucket": 512, "nearest": True}),
     "rotated": ("coded", [(N // 2, "uint8"), _SCALES], {"levels": 7, "bits": 4, "rotated": True, "bucket": 512}),
     "terngrad": ("ternary", [(N // 4, "uint8"), (1, "float32")], {"clip": 2.5}),
+    "powersgd": ("low rank", _FACTORS, {}),
+    "powersgd of rank 1": ("low rank", [((N, 1), "float32"), ((1, 1), "float32")], {}),
+    "powersgd of rank 8": ("low rank", [((1 << 12, 8), "float32")] * 2, {}),
     "dynamic8": ("table", [(N, "uint8"), (1, "float32")], {"edges": _meta(255), "entries": _meta(256)}),
 }
 """Codecs of whole buckets: of which name, of which payload, with which options."""
@@ -179,12 +184,20 @@ BUCKETS: dict[str, tuple[str, list[tuple[int, str]], dict[str, Any]]] = {
 def bucket_launches(name: str) -> list[Launch]:
     """What encoding with a residual launches, decoding what two ranks sent, and finishing residuals."""
     codec, payload, options = BUCKETS[name]
-    found = [Placed(0, (size,), dtype) for size, dtype in payload]
+    found = [Placed(0, size if isinstance(size, tuple) else (size,), dtype) for size, dtype in payload]
     made = CODECS[codec]([N, N], [found, found], **options, device=torch.device("meta"))
     rows = np.full((2, 5 if made.unfinished else 3), 16, np.uint64)
     factors, streams = np.ones((2, 2), np.float32), np.zeros((2, 4), np.uint32)
+    end: Any = [16], found[0].dtype, [1.0, 1.0], 2.0, []
+    sums = _meta(N)
     with recorded() as launches:
-        made.encode(rows, factors, 0, 0x7F7FFFFF, streams, ([16], found[0].dtype, [1.0, 1.0], 2.0, []))
+        if isinstance(made, LowRank):
+            made.start_from(rows[:, 0], rows[:, 0])
+        made.encode(rows, factors, 0, 0x7F7FFFFF, streams, end)
+        if isinstance(made, LowRank):
+            made.receive(sums, 2, last=False)
+            made.follow(sums, end)
+            made.receive(sums, 2, last=True)
         made.decode(rows[:, 0], [0, 0], 2, 1.0)
         if made.unfinished:
             made.finish(rows, _meta(4))

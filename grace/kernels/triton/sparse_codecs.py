@@ -1,4 +1,5 @@
-"""The codecs of :mod:`grace.kernels.triton.sparse_buckets`; see :mod:`grace.kernels.triton.bucket_codecs`."""
+"""The codecs of :mod:`grace.kernels.triton.sparse_buckets`, and by name all there are; see
+:mod:`grace.kernels.triton.codec`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from grace.kernels.triton import sparse_buckets, tables
 from grace.kernels.triton.bucket_codecs import CODECS as VALUE_CODECS
 from grace.kernels.triton.bucket_codecs import Codec
 from grace.kernels.triton.launching import BLOCK, FEWER, launch, signed
+from grace.kernels.triton.low_rank_codecs import LowRank
 from grace.kernels.triton.selection import SAMPLE, STATE
 from grace.kernels.triton.sparsification import STEP, room_of, steps_of
 
@@ -138,5 +140,6 @@ CODECS: dict[str, type[Codec]] = {
     "drawn": Drawn,
     "largest": Largest,
     "largest of chunks": LargestOfChunks,
+    "low rank": LowRank,
 }
 """All of them."""

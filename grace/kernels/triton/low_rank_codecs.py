@@ -1,0 +1,142 @@
+"""The codec of :mod:`grace.kernels.triton.low_rank_buckets`: of two rounds, between which ranks add up their wires."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+
+from grace.kernels.contract.primitives import LARGEST_FACTOR, Placed
+from grace.kernels.triton import low_rank_buckets
+from grace.kernels.triton.codec import Codec
+from grace.kernels.triton.launching import BLOCK, launch
+
+R, C = 64, 128
+"""Rows and columns of a tile: so much of P and Q is read beside it, and added up behind it, that this is little."""
+N, T = 64, 32
+"""Elements of a product that a program adds up, and over how many tiles at a time."""
+PAIRS = 1 << 9
+"""Products of two numbers of a row of P that a program holds."""
+ITEM = 4
+WIDEST = 1 << 24
+"""Columns of a matrix: within a tile 32 bits count elements."""
+
+
+class LowRank(Codec):
+    """See :class:`~grace.compressors.powersgd.PowerSGD`. Each payload is the first round's (P), and the second's (Q).
+
+    ``encode`` writes P; ``receive`` takes its sum over ranks, ``follow`` writes Q, ``receive`` takes that sum, and
+    ``decode`` writes means and residuals.
+    """
+
+    draws = "shared"
+
+    def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]], device: torch.device):
+        super().__init__(sizes, payloads, device)
+        ps, qs = zip(*payloads, strict=True)
+        rows, columns, ranks = [p.shape[0] for p in ps], [q.shape[0] for q in qs], [p.shape[1] for p in ps]
+        self.most = max(ranks)
+        self.width = triton.next_power_of_2(self.most)
+        down, across = [-(-n // R) for n in rows], [-(-n // C) for n in columns]
+        there = [int(n > 0) for n in sizes]
+        tiles = [i * j * t for i, j, t in zip(down, across, there, strict=True)]
+        p_sizes = [n * k for n, k in zip(rows, ranks, strict=True)]
+        q_sizes = [n * k for n, k in zip(columns, ranks, strict=True)]
+        shapes, of = np.zeros((self.variables, low_rank_buckets.SHAPE.value), np.int64), low_rank_buckets
+        steps = [R * n for n in down], [C * n for n in across]
+        parts = (
+            [n * j for n, j in zip(p_sizes, across, strict=True)],
+            [n * i for n, i in zip(q_sizes, down, strict=True)],
+        )
+        for column, values in (
+            (of.ROWS, rows), (of.ACROSS, columns), (of.RANK_OF, ranks),
+            (of.P_AT, [p.offset // ITEM for p in ps]), (of.Q_AT, [q.offset // ITEM for q in qs]),
+            (of.LEFT, _starts([self.most * n for n in steps[0]])), (of.LEFT_STEP, steps[0]),
+            (of.RIGHT, _starts([self.most * n for n in steps[1]])), (of.RIGHT_STEP, steps[1]),
+            (of.P_PARTS, _starts(parts[0])), (of.Q_PARTS, _starts(parts[1])),
+        ):  # fmt: skip
+            shapes[:, column.value] = values
+        self.span_of_q = max(1, BLOCK // self.width)
+        programs = {
+            of.TILES: tiles,
+            of.P_ADDS: [-(-n // N) for n in p_sizes],
+            of.Q_ADDS: [-(-n // N) for n in q_sizes],
+            of.Q_TILES: [-(-n // self.span_of_q) * t for n, t in zip(columns, there, strict=True)],
+        }
+        found = []
+        for column, each in programs.items():
+            owners, shapes[:, column.value] = self.shared(each)
+            found.append(owners)
+        self.tiles, self.p_adds, self.q_adds, self.q_tiles = found
+        self.shapes = torch.from_numpy(shapes).to(device)
+        self.left, self.right = (torch.zeros(self.most * sum(n), device=device) for n in steps)
+        self.parts = self.empty(max(map(sum, parts)), torch.float32)  # of P first, then of Q
+        self.found = torch.zeros((self.variables, 2, self.width), dtype=torch.int32, device=device)
+        self.rows_at_once = max(1, PAIRS // self.width**2)
+        self.finite = self.told = torch.empty(0)
+        self.kept = self.nexts = np.zeros(self.variables, np.uint64)
+
+    @staticmethod
+    def takes(payloads: Sequence[Sequence[Placed]]) -> bool:
+        """Whether the kernels take matrices of these P and Q."""
+        return all(q.shape[0] <= WIDEST for _, q in payloads)
+
+    def encode(self, rows: Any, factors: Any, wire: int, most: Any, streams: Any, end: Any) -> torch.Tensor:
+        self.nexts = rows[:, 2].copy()
+        return super().encode(rows, factors, wire, most, streams, end)
+
+    def start_from(self, kept: Any, following: Any) -> None:
+        """Where the last step's Q are, 0 for none, and where this one's go; of each variable, uint64."""
+        self.kept = kept
+        self.plan[:, low_rank_buckets.Q_KEPT.value] = kept.astype(np.int64)
+        self.plan[:, low_rank_buckets.Q_NEXT.value] = following.astype(np.int64)
+
+    def write(self, table: Any, keeps: bool, looks: bool, most: int, step: Any, end: Any) -> torch.Tensor:
+        self.told, programs, shape = table, len(self.q_tiles), {"J": self.span_of_q, "RP": self.width}
+        places = table, self.shapes, self.q_tiles
+        if self.kept.any():
+            launch(low_rank_buckets.judge_factors, programs, self.found, *places, LARGEST_FACTOR, **shape)
+        launch(low_rank_buckets.start_factors, programs, self.right, self.found, *places, step, **shape)
+        given = self.flags, self.found, self.parts, self.right, table, self.shapes, self.tiles, most
+        shape = {"LOOKS": looks, "RANK": self.most, "RP": self.width, "R": R, "C": C}
+        launch(low_rank_buckets.multiply_rows, len(self.tiles), *given, **shape, warps=16)
+        parts = self.flags, self.parts, table, self.shapes, self.p_adds, self.variables
+        launch(low_rank_buckets.add_rows, len(self.p_adds), *parts, LOOKS=looks, C=C, N=N, T=T)
+        return self.write_end(table, end)
+
+    def receive(self, sums: torch.Tensor, count: float, last: bool) -> torch.Tensor:
+        """Take the sum of all ranks' wires; of each variable 1.0 if it is finite, else 0.0, on the device."""
+        if not last:
+            self.finite = self.empty((2, self.variables), torch.float32)
+            given = self.finite, self.left, sums, self.shapes, float(count), self.variables
+            shape = {"ROWS_": self.rows_at_once, "RP": self.width}
+            launch(low_rank_buckets.orthonormalize_bucket, self.variables, *given, **shape)
+            return self.finite[0]
+        places, shape = (self.told, self.shapes, self.q_tiles), {"J": self.span_of_q, "RP": self.width}
+        numbers = float(count), self.variables
+        launch(
+            low_rank_buckets.take_factors, len(self.q_tiles), self.finite, self.right, sums, *places, *numbers, **shape
+        )
+        return self.finite[1]
+
+    def follow(self, wire: torch.Tensor, end: Any) -> None:
+        """Write the second payloads, and the end of their wire."""
+        (offset,), _, marks, *_ = end
+        given, shape = (self.parts, self.left, self.told, self.shapes, self.tiles), {"RANK": self.most, "R": R, "C": C}
+        launch(low_rank_buckets.multiply_columns, len(self.tiles), *given, **shape, warps=16)
+        numbers = self.on_the_device(np.array(marks, np.float32)), offset // ITEM, len(marks)
+        parts = wire, self.parts, self.shapes, self.q_adds
+        launch(low_rank_buckets.add_columns, len(self.q_adds), *parts, *numbers, R=R, N=N, T=T)
+
+    def decode(self, outs: Any, wires: Any, count: float, loss_scale: float) -> bool:
+        rows = np.stack([np.asarray(outs, np.uint64), self.nexts, self.nexts], axis=1)
+        given = self.left, self.right, self.table(rows, []), self.shapes, self.tiles
+        launch(low_rank_buckets.decode_products, len(self.tiles), *given, R=R, C=C, warps=16)
+        return True
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    """Where each begins, one behind the other."""
+    return [0, *accumulate(sizes)][:-1]

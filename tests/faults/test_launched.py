@@ -51,6 +51,8 @@ open(f"{out}/{os.getpid()}.pid", "w").close()
 backend = grace.init()
 with open(f"{out}/{grace.rank()}.rank", "w") as file:
     print(backend.name, grace.rank(), grace.size(), os.environ.get("GRACE_STRATEGY"), os.environ.get("A"), file=file)
+if how == "end":
+    backend.allgather_object(None)  # one that ended before all are connected would end them
 if how == "wait":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a rank that does not listen
     time.sleep(200)

@@ -48,6 +48,8 @@ class FSDPState(DDPState):
         super().__init__(params, exchanger, optimizer, grad_scaler, None)
         self.limits = {id(communicator): None for communicator in exchanger.communicators}
         self.layouts, self.mesh = layouts, mesh
+        self.seen: set[str] = set()
+        """Modules whose gradients came in this step."""
         self.shard_groups = [TorchBackend(group).duplicate() for group in mesh.get_all_groups()]
         self.spoilt: bool | None = None
         self.unhook = before_steps(self, params.values())

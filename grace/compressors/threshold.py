@@ -48,9 +48,15 @@ class Threshold(Sparsifier):
         k = kernels_of(tensor)
         n = check_positions(math.prod(tensor.shape))
         flat = k.flat(tensor)
-        value = min(self.value * self.context.loss_scale, FLOAT32_MAX)
         if self.bounded and k.far(flat):
-            return self.within(flat, value, kept(self.capacity, n)), tuple(tensor.shape)
-        indices = k.above(flat, value)
+            return self.within(flat, self._least(), kept(self.capacity, n)), tuple(tensor.shape)
+        indices = k.above(flat, self._least())
         coded = encode(k, indices, n, fixed=False)
         return [k.gather(flat, indices), coded], tuple(tensor.shape)
+
+    def _least(self) -> float:
+        """What entries are larger than, in units of what is compressed."""
+        return min(self.value * self.context.loss_scale, FLOAT32_MAX)
+
+    def bucket_codec(self) -> tuple[str, dict[str, Any]]:
+        return "largest above", {"least": self._least}

@@ -159,7 +159,7 @@ class Exchange(AtOnce, Refusing, Judging, Rounds):
         return [mark(here, ok, self.communicator.sums) for here, ok in zip(self.present, finite, strict=True)]
 
     def _filled(self, payloads: Sequence[Any], marks: list[Any]) -> Tensor:
-        reusable = not self.traits.varies and self.traits.rounds == 1
+        reusable = not self.varies and self.traits.rounds == 1
         if self.bucket.wire is None or not reusable or self.comparing:
             # what a method of several rounds receives may live on in its state: it gets buffers of its own
             wire = Wire(self.kernels, payloads, self.communicator.sums, self.room)

@@ -5,6 +5,7 @@ They run on a GPU where there is one, and else in Triton's interpreter, which te
 addresses of the host.
 """
 
+import contextlib
 import copy
 from types import SimpleNamespace
 
@@ -88,6 +89,27 @@ def test_what_several_ranks_sent_has_the_mean_of_the_cpu(spec, memory, monkeypat
             found = there.step(elsewhere(gradients, shifted=False), [True])
         assert found == here.step(gradients, [True])
     assert all(isinstance(codec, BucketCodec) for codec in there.codecs + here.codecs)
+
+
+@pytest.mark.parametrize("spec", ["threshold(value=0.5, capacity=0.2)", "threshold(value=9, capacity=1)"])
+def test_what_is_above_a_threshold_has_the_bits_of_torchs_operations(spec, monkeypatch):
+    there, here = Trained(spec, None, SHAPES, apart=False), Trained(spec, None, SHAPES, apart=True)
+    rng = np.random.default_rng(2)
+    for step in range(5):
+        gradients = [torch.tensor(rng.standard_normal(shape) * 4.0 ** (step - 3)).float() for shape in SHAPES]
+        present = [bool(here) for here in rng.random(len(SHAPES)) > 0.2]
+        if step == 3:
+            gradients[0][0, 0], present[0] = np.nan, True
+        with monkeypatch.context() as patched, as_far():
+            by_triton(patched)
+            found = there.step(elsewhere(gradients, shifted=step == 1), present)
+        with as_far(plain=True), np.errstate(invalid="ignore"):
+            wanted = here.step(gradients, present)
+        if step == 3:
+            found.pop("v0"), wanted.pop("v0")
+        assert found == wanted
+        assert there.remembered() == here.remembered()
+    assert all(isinstance(codec, BucketCodec) and codec.codec.on_device for codec in there.codecs)
 
 
 def test_positions_of_32_bits_are_the_cpus_too(monkeypatch):
@@ -242,6 +264,7 @@ TRAFFIC = {
     # digit by digit, of lists of what is above a guess
     "topk(ratio=0.01)/none": (6, 4.5), "topk": (14.5, 4.5), "topk(ratio=0.1)/none": (9, 5),
     "topk(ratio=0.1)": (17.5, 5), "topk(ratio=0.3)": (24, 6), "topk(ratio=0.3)/none": (14.5, 6),
+    "threshold(value=258)/none": (6, 4.5), "threshold(value=1)/none": (7, 5), "threshold(value=258)": (15.5, 5),
     "topk(chunk=1024)/none": (4.5, 4.5), "topk(chunk=1024)": (12.5, 4.5),
     "randomk/none": (4.5, 4.5), "randomk": (12.5, 4.5),
     # and of buckets that begin anywhere, or of which each takes several programs
@@ -258,21 +281,22 @@ def test_memory_traffic_and_launches_are_within_budgets(method, monkeypatch):
     by_triton(monkeypatch)
     monkeypatch.setattr(sparsification, "PROGRAMS", 1)  # of many elements, as on GPUs
     spec, _, memory = method.partition("/")
-    n = 4 * N if (searches := "topk" in spec and "chunk" not in spec) else N  # of samples, as on GPUs, little
+    searches = "threshold" in spec or ("topk" in spec and "chunk" not in spec)
+    n = 4 * N if searches else N  # of samples, as on GPUs, little
     trained = Trained(spec, memory or None, [(n,)], apart=False)
     (bucket,) = trained.exchanger.buckets
     (gradient,), _ = drawn(np.random.default_rng(1), [(n,)], torch.float32)
-    for _ in range(2):
-        trained.step([gradient.clone()], [True])  # after which residuals have been kept
-    codec = bucket.codec.codec
 
     def tables():
-        return [codec.owners, *codec.tables.values()]
+        return [bucket.codec.codec.owners, *bucket.codec.codec.tables.values()]
 
-    with counted(tables) as encoding:
-        trained.exchanger.start(bucket, [gradient], [True])
-    with counted(tables) as decoding:
-        trained.exchanger.finish(lambda bucket: [gradient])
+    with as_far() if "threshold" in spec else contextlib.nullcontext():
+        for _ in range(2):
+            trained.step([gradient.clone()], [True])  # after which residuals have been kept
+        with counted(tables) as encoding:
+            trained.exchanger.start(bucket, [gradient], [True])
+        with counted(tables) as decoding:
+            trained.exchanger.finish(lambda bucket: [gradient])
     assert 0 < encoding.launches <= (7 if searches else 3)
     assert 0 < decoding.launches <= 2 + (spec == "randomk")
     most = TRAFFIC[method]

@@ -41,9 +41,11 @@ NARROW = {
     **dict.fromkeys(("write_bits", "write_positions"), 4),  # which begin anywhere, or are bits
     ("list_of_bucket", "buckets of topk", "gfx942"): 8,  # 2 elements of each of 512 threads
     ("list_of_bucket", "buckets of topk with bitmaps", "gfx942"): 8,
+    ("list_of_bucket", "buckets of threshold", "gfx942"): 8,
     ("count_digit", "topk", "gfx942"): 8,
     ("digit_of_bucket", "buckets of topk", "gfx942"): 8,
     ("digit_of_bucket", "buckets of topk with bitmaps", "gfx942"): 8,
+    ("digit_of_bucket", "buckets of threshold", "gfx942"): 8,
     ("divide", "divide", "gfx942"): 8,  # 16 bits of each of 4 elements
     ("bucketize", "bucketize", "gfx942"): 8,  # 2 of each of 256 threads
 }

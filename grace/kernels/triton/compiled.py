@@ -159,6 +159,11 @@ BUCKETS: dict[str, tuple[str, list[tuple[Any, str]], dict[str, Any]]] = {
     "randomk": ("drawn", [(N // 128, "float32")], {"scaled": False}),
     "topk": ("largest", [(N // 128, "float32"), (N // 128, "int32")], {}),
     "topk with bitmaps": ("largest", [(N // 8, "float32"), (N // 8, "uint8")], {}),
+    "threshold": (
+        "largest above",
+        [(N // 128, "float32"), (N // 128, "int32"), (1, "int32")],
+        {"least": lambda: 1.0},
+    ),
     "topk of chunks": ("largest of chunks", [(N // 128, "float32"), (N // 128, "int16")], {"chunk": 1024, "kept": 8}),
     "topk of large chunks": ("largest of chunks", [(N, "float32"), (N // 8, "uint8")], {"chunk": 4096, "kept": 4096}),
     "qsgd": ("levels", [(N, "uint8"), _SCALES], {"levels": 127, "bucket": 512, "l2": True}),

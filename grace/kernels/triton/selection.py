@@ -12,8 +12,8 @@ SAMPLE = tl.constexpr(4096)
 TOTALS = tl.constexpr(128 + 2 * 1024)
 KNOWN = tl.constexpr(128 + 2 * 1024 + 32)
 """Where a search's counts of last digits begin, and what is known: how many elements are above the guess, and equal
-it, the upper digits and the rank after each of three passes, and the guess."""
-STATE = tl.constexpr(128 + 2 * 1024 + 32 + 9)
+it, the upper digits and the rank after each of three passes, how many are above a threshold, and the guess."""
+STATE = tl.constexpr(128 + 2 * 1024 + 32 + 10)
 """Numbers (int32) of a search."""
 
 
@@ -39,9 +39,9 @@ def sampled(n):
 
 
 @triton.jit
-def guess(counts, bits, inside, n, k):
+def guess(counts, bits, inside, n, k, least):
     """Begin a search: of a sample of n magnitudes the one that most likely hardly more than k elements are above; it is
-    the k-th largest if all are sampled."""
+    the k-th largest if all are sampled. Never less than ``least``."""
     for low in tl.static_range(0, STATE, DIGITS):
         place = low + tl.arange(0, DIGITS)
         tl.store(counts + place, tl.zeros([DIGITS], tl.int32), mask=place < STATE - 1)
@@ -54,7 +54,7 @@ def guess(counts, bits, inside, n, k):
         alike = inside & ((bits >> shift >> 8) == found)
         digit, rank = digit_of(tl.histogram((bits >> shift) & 255, 256, mask=alike), rank, 256)
         found = (found << 8) | digit
-    tl.store(counts + STATE - 1, found)
+    tl.store(counts + STATE - 1, tl.maximum(found, least))
 
 
 @triton.jit
@@ -207,7 +207,7 @@ def place_of(places, first, place, is_listed, inside):
 @triton.jit(do_not_specialize=("k",))
 def guess_largest(counts, x, n, k):
     index, inside = sampled(n)
-    guess(counts, magnitude_bits(tl.load(x + index, mask=inside, other=0)), inside, n, k)
+    guess(counts, magnitude_bits(tl.load(x + index, mask=inside, other=0)), inside, n, k, 0)
 
 
 @triton.jit(do_not_specialize=("steps", "room"))

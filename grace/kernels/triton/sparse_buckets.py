@@ -31,6 +31,7 @@ from grace.kernels.triton.selection import (
 )
 from grace.kernels.triton.tables import (
     COLUMNS,
+    COUNT,
     DRAW,
     FACTORS,
     FIRST,
@@ -104,37 +105,40 @@ def encode_chunks(
 
 
 @triton.jit
-def searched(table, owners, counts):
+def searched(table, owners, counts, ABOVE: tl.constexpr):
     """This program's variable and what is searched: x, how many elements it has, how many are sent, and the program's
-    number; where the variable's counts are, and whether x may be read wide."""
+    number; where the variable's counts are, and whether x may be read wide. ABOVE a threshold no more are sent than
+    there are."""
     variable, row, program = here(table, owners)
     where = tl.load(row + NEXT)
     x = tl.where(where == 0, tl.load(row + GRADIENT), where).to(tl.pointer_type(tl.float32))
-    k = tl.load(row + MORE).to(tl.int32)
-    return row, x, tl.load(row + SIZE), k, program.to(tl.int32), counts + variable * STATE, tl.load(row + FLOATS) != 0
+    k, own = tl.load(row + MORE).to(tl.int32), counts + variable * STATE
+    if ABOVE:
+        k = tl.minimum(k, tl.load(own + STATE - 2))
+    return row, x, tl.load(row + SIZE), k, program.to(tl.int32), own, tl.load(row + FLOATS) != 0
 
 
-@triton.jit
-def guess_of_bucket(counts, table, KEEPS: tl.constexpr):
+@triton.jit(do_not_specialize=("least",))
+def guess_of_bucket(counts, table, least, KEEPS: tl.constexpr):
     """A program a variable."""
     row = table + tl.program_id(0) * COLUMNS
     n = tl.load(row + SIZE)
     index, inside = sampled(n)
     x = compensated(row, floats(row + GRADIENT, 0, False, index, inside), 0, False, index, inside, KEEPS)
-    guess(counts + tl.program_id(0) * STATE, magnitude_bits(x), inside, n, tl.load(row + MORE))
+    guess(counts + tl.program_id(0) * STATE, magnitude_bits(x), inside, n, tl.load(row + MORE), least)
 
 
-@triton.jit(do_not_specialize=("variables", "most", "steps", "room"))
+@triton.jit(do_not_specialize=("variables", "most", "least", "steps", "room"))
 def list_of_bucket(
-    flags, patterns, places, listed, ties, counts, table, owners, variables, most, steps, room,
-    KEEPS: tl.constexpr, LOOKS: tl.constexpr, N: tl.constexpr,
+    flags, patterns, places, listed, ties, counts, table, owners, variables, most, least, steps, room,
+    ABOVE: tl.constexpr, KEEPS: tl.constexpr, LOOKS: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """x where the next residual goes, what is above the guess, first digits, and zeros for bitmaps."""
     variable, row, program = here(table, owners)
     own, start, width = counts + variable * STATE, tl.load(row + START), tl.load(row + WIDTH)
     coded, first = wire_at(table, variables, 0) + tl.load(row + SECOND), (start + program) * room
     guessed, found = tl.load(own + STATE - 1), tl.zeros([FIRSTS], tl.int32)
-    many, tied = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+    many, tied, above = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     for step in range(steps):
         base, place, inside, wide, _ = part(row, program * steps + step, N)
         x = compensated(row, floats(row + GRADIENT, base, wide, place, inside), base, wide, place, inside, KEEPS)
@@ -146,19 +150,27 @@ def list_of_bucket(
         found += tl.histogram(magnitude_bits(x) >> 24, FIRSTS, mask=inside)
         lists = patterns + first, places + first, x, step * N + place
         many, tied = listed_of(*lists, inside, guessed, many, tied, room)
+        if ABOVE:
+            above += tl.sum((inside & (magnitude_bits(x) > least)).to(tl.int32), 0)
     tell(own, listed + start, ties + start, program, found, many, tied)
+    if ABOVE:
+        tl.atomic_add(own + STATE - 2, above)
 
 
 @triton.jit(do_not_specialize=("steps", "room"))
-def digit_of_bucket(patterns, listed, counts, table, owners, steps, room, PASS: tl.constexpr, N: tl.constexpr):
-    row, x, n, k, program, own, wide = searched(table, owners, counts)
+def digit_of_bucket(
+    patterns, listed, counts, table, owners, steps, room, ABOVE: tl.constexpr, PASS: tl.constexpr, N: tl.constexpr
+):
+    row, x, n, k, program, own, wide = searched(table, owners, counts, ABOVE)
     start = tl.load(row + START)
     counted(patterns + start * room, listed + start, own, x, n, k, program, steps, room, wide, PASS, N)
 
 
 @triton.jit(do_not_specialize=("steps", "room"))
-def last_of_bucket(rows, patterns, listed, ties, counts, table, owners, steps, room, N: tl.constexpr):
-    row, x, n, k, program, own, wide = searched(table, owners, counts)
+def last_of_bucket(
+    rows, patterns, listed, ties, counts, table, owners, steps, room, ABOVE: tl.constexpr, N: tl.constexpr
+):
+    row, x, n, k, program, own, wide = searched(table, owners, counts, ABOVE)
     start = tl.load(row + START)
     lists = rows + start * LASTS, patterns + start * room, listed + start, ties + start
     counted_last(*lists, own, x, n, k, program, steps, room, wide, N)
@@ -167,10 +179,11 @@ def last_of_bucket(rows, patterns, listed, ties, counts, table, owners, steps, r
 @triton.jit(do_not_specialize=("variables", "steps", "room"))
 def write_of_bucket(
     rows, places, patterns, listed, counts, table, owners, variables, steps, room,
-    KEEPS: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+    ABOVE: tl.constexpr, KEEPS: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """The entries, ascending."""
-    row, x, n, k, program, own, wide = searched(table, owners, counts)
+    """The entries, ascending; ABOVE a threshold there may be fewer than there is room for, which zeros of no element
+    fill, and their number is sent."""
+    row, x, n, k, program, own, wide = searched(table, owners, counts, ABOVE)
     start = tl.load(row + START)
     threshold, rank, larger_before, tied_before = ended(own, rows + start * LASTS, k, program, P)
     lists = patterns + start * room, listed + start
@@ -178,6 +191,13 @@ def write_of_bucket(
     wire, width = wire_at(table, variables, 0), tl.load(row + WIDTH)
     values, coded = wire + tl.load(row + FIRST), wire + tl.load(row + SECOND)
     base, first = program.to(tl.int64) * steps * N, (start + program) * room
+    if ABOVE:
+        size, programs = tl.load(row + MORE).to(tl.int32), ((n + steps * N - 1) // (steps * N)).to(tl.int32)
+        for low in range(k + program * N, size, programs * N):
+            at, zero = low + tl.arange(0, N), tl.zeros([N], tl.int64)
+            write_entries(values, coded, width, at, zero + n, zero.to(tl.float32), at < size)
+        if program == 0:
+            tl.store((wire + tl.load(row + COUNT)).to(tl.pointer_type(tl.int32)), k)
     for low in range(0, many, N):
         given, inside = some(source, low, many, wide, N)
         index = base + place_of(places, first, low + tl.arange(0, N), is_listed, inside)

@@ -1,7 +1,7 @@
 """The codecs of :mod:`grace.kernels.triton.sparse_buckets`, and by name all there are; see
 :mod:`grace.kernels.triton.codec`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ class Entries(Codec):
 
     def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]], device: torch.device):
         super().__init__(sizes, payloads, device)
-        for row, (values, coded) in zip(self.plan, payloads, strict=True):
+        for row, (values, coded, *_) in zip(self.plan, payloads, strict=True):
             row[tables.MORE.value], row[tables.WIDTH.value] = values.shape[0], WIDTHS[coded.dtype]
         self.marked = bool((self.plan[:, tables.WIDTH.value] == 1).any())
         self.written_from = self.plan[:, tables.START.value].copy()
@@ -72,6 +72,9 @@ class LargestOfChunks(Entries):
 class Largest(Entries):
     """See :class:`~grace.compressors.topk.TopK`."""
 
+    least: Callable[[], float] | None = None
+    """The threshold that entries are above, if there is one."""
+
     def __init__(self, sizes: Sequence[int], payloads: Sequence[Sequence[Placed]], device: torch.device):
         self.steps = steps_of(sum(sizes))
         self.span = self.steps * STEP
@@ -85,17 +88,34 @@ class Largest(Entries):
         listed, ties = self.empty((2, programs), torch.int32)
         patterns, places = (self.empty(programs * self.room, dtype) for dtype in (torch.int32, torch.int16))
         given = counts, table, self.owners
-        launch(sparse_buckets.guess_of_bucket, self.variables, counts, table, KEEPS=keeps, warps=16)
-        first = self.flags, patterns, places, listed, ties, *given, self.variables, most, *numbers
-        launch(sparse_buckets.list_of_bucket, programs, *first, KEEPS=keeps, LOOKS=looks, N=STEP, warps=8)
+        above, least = {"ABOVE": self.least is not None}, 0
+        if self.least is not None:
+            least = int(np.float32(self.least()).view(np.int32))
+        launch(sparse_buckets.guess_of_bucket, self.variables, counts, table, least, KEEPS=keeps, warps=16)
+        first = self.flags, patterns, places, listed, ties, *given, self.variables, most, least, *numbers
+        launch(sparse_buckets.list_of_bucket, programs, *first, **above, KEEPS=keeps, LOOKS=looks, N=STEP, warps=8)
         for done in (1, 2):
-            launch(
-                sparse_buckets.digit_of_bucket, programs, patterns, listed, *given, *numbers, PASS=done, N=STEP, warps=8
-            )
-        launch(sparse_buckets.last_of_bucket, programs, rows, patterns, listed, ties, *given, *numbers, N=STEP)
+            digits = {**above, "PASS": done, "N": STEP}
+            launch(sparse_buckets.digit_of_bucket, programs, patterns, listed, *given, *numbers, **digits, warps=8)
+        lists = rows, patterns, listed, ties
+        launch(sparse_buckets.last_of_bucket, programs, *lists, *given, *numbers, **above, N=STEP)
         written = rows, places, patterns, listed, *given, self.variables, *numbers
-        launch(sparse_buckets.write_of_bucket, programs, *written, KEEPS=keeps, N=STEP, P=32)
+        launch(sparse_buckets.write_of_bucket, programs, *written, **above, KEEPS=keeps, N=STEP, P=32)
         return self.write_end(table, end)
+
+
+class LargestAbove(Largest):
+    """See :class:`~grace.compressors.threshold.Threshold`."""
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        payloads: Sequence[Sequence[Placed]],
+        device: torch.device,
+        least: Callable[[], float],
+    ):
+        super().__init__(sizes, payloads, device)
+        self.least, self.plan[:, tables.COUNT.value] = least, [count.offset for _, _, count in payloads]
 
 
 class Drawn(Codec):
@@ -139,6 +159,7 @@ CODECS: dict[str, type[Codec]] = {
     **VALUE_CODECS,
     "drawn": Drawn,
     "largest": Largest,
+    "largest above": LargestAbove,
     "largest of chunks": LargestOfChunks,
     "low rank": LowRank,
 }

@@ -22,6 +22,8 @@ FOLDED, JOINED = tl.constexpr(14), tl.constexpr(15)
 """The first programs of launches that work on other parts."""
 KEPT_SIDES, NEXT_SIDES = FOLDED, JOINED
 """Of signs, which have no such launches: addresses of what is still to be subtracted from residuals."""
+COUNT = FOLDED
+"""Of what is above a threshold, likewise: the byte offset in a wire of how many entries there are."""
 COLUMNS = tl.constexpr(16)
 
 

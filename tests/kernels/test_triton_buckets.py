@@ -307,6 +307,23 @@ def test_memory_traffic_and_launches_are_within_budgets(method, monkeypatch):
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the interpreter's loads and stores are counted")
+def test_what_fills_the_room_of_a_payload_is_not_read(monkeypatch):
+    """The last program of a variable would read all of it, alone."""
+    by_triton(monkeypatch)
+    trained, gradient = Trained("threshold(capacity=1)", "none", [(N - 33,)], apart=False), torch.zeros(N - 33)
+    gradient[::1000] = 1
+    with as_far():
+        for _ in range(2):
+            trained.step([gradient.clone()], [True])
+        (bucket,) = trained.exchanger.buckets
+        trained.exchanger.start(bucket, [gradient], [True])
+        with counted() as decoding:
+            trained.exchanger.finish(lambda bucket: [gradient])
+    assert isinstance(bucket.codec, BucketCodec)
+    assert 4 < decoding.nbytes / gradient.numel() < 4.5
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the interpreter's loads and stores are counted")
 def test_wasteful_kernels_are_counted():
     from grace.kernels.triton.launching import launch
     from tests.support.triton_kernels import contracted, twice

@@ -265,7 +265,7 @@ def decode_entries(
                 end = tl.minimum(((base + N - 1) // CHUNK + 1) * kept, k).to(tl.int32)
             else:
                 begin = first_from(coded, width, k, base)
-                end = first_from(coded, width, k, base + N)
+                end = first_from(coded, width, k, tl.minimum(base + N, size))  # without what fills room
             for low in range(begin, end, B):
                 entry = low + tl.arange(0, B)
                 there = entry < end

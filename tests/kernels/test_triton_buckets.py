@@ -7,6 +7,7 @@ addresses of the host.
 
 import contextlib
 import copy
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -115,6 +116,46 @@ def test_what_is_above_a_threshold_has_the_bits_of_torchs_operations(spec, monke
 def test_positions_of_32_bits_are_the_cpus_too(monkeypatch):
     monkeypatch.setattr(index_coding, "NARROW", 1 << 10)  # as of tensors of more than 2^16
     test_exchanges_have_the_bits_of_the_cpu("topk(ratio=0.02)", "residual", monkeypatch)
+
+
+ABOVE = {
+    "few": lambda rng, shape: rng.standard_normal(shape) * (rng.random(shape) < 0.02),
+    "more than there is room for": lambda rng, shape: rng.standard_normal(shape),
+    "ties": lambda rng, shape: rng.choice([-2, -1, 0.25, 1, 2], shape),
+    "ties at the last place": lambda rng, shape: rng.choice([-2, 2, 3], shape, p=[0.5, 0.44, 0.06]),
+    "as many as there is room for": lambda rng, shape: np.arange(math.prod(shape)).reshape(shape) % 10 == 3,
+    "none": lambda rng, shape: rng.random(shape) / 4,
+    "the threshold itself": lambda rng, shape: np.where(rng.random(shape) < 0.05, 0.5 + 2**-24, 0.5),
+    "another scale": lambda rng, shape: rng.standard_normal(shape),
+}  # fmt: skip
+
+
+def test_what_is_above_a_threshold_has_its_wire_too(monkeypatch):
+    """Entries, what fills their room, how many there are, and statuses; of positions of 16 bits and of 32."""
+    monkeypatch.setattr(index_coding, "NARROW", 1 << 12)
+    monkeypatch.setattr(sparsification, "PROGRAMS", 2)
+    shapes, rng, counts = [(5003,), (), (23, 7), (7,), (4095,)], np.random.default_rng(1), []
+    given = "threshold(value=0.5, capacity=0.1)", "none", shapes
+    there, here = (Trained(*given, apart) for apart in (False, True))
+    mine, other = (max(one.exchanger.buckets, key=lambda bucket: len(bucket.variables)) for one in (there, here))
+    for kind, draw in {"first": ABOVE["few"], **ABOVE}.items():
+        gradients = [torch.tensor(draw(rng, shape)).float() for shape in shapes]
+        present = [True, kind != "ties", True, kind != "few", True]
+        gradients = [g if is_there else torch.zeros_like(g) for g, is_there in zip(gradients, present, strict=True)]
+        if kind == "another scale":
+            rescaled(there), rescaled(here)
+        with monkeypatch.context() as patched, as_far():
+            by_triton(patched)
+            found = there.step(elsewhere(gradients, shifted=kind == "ties"), present)
+        with as_far(plain=True):
+            assert found == here.step(gradients, present), kind
+        assert there.remembered() == here.remembered(), kind
+        assert bits(mine.buffer) == bits(other.buffer), kind
+        place = mine.wire.placed()[0][2].offset
+        counts.append(int(mine.buffer[place : place + 4].view(torch.int32)))
+    assert {0, 500} < set(counts)
+    assert isinstance(mine.codec, BucketCodec)
+    assert not other.codec
 
 
 def the_whole(trained):

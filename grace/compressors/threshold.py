@@ -56,7 +56,7 @@ class Threshold(Sparsifier):
 
     def _least(self) -> float:
         """What entries are larger than, in units of what is compressed."""
-        return min(self.value * self.context.loss_scale, FLOAT32_MAX)
+        return min(abs(self.value) * self.context.loss_scale, FLOAT32_MAX)  # of -0 the bits are those of no magnitude
 
     def bucket_codec(self) -> tuple[str, dict[str, Any]]:
         return "largest above", {"least": self._least}

@@ -124,3 +124,8 @@ def test_largest_above_is_the_formula(ratio):
         assert (x[indices[:count]] == values[:count]).all()
         assert (indices[count:] == x.size).all()
         assert not values[count:].any()
+
+
+def test_a_threshold_of_minus_zero_has_the_bits_of_zero():
+    _, options = make("threshold(value=-0.0)").bucket_codec()
+    assert np.float32(options["least"]()).view(np.int32) == 0

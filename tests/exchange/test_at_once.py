@@ -29,6 +29,7 @@ SPECS = [
     ("topk(ratio=0.1)", "residual(beta=0.7, gamma=0.3)"), ("block", None), ("block(bits=4, block=33)", "residual"),
     ("block(rounding=stochastic)", None), ("topk(chunk=1024)", None), ("topk(ratio=0.3, chunk=32)", "none"),
     ("randomk", None), ("randomk(ratio=0.3, unbiased=true)", None),
+    ("randomk(ratio=0.3, unbiased=true)", "residual"),
     ("topk(ratio=1, chunk=256)", "residual(beta=0.5)"),
 ]  # fmt: skip
 BIG = (70_000,)  # from which a threshold is guessed, positions take four bytes, and there are several tiles

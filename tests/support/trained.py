@@ -54,7 +54,7 @@ class Trained:
 
 
 def bits(value):
-    return value if isinstance(value, float) else value.float().contiguous().cpu().numpy().tobytes()
+    return value.float().contiguous().cpu().numpy().tobytes() if isinstance(value, torch.Tensor) else value
 
 
 def drawn(rng, shapes, dtype):

@@ -211,11 +211,12 @@ class Drawn(Codec):
         self.indices = [np.empty(count, np.int32) for count in counts]
 
     def encode(self, rows: Any, factors: Any, wire: int, most: Any, streams: Any) -> list[bool]:
-        for v, indices in enumerate(self.indices):
+        for v, (indices, scale) in enumerate(zip(self.indices, self.scales, strict=True)):
             n, (key_low, key_high, step, draw) = int(self.plan[v, addresses.SIZE]), streams[v]
             words = key_low, key_high, step, np.uint32(draw | FEISTEL_DRAW)
             _random_indices(indices, n, *feistel_bits(n), *words)
-            self.sound[v] = sparse_buckets.encode_drawn(rows[v], factors[v], self.plan[v], wire, most, indices)
+            given = rows[v], factors[v], self.plan[v], wire, most, indices, f32(scale)
+            self.sound[v] = sparse_buckets.encode_drawn(*given)
         return self.sound.tolist()
 
     def decode(self, outs: Any, wires: Any, count: float, loss_scale: float) -> bool:

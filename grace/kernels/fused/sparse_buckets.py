@@ -79,8 +79,11 @@ def encode_chunks(rows, factors, plan, wire, most, chunk, kept, indices, found, 
 
 
 @compiled
-def encode_drawn(row, by, plan, wire, most, indices):
-    """The elements at some places of one variable; whether it is in range."""
+def encode_drawn(row, by, plan, wire, most, indices, scale):
+    """Write one variable's elements at the drawn indices, and return True if all of it is in range.
+
+    A receiver multiplies them by ``scale``, so that is what the residual loses.
+    """
     n, largest = plan[SIZE], u32(0)
     for low in range(0, n, TILE):
         largest = max(largest, _max_bits(_compensated(row, by, n, low, min(low + TILE, n)).view(np.uint32)))
@@ -89,7 +92,7 @@ def encode_drawn(row, by, plan, wire, most, indices):
     for j in range(indices.size):
         values[j] = x[indices[j]]
         if row[NEXT] != 0:
-            x[indices[j]] -= values[j]
+            x[indices[j]] -= scale * values[j]
     return largest <= most
 
 

@@ -26,7 +26,7 @@ class HalfTorchKernels(TorchKernels):
         return super().all_finite(x, most) if half is None else half.at_most(_patterns(x), most)
 
     def add(self, out, x, weight=1.0):
-        half = _half_of(x, out) if out.dtype == torch.float32 else None  # few elements too: torch rounds once
+        half = _half_of(x, out) if out.dtype == torch.float32 else None
         if half is None:
             return super().add(out, x, weight)
         half.add(_numbers(out), _patterns(x), np.float32(weight))
@@ -90,12 +90,16 @@ class FusedTorchKernels(HalfTorchKernels):
         return x.view(torch.uint8).numpy()
 
     def combine(self, a, x, b, y):
-        # torch rounds b y and the sum at once, and takes two passes over memory where a is not 1
-        if (b == 1 and (a == 1 or x.numel() < IN_CACHE)) or x.shape != y.shape:
-            return super().combine(a, x, b, y)
-        if not all(z.dtype is torch.float32 and z.is_contiguous() and z.device.type == "cpu" for z in (x, y)):
+        # torch takes a pass over memory for each factor that is not 1, and one for the sum
+        if (b == 1 and (a == 1 or x.numel() < IN_CACHE)) or not _both_plain(x, y):
             return super().combine(a, x, b, y)
         return torch.from_numpy(_fused_kernels().combine(a, x.detach().numpy(), b, y.detach().numpy()))
+
+    def add(self, out, x, weight=1.0):
+        if weight == 1 or not _both_plain(out, x):
+            return super().add(out, x, weight)
+        _fused_kernels().add(out.detach().numpy(), x.detach().numpy(), weight)
+        return out
 
     def uniform(self, stream, n, like):
         bits = self.random_bits(stream, n, like)
@@ -124,8 +128,16 @@ class FusedTorchKernels(HalfTorchKernels):
 
     def _narrow(self, wide, factor):
         """Whether the loops take these two."""
-        plain = all(x.dtype is torch.float32 and x.is_contiguous() and x.device.type == "cpu" for x in (wide, factor))
-        return plain and factor.shape[-1] <= NARROW
+        return _plain(wide) and _plain(factor) and factor.shape[-1] <= NARROW
+
+
+def _plain(x):
+    """Return True if compiled loops can read the tensor as a NumPy array of float32."""
+    return x.dtype is torch.float32 and x.is_contiguous() and x.device.type == "cpu"
+
+
+def _both_plain(x, y):
+    return x.shape == y.shape and _plain(x) and _plain(y)
 
 
 def _fused(method: str):

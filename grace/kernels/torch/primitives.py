@@ -106,7 +106,7 @@ class TorchKernels(ValueTorch, SparseTorch, Kernels):
         return out.index_copy_(0, rows.long(), values)
 
     def add_rows(self, out, rows, values, weight):
-        return out.index_add_(0, rows, values, alpha=weight)
+        return out.index_add_(0, rows, weighted(values, weight))
 
     def distinct(self, rows):
         return torch.unique(rows, sorted=True, return_inverse=True)
@@ -122,11 +122,10 @@ class TorchKernels(ValueTorch, SparseTorch, Kernels):
         return bool(finite) if x.device.type == "cpu" else finite.float()
 
     def combine(self, a, x, b, y):
-        x, y = x.float(), y.float()
-        return torch.add(x if a == 1 else x * a, y, alpha=b)
+        return weighted(x.float(), a) + weighted(y.float(), b)
 
     def add(self, out, x, weight=1.0):
-        return out.add_(x, alpha=weight)
+        return out.add_(weighted(x.to(out.dtype), weight))
 
     def divide(self, out, x, by):
         x = x.reshape(out.shape)
@@ -237,7 +236,7 @@ class TorchKernels(ValueTorch, SparseTorch, Kernels):
     def add_signs(self, out, packed, scale, weight):
         check_scale(scale)
         signs = self.unpack(packed, 1, out.numel()).to(out.dtype) * 2 - 1
-        return out.add_(signs if scale is None else signs * scale, alpha=weight)
+        return out.add_(signs * (weight if scale is None else scale * weight))
 
     def topk(self, x, k):
         if k == 0:
@@ -272,7 +271,17 @@ class TorchKernels(ValueTorch, SparseTorch, Kernels):
     def scatter_add(self, out, indices, values, weight):
         check_count("values", values.numel(), indices.numel())
         self.check_indices(indices, out.numel())
-        return out.index_add_(0, *self.inside(out, indices, values), alpha=weight)
+        indices, values = self.inside(out, indices, values)
+        return out.index_add_(0, indices, weighted(values, weight))
+
+
+def weighted(x, weight):
+    """Return weight * x, rounded.
+
+    With ``alpha=``, torch's own sums round the product and the sum at once on processors that can: other bits than
+    the reference's.
+    """
+    return x if weight == 1 else x * weight
 
 
 def _philox(counter, key):

@@ -40,6 +40,7 @@ from grace.kernels.triton.tables import (
     KEY,
     MORE,
     NEXT,
+    SCALE,
     SECOND,
     SIZE,
     START,
@@ -317,7 +318,8 @@ def encode_drawn(table, owners, variables, step, KEEPS: tl.constexpr, N: tl.cons
     target = (wire_at(table, variables, 0) + tl.load(row + FIRST)).to(tl.pointer_type(tl.float32))
     tl.store(target + value, found, mask=there)
     if KEEPS:
-        tl.store(x, found - found, mask=there)
+        scale = tl.load(row + SCALE).to(tl.int32).to(tl.float32, bitcast=True)
+        tl.store(x, found - scale * found, mask=there)
 
 
 @triton.jit

@@ -129,6 +129,7 @@ class Drawn(Codec):
         counts = [payload[0].shape[0] for payload in payloads]
         self.scales = np.array([n / k if scaled and k else 1.0 for n, k in zip(sizes, counts, strict=True)])
         self.plan[:, tables.MORE.value] = counts
+        self.plan[:, tables.SCALE.value] = self.scales.astype(np.float32).view(np.int32)
         self.plan[:, tables.WIDTH.value] = [left | right << 8 for left, right in map(feistel_bits, sizes)]
         self.drawers, self.plan[:, tables.SECOND.value] = self.shared([-(-k // FEWER) for k in counts])
         self.words: Any = None

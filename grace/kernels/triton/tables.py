@@ -24,6 +24,8 @@ KEPT_SIDES, NEXT_SIDES = FOLDED, JOINED
 """Of signs, which have no such launches: addresses of what is still to be subtracted from residuals."""
 COUNT = FOLDED
 """Of what is above a threshold, likewise: the byte offset in a wire of how many entries there are."""
+SCALE = FOLDED
+"""Of random-k, likewise: the factor that receivers multiply values by, a float32's bits."""
 COLUMNS = tl.constexpr(16)
 
 

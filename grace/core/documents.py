@@ -3,8 +3,13 @@
 JSON needs nothing but Python; YAML its package.
 """
 
+import dataclasses
 import json
 import math
+import sys
+import types
+import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +33,8 @@ def read(path: Path) -> str:
         raise ConfigError(f"{path}: is not UTF-8 text") from None
 
 
-def parse(text: str, where: str, infinite: bool = False) -> Any:
-    """The document in a text: JSON if ``where`` ends in .json, else YAML.
+def parse(text: str, where: str, infinite: bool = False, only_json: bool = False) -> Any:
+    """The document in a text: JSON if ``where`` ends in .json, or nothing else is taken; else YAML.
 
     Only text, numbers, true, false, null, lists and objects are taken; no key may stand twice.
 
@@ -37,6 +42,7 @@ def parse(text: str, where: str, infinite: bool = False) -> Any:
         text: of the file.
         where: the file, for messages.
         infinite: it is JSON, and NaN and Infinity are taken, as Python writes them.
+        only_json: it is JSON, whatever the file is called.
 
     Raises:
         ConfigError: it is none.
@@ -45,12 +51,13 @@ def parse(text: str, where: str, infinite: bool = False) -> Any:
     Traceback (most recent call last):
     grace.errors.ConfigError: x.json: is not JSON: the key 'a' stands there a second time
     """
-    kind = "JSON" if infinite or where.lower().endswith(".json") else "YAML"
+    kind = "JSON" if infinite or only_json or where.lower().endswith(".json") else "YAML"
     try:
         if kind == "JSON":
             found = json.loads(
                 text,
                 object_pairs_hook=_object,
+                parse_int=_whole,
                 parse_constant=float if infinite else _no_number,
                 parse_float=float if infinite else _number,
             )
@@ -79,6 +86,92 @@ def _no_number(word: str) -> float:
 def _number(text: str) -> float:
     value = float(text)
     return value if math.isfinite(value) else _no_number(text)
+
+
+def _whole(text: str) -> int:
+    if len(text) > 300:  # Python takes no text of thousands of digits, and a float holds up to 308
+        raise ValueError(f"a number of {len(text)} digits is too large")
+    return int(text)
+
+
+def record(kind: type, document: Any, where: str, **given: Any) -> Any:
+    """Return a dataclass whose fields are those of a document's object, lists as tuples.
+
+    Args:
+        kind: the dataclass. Its fields are text, numbers, booleans, tuples of one of them, mappings by name, or one
+            of these or None.
+        document: the object.
+        where: the file, and the object's place in it, for messages.
+        given: fields that are not looked for in the document.
+
+    Raises:
+        ConfigError: it is no object; a field is unknown, missing, of another type, or a number that no float holds.
+
+    >>> from grace.partition.plan import Stage
+    >>> record(Stage, {"nodes": ["a"], "ranks": 0}, "p.json: stage 0")
+    Traceback (most recent call last):
+    grace.errors.ConfigError: p.json: stage 0: ranks must be a list of whole numbers, not 0
+    """
+    if not isinstance(document, dict):
+        raise ConfigError(f"{where} must be an object, not {shown(document)}")
+    fields = {one.name: one for one in dataclasses.fields(kind)}
+    wanted = typing.get_type_hints(kind)
+    for name, value in document.items():
+        if name not in fields:
+            raise ConfigError(f"{where}: the field {name!r} is unknown; there are {', '.join(fields)}")
+        if name not in given and not _fits(value, wanted[name]):
+            raise ConfigError(f"{where}: {name} must be {_in_words(wanted[name])}, not {shown(value)}")
+    for name, one in fields.items():
+        needed = one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
+        if needed and name not in document and name not in given:
+            raise ConfigError(f"{where}: the field {name!r} is missing")
+    plain = {name: tuple(value) if isinstance(value, list) else value for name, value in document.items()}
+    return kind(**{**plain, **given})
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    """Return True if a document's value is of an annotated type."""
+    inner = typing.get_args(wanted)
+    origin = typing.get_origin(wanted)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, one) for one in inner)
+    if origin is tuple:
+        return isinstance(value, list) and all(_fits(one, inner[0]) for one in value)
+    if origin is Mapping:
+        return isinstance(value, dict) and all(_fits(one, inner[1]) for one in value.values())
+    if wanted in (int, float):
+        kinds = (int,) if wanted is int else (int, float)
+        return isinstance(value, kinds) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return wanted is Any or isinstance(value, wanted)
+
+
+_WORDS = {str: "text", int: "a whole number", float: "a finite number", bool: "true or false", type(None): "null"}
+_PLURALS = {str: "texts", int: "whole numbers", float: "finite numbers"}
+
+
+def _in_words(wanted: Any) -> str:
+    inner = typing.get_args(wanted)
+    origin = typing.get_origin(wanted)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(map(_in_words, inner))
+    if origin is tuple:
+        return f"a list of {_PLURALS[inner[0]]}"
+    return "an object" if origin is Mapping else _WORDS[wanted]
+
+
+def shown(value: Any) -> str:
+    """Return a value for messages, in at most 60 characters.
+
+    >>> shown([1, "a"]), len(shown("a" * 100))
+    ("[1, 'a']", 60)
+    """
+    try:
+        text = repr(value)
+    except ValueError:  # a whole number of thousands of digits
+        return "a number that is too long"
+    except RecursionError:
+        return "something that is nested too deeply"
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _check(document: Any) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from grace.core import documents
 from grace.core.atomic_files import replacing
 from grace.core.version import __version__
 from grace.errors import ConfigError
@@ -104,6 +105,8 @@ class Plan:
             raise ConfigError(f"{self.microbatches} micro-batches do not divide a batch of {self.batch} rows")
         rows = self.batch // self.microbatches
         for i, stage in enumerate(self.stages):
+            if not stage.nodes:
+                raise ConfigError(f"stage {i} has no nodes")
             if not stage.ranks or len(set(stage.ranks)) < len(stage.ranks):
                 raise ConfigError(f"stage {i} needs ranks, each once, and has {list(stage.ranks)}")
             if rows % stage.replicas:
@@ -176,8 +179,12 @@ class Plan:
         stages = document.get("stages")
         if not isinstance(stages, list):
             raise ConfigError(f"{source}: stages must be a list")
-        made = tuple(_made(Stage, stage, f"{source}: stage {i}") for i, stage in enumerate(stages))
-        return _made(cls, {**document, "stages": []}, source, stages=made)  # type: ignore[no-any-return]
+        made = tuple(documents.record(Stage, stage, f"{source}: stage {i}") for i, stage in enumerate(stages))
+        try:
+            return documents.record(cls, document, source, stages=made)  # type: ignore[no-any-return]
+        except ConfigError as error:
+            said = str(error)
+            raise ConfigError(said if said.startswith(source) else f"{source}: {said}") from None
 
     def save(self, path: str | Path) -> None:
         """Write it to a file, as JSON."""
@@ -191,11 +198,7 @@ class Plan:
         Raises:
             ConfigError: it is no plan.
         """
-        try:
-            document = json.loads(Path(path).read_text())
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} is no JSON: {error}") from None
-        return cls.from_dict(document, str(path))
+        return cls.from_dict(documents.parse(documents.read(Path(path)), str(path), only_json=True), str(path))
 
     def __str__(self) -> str:
         """As a table."""
@@ -221,36 +224,3 @@ class Plan:
             f"{1e3 * self.seconds:.3f} ms a step, bubble {100 * self.bubble:.1f} %, exchange not hidden "
             f"{1e3 * self.exposed:.3f} ms (gradients: {self.compressor}){full}"
         )
-
-
-def _made(kind: Any, document: Any, source: str, **given: Any) -> Any:
-    """A dataclass of a document whose fields were checked."""
-    if not isinstance(document, dict):
-        raise ConfigError(f"{source} must be an object")
-    fields = {one.name: one for one in dataclasses.fields(kind)}
-    for name, value in document.items():
-        if name not in fields:
-            raise ConfigError(f"{source}: the field {name!r} is unknown; there are {', '.join(fields)}")
-        wanted = str(fields[name].type).removeprefix("<class '").removesuffix("'>")
-        if not _is(value, wanted):
-            raise ConfigError(f"{source}: {name} must be {wanted}, not {value!r}")
-    for name, one in fields.items():
-        needed = one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
-        if needed and name not in document:
-            raise ConfigError(f"{source}: the field {name!r} is missing")
-    plain = {name: tuple(value) if isinstance(value, list) else value for name, value in document.items()}
-    return kind(**{**plain, **given})
-
-
-def _is(value: Any, kind: str) -> bool:
-    """Whether a value of JSON is of an annotated kind."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    whole = number and isinstance(value, int)
-    if "tuple" in kind:
-        of = {"str": str, "int": int, "float": (int, float)}.get(kind.split("[")[1].split(",")[0], object)
-        return isinstance(value, list) and all(isinstance(one, of) for one in value)  # type: ignore[arg-type]
-    if "Mapping" in kind:
-        return isinstance(value, dict)
-    if "None" in kind and value is None:
-        return True
-    return {"str": isinstance(value, str), "bool": isinstance(value, bool), "int": whole}.get(kind, number)

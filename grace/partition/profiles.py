@@ -9,9 +9,11 @@ import dataclasses
 import graphlib
 import json
 import re
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from grace.core import documents
 from grace.core.atomic_files import replacing
 from grace.core.variable import Variable
 from grace.errors import ConfigError
@@ -46,10 +48,7 @@ def read(path: str | Path, rows: int | None = None) -> Graph:
     Raises:
         ConfigError: it is neither, of another version, or something in it cannot be.
     """
-    try:
-        document = json.loads(Path(path).read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no JSON: {error}") from None
+    document = documents.parse(documents.read(Path(path)), str(path), only_json=True)
     if isinstance(document, dict) and document.get("columns") == COLUMNS:
         return of_pipedream(document, rows, str(path))
     return of_dict(document, str(path))
@@ -96,11 +95,10 @@ def of_dict(document: Any, source: str = "the document") -> Graph:
     if document["graph"] != VERSION:
         raise ConfigError(f"{source} is a graph of version {document['graph']!r}, and this reads version {VERSION}")
     try:
-        nodes = tuple(
-            Node(**{**one, "inputs": tuple(one.get("inputs", ())), "parameters": dict(one.get("parameters", {}))})
-            for one in document["nodes"]
+        nodes = tuple(documents.record(Node, one, f"node {i}") for i, one in enumerate(document["nodes"]))
+        variables = tuple(
+            documents.record(Variable, one, f"variable {i}") for i, one in enumerate(document.get("variables", ()))
         )
-        variables = tuple(Variable(**{**one, "shape": tuple(one["shape"])}) for one in document.get("variables", ()))
         together = tuple(frozenset(group) for group in document.get("together", ()))
         return Graph(nodes, dict(document["inputs"]), tuple(document["outputs"]), document["rows"], together, variables)
     except ConfigError as error:
@@ -121,7 +119,7 @@ def of_pipedream(document: Any, rows: int | None = None, source: str = "the prof
         if rows is None:
             raise ConfigError(f"{source} does not tell how many rows its batch has: give rows=")
     try:
-        table = {row[0]: row for row in document["nodes"]}
+        table = {row.name: row for row in map(_row, document["nodes"])}
         reads: dict[str, list[str]] = {name: [] for name in table}
         for start, end in document["edges"]:
             reads[end].append(start)
@@ -135,23 +133,46 @@ def of_pipedream(document: Any, rows: int | None = None, source: str = "the prof
             order = list(graphlib.TopologicalSorter(reads).static_order())
         except graphlib.CycleError as error:
             raise ConfigError(f"{source}: its edges go in a circle: {' -> '.join(error.args[1])}") from None
-    inputs = {name: float(row[4]) for name, row in table.items() if row[1].startswith("Input")}
+    inputs = {name: row.nbytes for name, row in table.items() if row.kind.startswith("Input")}
     nodes = []
     for name in order:
-        _, kind, forward, backward, nbytes, parameters = table[name]
+        row = table[name]
         if name not in inputs:
             nodes.append(
                 Node(
                     name,
                     tuple(reads[name]),
-                    nbytes=float(nbytes),
-                    forward=forward / 1e3,
-                    backward=backward / 1e3,
-                    kept=0.0 if kind in VIEWS else float(nbytes),
-                    parameters={f"{name}.parameters": float(parameters)} if parameters else {},
-                    kind=kind,
+                    nbytes=row.nbytes,
+                    forward=row.forward / 1e3,
+                    backward=row.backward / 1e3,
+                    kept=0.0 if row.kind in VIEWS else row.nbytes,
+                    parameters={f"{name}.parameters": row.parameters} if row.parameters else {},
+                    kind=row.kind,
                 )
             )
     read_by = {start for start, _ in document["edges"]}
     outputs = tuple(node.name for node in nodes if node.name not in read_by and node.kind != "__getitem__")
     return Graph(tuple(nodes), inputs, outputs, rows)
+
+
+class _Row(NamedTuple):
+    """A node's row of PipeDream's: milliseconds, and bytes."""
+
+    name: str
+    kind: str
+    forward: float
+    backward: float
+    nbytes: float
+    parameters: float
+
+
+def _row(row: Any) -> _Row:
+    """Return a row of a document, checked."""
+    name, kind, *numbers = row
+    if not (isinstance(name, str) and isinstance(kind, str)):
+        raise ValueError(f"a row begins with a name and a kind, not {documents.shown(row)}")
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number <= sys.float_info.max:
+            raise ValueError(f"node {name!r} has {documents.shown(number)} where a number of at least 0 must be")
+    forward, backward, nbytes, parameters = map(float, numbers)
+    return _Row(name, kind, forward, backward, nbytes, parameters)

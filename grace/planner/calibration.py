@@ -14,9 +14,10 @@ from typing import Any
 from grace.core import documents
 from grace.core.atomic_files import replacing
 from grace.core.backend import Backend
+from grace.core.documents import shown
 from grace.core.version import __version__
 from grace.errors import ConfigError
-from grace.planner.checked import Checked, in_words
+from grace.planner.checked import Checked
 from grace.planner.corrections import Step, fitted_corrections
 from grace.planner.costs import Codec, Cost, Curve
 from grace.planner.network import KINDS, Measured, Network
@@ -89,7 +90,7 @@ class Key:
         for each in fields(self):
             ours, theirs = getattr(self, each.name), getattr(other, each.name)
             if ours != theirs:
-                return f"{each.name}: {in_words(ours)}, and here {in_words(theirs)}"
+                return f"{each.name}: {shown(ours)}, and here {shown(theirs)}"
         return ""
 
 
@@ -313,7 +314,7 @@ def _curve(points: list[Any], where: str) -> Curve:
     taken: list[tuple[float, float]] = []
     for i, point in enumerate(points):
         if not isinstance(point, list) or len(point) != 2:
-            raise ConfigError(f"is damaged: {where}[{i}] must be bytes and seconds, not {in_words(point)}")
+            raise ConfigError(f"is damaged: {where}[{i}] must be bytes and seconds, not {shown(point)}")
         pair = Checked({"bytes": point[0], "seconds": point[1]}, f"{where}[{i}]")
         nbytes, seconds = pair.seconds("bytes", 1e-12), pair.seconds("seconds", 1e-12)
         if taken and not (nbytes > taken[-1][0] and seconds >= taken[-1][1]):

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from grace.core.documents import shown
 from grace.errors import ConfigError
 
 
@@ -26,7 +27,7 @@ class Checked:
         self.document, self.where = document, where
         self.asked: set[str] = set()
         if not isinstance(document, dict):
-            raise ConfigError(f"is damaged: {where or 'it'} must be an object, not {in_words(document)}")
+            raise ConfigError(f"is damaged: {where or 'it'} must be an object, not {shown(document)}")
 
     def names(self) -> list[str]:
         """What is in it."""
@@ -94,7 +95,7 @@ class Checked:
         return f"{self.where}.{name}" if self.where else name
 
     def _refuse(self, name: str, wanted: str, value: Any) -> Any:
-        raise ConfigError(f"is damaged: {self._place(name)} must be {wanted}, not {in_words(value)}")
+        raise ConfigError(f"is damaged: {self._place(name)} must be {wanted}, not {shown(value)}")
 
 
 def _fits(value: Any, least: float) -> bool:
@@ -105,16 +106,3 @@ def _fits(value: Any, least: float) -> bool:
         return math.isfinite(value) and least <= float(value)
     except OverflowError:
         return False
-
-
-def in_words(value: Any) -> str:
-    """For messages, and not too long.
-
-    >>> in_words([1, "a"]), len(in_words("a" * 100))
-    ("[1, 'a']", 60)
-    """
-    try:
-        text = repr(value)
-    except ValueError:  # a whole number of thousands of digits
-        return "a number that is too long"
-    return text if len(text) <= 60 else f"{text[:57]}..."

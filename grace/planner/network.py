@@ -13,6 +13,8 @@ from grace.planner.costs import Curve
 KINDS = ("allreduce", "allreduce16", "allgather", "alltoall", "reduce_scatter", "broadcast", "gather", "scatter")
 """``allreduce16`` is of 16-bit floats, which engines add slowly on CPUs: over gloo it takes 1.3 to 1.7 times as long as
 an all-reduce of as many bytes where links are fast."""
+MOST_A_SECOND = 1e100
+"""Bytes or messages of a link. More is no measurement, and squares of it overflow."""
 DIRECT_BYTES = 1 << 22
 """Of what a rank gets in an all-gather, up to which engines let every rank send its own to all others at once, and not
 round a ring."""
@@ -103,7 +105,8 @@ class Links:
             measured: kind, bytes, ranks and seconds of each.
 
         Raises:
-            ConfigError: there are none of two ranks or more.
+            ConfigError: there are none of two ranks or more, or one is no measurement: below zero, or so large or so
+                small that squares overflow.
 
         >>> true = Links(bandwidth=1e9, latency=1e-5)
         >>> cases = [("allreduce", n, w) for n in (1e3, 1e5, 1e7) for w in (2, 4)]
@@ -114,6 +117,9 @@ class Links:
         of_several = [(steps_of(kind, n, ranks), seconds) for kind, n, ranks, seconds in measured if ranks > 1]
         if not of_several:
             raise ConfigError("latency and bandwidth are fitted to collectives of 2 ranks or more, and there are none")
+        for (messages, through), seconds in of_several:
+            if not (seconds > 0 and 0 <= max(messages, through) / seconds < MOST_A_SECOND):
+                raise ConfigError(f"{through:g} bytes in {seconds:g} s cannot have been measured of a link")
         rows = np.array([steps for steps, _ in of_several]) / np.array([[seconds] for _, seconds in of_several])
         scale = np.linalg.norm(rows, axis=0)
         scale[scale == 0] = 1.0

@@ -10,8 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grace.core.registry import known, make
+from grace.core.variable import Variable
 from grace.errors import GraceError
 from grace.launch.cluster import Resources
+from grace.partition import profiles
+from grace.partition.graph import Graph, Node
+from grace.partition.plan import Plan, Stage
 from grace.strategy import schema
 from tests.support.data import examples
 from tests.support.mutations import JSON, mutated
@@ -40,6 +44,30 @@ RESOURCES = {
         {"address": "10.0.0.2", "gpus": [0, 1], "ssh_config": "default"},
     ],
     "ssh": {"default": {"username": "me", "port": 22, "key_file": "~/.ssh/id", "shared_envs": {"A": "B"}}},
+}
+PLAN = Plan(
+    "k" * 64,
+    (Stage(("a", "b"), (0, 1), ("b",), 1.0, 0.01, 0.02, 0.001), Stage(("c",), (2, 3))),
+    batch=8,
+    microbatches=2,
+    memory=(1.0, 2.0, 3.0, 4.0),
+    limit=9.0,
+).to_dict()
+GRAPH = profiles.to_dict(
+    Graph(
+        (Node("a", ("x",), 4.0, 0.1, 0.2, parameters={"w": 24.0}), Node("b", ("a",), line="net.py:3")),
+        {"x": 8.0},
+        ("b",),
+        rows=2,
+        together=(frozenset("ab"),),
+        variables=(Variable("w", (2, 3)),),
+    )
+)
+PIPEDREAM = {
+    "columns": profiles.COLUMNS,
+    "source": "profiles/vgg16/graph.txt",
+    "nodes": [["x", "Input", 0.0, 0.0, 8.0, 0.0], ["a", "Linear", 1.0, 2.0, 4.0, 24.0], ["b", "ReLU", 0, 0, 4, 0]],
+    "edges": [["x", "a"], ["a", "b"]],
 }
 KINDS = ("compressor", "memory", "communicator", "builder", "rule")
 SIGNS = ["(", ")", "=", ",", "|", " ", "[", "]", "ratio", "levels", "clip", "true", "'x'"]
@@ -100,3 +128,39 @@ def test_resources_are_refused_by_file_or_read(ending, document):
         raw = json.dumps(document) if isinstance(document, (dict, list)) else document
         path.write_bytes(raw if isinstance(raw, bytes) else str(raw).encode("utf-8", "replace"))
         assert str(path) in (said_by(Resources.load, path)[1] or str(path))
+
+
+@examples(60)
+@given(st.text(max_size=60) | mutated(PLAN))
+def test_plans_of_pipelines_are_refused_by_file_or_shown(document):
+    with tempfile.TemporaryDirectory() as made:
+        path = Path(made, "plan.json")
+        path.write_text(document if isinstance(document, str) else json.dumps(document), "utf-8", "replace")
+        plan, refused = said_by(Plan.load, path)
+        assert str(path) in (refused or str(path))
+        if plan is not None:
+            assert str(plan)
+            plan.save(path)
+            assert Plan.load(path) == plan
+
+
+@examples(60)
+@given(mutated(GRAPH) | mutated(PIPEDREAM))
+def test_graphs_are_refused_by_file_or_read(document):
+    with tempfile.TemporaryDirectory() as made:
+        path = Path(made, "graph.json")
+        path.write_text(json.dumps(document))
+        graph, refused = said_by(profiles.read, path)
+        assert str(path) in (refused or str(path))
+        if graph is not None:
+            profiles.write(graph, path)
+            assert profiles.read(path).key == graph.key
+
+
+@pytest.mark.parametrize("read", [Plan.load, profiles.read, Resources.load, schema.load])
+@pytest.mark.parametrize("text", ["[" * 100_000, f'{{"graph": {"9" * 5000}}}', '{"a": 1e999}', "\ud800"])
+def test_no_text_gets_beyond_the_reader_of_documents(tmp_path, read, text):
+    path = tmp_path / "file.json"
+    path.write_text(text, "utf-8", "surrogatepass")
+    with pytest.raises(GraceError, match=r"file.json: is not (JSON|UTF-8)"):
+        read(path)

@@ -53,13 +53,15 @@ def test_plans_for_another_run_are_refused(made):
     [
         ({"versions": {"plan": 0}}, "no plan of version 1"),
         ({"colour": "red"}, "field 'colour' is unknown"),
-        ({"batch": "8"}, "batch must be int"),
+        ({"batch": "8"}, "batch must be a whole number"),
         ({"stages": {}}, "stages must be a list"),
         ({"stages": []}, "at least one stage"),
         ({"microbatches": 3}, "do not divide a batch of 8"),
         ({"schedule": "fast"}, "unknown; there are gpipe"),
-        ({"recompute": 1}, "recompute must be bool"),
-        ({"memory": ["much"]}, "memory must be tuple"),
+        ({"recompute": 1}, "recompute must be true or false"),
+        ({"batch": True}, "batch must be a whole number"),
+        ({"seconds": 10**400}, "is too large"),
+        ({"memory": ["much"]}, "memory must be a list of finite numbers"),
     ],
 )
 def test_damaged_plans_are_refused(made, change, says, tmp_path):
@@ -71,8 +73,12 @@ def test_damaged_plans_are_refused(made, change, says, tmp_path):
     del document["stages"][0]["nodes"]
     with pytest.raises(ConfigError, match="stage 0: the field 'nodes' is missing"):
         Plan.from_dict(document)
+    document = made.to_dict()
+    document["stages"][0]["nodes"] = []
+    with pytest.raises(ConfigError, match="stage 0 has no nodes"):
+        Plan.from_dict(document)
     path.write_text("no")
-    with pytest.raises(ConfigError, match="no JSON"):
+    with pytest.raises(ConfigError, match="is not JSON"):
         Plan.load(path)
 
 

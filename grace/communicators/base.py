@@ -156,7 +156,12 @@ class Communicator(Component):
         """Why this communicator cannot carry the compressor's payloads; None if it can."""
         traits = compressor.traits
         if cls.sums and not traits.summable:
-            return "its payloads cannot be summed by the engine"
+            if type(compressor).__module__.startswith("grace."):
+                return "its payloads cannot be summed by the engine"
+            return (
+                "its traits do not say that the engine may sum its payloads (where it may, as where all ranks draw the "
+                "same indices, its class says traits = Traits(summable=True))"
+            )
         if not cls.sums and traits.rounds > 1:
             return "it needs several reductions"
         return None
@@ -168,7 +173,7 @@ class Communicator(Component):
             legal = ", ".join(legal_communicators(self.compressor))
             raise ConfigError(
                 f"{self.name or type(self).__name__} cannot carry {self.compressor.spec}: {why}. "
-                f"Legal communicators for {self.compressor.name}: {legal}"
+                f"Legal communicators for {self.compressor.name or type(self.compressor).__name__}: {legal}"
             )
         memories = f"Legal memories for {self.compressor.name}: {', '.join(legal_memories(self.compressor))}"
         unfit = self.memory.accepts(self.compressor)

@@ -90,14 +90,26 @@ def _part(kind: str, name: str, params: Mapping[str, Any], used: set[str]) -> An
     name = NAMES[kind].get(name, name)
     valid = known(kind)[name].parameters() if name in known(kind) else {}
     spec = {"name": name}
+    said = []
     for key, (default, targets) in KEYS.items():
         for part, parameter in targets:
             if part == kind and parameter in valid:
                 spec[parameter] = _value(key, params.get(key, default))
                 used.add(key)
-    return make(kind, spec)
+                said += [f"{parameter} is what {key} says"] if key in params and key != parameter else []
+    try:
+        return make(kind, spec)
+    except ConfigError as error:
+        raise ConfigError(f"{error} ({', '.join(said)})" if said else str(error)) from None
 
 
 def _value(key: str, value: Any) -> Any:
-    """GRACE says False for no clipping."""
-    return None if key == "gradient_clipping" and value is False else value
+    """Return GRACE's value of a key as a parameter takes it; False is no clipping."""
+    if key == "gradient_clipping" and isinstance(value, bool):
+        if value:
+            raise ConfigError(
+                "gradient_clipping=True: GRACE clips elements at the norm of all ranks' gradients, which Grace does "
+                'not do. Give the largest norm of a gradient, as in "gradient_clipping": 1.0, or False for none'
+            )
+        return None
+    return value

@@ -49,6 +49,25 @@ def test_illegal_combinations_are_refused_as_everywhere():
         grace.from_params({"compressor": "topk", "memory": "residual", "communicator": "allreduce"})
 
 
+def test_a_switch_for_clipping_is_refused_in_graces_words():
+    with pytest.raises(grace.ConfigError, match=r'gradient_clipping=True: .* as in "gradient_clipping": 1.0, or False'):
+        grace.from_params({"compressor": "dgc", "memory": "dgc", "gradient_clipping": True})
+    with pytest.raises(grace.ConfigError, match=r"clip must be a number .*clip is what gradient_clipping says"):
+        grace.from_params({"compressor": "dgc", "memory": "dgc", "gradient_clipping": "much"})
+
+
+def test_a_compressor_without_a_name_is_told_what_makes_it_summable():
+    class Ported(grace.torch.Compressor):
+        def compress(self, tensor, name):
+            return [tensor], None
+
+        def decompress(self, tensors, ctx):
+            return tensors[0]
+
+    with pytest.raises(grace.ConfigError, match=r"Traits\(summable=True\).*communicators for Ported: allgather"):
+        grace.torch.Allreduce(Ported(), "none")
+
+
 def test_every_unknown_key_is_named():
     with pytest.raises(grace.ConfigError, match="does not know 'compresor', 'memry'; it knows compressor, memory"):
         grace.from_params({"compresor": "topk", "memry": "residual"})

@@ -196,6 +196,29 @@ def test_a_pages_commands_have_the_options_that_they_use(page):
             assert not word.startswith("-") or word in known, f"{word} of grace {' '.join(words)}"
 
 
+def leaves(group, path=""):
+    """All commands, by what is typed."""
+    for name, command in group.commands.items():
+        yield from leaves(command, f"{path}{name} ") if hasattr(command, "commands") else [(f"{path}{name}", command)]
+
+
+def test_the_page_of_commands_has_all_of_them_and_no_other():
+    known, groups = dict(leaves(typer.main.get_command(cli.app))), {"strategy", "pipeline"}
+    shown = set()
+    for row in re.findall(r"^\| (`grace .*?) \|", (ROOT / "docs" / "commands.md").read_text(), re.M):
+        first, *others = re.findall("`(.*?)`", row)
+        group = first.rpartition(" ")[0]  # "grace bench" of `grace bench step`, and of the `train` beside it
+        shown |= {word if word.startswith("grace ") else f"{group} {word}" for word in (first, *others)}
+    found = {f"grace {path.split()[0] if path.split()[0] in groups else path}" for path in known}
+    assert shown == found
+
+
+def test_what_a_command_writes_is_named_out_everywhere():
+    for path, command in leaves(typer.main.get_command(cli.app)):
+        for parameter in command.params:
+            assert "--out" in parameter.opts or not {"-o", "--output"} & {*parameter.opts}, path
+
+
 QUICK = ("list", "describe", "--version", "plan", "strategy")
 
 

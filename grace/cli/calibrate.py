@@ -46,7 +46,7 @@ def calibrate(
         str | None, typer.Option("--model", help="module:function that makes a model, for its variables' shapes.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The file to write; in your cache if left out.")
+        Path | None, typer.Option("--out", "-o", help="The file to write; in your cache if left out.")
     ] = None,
     framework: Annotated[
         str | None, typer.Option(help="torch, tensorflow or numpy: what gradients are; the first installed one.")

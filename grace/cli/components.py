@@ -1,7 +1,6 @@
 """``grace list`` and ``grace describe``: what there is, read from the components themselves."""
 
 import dataclasses
-import difflib
 import inspect
 import math
 import textwrap
@@ -17,6 +16,7 @@ from grace.communicators.choice import break_even
 from grace.core import specs
 from grace.core.composition import Composed
 from grace.core.registry import KINDS, aliases, known, legal_communicators, make, unusable
+from grace.core.schema_words import hint
 from grace.errors import ConfigError
 
 LIST_SHAPE = (1000, 1000)
@@ -44,17 +44,26 @@ def list_components(
 
 
 def _list_short(console: Console) -> None:
-    """One line for each: name, kind, default communicator, and as much of what it is as fits."""
-    classes: list[Any] = [cls for kind in KINDS for cls in known(kind).values()]
-    usual = {cls: "?" if _needs_parameters(cls.name) else _default(cls.name) for cls in known("compressor").values()}
-    rows = [("name", "kind", "what it is", "communicator")]
-    rows += [(cls.name, cls.kind, _summary(cls), usual.get(cls, "")) for cls in classes]
-    for name, kind, what, communicator in rows:
-        line = f"{name:12} {kind:12} "
-        room = console.width - len(line) - (14 if communicator else 0)
-        line += textwrap.shorten(what, room, placeholder="...").ljust(room) + f"  {communicator}"
-        console.print(Text(line.rstrip(), "bold underline" if kind == "kind" else ""), soft_wrap=True)
-    console.print("\ncommunicator: the default of a compressor", style="dim")
+    """Print a table for each kind, a line for each component; on a terminal what does not fit goes on below."""
+    usual = {name: "?" if _needs_parameters(name) else _default(name) for name in known("compressor")}
+    for kind in KINDS:
+        rows = [(name, usual.get(name, "")) if kind == "compressor" else (name,) for name in known(kind)]
+        notes = [_summary(cls) for cls in known(kind).values()]
+        if kind == "compressor":
+            for alias, spec in aliases(kind).items():
+                rows.append((alias, _default(alias)))
+                notes.append(f"Short for {_text(spec)}.")
+        header = (kind, "communicator")[: len(rows[0])]
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        console.print("  ".join([*map(str.ljust, header, widths), "what it is"]), style="bold underline")
+        for cells, note in zip(rows, notes, strict=True):
+            start = "  ".join(map(str.ljust, cells, widths)) + "  "
+            line = start + note
+            if console.is_terminal:
+                line = textwrap.fill(line, console.width, subsequent_indent=" " * len(start), drop_whitespace=True)
+            console.print(Text(line), soft_wrap=True)
+        console.print()
+    console.print("communicator: the default of a compressor", style="dim")
 
 
 def _list_all(console: Console) -> None:
@@ -146,10 +155,9 @@ def _introduce(console: Console, component: Any, note: str = "") -> None:
 
 def _unknown(name: str) -> ConfigError:
     names = {kind: sorted([*known(kind), *aliases(kind)]) for kind in KINDS}
-    close = difflib.get_close_matches(name, [n for group in names.values() for n in group], n=1)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    near = hint(name, [n for group in names.values() for n in group])
     lists = "; ".join(f"{folder.split('.')[-1]}: {', '.join(names[kind])}" for kind, folder in KINDS.items())
-    return ConfigError(f"nothing is called {name!r}{hint}; {lists}")
+    return ConfigError(f"nothing is called {name!r}{near}; {lists}")
 
 
 def _describe(console: Console, component: Any) -> None:

@@ -1,15 +1,13 @@
 """``grace launch``: a program on all ranks of a cluster."""
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from grace.errors import ConfigError
 from grace.launch import copying, supervisor
-from grace.launch.command_lines import MASTER_PORT, command, default_engine, in_venv, is_python
+from grace.launch.command_lines import MASTER_PORT, check_script, command, default_engine, in_venv
 
 
 def launch(
@@ -65,8 +63,7 @@ def launch(
         return
     started = program if chosen == "torch" else in_venv(cluster, program)
     supervisor.check_program(started[0])
-    if is_python(program[0]) and program[1:] and not program[1].startswith("-") and not Path(program[1]).exists():
-        raise ConfigError(f"cannot start {program[1]}: there is no such file in {os.getcwd()}")
+    check_script(program)
     try:
         copying.copy(cluster, copy or [])
         end = supervisor.run(commands)

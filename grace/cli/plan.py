@@ -78,7 +78,7 @@ def plan(
     reference: Annotated[str, typer.Option(help="The method whose error a plan may have.")] = REFERENCE,
     seed: Annotated[int, typer.Option(min=0, help="Of the search, and of random methods.")] = 0,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the strategy, for grace launch --strategy.")
+        Path | None, typer.Option("--out", "-o", help="Write the strategy, for grace launch --strategy.")
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write candidates, reasons and predictions.")] = None,
     report: Annotated[

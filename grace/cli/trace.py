@@ -16,7 +16,7 @@ from grace.exchange.tracing import timeline as traces
 from grace.exchange.tracing.summary import summarize
 from grace.exchange.tracing.tables import tables
 from grace.launch import supervisor
-from grace.launch.command_lines import command, default_engine
+from grace.launch.command_lines import check_script, command, default_engine
 
 PROGRAM = "grace.trace.program"
 MOST_TOLD = 10
@@ -133,6 +133,8 @@ def _run(
     wanted = {recorder.FOLDER: folder, recorder.STEPS: steps, recorder.SKIP: skip}
     variables = {name: str(value) for name, value in wanted.items() if value is not None}
     commands = command(Resources.load(None, ranks), engine or default_engine(), program, strategy)
+    supervisor.check_program(program[0])
+    check_script(program)
     commands = [dataclasses.replace(each, environment={**each.environment, **variables}) for each in commands]
     try:
         end = supervisor.run(commands)

@@ -6,6 +6,7 @@ JSON needs nothing but Python; YAML its package.
 import dataclasses
 import json
 import math
+import reprlib
 import sys
 import types
 import typing
@@ -160,18 +161,15 @@ def _in_words(wanted: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a value for messages, in at most 60 characters.
+    """Return a value for messages as text of one line, however large it is.
 
-    >>> shown([1, "a"]), len(shown("a" * 100))
-    ("[1, 'a']", 60)
+    >>> shown([1, "a"]), shown("a" * 100)
+    ("[1, 'a']", "'aaaaaaaaaaaa...aaaaaaaaaaaaa'")
     """
     try:
-        text = repr(value)
-    except ValueError:  # a whole number of thousands of digits
-        return "a number that is too long"
-    except RecursionError:
-        return "something that is nested too deeply"
-    return text if len(text) <= 60 else f"{text[:57]}..."
+        return reprlib.repr(value)
+    except Exception:  # whole numbers of thousands of digits
+        return f"a very large {type(value).__name__}"
 
 
 def _check(document: Any) -> None:

@@ -8,7 +8,6 @@ found through entry points, whose groups are called alike: ``grace.compressors``
 """
 
 import dataclasses
-import difflib
 import functools
 import importlib
 import pkgutil
@@ -18,6 +17,7 @@ from typing import Any
 from grace.core import specs
 from grace.core.component import Component
 from grace.core.composition import Composed
+from grace.core.schema_words import hint
 from grace.errors import ConfigError
 
 KINDS = {
@@ -153,9 +153,7 @@ def _class(kind: str, name: str) -> type[Component]:
         raise ConfigError(str(why)) from why.__cause__
     if name not in components:
         names = sorted([*components, *_found(kind)[1]])
-        close = difflib.get_close_matches(name, names, n=1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise ConfigError(f"unknown {kind} {name!r}{hint}; known: {', '.join(names)}")
+        raise ConfigError(f"unknown {kind} {name!r}{hint(name, names)}; known: {', '.join(names)}")
     return components[name]
 
 

@@ -9,14 +9,13 @@
 """
 
 import collections
-import difflib
 import ipaddress
 import re
-import reprlib
 from pathlib import Path
 from typing import Annotated, Any
 
-from grace.core import documents
+from grace.core import documents, schema_words
+from grace.core.documents import shown
 from grace.errors import ConfigError, missing_extra
 
 try:
@@ -42,6 +41,11 @@ class _Part(pydantic.BaseModel):
     """Keys are the fields and no others, and values are of the fields' types without conversion."""
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _known_keys(cls, value: Any) -> Any:
+        return schema_words.refuse_unknown_keys(cls, value)
 
 
 class Node(_Part):
@@ -82,14 +86,14 @@ class Node(_Part):
     def _once(cls, devices: list[int]) -> list[int]:
         for device, count in collections.Counter(devices).items():
             if count > 1:
-                raise ValueError(f"device {_short(device)} is there {count} times; a device has one rank")
+                raise ValueError(f"device {shown(device)} is there {count} times; a device has one rank")
         return devices
 
     @pydantic.field_validator("network_bandwidth")
     @classmethod
     def _positive(cls, bandwidth: float | None) -> float | None:
         if bandwidth is not None and not 0 < bandwidth < float("inf"):
-            raise ValueError(f"must be a number of Gbit/s above 0, not {_short(bandwidth)}")
+            raise ValueError(f"must be a number of Gbit/s above 0, not {shown(bandwidth)}")
         return bandwidth
 
 
@@ -122,7 +126,7 @@ class SSH(_Part):
     @classmethod
     def _path(cls, path: str | None) -> str | None:
         if path is not None and (not path or path.startswith("-") or _control(path)):
-            raise ValueError(f"must be a path, not {_short(path)}")
+            raise ValueError(f"must be a path, not {shown(path)}")
         return path
 
     @pydantic.field_validator("setup", mode="before")
@@ -135,7 +139,7 @@ class SSH(_Part):
     def _lines(cls, setup: list[str]) -> list[str]:
         for line in setup:
             if "\0" in line or not line.strip():
-                raise ValueError(f"must be lines for a shell, not {_short(line)}")
+                raise ValueError(f"must be lines for a shell, not {shown(line)}")
         return setup
 
     @pydantic.field_validator("shared_envs", mode="before")
@@ -206,7 +210,7 @@ class Resources(_Part):
         grace.errors.ConfigError: resources: no node is the chief; give one of them `chief: true`
         """
         if not isinstance(document, dict):
-            raise ConfigError(f"{source}: must have the keys nodes and ssh, not be {_short(document)}")
+            raise ConfigError(f"{source}: must have the keys nodes and ssh, not be {shown(document)}")
         try:
             return cls.model_validate(document)
         except pydantic.ValidationError as error:
@@ -271,12 +275,12 @@ class Resources(_Part):
                 raise ValueError(f"node {node.address}: {needs}{self._known_groups()}")
             if node.ssh_config is not None and node.ssh_config not in self.ssh:
                 raise ValueError(
-                    f"node {node.address}: unknown ssh group {_short(node.ssh_config)}{self._known_groups()}"
+                    f"node {node.address}: unknown ssh group {shown(node.ssh_config)}{self._known_groups()}"
                 )
         return self
 
     def _known_groups(self) -> str:
-        return f"; known: {', '.join(map(_short, self.ssh))}" if self.ssh else "; there are none yet: add `ssh:`"
+        return f"; known: {', '.join(map(shown, self.ssh))}" if self.ssh else "; there are none yet: add `ssh:`"
 
 
 def _read(path: Path) -> Any:
@@ -287,7 +291,7 @@ def _read(path: Path) -> Any:
 
 def _matching(pattern: re.Pattern[str], text: str, right: str) -> str:
     if not pattern.fullmatch(text):
-        raise ValueError(f"must be {right}, not {_short(text)}")
+        raise ValueError(f"must be {right}, not {shown(text)}")
     return text
 
 
@@ -310,40 +314,13 @@ def _is_loopback(address: str) -> bool:
 
 # -- messages -------------------------------------------------------------------------------------------------------
 
-MODELS: dict[str, type[pydantic.BaseModel]] = {"nodes": Node, "ssh": SSH}
-RIGHT = {
-    "bool_type": "must be true or false",
-    "string_type": "must be text",
-    "int_type": "must be a whole number",
-    "float_type": "must be a number",
-    "list_type": "must be a list",
-    "dict_type": "must be keys with values",
-    "model_type": "must be keys with values",
-    "missing": "is missing",
-    "too_short": "must not be empty",
-    "string_unicode": "must be text",
-}
-
 
 def _told(error: pydantic.ValidationError, document: dict) -> str:
     """The first error, by the names that the file has, and how many others there are."""
-    errors = error.errors(include_url=False, include_context=False)
-    first = errors[0]
-    where = [*first["loc"]]
-    parts = [] if not where else [_place(where, document)]
-    kind, value = first["type"], first["input"]
-    if kind == "extra_forbidden":
-        model: type[pydantic.BaseModel] = MODELS[str(where[0])] if len(where) > 1 else Resources
-        known = list(model.model_fields)
-        close = difflib.get_close_matches(str(where[-1]), known, n=1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
-        said = f"unknown key{hint}; known: {', '.join(known)}"
-    elif kind == "value_error":
-        said = first["msg"].removeprefix("Value error, ")
-    elif kind in ("missing", "too_short"):
-        said = RIGHT[kind]
-    else:
-        said = f"{RIGHT.get(kind) or first['msg'].replace('Input should', 'must')}, not {_short(value)}"
+    errors = error.errors(include_url=False)
+    where = schema_words.location(errors[0])
+    parts = [_place(where, document)] if where else []
+    said = schema_words.in_words(errors[0])
     others = len(errors) - 1
     more = f" (and {others} more {'error' if others == 1 else 'errors'})" if others else ""
     return ": ".join([*parts, said]) + more
@@ -355,19 +332,11 @@ def _place(where: list[int | str], document: dict) -> str:
     >>> _place(["nodes", 1, "gpus", 0], {"nodes": [{}, {"address": "10.0.0.2"}]}), _place(["ssh", "a", "port"], {})
     ('node 10.0.0.2: gpus: 0', 'ssh: a: port')
     """
-    names = [part if isinstance(part, str) else _short(part) for part in where]
+    names = [part if isinstance(part, str) else shown(part) for part in where]
     if where[0] == "nodes" and len(where) > 1 and isinstance(where[1], int):
         nodes = document.get("nodes")
         node = nodes[where[1]] if isinstance(nodes, list) else None
         address = node.get("address") if isinstance(node, dict) else None
         usable = isinstance(address, str) and HOST.fullmatch(address)
         names[:2] = [f"node {address}" if usable else f"nodes: number {where[1] + 1}"]
-    return ": ".join(name if name.isprintable() and len(name) <= 60 else _short(name) for name in names)
-
-
-def _short(value: Any) -> str:
-    """A value as text of one line, however large it is."""
-    try:
-        return reprlib.repr(value)
-    except Exception:  # integers of more digits than Python prints
-        return f"a very large {type(value).__name__}"
+    return ": ".join(name if name.isprintable() and len(name) <= 60 else shown(name) for name in names)

@@ -91,7 +91,7 @@ def command(
         raise ConfigError("say after -- what is to be started, as in: grace launch -- python train.py")
     environment = {}
     if strategy is not None:
-        environment["GRACE_STRATEGY"] = _strategy(str(strategy))
+        environment["GRACE_STRATEGY"] = checked_strategy(str(strategy))
     if file is not None:
         environment["GRACE_RESOURCES"] = str(Path(file).resolve())
     if engine == "torch":
@@ -100,13 +100,13 @@ def command(
     return [build(resources, list(program), environment)]
 
 
-def _strategy(given: str) -> str:
-    """As the ranks find it: a file's whole path, or a builder's spec.
+def checked_strategy(given: str) -> str:
+    """Return a strategy as the ranks find it: a file's whole path, or a builder's spec.
 
     Raises:
         ConfigError: it is neither.
 
-    >>> _strategy("auto(quality='half')")
+    >>> checked_strategy("auto(quality='half')")
     "auto(quality='half')"
     """
     path = Path(given)
@@ -159,6 +159,17 @@ def _torchrun(where: list[str], program: list[str]) -> list[str]:
 
 def is_python(name: str) -> bool:
     return re.fullmatch(r"python[\d.]*", Path(name).name) is not None
+
+
+def check_script(program: Sequence[str]) -> None:
+    """Raise if Python is to run a file that is not there.
+
+    Raises:
+        ConfigError: there is no such file here.
+    """
+    script = program[1] if len(program) > 1 and is_python(program[0]) else "-"
+    if not script.startswith("-") and not Path(script).exists():
+        raise ConfigError(f"cannot start {script}: there is no such file in {os.getcwd()}")
 
 
 def _over_ssh(node: "Node", ssh: "SSH", argv: list[str]) -> list[str]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Annotated, Any
 
+from grace.core import schema_words
 from grace.core.registry import make
 from grace.core.variable import Variable
 from grace.errors import ConfigError, missing_extra
@@ -19,6 +20,7 @@ try:
         StrictStr,
         ValidationError,
         field_validator,
+        model_validator,
     )
     from pydantic_core import PydanticCustomError
 except ImportError as error:
@@ -33,6 +35,11 @@ class Strict(BaseModel):
     """An object of a file, whose fields' docstrings are their descriptions in its JSON Schema."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys(cls, value: Any) -> Any:
+        return value if cls.model_config["extra"] == "allow" else schema_words.refuse_unknown_keys(cls, value)
 
 
 class Match(Strict):
@@ -109,8 +116,8 @@ def chosen(rules: Sequence[Any], variable: Variable) -> tuple[Any, Any]:
                 return choice.compressor, choice.memory
         except ValidationError as error:
             first = error.errors()[0]
-            place = ".".join(map(str, first["loc"])) or "as a whole"
-            raise ConfigError(f"rule {i}, {place}: {first['msg']}") from None
+            place = ".".join(map(str, schema_words.location(first))) or "as a whole"
+            raise ConfigError(f"rule {i}, {place}: {schema_words.in_words(first)}") from None
         except re.error as error:
             raise ConfigError(f"rule {i}, match.regex: it cannot be read: {error}") from None
     return "none", None

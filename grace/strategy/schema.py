@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from grace.communicators.reduce_broadcast import AHEAD
-from grace.core import documents
+from grace.core import documents, schema_words
 from grace.core.atomic_files import replacing
 from grace.core.registry import checked, known, unusable
 from grace.core.variable import equal_sizes
@@ -97,8 +97,10 @@ class Own(Entry):
     @model_validator(mode="after")
     def _registered(self) -> "Own":
         if self.type not in {**known("communicator"), **unusable("communicator")}:
-            names = ", ".join({**FIELDS, **known("communicator")})
-            raise PydanticCustomError("sync", "{what}", {"what": f"type {self.type!r} is not known; known: {names}"})
+            names = list({**FIELDS, **known("communicator")})
+            near = schema_words.hint(self.type, names)
+            what = f"type {self.type!r} is not known{near}; known: {', '.join(names)}"
+            raise PydanticCustomError("sync", "{what}", {"what": what})
         try:
             checked("communicator", self.type, dict(self.model_extra or {}))
         except ConfigError as error:
@@ -298,7 +300,8 @@ def parse(
         read = Document.model_validate(document)
     except ValidationError as error:
         first = error.errors()[0]
-        raise ConfigError(f"{where}, {_place(first['loc'])}: {first['msg']}") from None
+        place = _place(schema_words.location(first))
+        raise ConfigError(f"{where}{place and ', '}{place}: {schema_words.in_words(first)}") from None
     except RecursionError:
         raise ConfigError(f"{where}: it is nested too deeply") from None
     try:

@@ -213,6 +213,8 @@ def test_ranks_that_a_launcher_has_started_measure_their_own_network(folder):
         (["--bandwidth", "1gb"], "a bandwidth is a number"),
         (["--baselines", "nccl"], "unknown baseline 'nccl'; known: ddp, horovod, or none"),
         (["--baselines", "none", "--methods", ""], "nothing is to be compared"),
+        (["--strategy", "nothere"], "unknown builder 'nothere'; known: "),
+        (["--strategy", "nothere.yaml"], "there is no strategy file nothere.yaml"),
         (["-n", "two"], "--ranks are whole numbers separated by commas"),
         (["-n", "0"], "--ranks must be between 1 and 1000, not 0"),
         (["--rounds", "0"], "--rounds must be at least 1, not 0"),

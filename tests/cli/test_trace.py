@@ -13,6 +13,7 @@ import pytest
 import grace
 from grace.exchange.tracing.summary import summarize
 from grace.exchange.tracing.timeline import RankTrace, load, merged, missing
+from tests.support.command import grace_command
 from tests.support.engine_pools import BIN, environment
 
 GRACE = [sys.executable, "-m", "grace.cli.main", "trace"]
@@ -154,6 +155,14 @@ def test_a_trace_without_steps_is_refused():
     rank.events = [event for event in rank.events if event["name"] != "step"]
     with pytest.raises(grace.ConfigError, match="no step was recorded"):
         summarize([rank])
+
+
+@pytest.mark.parametrize("program", [["python", "nothere.py"], ["./nothere"]])
+def test_a_program_that_is_not_there_is_refused_before_ranks_start(tmp_path, program):
+    code, out, err = grace_command("trace", "-n", "2", "--engine", "torch", "--", *program, folder=tmp_path)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"grace: cannot start {program[-1]}: ")
+    assert err.count("\n") == 1
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

@@ -140,8 +140,8 @@ def test_rules_without_a_memory_take_the_builders():
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        ({"match": {"nmae": "w"}}, r"rule 1, match.nmae: Extra inputs"),
-        ({"compresor": "topk"}, r"rule 1, compresor: Extra inputs"),
+        ({"match": {"nmae": "w"}}, r"rule 1, match.nmae: unknown key \(did you mean 'name'"),
+        ({"compresor": "topk"}, r"rule 1, compresor: unknown key \(did you mean 'compressor'"),
         ({"match": {"regex": "("}}, r"rule 1, match.regex: it cannot be read"),
         (7, r"rule 1, as a whole: "),
     ],

@@ -81,15 +81,18 @@ def test_defaults_are_filled_in_and_survive_a_round_trip(tmp_path):
 @pytest.mark.parametrize(
     ("sync", "message"),
     [
-        ({"type": "in_piece"}, r"s.yaml, variables.w.sync: type 'in_piece' is not known; known: .*in_pieces"),
+        (
+            {"type": "in_piece"},
+            r"s.yaml.*type 'in_piece' is not known \(did you mean 'in_pieces'\?\); known: .*in_pieces",
+        ),
         (
             {"type": "in_pieces", "mots": 3},
             r"w.sync: communicator in_pieces has no parameter 'mots'.*most=64",
         ),
         ({"type": "in_pieces", "most": 0}, r"variable 'w', sync: most must be positive"),
         ({"type": "in_pieces", "most": "many"}, r"variable 'w', sync: .*'<' not supported"),
-        ({"type": "in_pieces", "group": -1}, r"variables.w.sync.group: Input should be greater"),
-        ({}, r"variables.w.sync.type: Field required"),
+        ({"type": "in_pieces", "group": -1}, r"variables.w.sync.group: must be greater"),
+        ({}, r"variables.w.sync.type: is missing"),
     ],
 )
 def test_what_its_signature_does_not_take_is_refused(sync, message):

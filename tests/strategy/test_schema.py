@@ -86,14 +86,14 @@ def edited(**changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"version": 2}, r"s.yaml, version: Input should be 1"),
-        ({"extra": 1}, r"s.yaml, extra: Extra inputs are not permitted"),
-        ({"shpae": [1]}, r"s.yaml, variables.w.shpae: Extra inputs are not permitted"),
+        ({"version": 2}, r"s.yaml, version: must be 1"),
+        ({"extra": 1}, r"s.yaml, extra: unknown key; known: version"),
+        ({"shpae": [1]}, r"s.yaml, variables.w.shpae: unknown key \(did you mean 'shape'"),
         ({"shape": [4, -1]}, r"variables.w.shape\[1\]: .*greater than or equal to 0"),
-        ({"shape": [4, 2.5]}, r"variables.w.shape\[1\]: .*valid integer"),
-        ({"dtype": "int8"}, r"variables.w.dtype: Input should be 'float16'"),
+        ({"shape": [4, 2.5]}, r"variables.w.shape\[1\]: must be a whole number, not 2.5"),
+        ({"dtype": "int8"}, r"variables.w.dtype: must be 'float16'"),
         ({"sync": {"type": "ring"}}, r"variables.w.sync: .*'ring'"),
-        ({"sync": {"type": "allreduce", "destination": 1}}, r"variables.w.sync.destination: Extra inputs"),
+        ({"sync": {"type": "allreduce", "destination": 1}}, r"w.sync.destination: unknown key; known: type, group"),
         ({"sync": {"type": "reduce_broadcast", "destination": 2}}, r"sync.destination: rank 2 is not one of 2"),
         ({"sync": {"type": "none", "period": 0}}, r"variables.w.sync.period: .*greater than or equal to 1"),
         ({"sync": {"type": "none"}, "compressor": "topk"}, r"variable 'w', compressor: ranks that train on their own"),
@@ -201,7 +201,7 @@ def test_broken_files_are_refused(tmp_path):
         ("a.json", "{'version': 1}", "a.json: is not JSON: "),
         ("b.yaml", "version: 1\nversion: 1", "line 2: the key 'version' stands there a second time"),
         ("b.json", '{"version": 1, "version": 1}', "the key 'version' stands there a second time"),
-        ("e.yaml", "version: true", "e.yaml, version: Input should be 1"),
+        ("e.yaml", "version: true", "e.yaml, version: must be 1"),
         ("f.yaml", "version: !!int ''", "'' cannot be read as int (line 1)"),
         ("g.yaml", "version: 1\ncluster: {world_size: 1, nodes: 5}", "cluster.nodes: 5 nodes cannot have 1 ranks"),
         (
@@ -217,15 +217,15 @@ def test_broken_files_are_refused(tmp_path):
         ("j.json", '{"version": ' + "[" * 900 + "]" * 900 + "}", "nested too deeply"),
         ("k.json", '{"version": ' + "1" * 100_000 + "}", "k.json: is not JSON: "),
         ("l.json", '{"version": 1, "variables": {"\\ud800": {}}}', "half a character"),
-        ("n.yaml", "version: 1\nbuilder: {name: all_reduce, params: {a: [.inf]}}", "should be a finite number"),
+        ("n.yaml", "version: 1\nbuilder: {name: all_reduce, params: {a: [.inf]}}", "must be a finite number"),
         (
             "o.yaml",
             f"version: 1\nvariables: {{w: {{shape: [2], {SUM}, compressor: {{name: topk, ratio: 2020-01-01}}}}}}",
             "variable 'w', compressor: topk: ratio must be a number in (0, 1], not '2020-01-01'",
         ),
-        ("m.yaml", f"version: {'x' * 10**6}", "version: Input should be 1"),
-        ("c.yaml", "- 1", "Input should be a valid dictionary"),
-        ("d.yaml", "", "Input should be a valid dictionary"),
+        ("m.yaml", f"version: {'x' * 10**6}", "version: must be 1"),
+        ("c.yaml", "- 1", "must be keys with values, not"),
+        ("d.yaml", "", "must be keys with values, not"),
     ):
         (tmp_path / name).write_text(text)
         with pytest.raises(grace.ConfigError, match=re.escape(message)) as error:

@@ -173,7 +173,7 @@ def test_the_field_is_for_collectives_and_written_only_where_it_is_set():
     assert document["variables"]["w"]["sync"] == {"type": "allreduce", "group": 0, "hierarchical": True}
     assert schema.parse(document).to_dict() == document
     document["variables"]["w"]["sync"] = {"type": "none", "hierarchical": True}
-    with pytest.raises(grace.ConfigError, match=r"variables\.w\.sync\.hierarchical: Extra inputs"):
+    with pytest.raises(grace.ConfigError, match=r"variables\.w\.sync\.hierarchical: unknown key"):
         schema.parse(document)
 
 

@@ -8,6 +8,7 @@ from grace.bench.link.emulation import Link
 from grace.bench.ranks.launchers import ENGINES, check_engine, has_horovod
 from grace.communicators.choice import build_communicator
 from grace.errors import ConfigError
+from grace.launch.command_lines import checked_strategy
 
 METHODS = (
     "none", "fp16", "qsgd", "natural", "terngrad", "efsignsgd", "topk(ratio=0.01)", "dgc(ratio=0.01)",
@@ -76,6 +77,8 @@ class Settings:
             setattr(self, key, list(dict.fromkeys(getattr(self, key))))
         for method in self.methods:
             build_communicator(method, None, None)
+        for given in self.strategies:
+            checked_strategy(given)
         for name in self.baselines:
             if name not in BASELINES:
                 raise ConfigError(f"unknown baseline {name!r}; known: {', '.join(BASELINES)}, or none")

@@ -1,0 +1,71 @@
+"""Errors in users' files that pydantic found, in Grace's words."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from grace.core.documents import shown
+
+RIGHT = {
+    "bool_type": "must be true or false",
+    "string_type": "must be text",
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "list_type": "must be a list",
+    "dict_type": "must be keys with values",
+    "model_type": "must be keys with values",
+    "model_attributes_type": "must be keys with values",
+    "missing": "is missing",
+    "too_short": "must not be empty",
+    "string_unicode": "must be text",
+}
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    """Return a question for the nearest known name, or nothing.
+
+    >>> hint("topq", ["topk", "qsgd"]), hint("x", ["topk"])
+    (" (did you mean 'topk'?)", '')
+    """
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def refuse_unknown_keys(model: Any, value: Any) -> Any:
+    """Return the value of a model, as a validator that runs before it.
+
+    Args:
+        model: the class, which takes no other keys than its fields.
+        value: what stands in the file.
+
+    Raises:
+        PydanticCustomError: a key of it is no field; ``ctx["key"]`` is it.
+    """
+    from pydantic_core import PydanticCustomError
+
+    fields = list(model.model_fields)
+    for key in value if isinstance(value, dict) else ():
+        if key not in fields:
+            said = f"unknown key{hint(str(key), fields)}; known: {', '.join(fields)}"
+            raise PydanticCustomError("unknown_key", "{said}", {"said": said, "key": key})
+    return value
+
+
+def location(error: Mapping[str, Any]) -> list[Any]:
+    """Return the keys and numbers of an error's place, an unknown key included."""
+    key = error["ctx"]["key"] if error["type"] == "unknown_key" else None
+    return [*error["loc"], *([] if key is None else [key])]
+
+
+def in_words(error: Mapping[str, Any]) -> str:
+    """Return what one of ``ValidationError.errors()`` says.
+
+    >>> in_words({"type": "literal_error", "msg": "Input should be 1", "input": 2})
+    'must be 1, not 2'
+    """
+    kind, said = error["type"], error["msg"]
+    if kind in ("missing", "too_short"):
+        return RIGHT[kind]
+    if kind in RIGHT or said.startswith("Input should "):
+        return f"{RIGHT.get(kind) or said.replace('Input should', 'must', 1)}, not {shown(error['input'])}"
+    return str(said).removeprefix("Value error, ")

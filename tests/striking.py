@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.engine_pools import ENGINES, command, environment
+from tests.support.limits import HANGS
 
 PROGRAM = Path(__file__).parent / "programs" / "trains.py"
 LAUNCHERS = ("torchrun", *ENGINES)
@@ -42,7 +43,7 @@ def run(launcher: str, framework: str, method: str, fault: str, **variables: str
         line, backend = command(launcher, SIZE, *program), ENGINES[launcher][1]
     env = {**environment(), "GRACE_BACKEND": backend, "PYTHONUNBUFFERED": "1", **variables}
     done = subprocess.run(
-        line, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=150, errors="replace"
+        line, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=HANGS, errors="replace"
     )
     ended = time.time()
     struck = re.search(r"struck at ([\d.]+)", done.stdout)

@@ -11,6 +11,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from tests.support import ROOT
+from tests.support.limits import HANGS
 
 yaml = pytest.importorskip("yaml")
 CLUSTERS = ROOT / "examples" / "clusters"
@@ -47,7 +48,7 @@ def run(job: Path, folder: Path, **variables: str) -> list[str]:
         program.chmod(0o755)
     slurm = {"SLURM_JOB_ID": "4812345", "SLURM_NNODES": "2", "SLURM_CPUS_PER_TASK": "2"}
     env = {"PATH": f"{folder}:{os.defpath}", "SLURM_JOB_NODELIST": "node[1-2]", **slurm, **variables}
-    done = subprocess.run(["bash", str(job)], env=env, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(["bash", str(job)], env=env, capture_output=True, text=True, timeout=HANGS)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.splitlines()
 

@@ -11,6 +11,7 @@ import pytest
 from grace.bench import all as all_command
 from grace.bench.common import results as record
 from grace.bench.link.emulation import possible
+from tests.support.limits import HANGS
 
 pytestmark = pytest.mark.ranks
 
@@ -35,7 +36,7 @@ def shown(tmp_path_factory):
     """The demo at 80 columns: (stdout, stderr, folder)."""
     out = tmp_path_factory.mktemp("demo") / "out"
     command = [sys.executable, "-c", FEWER, "demo", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"}, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"}, timeout=HANGS)
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr, out
 
@@ -85,7 +86,7 @@ def test_an_interrupted_run_of_all_keeps_the_parts_that_are_finished(tmp_path):
         if line.startswith("none, seed 0"):
             break
     process.terminate()
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=HANGS)
     assert process.returncode == 130
     assert err.startswith("grace bench all: interrupted")
     assert [record.load(tmp_path / name).complete for name in ("step", "train")] == [True, False]

@@ -11,6 +11,7 @@ import pytest
 from tests.support.drawing import THOROUGH
 from tests.support.engine_pools import ENGINES, available, command, environment
 from tests.support.frameworks import OFFLINE
+from tests.support.limits import HANGS
 
 pytestmark = pytest.mark.ranks
 
@@ -23,7 +24,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 def run(launcher, *args, example=EXAMPLE):
     env = {**os.environ, "OMP_NUM_THREADS": "1", **OFFLINE}
-    return subprocess.run([*launcher, str(example), *args], capture_output=True, text=True, env=env, timeout=120)
+    return subprocess.run([*launcher, str(example), *args], capture_output=True, text=True, env=env, timeout=HANGS)
 
 
 def run_under(name, example):
@@ -34,7 +35,7 @@ def run_under(name, example):
     if name == "mpirun-mpi":  # where Horovod is installed, mpirun means Horovod
         env["GRACE_BACKEND"] = "mpi"
     program = command(name, 2, str(example), "--compressor", "topk(ratio=0.05)", "--epochs", "5")
-    done = subprocess.run(program, capture_output=True, text=True, env=env, timeout=180)
+    done = subprocess.run(program, capture_output=True, text=True, env=env, timeout=HANGS)
     assert done.returncode == 0, done.stdout + done.stderr
     engine = {"horovodrun-gloo": "Horovod (Gloo)", "mpirun-mpi": "MPI (Open MPI)"}.get(name, "Horovod (MPI)")
     assert done.stdout.count(f"topk(ratio=0.05) on {engine}, rank 0 of 2") == 1, done.stdout
@@ -125,7 +126,7 @@ def test_the_pipelines_example_trains_where_mpirun_starts_the_ranks():
         pytest.skip("mpi4py is not installed (make horovod)")
     program = command("mpirun-mpi", 2, str(PIPELINE), "--stages", "2", "--steps", "10", "--vocabulary", "512")
     env = {**environment(), "GRACE_BACKEND": "torch"}
-    done = subprocess.run(program, capture_output=True, text=True, env=env, timeout=180)
+    done = subprocess.run(program, capture_output=True, text=True, env=env, timeout=HANGS)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("nats after 10 steps") == 1
 

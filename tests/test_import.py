@@ -10,6 +10,7 @@ import pytest
 
 import grace
 from tests.support import warm
+from tests.support.limits import HANGS
 
 BUDGET_SECONDS = 0.3
 ENVIRONMENT = {
@@ -32,7 +33,7 @@ BLOCK = """
 def run(script: str, absent: tuple[str, ...] = ()) -> str:
     script = f"ABSENT = {absent!r}\n" + textwrap.dedent(BLOCK) + textwrap.dedent(script)
     done = subprocess.run(
-        [warm.REAL, "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=100, check=False
+        [warm.REAL, "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=HANGS, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -46,6 +47,7 @@ def test_import_loads_no_optional_package(use):
     assert run(f"{use}; print(sorted({set(HEAVY)!r} & set(sys.modules)))") == "[]"
 
 
+@pytest.mark.alone
 def test_import_takes_less_than_0_3_seconds_beyond_numpy():
     script = """
         import time, numpy

@@ -13,6 +13,7 @@ import grace
 from grace.core import registry
 from tests.support.command import grace_command
 from tests.support.engine_pools import environment
+from tests.support.limits import HANGS
 from tests.support.training import distributed, net, train
 from tests.test_pages import ROOT, blocks
 
@@ -143,7 +144,7 @@ def test_an_engine_is_joined_by_its_name_on_two_ranks(package, tmp_path):
         for rank in range(2)
     ]  # fmt: skip
     for number, rank in enumerate(ranks):
-        out, err = rank.communicate(timeout=120)
+        out, err = rank.communicate(timeout=HANGS)
         assert out == f"shared_file, rank {number} of 2 True True\n", err
 
 

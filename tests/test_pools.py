@@ -37,10 +37,8 @@ def fails(rank):
 def test_where_a_rank_hangs_is_said(engine):
     pool = launched(engine, 2)
     pool.run(forgets_handlers)
-    began = time.monotonic()
     with pytest.raises(RankFailure, match=r"no answer within 3 s(.|\n)*in stands_still_here"):
         pool.run(stands_still_here, 1, timeout=3)
-    assert time.monotonic() - began < 60
     assert pool.run(fails, 2) == [2, 2]
 
 

@@ -14,6 +14,7 @@ import pytest
 from tests.support import warm
 from tests.support.drawing import THOROUGH
 from tests.support.engine_pools import ENGINES, available
+from tests.support.limits import HANGS
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="on Linux only"),
@@ -27,7 +28,7 @@ BOTH = pytest.mark.parametrize(
 
 
 def run(python, *args, **options):
-    return subprocess.run([python, *args], capture_output=True, text=True, timeout=60, **options)
+    return subprocess.run([python, *args], capture_output=True, text=True, timeout=HANGS, **options)
 
 
 def test_this_is_about_another_python():
@@ -93,7 +94,7 @@ def test_signals_reach_the_program_and_nobody_outlives_its_caller(python, number
         pid = int(process.stdout.readline())
         process.send_signal(number)
         assert process.wait(20) == (5 if number == signal.SIGUSR1 else -number)
-    until = time.monotonic() + 10
+    until = time.monotonic() + HANGS
     while Path("/proc", str(pid)).exists() and time.monotonic() < until:
         time.sleep(0.01)
     assert not Path("/proc", str(pid)).exists()
@@ -105,7 +106,7 @@ def test_a_program_and_its_caller_may_be_killed_at_the_same_time():
         pid, server = map(int, caller.stdout.readline().split())
         os.kill(server, signal.SIGSTOP)  # so that it hears of both ends at once
         os.kill(pid, signal.SIGKILL)
-        until = time.monotonic() + 10
+        until = time.monotonic() + HANGS
         while Path("/proc", str(pid), "stat").read_text().rpartition(") ")[2][0] != "Z" and time.monotonic() < until:
             time.sleep(0.01)
         caller.kill()
@@ -136,7 +137,7 @@ def test_no_rank_outlives_tests_that_are_killed():
         pools = [name for name in ("gloo", *engines) for _ in range(2)]
         ranks = list(zip(pools, tests.stdout.readline().split(), strict=True))
         tests.kill()
-    until = time.monotonic() + 10
+    until = time.monotonic() + HANGS
     while (left := [rank for rank in ranks if Path("/proc", rank[1]).exists()]) and time.monotonic() < until:
         time.sleep(0.05)
     assert not left

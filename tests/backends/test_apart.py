@@ -11,6 +11,7 @@ import torch
 
 import grace
 from tests.support.engine_pools import available, command, environment
+from tests.support.limits import HANGS
 from tests.support.pools import launched
 
 pytestmark = pytest.mark.ranks
@@ -36,7 +37,7 @@ def run(engine: str, how: str, *options: object) -> tuple[dict[int, str], dict[i
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=120,
+            timeout=HANGS,
         )
     printed = done.stdout
     assert done.returncode != 0, printed

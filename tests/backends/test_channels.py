@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import grace
 from tests.support.engine_pools import DRAWN
+from tests.support.limits import HANGS
 from tests.support.pools import launched
 from tests.support.training import Given, distributed
 
@@ -156,7 +157,7 @@ def among_some():
 
 
 def test_an_optimizer_of_some_ranks_leaves_the_others_alone(three_ranks):
-    assert all(three_ranks.run(among_some, timeout=90))
+    assert all(three_ranks.run(among_some))
 
 
 ENDING = """
@@ -191,5 +192,5 @@ def test_channels_end_with_the_users_process_group(tmp_path):
             for rank in range(2)
         ]
         for process in ranks:
-            out, err = process.communicate(timeout=120)
+            out, err = process.communicate(timeout=HANGS)
             assert (process.returncode, out, err) == (0, "the end\n", "")

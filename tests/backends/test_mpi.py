@@ -203,7 +203,7 @@ def waited():
     began = time.monotonic()
     with pytest.raises(grace.ExchangeError) as lost:
         optimizer.step()
-    assert 2 <= time.monotonic() - began < 30
+    assert time.monotonic() - began >= 2
     return str(lost.value), type(lost.value.__cause__).__name__
 
 

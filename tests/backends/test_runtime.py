@@ -13,6 +13,7 @@ from grace.backends import launchers
 from grace.backends.topology import MPI_SIZES
 from tests.support import warm
 from tests.support.engine_pools import available
+from tests.support.limits import HANGS
 
 LAUNCHER_KEYS = (
     *("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "HOROVOD_RANK", "HOROVOD_SIZE", "GRACE_BACKEND"),
@@ -156,7 +157,7 @@ open(f"{__file__}.{grace.rank()}of{grace.size()}", "w").write(repr(model.weight.
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER_KEYS}
     done = subprocess.run(
-        command, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120
+        command, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=HANGS
     )
     assert done.returncode == 0, done.stderr
     first, second = (tmp_path / f"train.py.{rank}of2" for rank in range(2))

@@ -15,12 +15,14 @@ import pytest
 import torch
 
 import grace
-from grace.bench.common import options
+from grace.bench.common import clocks, options
 from grace.bench.common import results as record
 from grace.bench.kernels import fidelity, gradients, peak_memory, timing
 from grace.bench.kernels.command import TENSORS
 from grace.cli import main
 from grace.errors import ConfigError
+from tests.support.limits import HANGS
+from tests.support.passing import Passing
 
 GRACE = [sys.executable, "-m", "grace.cli.main", "bench", "kernels"]
 SHAPE, RANKS, DRAWS = (200, 300), 4, 16
@@ -66,7 +68,7 @@ def test_a_run_gives_tables_and_files(tmp_path):
     args = ["--size", "40k", "--repeats", "1", "--tensors", "gaussian,captured", "--out", str(tmp_path)]
     command = [*GRACE, *args, "--methods", ", ".join(specs)]
     env = {**os.environ, "COLUMNS": "80"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS, env=env)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert max(len(line) for line in done.stdout.splitlines() if str(tmp_path) not in line) <= 80
@@ -103,13 +105,13 @@ def test_a_run_gives_tables_and_files(tmp_path):
 def test_an_interrupted_run_keeps_what_is_finished(tmp_path, number):
     command = [*GRACE, "--size", "1M", "--methods", "all", "--repeats", "50", "--out", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANGS
     while not ((tmp_path / "results.json").exists() and record.load(tmp_path).rows):
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.02)
     process.send_signal(number)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=HANGS)
     assert process.returncode == 130
     results = record.load(tmp_path)
     count = len(results.rows)
@@ -156,7 +158,7 @@ def test_the_command_refuses_what_cannot_be(tmp_path, monkeypatch, capsys, args,
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 def test_a_gpu_is_measured(tmp_path):
     command = [*GRACE, "--size", "1M", "--device", "cuda", "--methods", "fp16,topk", "--out", str(tmp_path)]
-    subprocess.run(command, check=True, timeout=300)
+    subprocess.run(command, check=True, timeout=HANGS)
     fp16, *_ = record.load(tmp_path).rows
     assert fp16["device"] == "cuda"
     assert fp16["peak_extra_bytes"] >= 2_000_000
@@ -311,14 +313,16 @@ def test_a_captured_gradient_is_one_of_a_batch():
 # -- time and memory ---------------------------------------------------------------------------------------
 
 
-def test_times_are_medians_after_a_first_call():
+def test_times_are_medians_after_a_first_call(monkeypatch):
     calls = []
 
     def work():
         calls.append(None)
-        time.sleep(0.5 if len(calls) == 1 else 0.02)
+        clock.sleep(0.5 if len(calls) == 1 else 0.02)
 
-    assert 20 <= timing.times_ms({"work": work}, repeats=3)["work"] < 200
+    clock = Passing()
+    monkeypatch.setattr(clocks, "time", clock)
+    assert timing.times_ms({"work": work}, repeats=3)["work"] == pytest.approx(20)
     assert len(calls) == 4
 
 

@@ -21,6 +21,7 @@ from grace.errors import ConfigError
 from grace.launch.processes import end
 from tests.support import warm
 from tests.support.command import grace_command
+from tests.support.limits import HANGS
 
 pytestmark = pytest.mark.ranks
 
@@ -70,7 +71,7 @@ def start(how: str) -> subprocess.Popen:
 @linked
 def test_the_command_measures_each_rate():
     command = [*GRACE, "bench", "link", "--bandwidth", "50mbit,100mbit", "--seconds", "0.1", "--ranks", "3"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "80"})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS, env={**os.environ, "COLUMNS": "80"})
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     rows = [line.split() for line in done.stdout.splitlines()]
@@ -86,7 +87,7 @@ def test_the_command_measures_each_rate():
 def test_the_command_says_why_it_cannot():
     command = [*GRACE, "bench", "link"]
     path = {**os.environ, "PATH": "/nowhere"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS, env=path)
     assert done.returncode == 1
     assert "not possible here: ip, tc and unshare cannot be found" in done.stderr
 
@@ -95,7 +96,7 @@ def test_the_command_says_why_it_cannot():
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="setpriv takes capabilities away, and is not installed")
 def test_the_command_wants_the_rights_it_needs():
     command = ["setpriv", "--bounding-set=-net_admin", *GRACE, "bench", "link"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 1
     assert "it needs root: this process lacks CAP_NET_ADMIN\n" in done.stderr
 
@@ -187,7 +188,7 @@ def test_all_reduces_take_their_bytes_over_the_bandwidth():
                 for rank in range(2)
             ]
             try:
-                said = [process.communicate(timeout=60)[0] for process in ranks]
+                said = [process.communicate(timeout=HANGS)[0] for process in ranks]
             finally:
                 end(*ranks)
         assert [process.returncode for process in ranks] == [0, 0]
@@ -218,7 +219,7 @@ def test_each_rank_is_a_machine_of_its_own():
 @pytest.mark.parametrize("how", ["return", "fail"])
 def test_nothing_is_left_when_the_block_ends(how):
     process = start(how)
-    _, err = process.communicate(timeout=20)  # the rank, which would sleep on, has stderr too
+    _, err = process.communicate(timeout=HANGS)  # the rank, which would sleep on, has stderr too
     assert process.returncode == (1 if how == "fail" else 0)
     assert ("on purpose" in err) == (how == "fail")
     assert left_by(process.pid) == []
@@ -230,7 +231,7 @@ def test_nothing_is_left_after_a_signal(number):
     process = start("wait")
     assert len(left_by(process.pid)) == 3
     process.send_signal(number)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=HANGS)
     assert "KeyboardInterrupt" in err
     assert left_by(process.pid) == []
 
@@ -239,12 +240,12 @@ def test_nothing_is_left_after_a_signal(number):
 def test_nothing_is_left_when_the_command_is_interrupted():
     for seconds in (0.02, 0.4):  # while it is set up, and while it is measured
         process = subprocess.Popen([*GRACE, "bench", "link"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + HANGS
         while not left_by(process.pid) and time.monotonic() < deadline:
             time.sleep(0.001)
         time.sleep(seconds)
         process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=HANGS)
         assert (process.returncode, err) == (130, "grace bench link: interrupted; the network is removed\n")
         assert left_by(process.pid) == []
 
@@ -260,6 +261,6 @@ def test_the_next_link_removes_what_a_killed_process_left():
     with Link() as link:
         assert left_by(process.pid) == []
         assert len(left_by(os.getpid())) == 3
-        assert "1234" not in process.communicate(timeout=20)[1]  # ends only when the rank has ended
+        assert "1234" not in process.communicate(timeout=HANGS)[1]  # ends only when the rank has ended
         namespaces.remove_stale()  # leaves what is used
         assert measure(link, seconds=0.1) > 0

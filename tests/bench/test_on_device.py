@@ -19,6 +19,7 @@ from grace.bench.step.settings import BOUND, Settings
 from grace.bench.workloads.models import Workload, workload
 from grace.core.backend import Handle
 from grace.errors import ConfigError
+from tests.support.limits import HANGS
 
 GRACE = [sys.executable, "-m", "grace.cli.main", "bench"]
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: torch.cuda.is_available() is False")
@@ -192,7 +193,7 @@ def test_steps_on_a_gpu_are_refused_before_anything_starts(tmp_path, given, says
 @no_gpu
 def test_steps_are_measured_on_a_gpu(tmp_path):
     args = ["--device", "cuda", "--model", "resnet", "--methods", "none,qsgd", "--rounds", "1", "-o", str(tmp_path)]
-    done = subprocess.run([*GRACE, "step", *args], capture_output=True, text=True, timeout=280)
+    done = subprocess.run([*GRACE, "step", *args], capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, done.stderr
     assert "The wire is simulated" in done.stdout
     rows = {(row["name"], row["bandwidth"]): row for row in load(tmp_path).rows}
@@ -204,7 +205,7 @@ def test_steps_are_measured_on_a_gpu(tmp_path):
 @no_gpu
 def test_kernels_are_measured_on_a_gpu(tmp_path):
     args = ["--device", "cuda", "--size", "1M", "--repeats", "5", "--methods", "fp16,qsgd,topk", "-o", str(tmp_path)]
-    done = subprocess.run([*GRACE, "kernels", *args], capture_output=True, text=True, timeout=280)
+    done = subprocess.run([*GRACE, "kernels", *args], capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, done.stderr
     results = load(tmp_path)
     assert torch.cuda.get_device_name() in done.stdout

@@ -12,6 +12,7 @@ from grace.bench.pipeline.settings import CHOSEN, KNOWN, Settings
 from grace.bench.pipeline.tables import judged, markdown, merged, verdict_words
 from grace.bench.workloads.pipelines import MODELS, cuttable
 from grace.errors import ConfigError
+from tests.support.limits import HANGS
 
 GRACE = str(Path(sys.executable).with_name("grace"))
 
@@ -93,7 +94,7 @@ def net():
 def test_a_small_run(tmp_path):
     (tmp_path / "small.py").write_text(SMALL)
     command = [GRACE, "bench", "pipeline", "--models", "small:net", "--quick", "--out", "found.jsonl"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "found.jsonl").read_text())
     names = [one["name"] for one in found["cuts"]]
@@ -101,7 +102,7 @@ def test_a_small_run(tmp_path):
     assert sum(name.startswith("after ") for name in names) == 3
     assert all(one["measured_ms"] > 0 and one["predicted_ms"] > 0 for one in found["cuts"])
     assert found["cuts"][0]["replicas"] == [1, 1]
-    again = subprocess.run([*command, "--resume"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    again = subprocess.run([*command, "--resume"], cwd=tmp_path, capture_output=True, text=True, timeout=HANGS)
     assert again.returncode == 0, again.stderr
     assert "measuring" not in again.stdout
     assert "| small:net | loopback | 2 | none |" in again.stdout

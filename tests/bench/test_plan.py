@@ -16,6 +16,7 @@ from grace.bench.plan.tables import markdown
 from grace.bench.plan.verdicts import GOALS, corrected, judged, order, totals
 from grace.errors import ConfigError
 from grace.planner.corrections import Step
+from tests.support.limits import HANGS
 
 GRACE = str(Path(sys.executable).with_name("grace"))
 
@@ -111,7 +112,7 @@ def test_what_cannot_be_is_refused(said, message):
 def test_a_mistake_is_one_line_before_anything_starts(tmp_path):
     (tmp_path / "kept.jsonl").write_text("{}\n")
     args = ["bench", "plan", "--out", "kept.jsonl", "--resume"]
-    done = subprocess.run([GRACE, *args], capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False)
+    done = subprocess.run([GRACE, *args], capture_output=True, text=True, timeout=HANGS, cwd=tmp_path, check=False)
     assert done.returncode == 2
     assert "kept.jsonl, line 1, is no scenario of a benchmark" in done.stderr
     assert done.stderr.count("\n") == 1

@@ -24,6 +24,7 @@ from grace.bench.train.settings import Settings
 from tests.support import warm
 from tests.support.drawing import THOROUGH
 from tests.support.engine_pools import environment
+from tests.support.limits import HANGS
 
 pytestmark = pytest.mark.ranks
 
@@ -49,7 +50,7 @@ def launcher(request, monkeypatch, tmp_path_factory):
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(empty.parent), os.environ.get("PYTHONPATH", "")]))
 
 
-def run(*args, code=0, timeout=120, cwd=None, program=GRACE, **environment):
+def run(*args, code=0, timeout=HANGS, cwd=None, program=GRACE, **environment):
     """Run `grace bench train` at 80 columns; returns (stdout, stderr)."""
     env = {**os.environ, "COLUMNS": "80", **environment}
     done = subprocess.run(
@@ -151,11 +152,9 @@ def test_a_killed_rank_is_named(tmp_path, single, failed, said):
 
 def test_a_rank_that_fails_ends_the_others(tmp_path):
     program = tmp_path / "program.py"
-    program.write_text("import os, sys, time\nsys.exit(3) if os.environ['RANK'] == '1' else time.sleep(60)")
-    began = time.monotonic()
+    program.write_text("import os, sys, time\nsys.exit(3) if os.environ['RANK'] == '1' else time.sleep(10_000)")
     with launchers.launcher("torch", 2) as start, pytest.raises(WorkerError, match=r"failed \(exit code 3\)"):
         launch.run_ranks(start, [str(program)], tmp_path, lambda: None)
-    assert time.monotonic() - began < 20
 
 
 @linux
@@ -185,9 +184,9 @@ def _ranks(pid):
     return []
 
 
-def _gone(ranks, seconds=5):
+def _gone(ranks):
     """Whether the processes end soon: mpirun does not wait for those that it has sent a signal."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + HANGS
     while any(Path(f"/proc/{pid}").exists() for pid in ranks) and time.monotonic() < deadline:
         time.sleep(0.05)
     return not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
@@ -202,7 +201,7 @@ def _running(tmp_path, seconds, framework="torch"):
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "env": dict(os.environ)}
     process = subprocess.Popen(command, **quiet)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANGS
         while len(ranks := _ranks(process.pid)) < 2:
             assert process.poll() is None, process.communicate()[1]
             assert time.monotonic() < deadline, "the ranks did not start"
@@ -211,7 +210,7 @@ def _running(tmp_path, seconds, framework="torch"):
         yield process, ranks
     finally:
         process.terminate()
-        process.communicate(timeout=60)
+        process.communicate(timeout=HANGS)
 
 
 @linux
@@ -223,7 +222,7 @@ def _running(tmp_path, seconds, framework="torch"):
 def test_an_interrupted_benchmark_leaves_no_rank_behind(tmp_path, number, seconds):
     with _running(tmp_path, seconds) as (process, ranks):
         process.send_signal(number)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=HANGS)
         assert process.returncode == 130
         assert err == "grace bench train: interrupted; the ranks are ended\n"
         assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
@@ -237,7 +236,7 @@ def test_an_interrupted_benchmark_leaves_no_rank_behind(tmp_path, number, second
 def test_an_interrupted_tensorflow_benchmark_leaves_no_rank_behind(tmp_path, launcher, seconds):
     with _running(tmp_path, seconds, "tensorflow") as (process, ranks):
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=HANGS)
         assert process.returncode == 130
         assert err == "grace bench train: interrupted; the ranks are ended\n"
         assert _gone(ranks)
@@ -250,7 +249,7 @@ def test_an_interrupted_tensorflow_benchmark_leaves_no_rank_behind(tmp_path, lau
 def test_a_killed_rank_ends_the_tensorflow_benchmark_with_its_signal_named(tmp_path, launcher):
     with _running(tmp_path, 12, "tensorflow") as (process, ranks):
         os.kill(ranks[1], signal.SIGKILL)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=HANGS)
         assert process.returncode == 1
         assert "was ended by SIGKILL" in err
         assert "absl" not in err
@@ -262,7 +261,7 @@ def test_a_killed_rank_ends_the_tensorflow_benchmark_with_its_signal_named(tmp_p
 def test_a_killed_rank_ends_the_benchmark_with_its_signal_named(tmp_path):
     with _running(tmp_path, 5) as (process, ranks):
         os.kill(ranks[1], signal.SIGKILL)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=HANGS)
         assert process.returncode == 1
         assert "was ended by SIGKILL" in err
         assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]

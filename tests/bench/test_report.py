@@ -21,6 +21,7 @@ from grace.bench.report.page import methods_looks, page, write_report
 from grace.errors import ConfigError
 from tests.support.bench_results import METHODS, kernels, results, step, train
 from tests.support.command import grace_command
+from tests.support.limits import HANGS
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 browser = pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome is installed")
@@ -74,7 +75,7 @@ def browse(path, *flags, width=1280):
                 "--enable-logging=stderr",
             ]
             command += [f"--user-data-dir={folder}", f"--window-size={width},2000", *flags, "--dump-dom", path.as_uri()]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS)
             if "</html>" in done.stdout:
                 return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     pytest.fail(f"the browser showed nothing: {done.stderr[-2000:]}")

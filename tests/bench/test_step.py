@@ -18,6 +18,7 @@ from grace.bench.ranks import launchers
 from grace.bench.step import verdicts
 from grace.bench.step.rows import judged
 from grace.bench.step.settings import BOUND
+from tests.support.limits import HANGS
 
 pytestmark = pytest.mark.ranks
 
@@ -46,7 +47,7 @@ def folder(tmp_path_factory):
     return path
 
 
-def run(folder, *args, code=0, launcher=(), timeout=240):
+def run(folder, *args, code=0, launcher=(), timeout=HANGS):
     """Run the command at 80 columns; returns (stdout, stderr, results)."""
     env = {**os.environ, "COLUMNS": "80", "OMP_NUM_THREADS": "1"}
     command = [*launcher, GRACE, "bench", "step", *args, "--out", "out"]
@@ -244,7 +245,7 @@ def test_a_model_that_is_none_is_refused(folder, model, code, message):
 def test_where_no_link_can_be_emulated_it_says_why_and_measures_nothing(tmp_path):
     command = [GRACE, "bench", "step", "--model", "mlp", "--bandwidth", "1gbit", "--out", str(tmp_path)]
     path = {**os.environ, "PATH": "/nowhere"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS, env=path)
     assert done.returncode == 1
     assert done.stderr.startswith("grace bench step: a link cannot be emulated here: ")
     assert record.load(tmp_path).rows == []
@@ -273,14 +274,14 @@ def test_an_interrupted_run_keeps_what_is_finished_and_removes_the_network(folde
         text=True,
         cwd=folder,
     )
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + HANGS
     while not ((tmp_path / "results.json").exists() and record.load(tmp_path).rows):
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert set(_namespaces()) - before
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=HANGS)
     assert process.returncode == 130
     assert err == f"grace bench step: interrupted; the ranks are ended; what is finished is in {tmp_path}\n"
     saved = record.load(tmp_path)

@@ -24,6 +24,7 @@ from grace.bench.workloads.task import FRAMEWORKS, TASKS, task_class, trainer_cl
 from grace.bench.workloads.torch_tasks import CharacterModel
 from grace.core.registry import known
 from tests.support.drawing import THOROUGH
+from tests.support.limits import HANGS
 
 pytestmark = pytest.mark.ranks
 
@@ -39,7 +40,7 @@ def framework(request):
     grace.shutdown()
 
 
-def run(*args, code=0, timeout=120, cwd=None):
+def run(*args, code=0, timeout=HANGS, cwd=None):
     """Run `grace bench train` at 80 columns; returns (stdout, stderr)."""
     env = {**os.environ, "COLUMNS": "80"}
     command = [GRACE, "bench", "train", *args]
@@ -231,12 +232,12 @@ def test_over_a_slow_link_fewer_bytes_are_there_sooner(tmp_path):
 def test_an_interrupted_benchmark_keeps_what_is_finished(tmp_path):
     command = [GRACE, "bench", "train", "--methods", "none", "--epochs", "1", "--seeds", "200", "--out", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANGS
     while not ((tmp_path / "results.json").exists() and results.load(tmp_path).rows):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=HANGS)
     assert process.returncode == 130
     assert err == f"grace bench train: interrupted; the ranks are ended; what is finished is in {tmp_path}\n"
     saved = results.load(tmp_path)
@@ -367,7 +368,7 @@ def test_the_advice_tells_what_accuracy_was_lost(accuracies, words):
 def test_methods_reach_the_uncompressed_accuracy_minus_1_5_points(tmp_path):
     methods, seeds = (METHODS, 2) if THOROUGH else (("none", "topk(ratio=0.01)", "powersgd(rank=2)"), 1)
     args = ["--methods", ",".join(methods), "--seeds", str(seeds), "--epochs", "12"]
-    run(*args, "--out", str(tmp_path), timeout=500)
+    run(*args, "--out", str(tmp_path), timeout=HANGS)
     qualities = {row["method"]: row["quality"] for row in results.load(tmp_path).rows}
     assert list(qualities) == list(methods)
     assert qualities["none"] > 0.95

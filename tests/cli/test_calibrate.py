@@ -17,6 +17,7 @@ from grace.planner.corrections import Step
 from grace.planner.costs import Codec, Cost
 from grace.planner.links import KINDS
 from tests.support.command import grace_command
+from tests.support.limits import HANGS
 from tests.support.warm import REAL
 
 MODEL = """
@@ -127,7 +128,7 @@ def test_ranks_measure_links_and_methods(folder):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
     command += [str(grace), "calibrate", "--quick", "--methods", "topk", "--model", "mine:net", "-o", "c.json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, done.stderr
     made = read(folder / "c.json")
     assert (made.key.engine, made.key.ranks, made.key.threads, made.by_ring) == ("torch.distributed (gloo)", 2, 1, True)
@@ -171,5 +172,5 @@ from grace.planner.calibration import read
 read(Path({str(folder / "c.json")!r})).key
 print(sorted({{"torch", "tensorflow", "keras"}} & set(sys.modules)))
 """
-    done = subprocess.run([REAL, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([REAL, "-c", program], capture_output=True, text=True, timeout=HANGS)
     assert done.stdout == "[]\n", done.stderr

@@ -13,6 +13,7 @@ import grace
 from grace.core.registry import KINDS, aliases, known, legal_communicators, make
 from tests.support import warm
 from tests.support.command import grace_command
+from tests.support.limits import HANGS
 
 GRACE = str(Path(sys.executable).with_name("grace"))
 COMPONENTS = [
@@ -31,7 +32,7 @@ def said(*args):
 def run(*args, code=0, **environment):
     """Run the program at 80 columns; returns (stdout, stderr)."""
     env = {**os.environ, "COLUMNS": "80", **environment}
-    done = subprocess.run([GRACE, *args], capture_output=True, text=True, env=env, timeout=60)
+    done = subprocess.run([GRACE, *args], capture_output=True, text=True, env=env, timeout=HANGS)
     assert done.returncode == code, done.stderr
     return done.stdout, done.stderr
 

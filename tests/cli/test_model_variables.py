@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from grace.cli.model_variables import model_variables
+from tests.support.limits import HANGS
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("mlp", "resnet", "lstm", "transformer", "ncf")
@@ -265,7 +266,7 @@ def test_strategies_are_built_and_checked_for_them(tmp_path, monkeypatch, model,
     out = str(tmp_path / "s.yaml")
     options = ["--model", model, "--builder", "parallax", "-n", "2", "-o", out]
     program = [sys.executable, "-m", "grace.cli.main", "strategy", "build", *options]
-    done = subprocess.run(program, capture_output=True, text=True, cwd=ROOT, timeout=100)
+    done = subprocess.run(program, capture_output=True, text=True, cwd=ROOT, timeout=HANGS)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"Wrote {out}: {variables} variables, for 2 ranks on 1 node, by parallax\n"
 

@@ -16,6 +16,7 @@ from grace.planner.costs import Codec, Cost, Curve
 from grace.planner.explain import Plan
 from grace.planner.step import Contention
 from tests.support.command import grace_command
+from tests.support.limits import HANGS
 
 pytest.importorskip("pydantic", reason="pydantic is not installed")
 
@@ -95,7 +96,7 @@ def test_a_planned_strategy_trains_real_ranks(folder):
     launch = [grace, "launch", "-n", "2", "--engine", "torch", "--strategy", "s.yaml"]
     launch += ["--", sys.executable, "run.py"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(launch, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(launch, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, done.stderr
     first, second = ((folder / f"rank{rank}").read_text() for rank in (0, 1))
     assert first == second

@@ -11,6 +11,7 @@ import pytest
 
 from grace.bench.common.text import of_bytes
 from tests.support.command import grace_command
+from tests.support.limits import HANGS
 
 pytest.importorskip("pydantic", reason="pydantic is not installed")
 
@@ -44,7 +45,7 @@ def run(folder, *args, code=0):
 def run_program(folder, *args, code=0, group=("strategy",)):
     env = {**os.environ, "COLUMNS": "140"}
     command = [GRACE, *group, *args]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=folder, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=folder, timeout=HANGS)
     assert done.returncode == code, done.stderr
     return done.stdout
 

@@ -15,6 +15,7 @@ from grace.exchange.tracing.summary import summarize
 from grace.exchange.tracing.timeline import RankTrace, load, merged, missing
 from tests.support.command import grace_command
 from tests.support.engine_pools import BIN, environment
+from tests.support.limits import HANGS
 
 GRACE = [sys.executable, "-m", "grace.cli.main", "trace"]
 ROOT = str(Path(grace.__file__).parents[1])
@@ -25,7 +26,7 @@ MS = 1_000_000
 def traced(*args, folder, code=0, **variables):
     """Run the command in a folder; returns (stdout, stderr)."""
     env = {**environment(), "PYTHONPATH": ROOT, "COLUMNS": "80", **variables}
-    done = subprocess.run([*GRACE, *args], capture_output=True, text=True, env=env, cwd=folder, timeout=200)
+    done = subprocess.run([*GRACE, *args], capture_output=True, text=True, env=env, cwd=folder, timeout=HANGS)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout, done.stderr
 

@@ -10,6 +10,7 @@ import torch
 import grace
 from grace.communicators.choice import build_communicator
 from tests.support.engine_pools import environment
+from tests.support.limits import HANGS
 from tests.support.pools import launched
 from tests.support.training import KINDS, Given, digest, distributed, made_up
 
@@ -230,7 +231,7 @@ def test_who_forgets_init_in_a_launched_program_is_told(tmp_path):
     program = tmp_path / "program.py"
     program.write_text("import torch, grace\ngrace.from_params({}).step(torch.ones(2), 'w')\n")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=HANGS)
     assert done.returncode != 0
     assert "nobody called grace.init()" in done.stderr
 

@@ -192,7 +192,7 @@ def test_rows_lose_nothing(ranks, compressor, kind):
 
     Ranks have different numbers of rows, whose positions are coded in different ways.
     """
-    answers, size = ranks.run(rows_by, compressor, kind, timeout=60), ranks.size
+    answers, size = ranks.run(rows_by, compressor, kind), ranks.size
     total = np.zeros(TABLE)
     for step in range(STEPS):
         for rank in range(size):

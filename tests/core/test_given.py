@@ -10,6 +10,7 @@ import torch
 
 import grace
 import grace.torch
+from tests.support.limits import HANGS
 
 MODEL = torch.nn.Linear(2, 2)
 SGD = torch.optim.SGD(MODEL.parameters(), lr=0.1)
@@ -53,7 +54,9 @@ def test_what_is_no_keras_optimizer_is_named():
                 except grace.ConfigError as error:
                     print(str(error).partition(", not ")[2])
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=HANGS
+    )
     model, kind, nothing, several = done.stdout.splitlines()[:4]
     assert done.stdout.splitlines()[4:] == [model, kind, nothing, several]
     assert model == "the model (Sequential): model.compile(grace.DistributedOptimizer(optimizer, ...), ...)"

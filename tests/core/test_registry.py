@@ -12,6 +12,7 @@ import grace
 from grace import Compressor, ConfigError, Memory, register
 from grace.communicators import Allgather
 from grace.core import registry
+from tests.support.limits import HANGS
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +105,7 @@ def run(script, folder):
     path = os.pathsep.join([str(folder), str(Path(grace.__file__).parents[1])])
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)], env={**os.environ, "PYTHONPATH": path},
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=HANGS,
     )  # fmt: skip
 
 

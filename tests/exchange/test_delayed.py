@@ -1,6 +1,7 @@
 """Exchanges that are applied later: bounded staleness, means applied as they come, and what a checkpoint keeps."""
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 import grace
 from grace.communicators import ReduceBroadcast
 from tests.support import strategies
+from tests.support.limits import HANGS
 from tests.support.training import Given, copied, digest
 
 pytestmark = pytest.mark.ranks
@@ -89,31 +91,40 @@ def test_without_staleness_the_bits_are_those_of_plain_all_reduce(two_ranks):  #
         assert [digest(step) for step in got] == [digest(step) for step in wanted]
 
 
-def times_of(staleness: int, sleeper: int) -> list[tuple[float, float]]:
-    """When each step's gradients were handed over, and when the step had ended."""
-    model = Quadratic()
+def steps_of(folder, rank: int) -> int:
+    """How many steps a rank has ended."""
+    return len(list(Path(folder).glob(f"{rank}-*")))
+
+
+def wait_until(what) -> None:
+    ends = time.monotonic() + HANGS
+    while not what():
+        assert time.monotonic() < ends, "it hangs"
+        time.sleep(0.001)
+
+
+def leads_of(staleness: int, late: int, folder: str) -> list[int]:
+    """What the others have ended when this rank, which is late, begins a step: as many steps as they may, it waits
+    until they have; and what they have a little later."""
+    model, steps = Quadratic(), 8
     optimizer = made(ReduceBroadcast(staleness=staleness, destination=1), model)
-    times = []
-    for step in range(8):
-        if grace.rank() == sleeper:
-            time.sleep(0.15)
-        began = time.monotonic()
+    others, leads = set(range(grace.size())) - {late}, []
+    for step in range(steps):
+        if grace.rank() == late:
+            wait_until(lambda step=step: all(steps_of(folder, r) >= min(steps, step + staleness) for r in others))
+            time.sleep(0.02)  # somebody who may run on does so
+            leads.append(max(steps_of(folder, r) for r in others) - step)
         one_step(model, optimizer, step)
-        times.append((began, time.monotonic()))
+        Path(folder, f"{grace.rank()}-{step}").touch()
     optimizer._grace.exchanger.pending()  # so that nobody is still at it when the next test begins
-    return times
+    return leads
 
 
-@pytest.mark.parametrize("sleeper", [0, 1], ids=["a-rank-sleeps", "the-destination-sleeps"])
+@pytest.mark.parametrize("late", [0, 1], ids=["a-rank-is-late", "the-destination-is-late"])
 @pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_a_rank_runs_as_far_ahead_as_it_may_and_no_further(ranks, staleness, sleeper):
-    times = ranks.run(times_of, staleness, sleeper)
-    for rank in set(range(ranks.size)) - {sleeper}:
-        leads = []
-        for step, (_, ended) in enumerate(times[rank]):
-            begun = sum(began <= ended for began, _ in times[sleeper]) - 1  # the last step that the sleeper had begun
-            leads.append(step - begun)
-        assert max(leads) == staleness
+def test_a_rank_runs_as_far_ahead_as_it_may_and_no_further(ranks, staleness, late, tmp_path):
+    leads = ranks.run(leads_of, staleness, late, str(tmp_path))[late]
+    assert leads == [min(staleness, 8 - step) for step in range(8)]
 
 
 METHODS = ("topk(ratio=0.3)", "qsgd(levels=7)", "signsgd", "threshold(value=0.05)", "fp16", "randomk(ratio=0.5)")
@@ -198,42 +209,39 @@ def test_means_on_their_way_are_applied_under_another_staleness(ranks, staleness
         torch.testing.assert_close(values["w"] - LR * left, 6 * total)
 
 
-def within_the_bound() -> tuple[float, torch.Tensor]:
+def within_the_bound(folder: str) -> torch.Tensor:
     model = Quadratic()
     model.gradients = lambda step, rank: (TARGETS * (rank + 1), torch.ones(2))
     optimizer = made(ReduceBroadcast("none", sync=False), model)
-    began = time.monotonic()
     for step in range(6):
-        if grace.rank() == 0:
-            time.sleep(0.1)
+        if grace.rank() == 0 and step == 0:  # the others have ended all their steps before it begins its first
+            wait_until(lambda: all(steps_of(folder, rank) == 6 for rank in range(1, grace.size())))
         one_step(model, optimizer, step)
-    seconds = time.monotonic() - began
+        Path(folder, f"{grace.rank()}-{step}").touch()
     saved = copied(optimizer.state_dict())  # waits for what is on its way
     optimizer.close()
     optimizer = made(ReduceBroadcast("none"), model, broadcast=False)
     optimizer._grace.exchanger.restore_pending(saved["grace"]["pending"])
     one_step(model, optimizer, 6)
-    return seconds, model.w.detach().clone()
+    return model.w.detach().clone()
 
 
-def test_within_the_bound_nobody_waits_and_nothing_is_lost(ranks):
-    answers = ranks.run(within_the_bound)
-    assert answers[0][0] > 0.6
-    assert all(seconds < answers[0][0] / 1.5 for seconds, _ in answers[1:])
-    for _, value in answers:
+def test_within_the_bound_nobody_waits_and_nothing_is_lost(ranks, tmp_path):
+    for value in ranks.run(within_the_bound, str(tmp_path)):
         torch.testing.assert_close(value, -LR * 7 * (ranks.size + 1) / 2 * TARGETS)
 
 
-def far_ahead(steps: int, ahead: int) -> tuple[int, torch.Tensor]:
+def far_ahead(steps: int, ahead: int, folder: str) -> tuple[int, torch.Tensor]:
     """The most exchanges that were ever under way, and the weights when all means are applied."""
     model = Quadratic()
     model.gradients = lambda step, rank: (TARGETS * (rank + 1), torch.ones(2))
     optimizer, most = made(ReduceBroadcast("none", sync=False, ahead=ahead), model), 0
     group = optimizer._grace.exchanger.buckets[0]
     for step in range(steps):
-        if grace.rank() == 0:  # the destination
-            time.sleep(0.02)
+        if grace.rank() == 0 and step == 0:  # the destination begins when the other one can go no further
+            wait_until(lambda: steps_of(folder, 1) >= ahead)
         one_step(model, optimizer, step)
+        Path(folder, f"{grace.rank()}-{step}").touch()
         most = max(most, len(group.communicator.pending_exchanges[group.variables[0].name]))
     weights = model.w.detach().clone()
     for step in optimizer._grace.exchanger.pending():
@@ -241,8 +249,8 @@ def far_ahead(steps: int, ahead: int) -> tuple[int, torch.Tensor]:
     return most, weights
 
 
-def test_without_sync_no_more_steps_are_under_way_than_may_be(two_ranks):
-    (_, destination), (most, other) = two_ranks.run(far_ahead, 25, 3)
+def test_without_sync_no_more_steps_are_under_way_than_may_be(two_ranks, tmp_path):
+    (_, destination), (most, other) = two_ranks.run(far_ahead, 25, 3, str(tmp_path))
     assert most == 3
     for weights in (destination, other):
         torch.testing.assert_close(weights, -LR * 25 * 1.5 * TARGETS)

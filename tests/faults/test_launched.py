@@ -16,6 +16,7 @@ import grace
 from tests.support import warm
 from tests.support.drawing import THOROUGH
 from tests.support.engine_pools import environment
+from tests.support.limits import HANGS
 
 PYTHON = sys.executable
 REAL = warm.REAL  # where it matters who is whose child
@@ -37,7 +38,7 @@ def launched(*args, folder=None, code=0, python=PYTHON, **variables):
         text=True,
         env={**env(python), **variables},
         cwd=folder,
-        timeout=120,
+        timeout=HANGS,
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout, done.stderr
@@ -87,8 +88,8 @@ def alive(folder):
     return [path.stem for path in folder.glob("*.pid") if Path("/proc", path.stem).exists()]
 
 
-def nobody_left(folder, within=5):
-    until = time.monotonic() + within
+def nobody_left(folder):
+    until = time.monotonic() + HANGS
     while alive(folder) and time.monotonic() < until:
         time.sleep(0.05)
     return list(folder.glob("*.pid")) and not alive(folder)
@@ -179,15 +180,15 @@ def test_ending_the_command_leaves_nobody_behind(script, tmp_path, engine, numbe
     args = ["-n", "2", "--engine", engine, "--", REAL, str(script), "wait", str(tmp_path)]
     with open(tmp_path / "err", "w+") as err:  # no pipe, which ranks would hold open
         process = subprocess.Popen([REAL, *LAUNCH, *args], env=env(REAL), stdout=subprocess.DEVNULL, stderr=err)
-        until = time.monotonic() + 60
+        until = time.monotonic() + HANGS
         while len(list(tmp_path.glob("*.rank"))) < 2 and time.monotonic() < until:
             time.sleep(0.1)
         time.sleep(0.5)
         assert len(alive(tmp_path)) == 2
         process.send_signal(number)
-        process.wait(60)
+        process.wait(HANGS)
         if number == signal.SIGKILL:
-            assert nobody_left(tmp_path, within=30)  # ranks and launchers get a while to end by themselves
+            assert nobody_left(tmp_path)  # ranks and launchers get a while to end by themselves
             return
     assert process.returncode == 130
     assert (tmp_path / "err").read_text().splitlines()[-1] == "grace launch: interrupted; the ranks are ended"

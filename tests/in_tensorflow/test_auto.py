@@ -141,10 +141,10 @@ def went_on(folder, way, epochs=2):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_saved_plan_is_gone_on_with_bit_for_bit(engine, tmp_path):
-    wanted = launched(engine, 2, "tensorflow").run(saved_and_went_on, str(tmp_path), timeout=300)
+    wanted = launched(engine, 2, "tensorflow").run(saved_and_went_on, str(tmp_path))
     launched(engine, 2, "tensorflow").stop()
     for way in WAYS:
-        found = launched(engine, 2, "tensorflow").run(went_on, str(tmp_path), way, timeout=300)
+        found = launched(engine, 2, "tensorflow").run(went_on, str(tmp_path), way)
         for (weights, plan), (resumed, other, began, ended, said) in zip(wanted, found, strict=True):
             assert plan == other == {"chosen": TOPK}
             assert began == ended == TOPK
@@ -153,8 +153,8 @@ def test_a_saved_plan_is_gone_on_with_bit_for_bit(engine, tmp_path):
 
 
 def test_another_number_of_ranks_plans_anew(tmp_path):
-    launched("mpirun-mpi", 2, "tensorflow").run(saved_and_went_on, str(tmp_path), WAYS[:1], timeout=300)
-    found = launched("mpirun-mpi", 3, "tensorflow").run(went_on, str(tmp_path), WAYS[0], CHOSEN, timeout=300)
+    launched("mpirun-mpi", 2, "tensorflow").run(saved_and_went_on, str(tmp_path), WAYS[:1])
+    found = launched("mpirun-mpi", 3, "tensorflow").run(went_on, str(tmp_path), WAYS[0], CHOSEN)
     assert len({weights for weights, *_ in found}) == 1
     for _, plan, began, ended, said in found:
         assert plan == {"chosen": TOPK}

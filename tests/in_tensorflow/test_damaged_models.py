@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import grace
 from tests.support.damaged_states import each, loads_or_changes_nothing, mutated, resealed
+from tests.support.limits import HANGS
 from tests.support.pools import launched
 
 pytestmark = [pytest.mark.slow]
@@ -60,7 +61,7 @@ def test_kill_9_while_a_model_is_saved_leaves_the_last_good_file(tmp_path):
     file = tmp_path / "model.keras"
     root = Path(__file__).parents[2]
     program = [sys.executable, "-c", KILLED, file, root]
-    ended = subprocess.run(list(map(str, program)), timeout=200, check=False)
+    ended = subprocess.run(list(map(str, program)), timeout=HANGS, check=False)
     assert ended.returncode == -signal.SIGKILL
     grace.init("local")
     model = grace.tensorflow.load_model(file)

@@ -106,7 +106,7 @@ def results_of(engine, size):
     for *run, way, pair in CASES:
         if run == [engine, size]:
             pairs.setdefault(way, []).append(pair)
-    return launched(engine, size, "tensorflow").run(all_with_tensorflow, pairs, timeout=400)
+    return launched(engine, size, "tensorflow").run(all_with_tensorflow, pairs)
 
 
 @pytest.mark.every

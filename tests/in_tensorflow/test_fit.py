@@ -77,7 +77,7 @@ def everything(cases):
 
 @functools.cache
 def results(engine):
-    return launched(engine, 2, "tensorflow").run(everything, CASES[engine], timeout=600)
+    return launched(engine, 2, "tensorflow").run(everything, CASES[engine])
 
 
 @pytest.mark.every

@@ -81,7 +81,7 @@ def curves() -> dict[str, tuple[list[float], list[float]]]:
 
 @pytest.fixture(scope="module")
 def results():
-    return launched("mpirun-mpi", 2, "tensorflow").run(curves, timeout=300)  # which moves both frameworks' tensors
+    return launched("mpirun-mpi", 2, "tensorflow").run(curves)  # which moves both frameworks' tensors
 
 
 @pytest.mark.parametrize("spec", KINDS)

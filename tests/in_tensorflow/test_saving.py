@@ -95,9 +95,9 @@ def second_half(folder):
 @pytest.fixture(scope="module")
 def halves(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("saved"))
-    uninterrupted = pool().run(first_half, folder, timeout=300)
+    uninterrupted = pool().run(first_half, folder)
     pool().stop()
-    return uninterrupted, pool().run(second_half, folder, timeout=300), folder
+    return uninterrupted, pool().run(second_half, folder), folder
 
 
 @pytest.mark.parametrize(("spec", "way"), CASES)

@@ -31,7 +31,7 @@ def with_own_operations(steps):
 
 
 def test_eager_operations_of_the_script_do_not_meet_those_of_exchanges():
-    first, second = launched("horovodrun-gloo", 2, "tensorflow").run(with_own_operations, 60, timeout=100)
+    first, second = launched("horovodrun-gloo", 2, "tensorflow").run(with_own_operations, 60)
     assert first == second
 
 
@@ -57,7 +57,7 @@ def left_in():
 
 
 def test_what_a_script_left_in_of_horovod_is_refused_by_name():
-    for said in launched("horovodrun-gloo", 2, "tensorflow").run(left_in, timeout=100):
+    for said in launched("horovodrun-gloo", 2, "tensorflow").run(left_in):
         assert "is Horovod's DistributedOptimizer already: leave that out" in said[0]
         assert "leave out hvd.DistributedOptimizer" in said[1]
         assert all("Grace's is compressor=" in message for message in said[2:])

@@ -108,7 +108,7 @@ def all_builders(graph, builders=BUILDERS):
 )
 def test_whatever_the_builder_uncompressed_training_is_plain_training(engine, size, graph, builders):
     wanted = on_the_mean(size, STEPS)[-1]
-    answers = launched(engine, size, "tensorflow").run(all_builders, graph, builders, timeout=300)
+    answers = launched(engine, size, "tensorflow").run(all_builders, graph, builders)
     for builder in builders:
         for value, expected in zip(answers[0][builder], wanted, strict=True):
             np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-6, err_msg=builder)
@@ -138,7 +138,7 @@ def compressed(graph, methods):
     ],
 )
 def test_compressed_both_ways_all_ranks_have_the_same_bits(engine, graph, methods):
-    answers = launched(engine, 2, "tensorflow").run(compressed, graph, methods, timeout=300)
+    answers = launched(engine, 2, "tensorflow").run(compressed, graph, methods)
     for key, values in answers[0].items():
         assert all(np.isfinite(value).all() for value in values)
         for other in answers[1:]:
@@ -265,7 +265,7 @@ def with_own_communicator():
 
 
 def test_a_registered_communicator_carries_what_a_strategy_gives_it_in_a_graph():
-    for got, sent in launched("horovodrun-gloo", 2, "tensorflow").run(with_own_communicator, timeout=300):
+    for got, sent in launched("horovodrun-gloo", 2, "tensorflow").run(with_own_communicator):
         for value, wanted in zip(got, on_the_mean(2, 2)[-1], strict=True):
             np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-6)
         assert sent > 10  # when it was traced

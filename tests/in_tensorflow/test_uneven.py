@@ -9,6 +9,7 @@ import pytest
 import grace
 from tests.support.drawing import THOROUGH
 from tests.support.engine_pools import ENGINES, available, command, environment
+from tests.support.limits import HANGS
 
 pytestmark = [
     pytest.mark.ranks,
@@ -39,7 +40,7 @@ def run(engine, text, folder, **variables):
         env={**env, **variables},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=HANGS,
         check=False,
     )
     return done.returncode, done.stdout + done.stderr

@@ -49,7 +49,7 @@ RUNS = [("gloo", 2), ("gloo", 3), ("horovodrun-gloo", 2), ("mpirun-mpi", 3)]
 def test_a_line_search_takes_the_same_path_on_every_rank_and_that_of_one_process(engine, size):
     ranks = launched(engine, size)
     for op, set_to_none in [("average", True), ("average", False), ("sum", True)]:
-        answers = ranks.run(searched, op, set_to_none, timeout=60)
+        answers = ranks.run(searched, op, set_to_none)
         assert len(set(map(str, answers))) == 1
         assert answers[0][2] > 6
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.engine_pools import available, environment
+from tests.support.limits import HANGS
 
 pytestmark = [
     pytest.mark.ranks,
@@ -32,7 +33,7 @@ def run(tmp_path_factory):
     command += ["--elastic-timeout", "60", sys.executable, str(TESTS / "programs" / "elastic.py"), str(folder)]
     path = os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
     env = {**environment(), "HOROVOD_GLOO_TIMEOUT_SECONDS": "60", "PYTHONPATH": path}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line.split() for line in (folder / "log").read_text().splitlines()]
     return [(line[0], line[1], int(line[2]), line[3:]) for line in lines], done.stdout + done.stderr

@@ -59,7 +59,7 @@ def broadcast_state(kind, restored):
 def test_horovods_broadcast_of_the_state_gives_all_ranks_the_roots_and_makes_no_step(horovod):
     for kind in OPTIMIZERS:
         for restored in (False, True):
-            first, second = horovod.run(broadcast_state, kind, restored, timeout=30)
+            first, second = horovod.run(broadcast_state, kind, restored)
             assert first == second
             assert first[2]
 
@@ -98,12 +98,12 @@ def resumed(how):
 
 
 def test_rank_0_restores_for_all_and_other_states_are_told_at_the_next_step(horovod):
-    whole = horovod.run(resumed, "uninterrupted", timeout=60)
-    assert horovod.run(resumed, "rank 0 for all", timeout=60) == whole
+    whole = horovod.run(resumed, "uninterrupted")
+    assert horovod.run(resumed, "rank 0 for all") == whole
     assert whole[0] == whole[1]
-    for said in horovod.run(resumed, "forgotten", timeout=60):
+    for said in horovod.run(resumed, "forgotten"):
         assert "rank 1 is at step 0, rank 0 is at step 2" in said
-    for said in horovod.run(resumed, "different", timeout=60):
+    for said in horovod.run(resumed, "different"):
         assert "the first difference: rank 0 has gone on from what is called" in said
 
 
@@ -126,10 +126,10 @@ def other_settings(everyone):
 
 
 def test_rank_0s_settings_are_everyones_once_they_are_broadcast(horovod):
-    first, second = horovod.run(other_settings, True, timeout=30)
+    first, second = horovod.run(other_settings, True)
     assert first == second
     assert first[0] == 0.05
-    for said in horovod.run(other_settings, False, timeout=30):
+    for said in horovod.run(other_settings, False):
         assert (
             "rank 0 has optimizer SGD, param group 0, lr 0.05, rank 1 has optimizer SGD, param group 0, lr 0.1" in said
         )
@@ -152,7 +152,7 @@ def broadcast_of_all_kinds():
 
 
 def test_horovods_broadcast_of_parameters_takes_every_dtype_and_layout(horovod):
-    assert len(set(horovod.run(broadcast_of_all_kinds, timeout=30))) == 1
+    assert len(set(horovod.run(broadcast_of_all_kinds))) == 1
 
 
 # -- operations without a name ----------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def beside_training(steps):
 
 
 def test_operations_without_a_name_find_each_other_beside_exchanges(horovod):
-    assert len(set(horovod.run(beside_training, 20, timeout=60))) == 1
+    assert len(set(horovod.run(beside_training, 20))) == 1
 
 
 # -- elastic mode -----------------------------------------------------------------------------------------------------

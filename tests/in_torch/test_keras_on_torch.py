@@ -7,6 +7,7 @@ import subprocess
 import pytest
 
 from tests.support import ROOT
+from tests.support.limits import HANGS
 from tests.support.warm import REAL
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -79,7 +80,7 @@ def test_keras_models_train_in_fit_and_in_loops_by_torchs_optimizers_and_keras_o
         )
         for rank in range(2)
     ]
-    said = [rank.communicate(timeout=150)[0] for rank in ranks]
+    said = [rank.communicate(timeout=HANGS)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said
     assert "topk(ratio=0.1) on torch.distributed (gloo), rank 0 of 2" in said[0]
     assert float(said[0].split("accuracy ")[1].split("%")[0]) > 80

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.limits import HANGS
 from tests.support.training import same
 
 pytestmark = pytest.mark.ranks
@@ -38,7 +39,7 @@ def run(*program, checkpoint):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     command = [sys.executable, *launcher, *map(str, program), "--epochs", "4", "--checkpoint", str(checkpoint)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=180)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=HANGS)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout, torch.load(checkpoint, weights_only=True)
 

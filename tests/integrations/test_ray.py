@@ -18,6 +18,7 @@ import torch
 
 import grace
 from tests.support import ROOT, warm
+from tests.support.limits import HANGS
 from tests.support.training import loss_of, net, sgd
 from tests.test_pages import blocks
 
@@ -79,7 +80,7 @@ def cluster():
         finally:
             ray.shutdown()
             signal.signal(signal.SIGINT, interrupt)  # which Ray's trainer takes
-            end = time.monotonic() + 20
+            end = time.monotonic() + HANGS
             while of_ray(folder) and time.monotonic() < end:
                 time.sleep(0.1)
             left = of_ray(folder)

@@ -9,6 +9,7 @@ import pytest
 
 from tests.support import warm
 from tests.support.drawing import THOROUGH
+from tests.support.limits import HANGS
 
 CHECKED = os.environ.get("NUMBA_BOUNDSCHECK") == "1"
 
@@ -32,7 +33,7 @@ def test_no_compiled_loop_leaves_its_arrays(tmp_path):
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=HANGS,
     )
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
     assert "SKIPPED" not in run.stdout, run.stdout[-2000:]

@@ -14,6 +14,7 @@ from grace.kernels.torch import fused
 from grace.kernels.triton import availability
 from tests.support import warm
 from tests.support.implementations import INTERPRETED
+from tests.support.limits import HANGS
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="it starts the interpreter")
@@ -31,7 +32,7 @@ def test_every_kernel_has_the_references_bits_in_tritons_interpreter():
     chosen = ["-m", "not slow", "-k", f"triton and not ({' or '.join(SLOW)})"]
     command = [warm.REAL, "-m", "pytest", "-p", "no:cacheprovider", *chosen, str(HERE)]
     env = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert int(done.stdout.split(" passed")[0].split()[-1]) > 290, done.stdout
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import grace
 from grace.launch.cluster import SSH, Node, Resources
 from tests.support.data import examples
+from tests.support.limits import HANGS
 
 CLUSTER = """
 nodes:
@@ -245,7 +246,7 @@ for package in ("yaml", "pydantic"):
     except grace.MissingExtraError as error:
         print(error)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=HANGS)
     line = 'is not installed; install it with: pip install "grace-compress[strategy]"'
     assert done.stdout.splitlines() == ["False", f"pyyaml {line}", f"pydantic {line}"], done.stderr
 

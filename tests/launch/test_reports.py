@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from grace.launch.supervisor import first_reason
+from tests.support.limits import HANGS
 
 PROGRAM = """
 import sys
@@ -55,7 +56,7 @@ def test_a_failing_launch_ends_with_the_rank_and_its_reason(tmp_path, engine):
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, **root, "OMPI_MCA_rmaps_base_oversubscribe": "1", "PATH": path}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=HANGS)
     assert done.returncode == 1
     last = "grace launch: rank 1 ended with exit code 1: ValueError: the data are wrong; the others were ended"
     assert done.stderr.splitlines()[-1] == last

@@ -14,6 +14,7 @@ import pytest
 import grace
 from tests.support import warm
 from tests.support.engine_pools import environment
+from tests.support.limits import HANGS
 from tests.support.ssh_server import other_machine
 
 ROOT = Path(grace.__file__).parents[1]
@@ -75,7 +76,7 @@ def launch(machine, folder, *args):
         text=True,
         cwd=folder,
         env=env(machine),
-        timeout=120,
+        timeout=HANGS,
     )
 
 
@@ -141,14 +142,14 @@ def test_ending_the_command_ends_the_ranks_on_the_node(tmp_path, work):
         args = cluster(machine, work, python_venv=f'"{enters(tmp_path)}"')
         program = [warm.REAL, "-m", "grace.cli.main", "launch", *args, "--", "python", "-S", "-c", rank]
         command = subprocess.Popen(program, cwd=work, env=env(machine), stderr=subprocess.PIPE)
-        until = time.monotonic() + 60
+        until = time.monotonic() + HANGS
         while not all(file.exists() and file.read_text() for file in begun) and time.monotonic() < until:
             time.sleep(0.1)
         ranks = [Path("/proc", file.read_text()) for file in begun]
         assert all(rank.exists() for rank in ranks)
         command.terminate()
-        assert command.wait(60) == 130
-        until = time.monotonic() + 20
+        assert command.wait(HANGS) == 130
+        until = time.monotonic() + HANGS
         while any(rank.exists() for rank in ranks) and time.monotonic() < until:
             time.sleep(0.1)
         command.stderr.close()

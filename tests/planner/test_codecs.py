@@ -11,9 +11,18 @@ from grace.core.compressor import Compressor, Traits
 from grace.errors import ConfigError
 from grace.planner import codecs
 from grace.planner.codecs import maker, measure
+from tests.support.passing import Passing
 
 SHAPES = {"w": (60, 50), "wide": (40, 90), "b": (50,), "v": (7,)}
 QUICK = 0.02
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time passes while a method sleeps, and else not: a busy machine changes nothing."""
+    found = Passing()
+    monkeypatch.setattr(codecs, "time", found)
+    monkeypatch.setitem(globals(), "time", found)
 
 
 def gradients(make=np.array):
@@ -36,10 +45,11 @@ class Slow(Compressor):
         return payload[0].astype("float32")
 
 
+@pytest.mark.usefixtures("clock")
 def test_times_are_those_that_the_method_takes():
     slow = measure(lambda: Allgather(Slow()), gradients(), ranks=4, limit_seconds=0.2).codec
     encoding = slow.start.seconds(40, 10_000, 2) - slow.start.seconds(20, 10_000, 2)
-    assert encoding == pytest.approx(0.01, rel=0.6)
+    assert encoding == pytest.approx(0.01, rel=0.2)
     assert slow.finish.seconds(32, 3000, 2) > slow.start.seconds(32, 3000, 2) * 1.5
 
 
@@ -59,6 +69,7 @@ class Uneven(Slow):
         return payload[0].astype("float32")
 
 
+@pytest.mark.usefixtures("clock")
 def test_times_are_those_of_the_whole_model_and_not_the_shortest():
     given = {f"w{i}": gradients()["w"] for i in range(3)}
     found = measure(lambda: Allgather(Uneven()), given, ranks=2, limit_seconds=0.5).codec
@@ -175,6 +186,7 @@ def test_time_must_be_given():
         measure("topk", gradients(), 2, limit_seconds=0)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("choice", "grows"),
     {

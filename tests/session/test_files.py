@@ -11,6 +11,7 @@ import torch
 import grace
 from grace.core.atomic_files import replacing
 from tests.support.checkpoints import made, steps
+from tests.support.limits import HANGS
 
 KILLED = """
 import os, pathlib, signal, sys
@@ -30,7 +31,7 @@ grace.save_from_root(sys.argv[1], write)
 def test_a_process_that_is_killed_while_it_writes_leaves_the_last_good_file(tmp_path):
     file = tmp_path / "checkpoint.pt"
     file.write_bytes(b"the last good one")
-    ended = subprocess.run([sys.executable, "-c", KILLED, str(file)], timeout=60, check=False)
+    ended = subprocess.run([sys.executable, "-c", KILLED, str(file)], timeout=HANGS, check=False)
     assert ended.returncode == -signal.SIGKILL
     assert file.read_bytes() == b"the last good one"
     with replacing(file) as draft:

@@ -10,6 +10,7 @@ import torch
 import grace
 from grace.backends.topology import Topology
 from tests.support.engine_pools import available, command, environment
+from tests.support.limits import HANGS
 from tests.support.strategies import assert_close, mixed, mixed_loss, on_the_mean, sgd, train, uneven, weights
 from tests.support.training import copied, digest
 
@@ -238,6 +239,6 @@ def test_replication_over_horovods_process_sets():
             env={**environment(), "HOROVOD_DYNAMIC_PROCESS_SETS": sets, "PYTHONUNBUFFERED": "1"},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=HANGS,
         )
         assert wanted in done.stdout + done.stderr

@@ -105,8 +105,7 @@ def late(seconds):
 
 
 def test_who_is_waited_for_waits_less(two_ranks):
-    waited, slow = two_ranks.run(late, 0.5)
-    assert waited > 0.4
+    waited, slow = two_ranks.run(late, 2.0)
     assert slow < waited
 
 

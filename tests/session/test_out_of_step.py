@@ -14,6 +14,7 @@ import grace
 from grace.core.context import Context
 from grace.errors import StepError
 from tests.support.engine_pools import available, command, environment
+from tests.support.limits import HANGS
 from tests.support.pools import launched
 from tests.support.strategies import uneven
 from tests.support.training import ddp, digest, distributed, loss_of, net, sgd, state_of, weights
@@ -228,7 +229,7 @@ def test_with_staleness_a_rank_that_leaves_early_is_an_error_on_the_others(how):
         subprocess.Popen(program, env={**env, "RANK": str(rank)}, stdout=-1, stderr=subprocess.STDOUT, text=True)
         for rank in range(2)
     ]
-    said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    said = [rank.communicate(timeout=HANGS)[0] for rank in ranks]
     assert ["trained" in one for one in said] == [True, True], said
     assert ranks[0].returncode != 0
     assert f"{STALE} failed at step 5" in said[0]
@@ -239,7 +240,7 @@ def test_with_staleness_a_rank_that_leaves_early_is_an_error_on_mpi():
         pytest.skip("mpi4py or mpirun is not installed")
     line = command("mpirun-mpi", 2, str(PROGRAMS / "early_leaver.py"), "exit")
     env = {**environment(), "GRACE_BACKEND": "mpi"}
-    ran = subprocess.run(line, env=env, stdout=-1, stderr=subprocess.STDOUT, text=True, timeout=120)
+    ran = subprocess.run(line, env=env, stdout=-1, stderr=subprocess.STDOUT, text=True, timeout=HANGS)
     assert ran.returncode != 0
     assert f"{STALE} failed at step 5" in ran.stdout
     assert "rank 1 has left" in ran.stdout

@@ -27,7 +27,7 @@ def refused(build, everyone):
 def run(ranks, build, *everyone):
     """Every rank's (kind of error, message); the last arguments are those of all further ranks."""
     arguments = [*everyone, *[everyone[-1]] * (ranks.size - len(everyone))]
-    answers = ranks.run(refused, build, arguments, timeout=60)
+    answers = ranks.run(refused, build, arguments)
     assert len({trained for _, trained in answers}) == 1
     return [answer for answer, _ in answers]
 

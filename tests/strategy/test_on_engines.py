@@ -56,7 +56,7 @@ def name(request):
 
 @pytest.mark.parametrize("builder", MAIN)
 def test_builders_give_what_they_give_over_torch_distributed(name, builder):
-    answers = launched(name, 2).run(everything, builder, timeout=60)
+    answers = launched(name, 2).run(everything, builder)
     for rank, answer in enumerate(answers):
         for compressor in COMPRESSORS:
             got, wanted = answer[compressor], expected(builder)[rank][compressor]
@@ -67,6 +67,6 @@ def test_builders_give_what_they_give_over_torch_distributed(name, builder):
 
 
 def test_a_missing_file_stops_all_ranks(name):
-    first, second = launched(name, 2).run(without_a_file, timeout=60)
+    first, second = launched(name, 2).run(without_a_file)
     assert first.startswith("/nowhere/s.yaml: cannot be read")
     assert "rank 0 refused to start: /nowhere/s.yaml: cannot be read" in second

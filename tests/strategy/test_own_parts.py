@@ -37,7 +37,7 @@ def trained(strategy, known=(True, True)):
 @pytest.mark.ranks
 @pytest.mark.parametrize("engine", ["gloo", "horovodrun-gloo", "mpirun-mpi"])
 def test_a_registered_communicator_carries_what_a_strategy_gives_it(engine):
-    answers = launched(engine, 2).run(trained, "uniform(communicator=in_pieces(most=50))", timeout=60)
+    answers = launched(engine, 2).run(trained, "uniform(communicator=in_pieces(most=50))")
     for got, sent, sync in answers:
         assert_close(got, on_the_mean(mixed(), 2, STEPS))
         assert sent > 10
@@ -60,7 +60,7 @@ def test_a_file_and_a_builder_of_the_users_mean_the_same(two_ranks, tmp_path):
     [("pieces_of", "communicator 'in_pieces'"), ("all_reduce(compressor=whole)", "compressor 'whole'")],
 )
 def test_a_rank_that_does_not_know_a_part_refuses_and_leaves_nobody_waiting(two_ranks, strategy, unknown):
-    (first, after), (second, then) = two_ranks.run(trained, strategy, (True, False), timeout=30)
+    (first, after), (second, then) = two_ranks.run(trained, strategy, (True, False))
     assert f"rank 1 refused to start: unknown {unknown}" in first
     assert f"unknown {unknown}" in second
     assert after == then

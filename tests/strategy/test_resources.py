@@ -112,7 +112,7 @@ def test_resources_that_cannot_be_are_refused_on_all_ranks(two_ranks, tmp_path, 
     if text is not None:
         path.write_text(text)
     given = [str(path), None if strategy == "ps" else str(path)]  # rank 0's counts
-    answers = two_ranks.run(refused, given, strategy, cluster, timeout=60)
+    answers = two_ranks.run(refused, given, strategy, cluster)
     assert all(message in said for said, _ in answers), answers
     assert answers[0][0].startswith("ConfigError")
     assert [destinations for _, destinations in answers] == [{1}, {1}]

@@ -125,7 +125,7 @@ def out_of_step():
 
 @pytest.mark.ranks
 def test_a_rank_that_leaves_a_step_out_is_noticed_by_all(three_ranks):
-    assert three_ranks.run(out_of_step, timeout=60) == ["StepError"] * 3
+    assert three_ranks.run(out_of_step) == ["StepError"] * 3
 
 
 def overflowed():

@@ -17,6 +17,7 @@ from typing import Any
 
 from tests.support import ROOT
 from tests.support.drawing import THOROUGH
+from tests.support.limits import HANGS
 from tests.support.pool import RankFailure, Ranks, tell_stacks
 from tests.support.warm import collect_seldom
 
@@ -67,7 +68,7 @@ class Launched(Ranks):
         self.framework = framework
         self.engine, self.said, self.folder = engine, "", ""
 
-    def run(self, function: Callable, *args: Any, timeout: float = 120) -> list[Any]:
+    def run(self, function: Callable, *args: Any, timeout: float = HANGS) -> list[Any]:
         """Call ``function(*args)`` on every rank."""
         try:
             return super().run(function, *args, timeout=timeout)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.support.limits import HANGS
 from tests.support.warm import collect_seldom
 
 MOST_THREADS = 64
@@ -37,7 +38,7 @@ class Ranks:
         self.pids: list[int] = []
         self.stacks = ""
 
-    def run(self, function: Callable, *args: Any, timeout: float = 120) -> list[Any]:
+    def run(self, function: Callable, *args: Any, timeout: float = HANGS) -> list[Any]:
         """Call ``function(*args)`` on every rank."""
         if not self.processes:
             self._start()

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.support import ROOT
+from tests.support.limits import HANGS
 
 SSHD = shutil.which("sshd", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin"]))
 
@@ -94,7 +95,7 @@ def other_machine(folder: Path, empty: Path, name: str = "other", without: str =
 
 
 def _listens(server: subprocess.Popen, port: int, log: Path) -> None:
-    until = time.monotonic() + 20
+    until = time.monotonic() + HANGS
     while time.monotonic() < until and server.poll() is None:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
             return

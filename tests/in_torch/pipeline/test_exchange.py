@@ -8,6 +8,7 @@ import torch
 
 import grace
 from tests.support.drawing import drawn
+from tests.support.limits import HANGS
 from tests.support.pipelines import ROWS, alone, batch, loss_fn, made, piped, rows, sgd
 from tests.support.pools import ranks_of
 
@@ -71,7 +72,7 @@ def behind(folder, schedule):
         def wait(gradient):
             calls.append(None)
             if len(calls) == 2:
-                ends = time.monotonic() + 20
+                ends = time.monotonic() + HANGS
                 while len(list(folder.iterdir())) < 2 and time.monotonic() < ends:
                     time.sleep(0.01)
                 seen.append(len(list(folder.iterdir())))

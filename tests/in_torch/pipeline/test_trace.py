@@ -4,21 +4,21 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from tests.support import TESTS
+from tests.support.limits import HANGS
 
 pytestmark = pytest.mark.ranks
-GRACE = str(Path(sys.executable).with_name("grace"))
+GRACE = [sys.executable, "-m", "grace.cli.main"]
 
 
 def test_stages_micro_batches_and_waiting_are_shown(tmp_path):
     program = [sys.executable, str(TESTS.parent / "examples/torch/pipeline.py"), "--stages", "2", "--steps", "12"]
     program += ["--vocabulary", "512"]
-    traced = [GRACE, "trace", "-n", "4", "--engine", "torch", "--steps", "3", "--out", "trace.json", "--", *program]
-    done = subprocess.run(traced, cwd=tmp_path, capture_output=True, text=True, timeout=180)
+    traced = [*GRACE, "trace", "-n", "4", "--engine", "torch", "--steps", "3", "--out", "trace.json", "--", *program]
+    done = subprocess.run(traced, cwd=tmp_path, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, done.stderr
     assert "forward and backward of the rank's stages" in " ".join(done.stdout.split())
     assert "waiting for other stages" in " ".join(done.stdout.split())

@@ -137,12 +137,6 @@ def test_packages_hold_exports_only():
                 assert exports or lazily or words, f"{file}:{node.lineno}"
 
 
-def test_no_file_is_longer_than_400_lines():
-    files = [file for folder in ("grace", "tests", "examples", "tools") for file in ROOT.glob(f"{folder}/**/*.py")]
-    lengths = {str(file.relative_to(ROOT)): len(file.read_text().splitlines()) for file in files}
-    assert not {file: length for file, length in lengths.items() if length > 400}
-
-
 def test_the_floors_notice_what_runs_up_or_in_a_circle():
     tree = ast.parse("def f():\n    from grace.session import setup\n    import grace.errors")
     assert imported(tree) == [(2, "grace.session.setup"), (3, "grace.errors")]

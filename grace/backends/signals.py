@@ -9,38 +9,84 @@ from typing import Any
 from grace.core.backend import Backend
 from grace.errors import RankError
 
-WAKE_SECONDS = 1.0
-"""How long the main thread may take to come back to Python when the launcher ends this rank."""
+WAKE_SECONDS = 4.0
+"""How long the main thread may take to come back to Python when the launcher ends this rank; horovodrun waits 5 seconds
+before it kills, mpirun 1."""
+
+
+class Sigterm:
+    """Lets SIGTERM be an error that says what was under way, of this process alone.
+
+    Python's handlers wait for the main thread, which may be inside a graph: a thread hears of signals at once, through
+    a pipe. A handler that the program sets later takes this one's place, and then the thread has nothing to say. A
+    child made by fork has neither: it shares the pipe, so that a signal of its own would end this process.
+
+    Args:
+        backend: whose rank this is.
+    """
+
+    def __init__(self, backend: Backend):
+        self.backend = backend
+        self.message = f"the launcher ended rank {backend.rank} of {backend.size} (SIGTERM)"
+        self.raised = threading.Event()
+        self.mask = threading.local()
+        self.receive, self.send = os.pipe()
+
+    def install(self) -> None:
+        """Begin to listen. A wakeup descriptor that somebody else has set stays."""
+        signal.signal(signal.SIGTERM, self.end)
+        os.set_blocking(self.send, False)
+        self._exchange_wakeup(-1, self.send)
+        os.register_at_fork(before=self.hold, after_in_parent=self.release, after_in_child=self.forget)
+        threading.Thread(target=self.listen, daemon=True, name="grace-sigterm").start()
+
+    def end(self, number: int, frame: Any) -> None:
+        """The handler, in the main thread."""
+        self.raised.set()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise RankError(self.message)
+
+    @property
+    def concerns_us(self) -> bool:
+        """True unless the program has set a handler of its own."""
+        return self.raised.is_set() or signal.getsignal(signal.SIGTERM) == self.end
+
+    def listen(self) -> None:
+        """Say at once that this rank is ended, since mpirun kills it a second later; and end it if nobody else does."""
+        while os.read(self.receive, 1) != bytes([signal.SIGTERM]) or not self.concerns_us:
+            pass
+        bucket = self.backend.began
+        last = "" if bucket is None else f"; the last exchange that it began is that of {bucket.describe()}"
+        print(f"{self.message}{last}", file=sys.stderr, flush=True)
+        if not self.raised.wait(WAKE_SECONDS):
+            os._exit(128 + signal.SIGTERM)
+
+    def hold(self) -> None:
+        """Before a fork: let a signal to the child wait until it has let go of the pipe."""
+        self.mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def release(self) -> None:
+        """After it."""
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.mask.before)
+
+    def forget(self) -> None:
+        """In the child, which no launcher has started: SIGTERM ends it, as Python has it, or as the program has."""
+        if signal.getsignal(signal.SIGTERM) == self.end:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._exchange_wakeup(self.send, -1)
+        self.release()
+
+    @staticmethod
+    def _exchange_wakeup(old: int, new: int) -> None:
+        """Set the descriptor that signals are written to; not if it is another than ``old``."""
+        found = signal.set_wakeup_fd(new, warn_on_full_buffer=False)
+        if found != old:
+            signal.set_wakeup_fd(found)
 
 
 def raise_on_sigterm(backend: Backend) -> None:
-    """A launcher that lost a rank ends the others by SIGTERM: let that be an error which says what was under way."""
+    """Let SIGTERM, by which a launcher that lost a rank ends the others, be an error which says what was under way; not
+    where the program has a handler of its own."""
     in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or backend.size == 1 or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        return
-    message = f"the launcher ended rank {backend.rank} of {backend.size} (SIGTERM)"
-    raised = threading.Event()
-
-    def ended(number: int, frame: Any) -> None:
-        raised.set()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        raise RankError(message)
-
-    def speak(pipe: int) -> None:
-        while os.read(pipe, 1) != bytes([signal.SIGTERM]):
-            pass
-        bucket = backend.began
-        last = "" if bucket is None else f"; the last exchange that it began is that of {bucket.describe()}"
-        print(f"{message}{last}", file=sys.stderr, flush=True)  # at once: mpirun kills a second later
-        if not raised.wait(WAKE_SECONDS):
-            os._exit(128 + signal.SIGTERM)
-
-    signal.signal(signal.SIGTERM, ended)
-    # Python's handlers wait for the main thread, which may be inside a graph: this thread hears of signals at once
-    receive, send = os.pipe()
-    os.set_blocking(send, False)
-    before = signal.set_wakeup_fd(send, warn_on_full_buffer=False)
-    if before != -1:
-        signal.set_wakeup_fd(before)  # somebody else's
-        return
-    threading.Thread(target=speak, args=(receive,), daemon=True, name="grace-sigterm").start()
+    if in_main_thread and backend.size > 1 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        Sigterm(backend).install()

@@ -4,18 +4,44 @@ import contextlib
 import hmac
 import json
 import os
+import re
 import selectors
 import socket
 import threading
 import time
 from typing import Any
 
-LONGEST = 1 << 20
-"""Bytes that a line may have."""
-ANSWER_SECONDS = 1.0
-"""How long a rank may take to say where it is, which a thread of its own does."""
+LONGEST, LONGEST_HELLO, DEEPEST = 1 << 20, 1 << 10, 8
+"""Bytes that a line may have, and one of somebody who may be no rank; lists and objects in each other."""
+MOST_STRANGERS = 256
+"""Connections of those who have not said who they are; of more the oldest is closed."""
+ANSWER_SECONDS = 10.0
+"""How long a rank may take to say where it is, which a thread of its own does: milliseconds, unless its machine is busy
+with other things, or its threads wait for one that keeps Python to itself."""
+MERGED_SECONDS = 1.0
+"""Who asks within that time of another hears the same answers."""
+CONNECT_SECONDS, WELCOME_SECONDS, SEND_SECONDS = 5.0, 30.0, 5.0
+"""How long to wait for an address, for rank 0's answer there, and for room to send."""
 LOST = "was lost (killed, or its machine is gone)"
 SILENT = "does not answer (stopped, or its machine hangs)"
+
+
+def parsed(line: bytes) -> dict[str, Any] | None:
+    """The message in a line; None if it is none, whatever it is.
+
+    >>> parsed(b'{"rank": 1}'), parsed(b"[" * 100_000), parsed(b"[1]"), parsed(b"\\xff")
+    ({'rank': 1}, None, None, None)
+    """
+    nested = re.sub(rb"[^][{}]+", b"", re.sub(rb'"(?:[^"\\]|\\.)*"', b"", line))
+    for _ in range(DEEPEST):
+        nested = nested.replace(b"[]", b"").replace(b"{}", b"")
+    if nested:
+        return None
+    try:
+        message = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    return message if isinstance(message, dict) else None
 
 
 class Line:
@@ -23,8 +49,9 @@ class Line:
 
     def __init__(self, connection: socket.socket):
         self.socket, self.held, self.rank = connection, b"", -1
+        self.longest = LONGEST_HELLO
         self.lock = threading.Lock()
-        connection.settimeout(5)
+        connection.settimeout(SEND_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, **message: Any) -> None:
@@ -39,13 +66,10 @@ class Line:
         except OSError:
             return None
         *lines, self.held = (self.held + data).split(b"\n")
-        if not data or len(self.held) > LONGEST:
+        if not data or max(map(len, [*lines, self.held])) > self.longest:
             return None
-        try:
-            messages = [json.loads(line) for line in lines]
-        except ValueError:
-            return None
-        return messages if all(isinstance(message, dict) for message in messages) else None
+        messages = [message for line in lines if (message := parsed(line)) is not None]
+        return messages if len(messages) == len(lines) else None
 
     def close(self) -> None:
         """End it."""
@@ -69,11 +93,13 @@ class Hub:
         self.listener = socket.create_server(where, family=family, backlog=size, dualstack_ipv6=both)
         self.port = self.listener.getsockname()[1]
         self.ranks: dict[int, Line] = {}
+        self.strangers: dict[Line, None] = {}
+        """Who has connected and not said a rank and the token, in this order; nobody once all ranks have come."""
         self.ended: dict[int, str] = {}
         self.meetings: dict[int, dict[int, tuple[str, str]]] = {}
         self.asking: list[tuple[Line, int]] = []
         self.answers: dict[int, tuple[list[str], str]] = {}
-        self.polled, self.deadline = 0, 0.0
+        self.polled, self.polled_at, self.deadline = 0, 0.0, 0.0
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.listener, selectors.EVENT_READ, self._accept)
         self.closing = False
@@ -92,35 +118,48 @@ class Hub:
         self.forget()
 
     def _accept(self) -> None:
+        if len(self.strangers) >= MOST_STRANGERS:
+            self._drop(next(iter(self.strangers)))
         with contextlib.suppress(OSError):
             line = Line(self.listener.accept()[0])
+            self.strangers[line] = None
             self.selector.register(line.socket, selectors.EVENT_READ, lambda: self._read(line))
 
     def _read(self, line: Line) -> None:
-        messages = line.receive()
+        """Take what has come. Whatever it is, this thread goes on: from it ranks hear of each other."""
+        messages = None if line.rank < 0 and line not in self.strangers else line.receive()
         for message in messages or ():
             if line.rank < 0 and not self._joins(line, message):
                 messages = None
                 break
-            with contextlib.suppress(KeyError, TypeError, ValueError):  # of another Grace: passed over
+            with contextlib.suppress(Exception):  # of another Grace: passed over
                 self._handle(line, message)
         if messages is None:
+            self._drop(line)
+
+    def _drop(self, line: Line) -> None:
+        """Hang up, on one who may have been dropped before."""
+        with contextlib.suppress(KeyError, ValueError):
             self.selector.unregister(line.socket)
-            line.close()
-            if line.rank >= 0:
-                self._end(line.rank, LOST)
+        line.close()
+        self.strangers.pop(line, None)
+        if line.rank >= 0:
+            self._end(line.rank, LOST)
 
     def _joins(self, line: Line, message: dict[str, Any]) -> bool:
         """Whether this is a rank of the run, which must say so first."""
-        rank = message.get("rank")
-        if not isinstance(rank, int) or rank in self.ranks or not 0 <= rank < self.size:
+        rank, token = message.get("rank"), message.get("token")
+        if type(rank) is not int or rank in self.ranks or not 0 <= rank < self.size or not isinstance(token, str):
             return False
-        if not hmac.compare_digest(str(message.get("token")).encode(), self.token.encode()):
+        if not hmac.compare_digest(token.encode(errors="backslashreplace"), self.token.encode()):
             return False
-        line.rank, self.ranks[rank] = rank, line
+        line.rank, line.longest, self.ranks[rank] = rank, LONGEST, line
+        self.strangers.pop(line, None)
         if len(self.ranks) == self.size:
             self.selector.unregister(self.listener)
             self.listener.close()
+            for stranger in list(self.strangers):
+                self._drop(stranger)
         line.send(welcome=rank)
         return True
 
@@ -130,8 +169,11 @@ class Hub:
         elif "meet" in message:
             self._meet(int(message["meet"]), line.rank, str(message["kind"]), str(message["name"]))
         elif "ask" in message:
+            now = time.monotonic()
             if not self.asking:
-                self.polled, self.answers, self.deadline = self.polled + 1, {}, time.monotonic() + ANSWER_SECONDS
+                self.polled, self.answers, self.deadline = self.polled + 1, {}, now + ANSWER_SECONDS
+            if not self.asking or now - self.polled_at > MERGED_SECONDS:
+                self.polled_at = now
                 self._all(where=self.polled)
             self.asking.append((line, message["ask"]))
         elif message.get("answer") == self.polled:
@@ -180,7 +222,7 @@ class Hub:
 
     def forget(self) -> None:
         """Close what it has open; alone in a child made by fork, which has no part in it."""
-        for line in self.ranks.values():
+        for line in [*self.ranks.values(), *self.strangers]:
             line.close()
         for end in (self.listener, self.wake, self.waking):
             end.close()
@@ -218,8 +260,13 @@ def connected(offer: Any, rank: int) -> Line:
     hosts, port, token = offer
     for host in ["127.0.0.1", *hosts] if rank == 0 else hosts:
         with contextlib.suppress(OSError):
-            line = Line(socket.create_connection((host, port), timeout=2))
+            line = Line(socket.create_connection((host, port), timeout=CONNECT_SECONDS))
+            line.longest = LONGEST
             line.send(rank=rank, token=token)
-            if line.receive() == [{"welcome": rank}]:
+            line.socket.settimeout(WELCOME_SECONDS)
+            welcome = line.receive()
+            line.socket.settimeout(SEND_SECONDS)
+            if welcome == [{"welcome": rank}]:
                 return line
+            line.close()
     raise OSError(f"no answer at {', '.join(hosts)}, port {port}")

@@ -234,17 +234,40 @@ class Backend(abc.ABC):
             RankError: other ranks do something else.
         """
         name = asked_for()
-        with waiting(lambda: name) as wait:
+        with self.awaiting(lambda: name):
+            watch.meet(self, kind, name)
+            yield
+
+    @contextlib.contextmanager
+    def awaiting(self, place: Callable[[], str]) -> Iterator[None]:
+        """The context of a wait for other ranks, which are in the same place; the outermost counts.
+
+        Args:
+            place: what they do there, in words that are the same on all of them.
+
+        Raises:
+            ExchangeError: the engine failed, or other ranks did not come in time.
+        """
+        with waiting(place) as wait:
             try:
-                watch.meet(self, kind, name)
                 yield
             except GraceError:
                 raise
             except Exception as error:
-                why = watch.explain(wait.place(), error)
-                raise self.failure(
-                    f"rank {self.rank} of {self.size}: {name} failed; {why}. The engine says: {error}"
-                ) from error
+                raise self.failed(wait.place(), "", error) from error
+
+    def failed(self, place: str, when: str, error: Exception) -> ExchangeError:
+        """What to raise when the engine failed in a place: which rank has ended or is elsewhere, as far as it told."""
+        why = watch.explain(f"{place}{when}", error)
+        said = watch.no_answer(self.timeout) if watch.timed_out(error) else error
+        return self.failure(f"{self.own_name}: {place} failed{when}; {why}. The engine says: {said}")
+
+    @property
+    def own_name(self) -> str:
+        """This rank, by its number in the run."""
+        if self.members is None:
+            return f"rank {self.rank} of {self.size}"
+        return f"rank {self.members[self.rank]} of the ranks {', '.join(map(str, self.members))}"
 
     def at_shutdown(self, function: Callable[[], Any]) -> None:
         """Call this before the ranks part."""

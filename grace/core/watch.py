@@ -11,6 +11,7 @@ Nothing depends on it: where it cannot be opened Grace says so once, and its mes
 import contextlib
 import math
 import os
+import re
 import secrets
 import selectors
 import socket
@@ -20,7 +21,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from grace.core.hub import ANSWER_SECONDS, LOST, SILENT, Hub, Line, addresses, connected, machine
+from grace.core import hub as hubs
+from grace.core.hub import LOST, SILENT, Hub, Line, addresses, connected, machine
 from grace.core.waiting import Wait, here, program_is_here, waits
 from grace.errors import RankError
 
@@ -57,7 +59,7 @@ class Patience:
             return
         self.next = now + self.look
         if now - self.began > self.backend.timeout:
-            raise TimeoutError(f"no answer from the other ranks within {self.backend.timeout:g} s")
+            raise TimeoutError(no_answer(self.backend.timeout))
         if _current is not None:
             _current.check(self.began, self.backend.members)
 
@@ -95,7 +97,7 @@ class Watch:
                 messages = self.line.receive()
                 alive = messages is not None
                 for message in [{"ended": 0, "how": LOST}] if messages is None else messages:
-                    with contextlib.suppress(KeyError, TypeError, ValueError):
+                    with contextlib.suppress(Exception):  # of another Grace: passed over
                         self._hear(message)
             for wait in list(waits.values()):
                 seconds = time.monotonic() - wait.began
@@ -147,7 +149,7 @@ class Watch:
             self.asked += 1
             number = self.asked
             self.line.send(ask=number)
-            self.news.wait_for(lambda: number in self.answers or self.closing, ANSWER_SECONDS + 0.5)
+            self.news.wait_for(lambda: number in self.answers or self.closing, 2 * hubs.ANSWER_SECONDS)
             answers = self.answers.pop(number, [[[], SILENT, [0]]] if 0 not in self.ended else [])
         absent, there = [f"rank {rank} {how}" for rank, (how, _) in list(self.ended.items())], []
         for places, line, ranks in answers:
@@ -286,19 +288,28 @@ def meet(backend: Any, kind: str, name: str) -> None:
         raise RankError(f"the ranks do different things: {told}. All of them must call the same, with the same")
 
 
+def timed_out(error: BaseException) -> bool:
+    """True of a wait that took too long, whether this was noticed by Grace's clock or by the engine's."""
+    return isinstance(error, TimeoutError) or re.search("timed out|timeout", str(error), re.IGNORECASE) is not None
+
+
+def no_answer(seconds: float) -> str:
+    """The words for that, whoever noticed."""
+    return f"no answer from the other ranks within {seconds:g} s"
+
+
 def explain(place: str, error: BaseException) -> str:
     """Why the engine failed while this rank was in this place, as far as other ranks have told."""
-    timed_out = isinstance(error, TimeoutError) or "timed out" in str(error).lower()
     if _current is None:
-        return "other ranks did not come in time" if timed_out else "another rank probably ended"
-    if not timed_out:
+        return "other ranks did not come in time" if timed_out(error) else "another rank probably ended"
+    if not timed_out(error):
         _current.hear_of_an_end()
         if _current.ended:
             return _current.ends()
     absent, _ = _current.elsewhere(place)
-    if timed_out:
+    if timed_out(error):
         return "; ".join(absent) or ALL_THERE
-    return "; ".join(["no rank has said that it ended", *absent])
+    return _current.ends() or "; ".join(["no rank has said that it ended", *absent])
 
 
 def leave() -> None:

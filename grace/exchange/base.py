@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from grace.core import watch
 from grace.core.backend import Backend, Handle
 from grace.core.compressor import Compressor, Tensor
 from grace.core.ported import check_decodes
@@ -365,8 +364,5 @@ class Exchange(AtOnce, Refusing, Judging, Rounds):
 
     def failure(self, error: Exception) -> ExchangeError:
         """What to raise when the engine failed: which rank has ended or is elsewhere, as far as it told."""
-        context, why = self.communicator.context, watch.explain(self.place(), error)
-        return self.communicator.backend.failure(
-            f"rank {context.rank} of {context.size}: the exchange of {self.bucket.describe()} failed at step "
-            f"{context.step}; {why}. The engine says: {error}"
-        )
+        when = f" at step {self.communicator.context.step}"
+        return self.communicator.backend.failed(f"the exchange of {self.bucket.describe()}", when, error)

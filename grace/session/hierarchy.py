@@ -111,13 +111,18 @@ class Hierarchy:
         except PayloadError:
             if self.node_groups.node.size > 1:
                 marks = kernels_of(self.like).full([REFUSED] * len(exchange.bucket.variables), "float32", self.like)
-                self.node_groups.node.broadcast(marks, self.node_groups.first).wait()
+                with self._sharing(exchange):
+                    self.node_groups.node.broadcast(marks, self.node_groups.first).wait()
             raise
         began = time.perf_counter()
-        with recorder.phase("share", "wait", bucket=exchange.bucket):
+        with recorder.phase("share", "wait", bucket=exchange.bucket), self._sharing(exchange):
             outcomes = self.shared(exchange, brought)
         self.traffic.wait_seconds += time.perf_counter() - began
         return outcomes
+
+    def _sharing(self, exchange: Exchange) -> Any:
+        """The context of the way from the leader to its node."""
+        return self.node_groups.node.awaiting(lambda: f"what leaders hand on of {exchange.bucket.describe()}")
 
     def shared(self, exchange: Exchange, brought: Sequence[Outcome]) -> list[Outcome]:
         """What the leader's exchange brought, on all ranks of the node; blocks."""

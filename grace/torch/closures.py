@@ -39,7 +39,8 @@ def loss_of_all(loss: Any, session: Session) -> Any:
     mine = torch.zeros(2, dtype=torch.float64, device=device)
     if counts:
         mine[0], mine[1] = 1, loss.reshape(()) if tensor else float(loss)
-    number, total = sum(channel.allgather(mine).wait())  # in the order of ranks
+    with channel.awaiting(lambda: "the mean of the ranks' losses"):
+        number, total = sum(channel.allgather(mine).wait())  # in the order of ranks
     if not counts:
         return loss
     whole = total if session.settings.reduction.op == "sum" else total / number

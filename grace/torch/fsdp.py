@@ -19,7 +19,15 @@ from grace.session.setup import build_exchanger
 from grace.session.versions import public
 from grace.strategy.choices import Choices
 from grace.torch.ddp import DDPState
-from grace.torch.fsdp_layout import Layout, before_steps, below, groups_of, layouts_of, whole_mesh
+from grace.torch.fsdp_layout import (
+    Layout,
+    before_steps,
+    below,
+    groups_of,
+    know_each_other,
+    layouts_of,
+    whole_mesh,
+)
 from grace.torch.parameters import check_momentum, check_optimizer, hyperparameters
 
 
@@ -111,7 +119,8 @@ class FSDPState(DDPState):
             flag = torch.zeros(1, device=next(iter(self.names)).device)
             flag.fill_(float(any([outcome.overflow for outcome in self.outcomes])))
             for group in self.shard_groups:
-                flag = group.allreduce(flag).wait()
+                with group.awaiting(lambda: f"the comparison of gradients at step {self.exchanger.context.step}"):
+                    flag = group.allreduce(flag).wait()
             self.spoilt = bool(flag)
         return self.spoilt
 
@@ -245,6 +254,7 @@ def register_fsdp_hook(
     layouts = layouts_of(model, "register_fsdp_hook")
     whole = whole_mesh(layouts)
     backend = TorchBackend(_group(mesh, whole))
+    know_each_other(backend.size * whole.size())
     context = Context(seed=seed)
 
     def check(given):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from grace.backends.torch_distributed import TorchBackend
 from grace.core.variable import Variable, unwrapped
 from grace.errors import ConfigError, ExchangeError
 from grace.kernels.torch.primitives import NAMES
@@ -146,6 +147,15 @@ def whole_mesh(layouts: Sequence[Layout]) -> Any:
     """Of the ranks that hold one copy of the model together: ``fully_shard``'s axis, and tensor parallelism's."""
     meshes = [param.sharded_param.device_mesh for layout in layouts for param in layout.params]
     return max(meshes, key=lambda mesh: mesh.ndim)
+
+
+def know_each_other(ranks: int) -> None:
+    """Let ranks hear how others end and where they wait, with whom they exchange nothing themselves; where all ranks of
+    the run are here."""
+    everyone = TorchBackend()
+    if ranks == everyone.size:
+        with everyone.asking("the ranks of a sharded model"):
+            pass
 
 
 def _check(name: str, p: Any, mesh_info: str, other_axes: bool) -> None:

@@ -159,7 +159,8 @@ class ReduceScatterState:
             place = buffer[to * wire.length : (to + 1) * wire.length]
             wire.pack([payload], [PRESENT if finite else OVERFLOW], place)
         self.sent_bytes += (size - 1) * wire.length
-        arrived = self.backend.alltoall(buffer).wait()
+        with self.backend.awaiting(lambda: f"the reduce-scatter of module {name!r}"):
+            arrived = self.backend.alltoall(buffer).wait()
         total, well = rows[rank].clone(), finite
         for sender, row in enumerate(arrived):
             if sender != rank:

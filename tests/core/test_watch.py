@@ -10,11 +10,12 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import grace
-from grace.core import watch
+from grace.core import hub, watch
 from grace.core.hub import LOST, Hub, Line
 from tests.support import warm
 from tests.support.pools import ranks_of
@@ -65,6 +66,7 @@ def test_the_timeout_is_the_arguments_or_the_environments_and_channels_have_it()
 def stopped():
     """Rank 1 stops; rank 0 asks where it is."""
     backend = grace.init("torch")
+    hub.ANSWER_SECONDS = 1.0
     pids = backend.allgather_object(os.getpid())
     if backend.rank == 1:
         time.sleep(3)
@@ -81,7 +83,9 @@ def stopped():
 
 @pytest.mark.ranks
 def test_a_rank_that_is_stopped_is_said_not_to_answer():
-    (absent, there), _ = ranks_of(2).run(stopped)
+    pool = ranks_of(2)
+    (absent, there), _ = pool.run(stopped)
+    pool.stop()  # others may answer later
     assert any(re.search(r"\b1 does not answer \(stopped, or its machine hangs\)", said) for said in absent), absent
     assert there == []
 
@@ -143,6 +147,24 @@ def test_a_run_begins_anew_in_milliseconds_and_leaves_no_threads():
         assert threads.count("grace hub") <= 1
 
 
+def test_a_rank_on_a_busy_machine_has_seconds_to_answer(monkeypatch):
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(hub, "time", clock)
+    asked = Hub(2, True, "a secret")
+    zero, one = [hub.connected((["127.0.0.1"], asked.port, "a secret"), rank) for rank in range(2)]
+    for seconds, line in ((9.0, "train.py:7"), (11.0, hub.SILENT)):
+        zero.send(ask=seconds)
+        (question,) = zero.receive()
+        assert one.receive() == [question]
+        zero.send(answer=question["where"], places=[], line="train.py:3")
+        clock.now += seconds
+        if line != hub.SILENT:
+            one.send(answer=question["where"], places=[], line=line)
+        (answer,) = zero.receive()
+        assert answer == {"places": [[[], "train.py:3", [0]], [[], line, [1]]], "answer": seconds}
+    asked.close()
+
+
 def test_the_hub_takes_ranks_of_the_run_only_and_tells_who_was_lost():
     hub = Hub(2, True, "a secret")
 
@@ -152,6 +174,8 @@ def test_the_hub_takes_ranks_of_the_run_only_and_tells_who_was_lost():
         return line, line.receive()
 
     assert joined(rank=0, token="guessed")[1] is None
+    assert joined(rank=0, token="\ud800")[1] is None
+    held = socket.create_connection(("127.0.0.1", hub.port))
     assert joined(rank=7, token="a secret")[1] is None
     assert joined(end="no hello")[1] is None
     raw = socket.create_connection(("127.0.0.1", hub.port))
@@ -161,7 +185,8 @@ def test_the_hub_takes_ranks_of_the_run_only_and_tells_who_was_lost():
     assert welcome == [{"welcome": 0}]
     assert joined(rank=0, token="a secret")[1] is None  # twice
     one, _ = joined(rank=1, token="a secret")
-    with pytest.raises(OSError, match="refused"):  # all have come
+    assert held.recv(1) == b""  # all have come
+    with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.1", hub.port))
     one.socket.sendall(json.dumps({"meet": "x"}).encode() + b"\n[1]\n")  # not of this Grace, and no message
     assert zero.receive() == [{"ended": 1, "how": LOST}]

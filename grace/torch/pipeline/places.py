@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from grace.core import watch
 from grace.core.backend import Backend
 from grace.core.waiting import waiting
 from grace.errors import ConfigError
@@ -88,10 +87,7 @@ class Places:
             except RuntimeError as error:
                 if not isinstance(error, dist.DistError) and "gloo" not in str(error).lower():
                     raise  # the user's own
-                why = watch.explain(wait.place(), error)
-                raise self.backend.failure(
-                    f"rank {self.rank} of {self.backend.size}: {what} failed; {why}. The engine says: {error}"
-                ) from error
+                raise self.backend.failed(wait.place(), "", error) from error
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:

@@ -57,6 +57,46 @@ def test_what_fails_leaves_nothing_and_a_link_stays_one(tmp_path):
     assert (link.is_symlink(), file.read_text(), sorted(os.listdir(tmp_path))) == (True, "new", ["a.pt", "latest.pt"])
 
 
+def test_a_draft_has_a_new_name_and_is_no_link_of_others(tmp_path):
+    file, precious, names = tmp_path / "ck.pt", tmp_path / "precious", []
+    precious.write_text("precious")
+    planted = [tmp_path / f".ck.{word}draft.pt" for word in ("", "0123456789abcdef.")]
+    for link in planted:
+        link.symlink_to(precious)
+
+    def write(path):
+        names.append(path.name)
+        path.write_text("new")
+
+    grace.init("local")
+    for _ in range(2):
+        grace.save_from_root(file, write)
+
+    def replaced(path):
+        path.unlink()
+        path.symlink_to(precious)
+
+    with pytest.raises(OSError, match="symbolic link"):
+        grace.save_from_root(file, replaced)
+    grace.shutdown()
+    assert len(set(names)) == 2
+    assert (precious.read_text(), file.read_text(), file.is_symlink()) == ("precious", "new", False)
+    assert file.stat().st_mode == precious.stat().st_mode  # as open() makes them
+    assert all(link.is_symlink() for link in planted)
+    assert len(os.listdir(tmp_path)) == 4
+
+
+def test_two_who_write_one_file_do_not_take_each_others_drafts(tmp_path):
+    file = tmp_path / "ck.pt"
+    with replacing(file) as first:
+        with replacing(file) as second:
+            second.write_text("second")
+        assert file.read_text() == "second"
+        first.write_text("first")
+    assert file.read_text() == "first"
+    assert os.listdir(tmp_path) == ["ck.pt"]
+
+
 def by_the_recipe(folder):
     """README's: saved, loaded; and a folder that is not there."""
     model, optimizer = made()

@@ -228,6 +228,8 @@ class Communicator(Component):
     def resumed(self, loss_scale: float) -> None:
         """The state was loaded from a checkpoint, in the units of this loss scale."""
 
+    beside: str = ""
+
     def dense(self, usual: "Communicator") -> "Communicator":
         """What carries the variables that the compressor would not make smaller: ``usual``, all together."""
         return usual
@@ -259,6 +261,12 @@ class Communicator(Component):
     def describe(self) -> str:
         """Communicator, compressor and memory as specs."""
         return f"{self.spec}, {self.compressor.spec}, {self.memory.spec}"
+
+    @property
+    def choice(self) -> str:
+        """The user's communicator, in words, where this one carries the variables beside it that it would not make
+        smaller; else its own."""
+        return self.beside or self.describe()
 
     # -- by hand ---------------------------------------------------------------------------------------
 

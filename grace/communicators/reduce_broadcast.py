@@ -196,6 +196,7 @@ class ReduceBroadcast(Communicator):
             return self
         if self._dense is None:
             self._dense = ReduceBroadcast("none", "none", **self.options())
+            self._dense.beside = self.describe()
         return self._dense
 
     def __getstate__(self) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def _check_delays(exchanger: Exchanger, later: bool) -> None:
     delayed = [shard for shard in delayed if later or shard.hierarchical]
     if delayed:
         where = "in elastic mode" if later else "with hierarchical reduction"
-        what = delayed[0].communicator.describe()
+        what = delayed[0].communicator.choice
         raise ConfigError(f"{what} applies means in later steps, which is not possible {where}")
     if later and exchanger.hierarchical:
         raise ConfigError("hierarchical reduction is not possible in elastic mode")

@@ -168,6 +168,35 @@ def check_momentum(parts: Sequence[Any], optimizer: torch.optim.Optimizer | None
             raise doubled(parts[0], f"the optimizer's group {index}", momentum, later)
 
 
+def check_prompt(communicator: Communicator, who: str) -> None:
+    """Refuse a communicator that applies means in later steps.
+
+    Args:
+        who: who cannot do that, and what can.
+
+    Raises:
+        ConfigError: it does.
+    """
+    if communicator.delayed:
+        raise ConfigError(f"{communicator.choice} applies means in later steps, which {who}")
+
+
+def check_frozen(frozen: Mapping[str, torch.Tensor]) -> None:
+    """Refuse parameters that required no gradients when their optimizer was made distributed, and do now.
+
+    Raises:
+        ConfigError: the message names the first.
+    """
+    for name, p in frozen.items():
+        if p.requires_grad:
+            raise ConfigError(
+                f"the parameter {name!r} requires gradients now, and did not when the optimizer was made "
+                "distributed: they would not be exchanged, and the ranks would drift apart. Let it require them "
+                "before grace.DistributedOptimizer (you may freeze it afterwards), or call optimizer.close() and "
+                "make the optimizer distributed anew"
+            )
+
+
 def values(parameters: Any) -> list[tuple[str, torch.Tensor]]:
     """The tensors of a module (parameters and buffers, those that are not saved too), of a dict, or of pairs."""
     if isinstance(parameters, torch.nn.Module):

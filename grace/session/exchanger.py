@@ -82,12 +82,12 @@ class Exchanger:
         self._begun: list[Exchange] = []
         self.learn: Callable[[Sequence[Exchange]], None] = learn  # but in a graph, of which nothing is read
         self._averaged_at, self._keepers = 0, Keepers()
+        self.waits_for_step = False  # until somebody knows whether a step's means are used, and keeps what it changed
         self.owed: dict[str, Any] = {}
         self._thread: ExchangeThread | None = None
         self.computing: Callable[[], Any] = contextlib.nullcontext
         """The context that exchanges beside training compute in."""
-        self.told = False
-        """Whether somebody was told that a state holds this rank's memories only."""
+        self.told = False  # whether somebody was told that a state holds this rank's memories only
         self.planned: Callable[[], str] = lambda: ""
         """A document of how this was planned, for checkpoints; empty where the user chose."""
         self.follows_scaler: Callable[[], bool] = lambda: False
@@ -170,9 +170,8 @@ class Exchanger:
         facts += [(f"variable {v.name!r}", v.describe()) for v in self.variables]
         if any(communicator.compressor.bounded for communicator in self.communicators):  # sizes follow from it
             facts.append(("the place of gradients", "a device" if any(v.far for v in self.variables) else "the CPU"))
-        for bucket in self.buckets:
-            facts += [(f"in bucket {bucket.index}:", repr(v.name)) for v in bucket.variables]
-        return facts
+        order = [(f"in bucket {bucket.index}:", repr(v.name)) for bucket in self.buckets for v in bucket.variables]
+        return [*facts, *order]
 
     # -- a step ----------------------------------------------------------------------------------------
 
@@ -315,7 +314,8 @@ class Exchanger:
         for component in self._stepping():
             for name in missing:
                 component.state.rollback(name)
-            component.state.commit() if keep else component.state.rollback()
+            if not (keep and self.waits_for_step):
+                component.state.commit() if keep else component.state.rollback()
         self.traffic.step(self.numel, self.nbytes, self.backend.size)
         recorder.exchanged()
 

@@ -200,8 +200,9 @@ class HorovodSession(Session):
         self.check()
         optimizer: Any = self.optimizer
         if optimizer._should_synchronize:
-            optimizer.synchronize()
+            _synchronize(optimizer)
         optimizer._synchronized = False
+        self.unused.used(self.exchanger)
 
 
 def _allreduce_grad_async(self: Any, p: torch.nn.Parameter) -> tuple[Any, None]:
@@ -237,6 +238,14 @@ def _make_hook(self: Any, p: torch.nn.Parameter) -> Callable:
 
 def synchronize(self: Any) -> None:
     """Exchange what is not exchanged yet, and write the means into ``p.grad``."""
+    if self._grace is None or not self._handles:
+        _synchronize(self)
+        return
+    with self._grace.unused.left_in(self._grace.exchanger):
+        _synchronize(self)
+
+
+def _synchronize(self: Any) -> None:
     if self._grace is None or (self._synchronized and not self._handles):
         self._synchronized = True
         return

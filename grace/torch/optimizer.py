@@ -155,6 +155,7 @@ class HookedSession(Session):
         if not self.synchronized:
             self.synchronize()
         self.synchronized = False
+        self.unused.used(self.exchanger)
 
     def drop(self) -> None:
         """Let exchanges under way end, and drop what they brought; every rank must call it."""
@@ -175,8 +176,10 @@ class DistributedMixin(Closable, StateMixin):
 
     def synchronize(self) -> None:
         """Await the exchange, so that ``p.grad`` holds the means: before clipping or unscaling."""
-        if not self._grace.synchronized:
-            self._grace.synchronize()
+        session = self._grace
+        if not session.synchronized:
+            with session.unused.left_in(session.exchanger):
+                session.synchronize()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

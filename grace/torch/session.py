@@ -34,6 +34,7 @@ from grace.torch.gradients import check_untouched, dense_of, rows_of
 from grace.torch.life import check_free
 from grace.torch.parameters import (
     broadcast_parameters,
+    check_frozen,
     check_momentum,
     check_optimizer,
     horovod_groups,
@@ -44,6 +45,7 @@ from grace.torch.parameters import (
     variables,
 )
 from grace.torch.start import start_facts, starting
+from grace.torch.uses import UnusedMeans
 from grace.torch.wrappers import check_unwrapped
 
 
@@ -158,6 +160,7 @@ class Session:
         self.digest, self.made_of = digest(self.hyperparameters), simple_settings(optimizer)
         self.versions: dict[int, tuple[list[Any], list[int]]] = {}
         self.written: dict[str, torch.Tensor] = {}
+        self.unused = UnusedMeans(self.parameters)
         if settings.broadcast and not backend.elastic:
             broadcast_parameters(start, 0, backend)
         self.auto: Driver | None = None if self.asked is None else driver_of(self, self.asked)
@@ -190,14 +193,7 @@ class Session:
         Raises:
             ConfigError: something was changed since it was made distributed, which exchanges cannot follow.
         """
-        for name, p in self.frozen.items():
-            if p.requires_grad:
-                raise ConfigError(
-                    f"the parameter {name!r} requires gradients now, and did not when the optimizer was made "
-                    "distributed: they would not be exchanged, and the ranks would drift apart. Let it require them "
-                    "before grace.DistributedOptimizer (you may freeze it afterwards), or call optimizer.close() and "
-                    "make the optimizer distributed anew"
-                )
+        check_frozen(self.frozen)
         check_momentum(self.momenta, self.optimizer, later=True)
         self.checked = True
 
@@ -233,6 +229,7 @@ class Session:
     def switch(self, plan: ExchangePlan) -> None:
         """Go on by another plan; every rank must call it between two steps. See :func:`switched`, which may raise."""
         checkpoint.check_settled(self)
+        self.unused.used(self.exchanger)
         own = self.parameters.__getitem__
         self.take(switched(self.exchanger, plan, own, self._check, self._check_plan), plan)
 
@@ -259,6 +256,7 @@ class Session:
     @torch.no_grad()
     def start(self, bucket: Bucket) -> None:
         """Begin a bucket's exchange, with zeros where this rank has no gradient."""
+        self.unused.next_begins(self.exchanger)
         if not self.versions and self.exchanger.follows_scaler():
             self.exchanger.rescale(self.grad_scaler.get_scale())
         gradients, held, versions = list[Any](), list[Any](), list[int]()
@@ -371,6 +369,7 @@ class Session:
 
     def gradients_cleared(self) -> None:
         """Gradients were cleared."""
+        self.unused.cleared(self.exchanger)
         if self.idle and self.context.updates:
             self.context.left_out += 1
         self.idle = True

@@ -2,14 +2,13 @@
 
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from grace.backends.torch_distributed import TorchBackend
 from grace.core.context import Context
-from grace.core.variable import unwrapped
 from grace.core.waiting import Wait, waits
 from grace.errors import ConfigError, ExchangeError, PayloadError, StepError
 from grace.exchange.base import Exchange
@@ -18,7 +17,6 @@ from grace.exchange.places import digest
 from grace.exchange.statuses import learn
 from grace.exchange.tracing import recorder
 from grace.session import checkpoint
-from grace.session.bucketing import Limits
 from grace.session.exchanger import Exchanger
 from grace.session.hyperparameters import facts as in_words
 from grace.session.metrics import metrics
@@ -29,27 +27,26 @@ from grace.session.setup import build_exchanger
 from grace.session.sharding import Shard, cut
 from grace.session.versions import public
 from grace.strategy.choices import STRATEGY
+from grace.torch.ddp_buckets import check_no_join, gradients_of, limits_of, to_send, trainable
 from grace.torch.early_hook import given_to_early, grace_hook
+from grace.torch.fsdp_layout import before_steps
 from grace.torch.one_by_one import OneByOne
-from grace.torch.parameters import check_momentum, check_optimizer, hyperparameters, variables
+from grace.torch.parameters import check_momentum, check_optimizer, check_prompt, hyperparameters, variables
 from grace.torch.state_dict import check_not_saved_directly, on_devices, packed_up, unpacked
+from grace.torch.uses import GradientUses
 from grace.torch.wrappers import bare, check_unwrapped, check_whole
-
-
-def trainable(model: Any) -> dict[str, torch.nn.Parameter]:
-    """The parameters of a DDP model that need gradients, by name."""
-    names, parameters = zip(*model.module.named_parameters(), strict=True)
-    return {name: p for name, p in zip(unwrapped(names), parameters, strict=True) if p.requires_grad}
 
 
 class DDPState(OneByOne):
     """What the hook keeps between steps, keyed by the parameters' names, and its traffic.
 
-    DDP hands over buckets, and rebuilds them after the first step; the compressed and the dense variables of
-    each are exchanged in as many collectives as :func:`_limits` says, so that what is encoded travels while
-    the rest is encoded, started in an order that is the same on all ranks. Dependent reductions (PowerSGD's)
-    are awaited inside the hook but for the last.
+    DDP hands over buckets, and rebuilds them after the first step; the compressed and the dense variables of each are
+    exchanged in as many collectives as ``limits_of`` says, so that what is encoded travels while the rest is encoded,
+    started in an order that is the same on all ranks. Dependent reductions (PowerSGD's) are awaited inside the hook but
+    for the last.
     """
+
+    registered_by = "register_ddp_hook"
 
     def __init__(
         self,
@@ -60,7 +57,7 @@ class DDPState(OneByOne):
         bucket_bytes: int | None,
     ):
         self.exchanger, self.optimizer, self.grad_scaler = exchanger, optimizer, grad_scaler
-        self.limits = _limits(exchanger, bucket_bytes)
+        self.limits = limits_of(exchanger, bucket_bytes)
         exchanger.follows_scaler = lambda: grad_scaler is not None and grad_scaler.is_enabled()
         self.names = {p: name for name, p in parameters.items()}
         self.plans: dict[tuple[bool, tuple[str, ...]], list[Bucket]] = {}
@@ -69,7 +66,13 @@ class DDPState(OneByOne):
         self.changes = -1
         self.outcomes: list[Outcome] = []
         self.momenta = owners(exchanger.communicators)
-        self.open, self.stepped, self.closed = False, True, False
+        self.open, self.closed = False, False
+        self.watched: list[Any] = []
+        """Hooks of the parameters that tell when gradients arrive; none where they come one by one."""
+        self.uses = GradientUses(parameters, optimizer, self.registered_by)
+        self.seen: set[str] = set()
+        """Of those that come one by one, or by modules: which came in this step."""
+        self.unhook = before_steps(self, parameters.values())
         me = weakref.proxy(self)
         self.exchange = torch.compiler.disable(lambda bucket: me.exchange_bucket(bucket))  # it may be called in one
         self.hook = optimizer and optimizer.register_step_post_hook(torch.compiler.disable(self._after_step))
@@ -79,7 +82,8 @@ class DDPState(OneByOne):
     @property
     def traffic(self) -> Traffic:
         """What was exchanged so far, counted; read it between steps."""
-        self.close_step()
+        if not self.begun:
+            self.close_step()
         return self.exchanger.traffic
 
     def metrics(self) -> dict[str, float]:
@@ -93,7 +97,7 @@ class DDPState(OneByOne):
         """What this rank remembers.
 
         Raises:
-            ExchangeError: a step is under way (known if the hook was given the optimizer).
+            ExchangeError: an optimizer may still use the gradients that were exchanged.
         """
         self._settle()
         check_not_saved_directly(self.exchanger, "the hook's state")
@@ -121,8 +125,17 @@ class DDPState(OneByOne):
         checkpoint.check_settled(self)
         self.close_step()
 
+    def before_step(self, optimizer: Any) -> None:
+        """An optimizer is about to use the gradients that came: of those that come one by one the next one begins
+        another step."""
+        self.uses.step_begins(optimizer)
+        self.seen.clear()
+
+    def after_step(self, optimizer: Any) -> None:
+        """An optimizer has used the gradients."""
+        self.uses.step_ends(optimizer)
+
     def _after_step(self, *ignored: Any) -> None:
-        self.stepped = True
         context = self.exchanger.context
         context.updates += 1
         self.hyperparameters = hyperparameters(self.optimizer)
@@ -137,15 +150,15 @@ class DDPState(OneByOne):
 
     @property
     def begun(self) -> bool:
-        """Whether a step is under way that may still be dropped: one of the optimizer's that was given."""
-        if self.exchanger.begun:
-            return True
-        if self.optimizer is None or self.stepped or not self.exchanger.stateful:
-            return False
+        """Whether a step is under way that may still be dropped: an optimizer has not used its gradients yet."""
+        if self.exchanger.begun or not self.open or not self.exchanger.stateful:
+            return self.exchanger.begun
+        return self.uses.undecided and not self._overflowed()
+
+    def _overflowed(self) -> bool:
+        """Whether a gradient of the step under way did, on any rank."""
         learn(self.exchanges)
-        if any(outcome.overflow for outcome in self.outcomes):
-            return False
-        return any(p.grad is not None and bool(p.grad.any()) for p in self.names)
+        return any([outcome.overflow for outcome in self.outcomes])
 
     def close(self) -> None:
         """End the exchange: compressors and memories given by you may serve another one. Every rank must call it.
@@ -154,12 +167,14 @@ class DDPState(OneByOne):
         """
         self.close_step()
         self.closed = True
-        if self.hook is not None:
-            self.hook.remove()
+        self.unhook()
+        for hook in [*self.watched, *([] if self.hook is None else [self.hook])]:
+            hook.remove()
         self.exchanger.close()
 
     def close_step(self) -> None:
-        """Commit the last step, whose futures DDP has awaited at the end of backward.
+        """Commit the last step, whose futures DDP has awaited at the end of backward. What was exchanged of gradients
+        that were thrown away changes nothing.
 
         Raises:
             StepError: the ranks' optimizers had different hyperparameters.
@@ -171,12 +186,27 @@ class DDPState(OneByOne):
                 self.exchanger.check_places(exchanges, self.exchanger.channel)
             except StepError:
                 self.exchanger.abandon()
+                self.uses.end(overflowed=True)
                 raise
+            thrown = self.uses.end(any([outcome.overflow for outcome in outcomes]))
+            for outcome in outcomes if thrown else ():
+                if self.exchanger.shards[outcome.variable.name].whole.name in thrown:
+                    outcome.value = None
             self.exchanger.end_step(outcomes)
+
+    def _without_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> set[str]:
+        """The names of those for which this rank has no gradient: DDP gives zeros for them, or what is left in
+        ``p.grad`` of an earlier step."""
+        model = self.model()
+        skips = model.find_unused_parameters or model.static_graph  # else a backward pass reaches all of them
+        arrived = self.uses.arrived
+        names = ((self.names[p], p) for p in parameters) if self.watched else ()
+        return {name for name, p in names if p.grad is None or (skips and name not in arrived)}
 
     def _drop(self) -> None:
         """Nothing of this step is kept."""
         self.exchanger.abandon()
+        self.uses.end(overflowed=True)
         self.outcomes, self.exchanges, self.open = [], [], False
 
     def lr(self, name: str) -> float:
@@ -211,22 +241,26 @@ class DDPState(OneByOne):
                 "delete the model and make a new DistributedDataParallel(model.module)"
             )
         if grad_bucket.index() == 0:
+            check_no_join(self.model())
             self.close_step()
             check_momentum(self.momenta, self.optimizer, later=True)
             self._count_updates()
-            self.open, self.stepped = True, False
+            self.open = True
             if self.exchanger.follows_scaler():
                 self.exchanger.rescale(self.grad_scaler.get_scale())
         recorder.gradient()
         names = tuple(self.names[p] for p in grad_bucket.parameters())
-        views = dict(zip(names, grad_bucket.gradients(), strict=True))
+        views = dict(zip(names, gradients_of(grad_bucket), strict=True))
+        missing = self._without_gradients(grad_bucket.parameters())
+        self.uses.exchanged(names)
+        if grad_bucket.is_last():
+            self.uses.arrived.clear()
         guard, traffic, future_buffer = self.exchanger.stateful, self.exchanger.traffic, grad_bucket.buffer()
         exchanges: list[Exchange] = []
         for bucket in self.buckets(names, grad_bucket.index() == 0):
-            gradients = [views[v.name] for v in bucket.variables]
-            exchanges.append(
-                bucket.communicator.begin(Contribution(bucket, gradients, [True] * len(gradients), guard, traffic))
-            )
+            gradients = [to_send(views[v.name], v.name in missing) for v in bucket.variables]
+            present = [v.name not in missing for v in bucket.variables]
+            exchanges.append(bucket.communicator.begin(Contribution(bucket, gradients, present, guard, traffic)))
         waits[id(self), grad_bucket.index()] = Wait(exchanges[0].place)
         for exchange in exchanges:
             exchange.lazy = exchange.late = True
@@ -275,21 +309,8 @@ class DDPState(OneByOne):
             view = views[outcome.variable.name]
             if outcome.value is not None and outcome.value is not view:
                 view.copy_(outcome.value)
+            self.uses.brought(self.exchanger.shards[outcome.variable.name].whole.name, outcome.value)
         self.outcomes += outcomes
-
-
-def _limits(exchanger: Exchanger, bucket_bytes: int | None) -> dict[int, Limits | None]:
-    """How much of one of DDP's buckets travels in one collective, by the communicator's id: of what is compressed as
-    much as in a bucket of a DistributedOptimizer's, and all of what is not."""
-    found: dict[int, Limits | None] = {}
-    for communicator in exchanger.communicators:
-        shards = [shard for shard in exchanger.shards.values() if shard.communicator is communicator]
-        sent = sum(shard.wire_bytes for shard in shards)
-        compressed = sent < sum(shard.variable.nbytes for shard in shards)
-        wire = Limits(bucket_bytes).wire(sent, compressed)
-        cuts = compressed or bucket_bytes is not None
-        found[id(communicator)] = Limits(bucket_bytes=max(1, round(wire))) if cuts else None
-    return found
 
 
 def register_ddp_hook(
@@ -308,8 +329,9 @@ def register_ddp_hook(
     Args:
         model: the ``torch.nn.parallel.DistributedDataParallel`` model, before its first backward; compiled or not.
         compressor, memory, communicator: as for :func:`grace.DistributedOptimizer`.
-        optimizer: needed by memories that follow the learning rate (efsignsgd), and where a memory (dgc) or
-            compressor (signum) applies momentum, which the optimizer's must not double.
+        optimizer: whose ``step()`` uses the gradients; what memories keep of those that are cleared instead is taken
+            back. Needed by memories that follow the learning rate (efsignsgd), and where a memory (dgc) or compressor
+            (signum) applies momentum, which the optimizer's must not double.
         grad_scaler: the ``torch.amp.GradScaler`` in use, so that memories follow the loss scale.
         seed: of the random numbers of stochastic methods; the same on all ranks.
         bucket_bytes: bytes on the wire that a collective carries; if left out, what
@@ -347,11 +369,7 @@ def register_ddp_hook(
 
     def check(communicator):
         check_optimizer(communicator, optimizer)
-        if communicator.delayed:
-            raise ConfigError(
-                f"{communicator.describe()} applies means in later steps, which DDP's hook cannot: use "
-                "grace.DistributedOptimizer"
-            )
+        check_prompt(communicator, "DDP's hook cannot: use grace.DistributedOptimizer")
 
     def choose():
         if os.environ.get(STRATEGY):
@@ -372,9 +390,11 @@ def register_ddp_hook(
     recorder.note(waits="DistributedDataParallel")
     state = DDPState(trainable(model), exchanger, optimizer, grad_scaler, bucket_bytes)
     context.lr = state.lr
-
+    state.model = weakref.ref(model)  # whose reducer holds the state, where Python cannot collect it
     if getattr(model, "_use_python_reducer", False):
-        state.take_one_by_one(model)
+        state.take_one_by_one()
+    else:
+        state.watched = state.uses.watch_arrivals()
     if not given_to_early(model, state):
         model.register_comm_hook(state, grace_hook)
     return state

@@ -21,14 +21,13 @@ from grace.strategy.choices import Choices
 from grace.torch.ddp import DDPState
 from grace.torch.fsdp_layout import (
     Layout,
-    before_steps,
     below,
     groups_of,
     know_each_other,
     layouts_of,
     whole_mesh,
 )
-from grace.torch.parameters import check_momentum, check_optimizer, hyperparameters
+from grace.torch.parameters import check_momentum, check_optimizer, check_prompt, hyperparameters
 
 
 class FSDPState(DDPState):
@@ -38,6 +37,8 @@ class FSDPState(DDPState):
     where an optimizer makes one, or where a module comes a second time (a step that a scaler left out). Then the ranks
     of a shard group tell each other whether one of theirs overflowed, so that all keep what they remember, or none.
     """
+
+    registered_by = "register_fsdp_hook"
 
     def __init__(
         self,
@@ -56,11 +57,8 @@ class FSDPState(DDPState):
         super().__init__(params, exchanger, optimizer, grad_scaler, None)
         self.limits = {id(communicator): None for communicator in exchanger.communicators}
         self.layouts, self.mesh = layouts, mesh
-        self.seen: set[str] = set()
-        """Modules whose gradients came in this step."""
         self.shard_groups = [TorchBackend(group).duplicate() for group in mesh.get_all_groups()]
         self.spoilt: bool | None = None
-        self.unhook = before_steps(self, params.values())
 
     @property
     def traffic(self) -> Traffic:
@@ -75,16 +73,17 @@ class FSDPState(DDPState):
     @property
     def begun(self) -> bool:
         """Whether the gradients of a step were exchanged, and no optimizer has used them yet."""
-        waiting = self.open and not self.stepped and self.exchanger.stateful
+        waiting = self.open and self.exchanger.stateful and self.uses.unused
         return self.exchanger.begun or (waiting and not self._overflowed())
 
     def _count_updates(self) -> None:
         """The optimizer's steps are seen."""
 
     def before_step(self, optimizer: Any) -> None:
-        """An optimizer is about to use the gradients."""
-        self.close_step()
-        self.stepped = True
+        """An optimizer is about to use the gradients; others may hold the other parameters."""
+        self.uses.step_begins(optimizer)
+        if not self.uses.waiting:
+            self.close_step()
         if self.optimizer is None:
             self.exchanger.context.updates += 1
 
@@ -159,7 +158,6 @@ class FSDPState(DDPState):
         From now on the model's gradients are means of each shard group alone, until another hook is registered.
         """
         super().close()
-        self.unhook()
         for layout in self.layouts:
             layout.module.set_all_reduce_hook(_nothing)
 
@@ -172,7 +170,7 @@ class FSDPState(DDPState):
         self.seen.add(layout.name)
         if first:
             check_momentum(self.momenta, self.optimizer, later=True)
-            self.open, self.stepped = True, False
+            self.open = True
             if self.exchanger.follows_scaler():
                 self.exchanger.rescale(self.grad_scaler.get_scale())
         recorder.gradient()
@@ -202,6 +200,7 @@ class FSDPState(DDPState):
             self._drop()
             raise
         self.exchanges += exchanges
+        self.uses.exchanged(piece.name for piece in pieces)
 
 
 def _nothing(flat: torch.Tensor) -> None:
@@ -259,8 +258,7 @@ def register_fsdp_hook(
 
     def check(given):
         check_optimizer(given, optimizer)
-        if given.delayed:
-            raise ConfigError(f"{given.describe()} applies means in later steps, which FSDP's hook cannot")
+        check_prompt(given, "FSDP's hook cannot")
 
     def choose():
         choices = Choices(compressor, memory, communicator, strategy)

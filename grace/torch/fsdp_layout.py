@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from grace.backends.torch_distributed import TorchBackend
 from grace.core.variable import Variable, unwrapped
@@ -184,8 +184,8 @@ _NUMBERS = itertools.count()
 
 
 def before_steps(keeper: Any, parameters: Any) -> Callable[[], Any]:
-    """Call ``keeper.before_step(optimizer)`` before each step of an optimizer that holds one of the parameters, as long
-    as the keeper lives.
+    """Call ``keeper.before_step(optimizer)`` before each step of an optimizer that holds one of the parameters, and
+    ``keeper.after_step(optimizer)`` behind it, as long as the keeper lives.
 
     Returns:
         what ends it.
@@ -193,14 +193,28 @@ def before_steps(keeper: Any, parameters: Any) -> Callable[[], Any]:
     number = next(_NUMBERS)
     if number == 0:  # one hook for all, which stays: torch's own dict must not change while it calls what is in it
         register_optimizer_step_pre_hook(torch.compiler.disable(_before_step))
+        register_optimizer_step_post_hook(torch.compiler.disable(_after_step))
     _KEEPERS[number] = weakref.ref(keeper), {id(p) for p in parameters}
     return functools.partial(_KEEPERS.pop, number, None)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *ignored: Any) -> None:
+    for keeper in _keepers_of(optimizer):
+        keeper.before_step(optimizer)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *ignored: Any) -> None:
+    for keeper in _keepers_of(optimizer):
+        keeper.after_step(optimizer)
+
+
+def _keepers_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Those who keep something of one of an optimizer's parameters."""
+    found = []
     for number, (keeper, held) in list(_KEEPERS.items()):
         alive = keeper()
         if alive is None:
             _KEEPERS.pop(number, None)
         elif any(id(p) in held for group in optimizer.param_groups for p in group["params"]):
-            alive.before_step(optimizer)
+            found.append(alive)
+    return found

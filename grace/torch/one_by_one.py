@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from grace.torch import compiling
-from grace.torch.fsdp_layout import before_steps
 
 
 class OneGradient:
@@ -16,6 +15,7 @@ class OneGradient:
 
     def __init__(self, gradient: torch.Tensor, parameter: torch.nn.Parameter, first: bool):
         self.index = lambda: 0 if first else 1
+        self.is_last = lambda: True
         self.gradients, self.parameters, self.buffer = lambda: [gradient], lambda: [parameter], lambda: gradient
 
 
@@ -25,21 +25,33 @@ class OneByOne:
 
     names: Mapping[torch.nn.Parameter, str]
     exchange: Callable[[Any], Any]
+    uses: Any
+    model: Any
+    seen: set[str]
 
-    def take_one_by_one(self, model: Any) -> None:
+    def take_one_by_one(self) -> None:
         """Hook the parameters themselves: what the reducer hands over to a communication hook has no name that a graph
         could keep."""
-        self.seen: set[str] = set()
-        """Parameters whose gradients came in this step."""
         self.parameters = {name: p for p, name in self.names.items()}
-        self.model = weakref.ref(model)  # whose reducer holds this, where Python cannot collect it
-        before_steps(self, self.names)
+        self.left: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
+        """The gradients that were exchanged, and torch's counts of their changes then."""
         number = compiling.enlist(self)
         for name, p in self.parameters.items():
             p.register_post_accumulate_grad_hook(compiling.hook(number, name))
 
     def offer(self, name: str, gradient: torch.Tensor | None) -> None:
         """A gradient has accumulated."""
+        if gradient is not None and name in self.uses.waiting:
+            last, version = self.left[name]
+            self.uses.throw(name, thrown=gradient is not last() or gradient._version != version + 1)
+        self._exchange(name, gradient)
+
+    def offer_in_graph(self, name: str, gradient: torch.Tensor) -> None:
+        """The same within a compiled graph, which writes ``p.grad`` at its end: what was there is there still."""
+        self.uses.arrives(name)
+        self._exchange(name, gradient)
+
+    def _exchange(self, name: str, gradient: torch.Tensor | None) -> None:
         model = self.model()
         if gradient is None or model is None or not model.require_backward_grad_sync:
             return
@@ -48,11 +60,4 @@ class OneByOne:
         first = not self.seen
         self.seen.add(name)
         self.exchange(OneGradient(gradient, self.parameters[name], first)).wait()
-
-    def offer_in_graph(self, name: str, gradient: torch.Tensor) -> None:
-        """The same within a compiled graph."""
-        self.offer(name, gradient)
-
-    def before_step(self, optimizer: Any) -> None:
-        """An optimizer is about to use the gradients that came: the next one begins another step."""
-        self.seen.clear()
+        self.left[name] = weakref.ref(gradient), gradient._version

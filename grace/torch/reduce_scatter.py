@@ -19,6 +19,7 @@ from grace.session.agreement import agree
 from grace.session.versions import versions
 from grace.torch.fsdp_layout import Layout, above, before_steps, groups_of, layouts_of
 from grace.torch.state_dict import packed_up, unpacked
+from grace.torch.uses import GradientUses
 
 
 class ReduceScatterState:
@@ -40,19 +41,33 @@ class ReduceScatterState:
         self.overflow = False
         self.seen: set[str] = set()
         self.wires: dict[str, tuple[Wire, torch.Tensor]] = {}
-        params = [param.sharded_param for layout in layouts for param in layout.params]
-        self.unhook = before_steps(self, params)
+        self.trained = {layout.name: trained_of(layout) for layout in layouts}
+        params = {name: p for trained in self.trained.values() for name, p in trained.items()}
+        self.uses = GradientUses(params, None, "compress_reduce_scatter")
+        self.unhook = before_steps(self, params.values())
         self.earlier = [groups_of(layout.module)[0]._reduce_scatter_comm for layout in layouts]
 
     def before_step(self, optimizer: Any) -> None:
-        """An optimizer is about to use the gradients."""
-        self.close_step()
+        """An optimizer is about to use the gradients; others may hold the other parameters."""
+        self.uses.step_begins(optimizer)
+        if not self.uses.waiting:
+            self.close_step()
+
+    def after_step(self, optimizer: Any) -> None:
+        """An optimizer has used the gradients."""
+        self.uses.step_ends(optimizer)
 
     def close_step(self) -> None:
-        """Commit what the last step changed; drop it if a gradient was not finite."""
+        """Commit what the last step changed; drop it if a gradient was not finite, and of modules whose gradients were
+        thrown away."""
         if self.seen:
             dropped = self._dropped()
+            thrown = self.uses.end(overflowed=dropped)
+            modules = [name for name, trained in self.trained.items() if trained.keys() <= thrown]
+            keys = [f"{name}/to_{to}" for name in modules for to in range(self.backend.size)]
             for part in self.keepers:
+                for key in keys:
+                    part.state.rollback(key)
                 part.state.rollback() if dropped else part.state.commit()
             self.context.step += 1
             self.seen.clear()
@@ -69,7 +84,7 @@ class ReduceScatterState:
         Raises:
             ExchangeError: gradients were reduced, and no optimizer has used them yet.
         """
-        if self.seen and not self._dropped():
+        if self.uses.unused and not self._dropped():
             raise ExchangeError(
                 "gradients were reduced and scattered, and what that changes belongs to a step that no optimizer has "
                 "made yet: save after optimizer.step()"
@@ -143,6 +158,7 @@ class ReduceScatterState:
         if not self.seen and self.grad_scaler is not None and self.grad_scaler.is_enabled():
             self._rescale(self.grad_scaler.get_scale())
         self.seen.add(name)
+        self.uses.exchanged(self.trained[name])
         rank, size = self.backend.rank, self.backend.size
         rows = given.view(size, -1).float().unbind()
         k = kernels_of(given)
@@ -185,6 +201,12 @@ class ReduceScatterState:
         if loss_scale != self.context.loss_scale:
             self.memory.rescale(loss_scale / self.context.loss_scale)
             self.context.loss_scale = loss_scale
+
+
+def trained_of(layout: Layout) -> dict[str, torch.nn.Parameter]:
+    """The parameters of a module whose gradients are reduced, by name."""
+    pairs = zip(layout.names, layout.params, strict=True)
+    return {name: param.sharded_param for name, param in pairs if param.sharded_param.requires_grad}
 
 
 def _part(tensor: torch.Tensor, to: int, size: int) -> torch.Tensor:

@@ -1,0 +1,67 @@
+"""What DistributedDataParallel hands over: which parameters, and buckets of their gradients."""
+
+from typing import Any
+
+import torch
+
+from grace.core.variable import unwrapped
+from grace.errors import ConfigError
+from grace.session.bucketing import Limits
+from grace.session.exchanger import Exchanger
+
+
+def trainable(model: Any) -> dict[str, torch.nn.Parameter]:
+    """The parameters of a DDP model that need gradients, by name."""
+    names, parameters = zip(*model.module.named_parameters(), strict=True)
+    return {name: p for name, p in zip(unwrapped(names), parameters, strict=True) if p.requires_grad}
+
+
+def check_no_join(model: Any) -> None:
+    """Refuse DDP's ``join()``, on all ranks, where the first of them hands over a bucket.
+
+    Raises:
+        ConfigError: ranks that have no batches left would take part with zeros, of which memories know nothing.
+    """
+    config = model._join_config
+    if config.enable and not config.throw_on_early_termination:
+        raise ConfigError(
+            "DistributedDataParallel's join() does not go with Grace's hook: a rank that has no batches left makes "
+            "no steps, and what it remembers would be lost. Give every rank as many batches "
+            "(DistributedSampler(..., drop_last=True)), or end them all when the first one has none left: with "
+            "model.join(throw_on_early_termination=True)"
+        )
+
+
+def gradients_of(bucket: Any) -> list[torch.Tensor]:
+    """Views of a bucket's gradients in their parameters' shapes.
+
+    DDP lays out a gradient as its parameter lies in memory (transposed, channels_last), and gives it out in the
+    parameter's shape as if it lay in the order of that.
+    """
+    gradients = list(bucket.gradients())
+    if not isinstance(bucket, torch.distributed.GradBucket):
+        return gradients
+    for i, p in enumerate(bucket.parameters()):
+        if not p.is_contiguous() and torch.empty_like(p, device="meta").stride() == p.stride():  # else it has gaps
+            gradients[i] = gradients[i].as_strided(p.shape, p.stride())
+    return gradients
+
+
+def to_send(gradient: torch.Tensor, missing: bool) -> torch.Tensor:
+    """A gradient in the order of its shape. Of one that is missing an overflow of an earlier step may be left, which
+    was told then."""
+    return torch.nan_to_num(gradient, 0.0, 0.0, 0.0) if missing else gradient.contiguous()
+
+
+def limits_of(exchanger: Exchanger, bucket_bytes: int | None) -> dict[int, Limits | None]:
+    """How much of one of DDP's buckets travels in one collective, by the communicator's id: of what is compressed as
+    much as in a bucket of a DistributedOptimizer's, and all of what is not."""
+    found: dict[int, Limits | None] = {}
+    for communicator in exchanger.communicators:
+        shards = [shard for shard in exchanger.shards.values() if shard.communicator is communicator]
+        sent = sum(shard.wire_bytes for shard in shards)
+        compressed = sent < sum(shard.variable.nbytes for shard in shards)
+        wire = Limits(bucket_bytes).wire(sent, compressed)
+        cuts = compressed or bucket_bytes is not None
+        found[id(communicator)] = Limits(bucket_bytes=max(1, round(wire))) if cuts else None
+    return found

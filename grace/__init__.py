@@ -7,9 +7,12 @@
 
 import importlib
 import sys
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from grace.backends.runtime import from_root, init, local_rank, rank, shutdown, size
+from grace.backends.horovod import INSTEAD, Compression
+from grace.backends.runtime import init, is_initialized, local_rank, local_size, rank, shutdown, size
+from grace.backends.together import allgather_object, barrier, broadcast_object, from_root
 from grace.communicators.base import Communicator
 from grace.communicators.compat import from_params
 from grace.core.backend import Backend, Handle
@@ -26,9 +29,14 @@ from grace.kernels import Kernels, kernels_of
 from grace.session import by_hand  # noqa: F401 - which communicators are given
 from grace.session.files import save_from_root
 
+Average, Sum = "average", "sum"
+"""How ranks' tensors are reduced, as Horovod spells it: ``op=`` takes them."""
+
 __all__ = [
+    "Average",
     "Backend",
     "Communicator",
+    "Compression",
     "Compressor",
     "ConfigError",
     "Context",
@@ -41,17 +49,27 @@ __all__ = [
     "MissingExtraError",
     "RankError",
     "State",
+    "Sum",
     "Traits",
     "Variable",
     "__version__",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "from_params",
     "from_root",
     "init",
+    "is_initialized",
+    "join",
     "kernels_of",
     "known",
     "local_rank",
+    "local_size",
     "make",
     "rank",
     "register",
@@ -62,21 +80,29 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """``grace.torch``, ``grace.tensorflow`` and ``grace.integrations`` need no import of their own."""
+    """``grace.torch``, ``grace.tensorflow`` and ``grace.integrations`` need no import of their own; nor do the names of
+    TensorFlow's Horovod."""
     if name in ("torch", "tensorflow", "integrations"):
         return importlib.import_module(f"grace.{name}")
-    raise AttributeError(f"module 'grace' has no attribute {name!r}")
+    if name in ("DistributedGradientTape", "broadcast_variables"):
+        return getattr(importlib.import_module("grace.tensorflow"), name)
+    instead = f"; in place of hvd.{name} take {INSTEAD[name]}" if name in INSTEAD else ""
+    raise AttributeError(f"module 'grace' has no attribute {name!r}{instead}")
 
 
 def _framework(value: Any, what: str) -> Any:
     """The framework module for the user's object, by its type; only imported frameworks are considered."""
     torch: Any = sys.modules.get("torch")
-    if torch is not None and isinstance(value, (torch.optim.Optimizer, torch.nn.Module)):
+    if torch is not None and isinstance(value, (torch.Tensor, torch.optim.Optimizer, torch.nn.Module)):
         return importlib.import_module("grace.torch")
     keras: Any = sys.modules.get("keras")
-    if keras is not None and isinstance(value, keras.optimizers.Optimizer):
+    of_keras = () if keras is None else (keras.optimizers.Optimizer, keras.Model, keras.Variable)
+    if isinstance(value, of_keras):
         if keras_backend() != "tensorflow":  # whose optimizers TensorFlow need not be installed for
             raise keras_runs_on(keras_backend())
+        return importlib.import_module("grace.tensorflow")
+    tensorflow: Any = sys.modules.get("tensorflow")
+    if tensorflow is not None and (tensorflow.is_tensor(value) or isinstance(value, tensorflow.Variable)):
         return importlib.import_module("grace.tensorflow")
     if what == "DistributedOptimizer":
         raise not_an_optimizer(value)
@@ -96,11 +122,106 @@ def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     return _framework(optimizer, "DistributedOptimizer").DistributedOptimizer(optimizer, *args, **kwargs)
 
 
-def broadcast_parameters(parameters: Any, root: int = 0) -> None:
-    """Give every rank the root's values of a module, in place; see :func:`grace.torch.broadcast_parameters`."""
-    _framework(parameters, "broadcast_parameters").broadcast_parameters(parameters, root)
+def broadcast_parameters(parameters: Any, root: int = 0, *, root_rank: int | None = None) -> None:
+    """Give every rank the root's values, in place: of a module, a state dict, (name, tensor) pairs, a Keras model, or
+    variables; see :func:`grace.torch.broadcast_parameters` and :func:`grace.tensorflow.broadcast_variables`.
+
+    >>> import torch
+    >>> _ = init("local")
+    >>> broadcast_parameters(torch.nn.Linear(2, 1).state_dict(), root_rank=0)
+    >>> shutdown()
+    """
+    inside = parameters
+    if isinstance(parameters, Mapping):
+        inside = next(iter(parameters.values()), None)
+    elif isinstance(parameters, Iterable) and not hasattr(parameters, "variables"):
+        parameters = list(parameters)
+        inside = next(iter(parameters), None)
+        inside = inside[1] if isinstance(inside, tuple) and len(inside) == 2 else inside
+    framework = _framework(inside, "broadcast_parameters")
+    if hasattr(framework, "broadcast_parameters"):
+        framework.broadcast_parameters(parameters, root, root_rank=root_rank)
+    else:
+        variables = parameters.values() if isinstance(parameters, Mapping) else parameters
+        framework.broadcast_variables(getattr(variables, "variables", variables), root, root_rank=root_rank)
 
 
-def broadcast_optimizer_state(optimizer: Any, root: int = 0) -> None:
-    """Give every rank the root's momenta and counters; see :func:`grace.torch.broadcast_optimizer_state`."""
-    _framework(optimizer, "broadcast_optimizer_state").broadcast_optimizer_state(optimizer, root)
+def broadcast_optimizer_state(optimizer: Any, root: int = 0, *, root_rank: int | None = None) -> None:
+    """Give every rank the root's momenta and counters; see :func:`grace.torch.broadcast_optimizer_state`. Of Keras's
+    optimizers the variables are broadcast.
+
+    >>> import torch
+    >>> _ = init("local")
+    >>> broadcast_optimizer_state(torch.optim.SGD(torch.nn.Linear(2, 1).parameters()), root_rank=0)
+    >>> shutdown()
+    """
+    framework = _framework(optimizer, "broadcast_optimizer_state")
+    if hasattr(framework, "broadcast_optimizer_state"):
+        framework.broadcast_optimizer_state(optimizer, root, root_rank=root_rank)
+    else:
+        framework.broadcast_variables(optimizer.variables, root, root_rank=root_rank)
+
+
+def allreduce(tensor: Any, average: bool | None = None, name: str | None = None, **options: Any) -> Any:
+    """Average, or sum, a tensor over all ranks; see :func:`grace.torch.allreduce` and
+    :func:`grace.tensorflow.allreduce`.
+
+    >>> import torch
+    >>> _ = init("local")
+    >>> allreduce(torch.tensor(3.0), op=Average).item()
+    3.0
+    >>> shutdown()
+    """
+    return _framework(tensor, "allreduce").allreduce(tensor, average, name, **options)
+
+
+def allgather(tensor: Any, name: str | None = None) -> Any:
+    """Concatenate all ranks' tensors along their first dimension; see :func:`grace.torch.allgather` and
+    :func:`grace.tensorflow.allgather`.
+
+    >>> import torch
+    >>> _ = init("local")
+    >>> allgather(torch.ones(2, 3)).shape
+    torch.Size([2, 3])
+    >>> shutdown()
+    """
+    return _framework(tensor, "allgather").allgather(tensor, name)
+
+
+def broadcast(tensor: Any, root_rank: int, name: str | None = None) -> Any:
+    """Give every rank the root's tensor; see :func:`grace.torch.broadcast` and :func:`grace.tensorflow.broadcast`.
+
+    >>> import torch
+    >>> _ = init("local")
+    >>> broadcast(torch.tensor([1, 2]), root_rank=0).tolist()
+    [1, 2]
+    >>> shutdown()
+    """
+    return _framework(tensor, "broadcast").broadcast(tensor, root_rank, name)
+
+
+def join(device: int = -1) -> int:
+    """Tell the other ranks that this one has no more batches: ``join()`` of the distributed optimizer that this program
+    has, as ``hvd.join()`` is one of Horovod's.
+
+    Args:
+        device: Horovod's; nothing depends on it.
+
+    Returns:
+        The rank that was last; 0 in one process.
+
+    Raises:
+        ConfigError: there is none of torch, or there are several, or it cannot; the message says what to do instead.
+
+    >>> _ = init("local")
+    >>> join()
+    0
+    >>> shutdown()
+    """
+    if size() == 1:
+        return 0
+    if "torch" not in sys.modules:
+        raise ConfigError(
+            "grace.join() is for torch: under Keras give every rank as many batches (steps_per_epoch=...)"
+        )
+    return importlib.import_module("grace.torch.life").only_optimizer("join").join()

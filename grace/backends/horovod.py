@@ -1,5 +1,6 @@
 """What torch's and TensorFlow's Horovod have in common."""
 
+import enum
 import math
 import os
 from typing import Any, ClassVar
@@ -24,13 +25,26 @@ class Once:
             )
 
 
-def check_not_horovods(optimizer: Any, compression: Any, compressor: Any) -> None:
-    """Refuse what a script gave to Horovod before.
+class Compression(enum.Enum):
+    """Horovod's ways of compression, for scripts that have ``grace`` in place of ``hvd``: ``compression=`` takes them.
+
+    >>> Compression.fp16.value
+    'fp16'
+    """
+
+    none = "none"
+    fp16 = "fp16"
+
+
+def compressor_for(optimizer: Any, compression: Any, compressor: Any) -> Any:
+    """Return the compressor that was chosen, and refuse what a script gave to Horovod before.
 
     Raises:
-        ConfigError: an optimizer that Horovod has made distributed, or Horovod's compression.
+        ConfigError: an optimizer that Horovod has made distributed, Horovod's compression, or two choices.
 
-    >>> check_not_horovods(None, "fp16", None)
+    >>> compressor_for(None, Compression.fp16, None)
+    'fp16'
+    >>> compressor_for(None, "fp16", None)
     Traceback (most recent call last):
     grace.errors.ConfigError: compression= is Horovod's. Grace's is compressor=: a method's spec, as 'fp16' or 'topk'
     """
@@ -39,8 +53,31 @@ def check_not_horovods(optimizer: Any, compression: Any, compressor: Any) -> Non
             "this optimizer is Horovod's DistributedOptimizer already: leave that out, and give Grace the optimizer "
             "that it was made of"
         )
+    if isinstance(compression, Compression) and compressor is None:
+        return compression.value
     if compression is not None or getattr(compressor, "__module__", "").startswith("horovod."):
         raise ConfigError("compression= is Horovod's. Grace's is compressor=: a method's spec, as 'fp16' or 'topk'")
+    return compressor
+
+
+INSTEAD = {
+    "Adasum": "op=grace.Average or grace.Sum: Adasum combines whole gradients, not compressed ones",
+    "SyncBatchNorm": "torch.nn.SyncBatchNorm under torchrun, or hvd.SyncBatchNorm under Horovod",
+    "callbacks": (
+        "grace.tensorflow: BroadcastCallback(0), MetricAverageCallback() and LearningRateWarmupCallback(...)"
+    ),
+    "elastic": "hvd.elastic, which knows Grace's optimizers",
+    "synchronize": "grace.allreduce, which waits for its result",
+    **dict.fromkeys(
+        ("Min", "Max", "Product"), "grace.allgather(tensor[None]), and .amin(0), .amax(0) or .prod(0) of it"
+    ),
+    **dict.fromkeys(("allreduce_", "allreduce_async", "allreduce_async_"), "tensor.copy_(grace.allreduce(tensor))"),
+    **dict.fromkeys(("broadcast_", "broadcast_async", "broadcast_async_"), "tensor.copy_(grace.broadcast(tensor, 0))"),
+    **dict.fromkeys(("allgather_async", "grouped_allreduce", "grouped_allgather"), "a call for each tensor"),
+    **dict.fromkeys(("alltoall", "reducescatter"), "hvd's own under Horovod, or torch.distributed's under torchrun"),
+    **dict.fromkeys(("nccl_built", "mpi_built", "gloo_built", "mpi_enabled"), "grace.init().describe()"),
+}
+"""What there is in place of Horovod's names that Grace does not have."""
 
 
 class OverHorovod(Backend):
@@ -73,7 +110,7 @@ class OverHorovod(Backend):
         """Horovod was initialized (again): which rank is this, of how many?"""
         self.included = self.process_set.included()
         self.rank, self.size = (self.process_set.rank(), self.process_set.size()) if self.included else (-1, 1)
-        self.local_rank = self.hvd.local_rank()
+        self.local_rank, self.local_size = self.hvd.local_rank(), self.hvd.local_size()
         self.timeout = timeout_for()
         everyone = self.size == self.hvd.size()
         self.watched = everyone and self.size > 1 and not self.elastic

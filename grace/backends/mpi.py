@@ -80,7 +80,7 @@ class MPIBackend(Backend):
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
         if comm is None:
             node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
-            self.local_rank = node.Get_rank()
+            self.local_rank, self.local_size = node.Get_rank(), node.Get_size()
             node.Free()
         self.pending: list[Any] = []
         self.sums = _sums()

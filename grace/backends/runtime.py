@@ -5,9 +5,8 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
 from importlib.metadata import entry_points
-from typing import Any, TypeVar
+from typing import Any
 
 from grace.backends import launchers, topology
 from grace.backends.signals import raise_on_sigterm
@@ -15,14 +14,13 @@ from grace.core import watch
 from grace.core.backend import Backend, LocalBackend
 from grace.core.registry import loaded
 from grace.core.waiting import choose, timeout_for
-from grace.errors import ConfigError, MissingExtraError, RankError, missing_extra
+from grace.errors import ConfigError, MissingExtraError, missing_extra
 
 FRAMEWORKS = ("torch", "tensorflow")
 GROUP = "grace.backends"
 """The entry points of engines that other packages bring."""
 BACKENDS = ("auto", "torch", "horovod", "mpi", "local")
 
-T = TypeVar("T")
 _current: Backend | None = None
 
 
@@ -134,35 +132,24 @@ def size() -> int:
     return current().size
 
 
-def from_root(make: Callable[[], T], root: int = 0) -> T:
-    """What ``make()`` returns on the root, on every rank: to read a file that only one rank should. Every rank must
-    call it.
+def local_size() -> int:
+    """How many ranks run on this process's node; found out as :func:`local_rank` is.
 
-    Args:
-        make: called on the root alone; what it returns is pickled for the others.
-        root: the rank.
-
-    Raises:
-        RankError: it failed on the root, where the error itself is raised.
-
-    >>> _ = init("local")
-    >>> from_root(lambda: {"step": 3})
-    {'step': 3}
+    >>> init("local").size, local_size()
+    (1, 1)
     >>> shutdown()
     """
-    backend, made, error = current(), None, None
-    if backend.rank == root:
-        try:
-            made = make()
-        except Exception as raised:
-            error = raised
-    failure = None if error is None else f"{type(error).__name__}: {error}"
-    told, failure = backend.allgather_object((made, failure))[root]
-    if error is not None:
-        raise error
-    if failure is not None:
-        raise RankError(f"rank {root} failed: {failure}")
-    return told
+    return topology.local_size(current())
+
+
+def is_initialized() -> bool:
+    """True if this process has joined a run, by :func:`init` or by whatever needed one.
+
+    >>> is_initialized(), init("local").name, is_initialized()
+    (False, 'local', True)
+    >>> shutdown()
+    """
+    return _current is not None
 
 
 def shutdown() -> None:

@@ -19,9 +19,21 @@ def node_name() -> str:
 def local_rank(backend: Backend) -> int:
     """A rank's number among those of its node, from 0; the ranks ask each other, once, where nobody says it."""
     if backend.local_rank is None:
-        names = backend.allgather_object(node_name())
-        backend.local_rank = names[: backend.rank].count(names[backend.rank])
-    return backend.local_rank
+        _ask(backend)
+    return backend.local_rank or 0
+
+
+def local_size(backend: Backend) -> int:
+    """How many ranks its node has; likewise."""
+    if backend.local_size is None:
+        _ask(backend)
+    return backend.local_size or 1
+
+
+def _ask(backend: Backend) -> None:
+    names = backend.allgather_object(node_name())
+    mine = names[backend.rank]
+    backend.local_rank, backend.local_size = names[: backend.rank].count(mine), names.count(mine)
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,8 @@ class TorchBackend(Backend):
         self._sides: dict[torch.device, Side | None] = {}
         if os.environ.get("LOCAL_RANK", "").isdigit():  # torchrun's
             self.local_rank = int(os.environ["LOCAL_RANK"])
+        if os.environ.get("LOCAL_WORLD_SIZE", "").isdigit():
+            self.local_size = int(os.environ["LOCAL_WORLD_SIZE"])
         members = [self._global(rank) for rank in range(self.size)]
         same = members == list(range(dist.get_world_size()))
         self.watched, self.members = same and self.size > 1, None if same else members

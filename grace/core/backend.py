@@ -81,6 +81,8 @@ class Backend(abc.ABC):
     size: int = 1
     local_rank: int | None = None
     """Its number among the ranks of its node, if the launcher or the engine says it."""
+    local_size: int | None = None
+    """How many ranks its node has, likewise."""
     sent_bytes: int = 0
     pairs_by_name: ClassVar[bool] = False
     """Whether collectives of the same label find each other, in whatever order ranks start them."""
@@ -223,17 +225,18 @@ class Backend(abc.ABC):
         return [pickle.loads(part[:size].tobytes()) for part, size in zip(arrays, sizes, strict=True)]
 
     @contextlib.contextmanager
-    def asking(self, kind: str) -> Iterator[None]:
+    def asking(self, kind: str, detail: str = "") -> Iterator[None]:
         """The context of what all ranks do together that is no exchange, and block in; the outermost counts.
 
         Args:
             kind: what the engine does, and must do on all ranks.
+            detail: for messages, beside the name of the function that the program called.
 
         Raises:
             ExchangeError: the engine failed, or other ranks did not come in time.
             RankError: other ranks do something else.
         """
-        name = asked_for()
+        name = " ".join(filter(None, (asked_for(), detail.strip())))
         with self.awaiting(lambda: name):
             watch.meet(self, kind, name)
             yield

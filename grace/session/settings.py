@@ -59,6 +59,22 @@ class ReduceOp:
         return float(size) if self.op == "sum" and not votes else 1.0
 
 
+def reduction(op: Any, average: Any) -> str:
+    """Return "average" or "sum" for the ``op`` and ``average`` that Horovod's allreduce takes.
+
+    Raises:
+        ConfigError: both are given, or it is something else.
+
+    >>> reduction(None, None), reduction("sum", None), reduction(None, False)
+    ('average', 'sum', 'sum')
+    """
+    if op is not None and average is not None:
+        raise ConfigError("op= and average= are two ways to say the same: give one of them")
+    chosen = ReduceOp(("average" if average or average is None else "sum") if op is None else op)
+    chosen.check()
+    return chosen.op
+
+
 @dataclass
 class Settings:
     """What the user chose beside method and strategy; the same on every rank.

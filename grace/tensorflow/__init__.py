@@ -12,6 +12,7 @@ from grace.communicators.base import Communicator
 from grace.core.compressor import Compressor, Traits
 from grace.core.memory import Memory
 from grace.tensorflow.callbacks import BroadcastCallback, MetricAverageCallback
+from grace.tensorflow.collectives import allgather, allreduce, broadcast
 from grace.tensorflow.optimizer import DistributedOptimizer
 from grace.tensorflow.saving import load_model, save_model
 from grace.tensorflow.tape import DistributedGradientTape, GradientExchange
@@ -35,6 +36,9 @@ __all__ = [
     "ScatterMerge",
     "ScatterReduce",
     "Traits",
+    "allgather",
+    "allreduce",
+    "broadcast",
     "broadcast_variables",
     "load_model",
     "save_model",

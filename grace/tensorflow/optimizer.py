@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from grace.backends.horovod import Once, check_not_horovods
+from grace.backends.horovod import Once, compressor_for
 from grace.backends.runtime import current
 from grace.communicators.base import Communicator
 from grace.core.backend import Backend
@@ -293,7 +293,8 @@ def DistributedOptimizer(
         bucket_bytes: bytes on the wire that a collective carries; if left out, as many as keep the link busy
             (:class:`grace.session.bucketing.Limits`): 1 to 2 MB of a model of 100 MB, and 25 MiB uncompressed.
         group_bytes: bytes of gradient that share a collective at most, whatever is sent of them.
-        compression: Horovod's; refused, because ``compressor`` is Grace's.
+        compression: ``grace.Compression.none`` or ``.fp16``, as in scripts for Horovod; whatever else is refused,
+            because ``compressor`` is Grace's.
 
     Raises:
         ConfigError: what was given cannot work; nothing was exchanged.
@@ -317,7 +318,7 @@ def DistributedOptimizer(
     inner: Any = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
     if isinstance(inner, DistributedMixin):
         raise ConfigError("this optimizer is distributed already")
-    check_not_horovods(inner, compression, compressor)
+    compressor = compressor_for(inner, compression, compressor)
     refuse_distribute(inner._distribution_strategy)
     backend = engine_of(process_set, backend)
     known: Any = weakref.ref(inner)  # which holds the session

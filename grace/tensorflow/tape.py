@@ -4,7 +4,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from grace.backends.horovod import check_not_horovods
+from grace.backends.horovod import compressor_for
 from grace.backends.runtime import current
 from grace.core.backend import Backend
 from grace.core.given import as_in_grace
@@ -163,7 +163,7 @@ def DistributedGradientTape(
     """
     if isinstance(tape, _Distributed):
         raise ConfigError("this tape is distributed already")
-    check_not_horovods(None, options.get("compression"), compressor)
+    compressor = compressor_for(None, options.pop("compression", None), compressor)
     refuse_distribute()
     if exchange is not None and (compressor is not None or options):
         raise ConfigError("the exchange holds its compressor and options; do not pass them as well")

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from grace.backends.runtime import current
+from grace.backends.together import chosen_root, compared
 from grace.core.backend import Backend
 from grace.core.variable import Variable
 from grace.errors import ConfigError, RankError
@@ -96,7 +97,9 @@ def described_as(name: str, variable: Any, sparse: bool) -> Variable:
     return Variable(name, tuple(int(n) for n in variable.shape), dtype, "tensorflow", sparse)
 
 
-def broadcast_variables(variables: Iterable[Any], root: int = 0, backend: Backend | None = None) -> None:
+def broadcast_variables(
+    variables: Iterable[Any], root: int = 0, backend: Backend | None = None, *, root_rank: int | None = None
+) -> None:
     """Give every rank the root's values, in place.
 
     Args:
@@ -104,8 +107,10 @@ def broadcast_variables(variables: Iterable[Any], root: int = 0, backend: Backen
             ``optimizer.variables``.
         root: the rank whose values count.
         backend: the engine; that of ``grace.init()`` if left out.
+        root_rank: Horovod's name of ``root``.
 
     Raises:
+        ConfigError: ``root`` is no rank; nothing was broadcast.
         RankError: (on all ranks) they gave other variables; nothing was broadcast.
 
     >>> import grace
@@ -113,8 +118,9 @@ def broadcast_variables(variables: Iterable[Any], root: int = 0, backend: Backen
     >>> broadcast_variables([tf.Variable([1.0, 2.0])])
     >>> grace.shutdown()
     """
-    variables = list(variables)
-    broadcast_as(names_of(variables), variables, root, current() if backend is None else backend)
+    variables, backend = list(variables), current() if backend is None else backend
+    with compared(backend, "broadcast", lambda: f"from rank {chosen_root(root, root_rank, backend.size)}"):
+        broadcast_as(names_of(variables), variables, chosen_root(root, root_rank, backend.size), backend)
 
 
 def broadcast_as(names: list[str], variables: Sequence[Any], root: int, backend: Backend) -> None:

@@ -15,6 +15,7 @@ from grace.communicators.base import Communicator
 from grace.core.compressor import Compressor, Traits
 from grace.core.memory import Memory
 from grace.torch.capturing import capture
+from grace.torch.collectives import allgather, allreduce, broadcast
 from grace.torch.ddp import DDPState, register_ddp_hook
 from grace.torch.fsdp import FSDPState, register_fsdp_hook
 from grace.torch.memories import Memories
@@ -39,6 +40,9 @@ __all__ = [
     "ScatterMerge",
     "ScatterReduce",
     "Traits",
+    "allgather",
+    "allreduce",
+    "broadcast",
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "capture",

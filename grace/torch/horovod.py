@@ -7,6 +7,7 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
+from horovod.torch import mpi_ops
 from horovod.torch.optimizer import _DistributedOptimizer
 
 from grace.errors import ConfigError
@@ -282,7 +283,7 @@ def join(self: Any) -> int:
             f"by {session.unsummed}. Choose communicator='allreduce' and a method that it takes ('none', "
             "'fp16', 'randomk', 'powersgd'), or give every rank as many batches and leave out join()"
         )
-    last = hvd.join()
+    last: int = mpi_ops.join()
     backend = session.exchanger.backend
     broadcast_parameters(session.parameters, last, backend)
     broadcast_optimizer_state(self, last, backend)

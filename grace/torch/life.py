@@ -36,6 +36,26 @@ def _taken() -> set[torch.nn.Parameter]:
     return {p for session in _open for p in session.parameters.values()}
 
 
+def is_open() -> bool:
+    """True if a distributed optimizer lives."""
+    return len(_open) > 0
+
+
+def only_optimizer(what: str) -> Any:
+    """Return the distributed optimizer that lives, if it is one.
+
+    Raises:
+        ConfigError: there is none, or there are several.
+    """
+    optimizers = [session.optimizer for session in _open if session.optimizer is not None]
+    if len(optimizers) != 1:
+        raise ConfigError(
+            f"{what}() is a matter of one distributed optimizer, and this program has {len(optimizers) or 'none'}: "
+            f"call {what}() of the optimizer that is meant"
+        )
+    return optimizers[0]
+
+
 def begin(optimizer: Any, session: Any, before_step: Callable, after_step: Callable, had: set[str]) -> None:
     """The optimizer is of its new class: tie it to its session, which must not keep it alive.
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from grace.backends.horovod import check_not_horovods
+from grace.backends.horovod import compressor_for
 from grace.backends.runtime import current
 from grace.backends.torch_distributed import TorchBackend
 from grace.core.backend import Backend
@@ -199,6 +199,22 @@ class DistributedMixin(Closable, StateMixin):
             raise ExchangeError("call synchronize() before `with optimizer.skip_synchronize():`")
         yield
 
+    def join(self) -> int:
+        """Horovod's ``join()``, for uneven data: under Horovod it works (:func:`grace.torch.horovod.join`).
+
+        Raises:
+            ConfigError: on other engines, where several ranks train.
+        """
+        backend = self._grace.exchanger.backend
+        if backend.size == 1:
+            return 0
+        raise ConfigError(
+            f"join() lets ranks with more batches go on without this one, which only Horovod's sums can, and this runs "
+            f"over {backend.describe()}. Give every rank as many batches (DistributedSampler pads, or drop_last=True), "
+            "or end together: leave the loop where grace.allreduce(torch.tensor(float(more))) < 1, if more says "
+            "whether this rank has another batch"
+        )
+
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """``GradScaler.step()`` asks this before it unscales gradients, which the exchange must be over by."""
@@ -284,7 +300,8 @@ def DistributedOptimizer(
         bucket_bytes: bytes on the wire that a collective carries; if left out, as many as keep the link busy
             (:class:`grace.session.bucketing.Limits`): 1 to 2 MB of a model of 100 MB, and 25 MiB uncompressed.
         group_bytes: bytes of gradient that share a collective at most, whatever is sent of them.
-        compression: Horovod's; refused, because ``compressor`` is Grace's.
+        compression: ``grace.Compression.none`` or ``.fp16``, as in scripts for Horovod; whatever else is refused,
+            because ``compressor`` is Grace's.
 
     Raises:
         ConfigError: what was given cannot work; nothing was exchanged.
@@ -307,7 +324,7 @@ def DistributedOptimizer(
         raise not_an_optimizer(optimizer)
     if isinstance(optimizer, StateMixin):
         raise ConfigError("this optimizer is distributed already")
-    check_not_horovods(optimizer, compression, compressor)
+    compressor = compressor_for(optimizer, compression, compressor)
     if backend is None:
         backend = _backend(process_group, process_set)
     reduction = ReduceOp(op, gradient_predivide_factor)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from grace.backends.runtime import current
+from grace.backends.together import chosen_root, compared
 from grace.communicators.base import Communicator
 from grace.core.backend import Backend
 from grace.core.variable import Variable, equal_bounds, unwrapped
@@ -198,10 +199,14 @@ def check_frozen(frozen: Mapping[str, torch.Tensor]) -> None:
 
 
 def values(parameters: Any) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of a module (parameters and buffers, those that are not saved too), of a dict, or of pairs."""
+    """The tensors of a module (parameters and buffers, those that are not saved too), of a dict, or of a list of pairs
+    or tensors."""
     if isinstance(parameters, torch.nn.Module):
         return [*parameters.named_parameters(), *parameters.named_buffers()]
-    pairs = parameters.items() if isinstance(parameters, Mapping) else parameters
+    if isinstance(parameters, Mapping):
+        pairs: Any = parameters.items()
+    else:
+        pairs = ((str(i), p) if isinstance(p, torch.Tensor) else p for i, p in enumerate(parameters))
     return [(name, value) for name, value in pairs if isinstance(value, torch.Tensor)]
 
 
@@ -209,14 +214,21 @@ def broadcast_parameters(
     parameters: torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, Any]],
     root: int = 0,
     backend: Backend | None = None,
+    *,
+    root_rank: int | None = None,
 ) -> None:
-    """Give every rank the root's values, in place.
+    """Give every rank the root's values, in place. Every rank must call it.
 
     Args:
-        parameters: a module (its parameters and all buffers), a state dict, or (name, tensor) pairs. What is
-            not a tensor is passed over.
+        parameters: a module (its parameters and all buffers), a state dict, (name, tensor) pairs, or tensors. What
+            is not a tensor is passed over.
         root: the rank whose values count.
         backend: the engine; that of ``grace.init()`` if left out.
+        root_rank: Horovod's name of ``root``.
+
+    Raises:
+        ConfigError: ``root`` is no rank; nothing was broadcast.
+        RankError: other ranks call something else, or with tensors of other sizes; nothing was broadcast.
 
     >>> import grace
     >>> backend = grace.init("local")
@@ -228,8 +240,10 @@ def broadcast_parameters(
     with torch.no_grad():
         dense = [tensor.contiguous() for tensor in tensors]
         raw = [tensor.view(-1).view(torch.uint8) for tensor in dense]  # engines do not know every dtype
-        sizes = [buffer.numel() for buffer in raw]
-        with backend.asking(f"broadcast of {zlib.crc32(repr((root, sizes)).encode()):08x}"):
+        sizes = zlib.crc32(repr([buffer.numel() for buffer in raw]).encode())
+        describe = lambda: f"from rank {chosen_root(root, root_rank, backend.size)}"  # noqa: E731
+        with compared(backend, f"broadcast of {sizes:08x}", describe):
+            root = chosen_root(root, root_rank, backend.size)
             for handle in [backend.broadcast(buffer, root) for buffer in raw]:
                 handle.wait()
         for tensor, sent in zip(tensors, dense, strict=True):
@@ -242,13 +256,25 @@ def _once(tensor: torch.Tensor) -> torch.Tensor:
     return tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
 
 
-def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0, backend: Backend | None = None) -> None:
-    """Give every rank's optimizer the root's momenta, counters and settings; memories stay each rank's own.
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    root: int = 0,
+    backend: Backend | None = None,
+    *,
+    root_rank: int | None = None,
+) -> None:
+    """Give every rank's optimizer the root's momenta, counters and settings; memories stay each rank's own. Every rank
+    must call it.
 
     Args:
         optimizer: distributed or not; the same parameters on every rank.
         root: the rank whose state counts.
         backend: the engine; that of ``grace.init()`` if left out.
+        root_rank: Horovod's name of ``root``.
+
+    Raises:
+        ConfigError: ``root`` is no rank; nothing was broadcast.
+        RankError: other ranks call something else; nothing was broadcast.
 
     >>> import grace
     >>> backend = grace.init("local")
@@ -258,7 +284,10 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0, b
     backend = current() if backend is None else backend
     mine, tensors = _without_tensors(torch.optim.Optimizer.state_dict(optimizer))
     facts = [(tuple(t.shape), t.dtype, str(t.device)) for t in tensors]
-    skeleton, facts = backend.allgather_object((mine, facts) if backend.rank == root else None)[root]
+    describe = lambda: f"from rank {chosen_root(root, root_rank, backend.size)}"  # noqa: E731
+    with compared(backend, "broadcast_optimizer_state", describe):
+        root = chosen_root(root, root_rank, backend.size)
+        skeleton, facts = backend.allgather_object((mine, facts) if backend.rank == root else None)[root]
     if backend.rank != root:
         tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in facts]
     tensors = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]

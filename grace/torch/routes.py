@@ -1,11 +1,11 @@
-"""What scripts call of Horovod's and Grace does: broadcasts of parameters, and of a distributed optimizer's state, and
-names for operations that have none."""
+"""What scripts call of Horovod's and Grace does: broadcasts of parameters and of an optimizer's state, joins, and names
+for operations that have none."""
 
 import functools
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import horovod.torch as hvd
@@ -14,7 +14,7 @@ from horovod.torch import functions, mpi_ops
 from horovod.torch.elastic import state as elastic_state
 
 from grace.backends.horovod_torch import HorovodBackend
-from grace.torch import parameters
+from grace.torch import life, parameters
 
 
 def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
@@ -24,9 +24,20 @@ def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
         params: as Horovod's: a dict, or a list of tensors or of pairs; or a module.
         root_rank: the rank whose values count.
     """
-    if not isinstance(params, (torch.nn.Module, Mapping)):
-        params = [(str(i), p) if isinstance(p, torch.Tensor) else p for i, p in enumerate(params)]
     parameters.broadcast_parameters(params, root_rank, HorovodBackend.named("hvd.broadcast_parameters"))
+
+
+def join(device: int = -1) -> int:
+    """``hvd.join``: that of the distributed optimizer, where there is one. Horovod's own would leave ranks with weights
+    of their own, and hang or end the ranks where something is not summed.
+
+    Args:
+        device: for Horovod's own.
+    """
+    if not life.is_open():
+        return mpi_ops.join(device)
+    last: int = life.only_optimizer("hvd.join").join()
+    return last
 
 
 class Asked:
@@ -76,6 +87,7 @@ def numbered(start: Callable[..., int]) -> Callable[..., int]:
     return numbering
 
 
+hvd.join = join
 for module in (hvd, functions, elastic_state):
     module.broadcast_parameters = broadcast_parameters
 for kind in ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter"):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from grace.backends.runtime import from_root
+from grace.backends.together import from_root
 from grace.errors import ConfigError
 from grace.exchange.bucket import Traffic
 from grace.partition.exchange import documented, of_stage

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from grace.backends.runtime import from_root
+from grace.backends.together import from_root
 from grace.core.backend import Backend
 from grace.errors import ConfigError
 from grace.partition.graph import Graph

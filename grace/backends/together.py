@@ -1,0 +1,217 @@
+"""Calls of the user's that all ranks make together, beside exchanges: objects, barriers, and how calls are compared."""
+
+import contextlib
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from numbers import Integral
+from typing import Any, TypeVar
+
+from grace.backends.runtime import current
+from grace.core.backend import Backend
+from grace.errors import ConfigError, RankError
+
+T = TypeVar("T")
+
+
+def chosen_root(root: Any, root_rank: Any, size: int) -> int:
+    """Return the rank that ``root`` or, as Horovod spells it, ``root_rank`` names.
+
+    Raises:
+        ConfigError: it is no rank.
+
+    >>> chosen_root(0, None, 2), chosen_root(0, 1, 2)
+    (0, 1)
+    >>> chosen_root(0, 2, 2)
+    Traceback (most recent call last):
+    grace.errors.ConfigError: root_rank=2: the ranks are 0 to 1
+    """
+    given: Any = root if root_rank is None else root_rank
+    name = "root" if root_rank is None else "root_rank"
+    if root_rank is not None and root not in (0, root_rank):
+        raise ConfigError(f"root={root!r} and root_rank={root_rank!r} are two names of one argument: give one of them")
+    if not isinstance(given, Integral) or isinstance(given, bool) or not 0 <= given < size:
+        raise ConfigError(f"{name}={given!r}: the ranks are 0 to {size - 1}")
+    return int(given)
+
+
+def engine_for(framework: str) -> Backend:
+    """Return the engine of this run.
+
+    Args:
+        framework: whose tensors it is to move.
+
+    Raises:
+        ConfigError: it does not move them.
+    """
+    backend = current()
+    if backend.framework not in ("", framework):
+        raise ConfigError(
+            f"{backend.describe()} moves tensors of {backend.framework} here, and this is one of {framework}: call "
+            f"grace.init(framework={framework!r}) under horovodrun or mpirun"
+        )
+    return backend
+
+
+@contextlib.contextmanager
+def compared(backend: Backend, kind: str, describe: Callable[[], str]) -> Iterator[None]:
+    """Return a context in which all ranks do the same, which they have compared.
+
+    Args:
+        kind: of what they do.
+        describe: says what must be the same on all ranks, for people; or raises ConfigError, on which nobody begins.
+
+    Raises:
+        ConfigError: this rank's arguments cannot work.
+        RankError: other ranks do something else, or their arguments cannot work.
+    """
+    try:
+        detail = describe()
+    except ConfigError as refused:
+        with contextlib.suppress(RankError), backend.asking(f"{kind} that was refused: {refused}", "which it refused"):
+            pass
+        raise
+    with backend.asking(f"{kind} {detail}", detail):
+        yield
+
+
+def from_root(make: Callable[[], T], root: int = 0) -> T:
+    """What ``make()`` returns on the root, on every rank: to read a file that only one rank should. Every rank must
+    call it.
+
+    Args:
+        make: called on the root alone; what it returns is pickled for the others.
+        root: the rank.
+
+    Raises:
+        ConfigError: ``root`` is no rank.
+        RankError: it failed on the root, where the error itself is raised; or other ranks call something else.
+
+    >>> import grace
+    >>> _ = grace.init("local")
+    >>> from_root(lambda: {"step": 3})
+    {'step': 3}
+    >>> grace.shutdown()
+    """
+    backend, made, error = current(), None, None
+    if backend.rank == root:
+        try:
+            made = make()
+        except Exception as raised:
+            error = raised
+    told = _told(
+        backend, "from_root", lambda: f"from rank {chosen_root(root, None, backend.size)}", made, [root], error
+    )
+    return made if backend.rank == root else told[root]  # type: ignore[return-value]
+
+
+def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
+    """Give every rank the root's object, as ``hvd.broadcast_object`` does. Every rank must call it.
+
+    Args:
+        obj: anything that pickle takes; what other ranks than the root give is left alone.
+        root_rank: the rank whose object counts.
+        name: for messages.
+
+    Returns:
+        The object itself on the root, and a copy of it on the other ranks.
+
+    Raises:
+        ConfigError: ``root_rank`` is no rank.
+        RankError: pickle does not take the object, or other ranks call something else.
+
+    >>> import grace
+    >>> _ = grace.init("local")
+    >>> broadcast_object({"epoch": 3}, root_rank=0)
+    {'epoch': 3}
+    >>> grace.shutdown()
+    """
+    backend = current()
+    describe = lambda: f"from rank {chosen_root(0, root_rank, backend.size)}{named(name)}"  # noqa: E731
+    told = _told(backend, "broadcast_object", describe, obj if backend.rank == root_rank else None, [root_rank])
+    return obj if backend.rank == root_rank else told[root_rank]
+
+
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+    """Give every rank all ranks' objects, as ``hvd.allgather_object`` does. Every rank must call it.
+
+    Args:
+        obj: anything that pickle takes.
+        name: for messages.
+
+    Returns:
+        A list of them, in the order of ranks.
+
+    Raises:
+        RankError: pickle does not take a rank's object, or other ranks call something else.
+
+    >>> import grace
+    >>> _ = grace.init("local")
+    >>> allgather_object({"examples": 50})
+    [{'examples': 50}]
+    >>> grace.shutdown()
+    """
+    backend = current()
+    told = _told(backend, "allgather_object", lambda: named(name), obj, range(backend.size))
+    return [obj if rank == backend.rank else told[rank] for rank in range(backend.size)]
+
+
+def barrier() -> None:
+    """Wait until every rank has come here, as ``hvd.barrier`` does.
+
+    Raises:
+        ExchangeError: another rank has ended, or did not come in time.
+        RankError: other ranks call something else.
+
+    >>> import grace
+    >>> _ = grace.init("local")
+    >>> barrier()
+    >>> grace.shutdown()
+    """
+    backend = current()
+    with compared(backend, "barrier", str):
+        backend.allgather_object(None)
+
+
+def named(name: str | None) -> str:
+    """Return a name as part of a description.
+
+    >>> named("loss"), named(None)
+    (" named 'loss'", '')
+    """
+    return "" if name is None else f" named {name!r}"
+
+
+def _told(
+    backend: Backend,
+    kind: str,
+    describe: Callable[[], str],
+    value: Any,
+    wanted: Sequence[int],
+    error: Exception | None = None,
+) -> dict[int, Any]:
+    """Return the values of the wanted ranks, by rank.
+
+    Args:
+        kind, describe: for :func:`compared`.
+        value: this rank's.
+        wanted: whose values count.
+        error: this rank has none, for this reason.
+
+    Raises:
+        RankError: one of the wanted ranks has none; on that rank the error itself.
+    """
+    packed = b""
+    if error is None and backend.rank in wanted and backend.size > 1:
+        try:
+            packed = pickle.dumps(value)
+        except Exception as raised:
+            error = raised
+    failure = None if error is None else f"{type(error).__name__}: {error}"
+    with compared(backend, kind, describe):
+        told = backend.allgather_object((packed, failure))
+    if error is not None:
+        raise error
+    for rank in wanted:
+        if told[rank][1] is not None:
+            raise RankError(f"rank {rank} failed: {told[rank][1]}")
+    return {rank: pickle.loads(told[rank][0]) for rank in wanted if rank != backend.rank}

@@ -1,0 +1,230 @@
+"""Horovod's operations on TensorFlow's tensors, eagerly and in graphs: uncompressed, and compared before they begin."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from grace.backends.together import chosen_root, compared, engine_for, named
+from grace.core.backend import Backend
+from grace.errors import ConfigError
+from grace.kernels import kernels_of
+from grace.session.settings import reduction
+from grace.tensorflow.variables import value_of
+
+SUMMED = (tf.float32, tf.float64, tf.int32, tf.int64)
+"""Dtypes that every engine sums; others are widened."""
+
+
+def allreduce(
+    tensor: Any,
+    average: bool | None = None,
+    name: str | None = None,
+    *,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> tf.Tensor:
+    """Average, or sum, a tensor over all ranks. Every rank must call it.
+
+    Args:
+        tensor: a tensor or variable of any shape, of floats or whole numbers; the same shape and dtype on every rank.
+        average: Horovod's older spelling of ``op``.
+        name: for messages; the same on every rank.
+        op: ``grace.Average``, which is what is left out, or ``grace.Sum`` (or Horovod's constants).
+        prescale_factor, postscale_factor: what the tensor, and the result, are multiplied with.
+
+    Returns:
+        A tensor of that shape and dtype, the same bits on every rank. 16-bit floats are summed in float32. Averages of
+        whole numbers are rounded down. Gradients flow through it.
+
+    Raises:
+        ConfigError: the tensor, or ``op``, cannot work.
+        RankError: other ranks call something else, or with another shape or dtype; nothing was exchanged.
+
+    >>> import grace
+    >>> backend = grace.init("local")
+    >>> grace.allreduce(tf.constant([1.0, 2.0]), op=grace.Sum).numpy()
+    array([1., 2.], dtype=float32)
+    >>> grace.shutdown()
+    """
+    backend = engine_for("tensorflow")
+
+    def run(x: tf.Tensor) -> tf.Tensor:
+        with compared(backend, "allreduce", lambda: f"{_described_sum(x, name)} ({reduction(op, average)})"):
+            return _scaled(_reduced(_scaled(x, prescale_factor), reduction(op, average), backend), postscale_factor)
+
+    def gradient(dy: tf.Tensor) -> tf.Tensor:
+        return _now(run, dy, dy.shape)
+
+    return _differentiable(run, gradient, tensor, lambda shape: shape)
+
+
+def allgather(tensor: Any, name: str | None = None) -> tf.Tensor:
+    """Concatenate all ranks' tensors along their first dimension. Every rank must call it.
+
+    Args:
+        tensor: a tensor or variable of any dtype but strings; ranks may differ in the first dimension alone. One number
+            counts as a row.
+        name: for messages; the same on every rank.
+
+    Returns:
+        A tensor of that dtype, whose rows are the ranks' in their order. Gradients flow through it.
+
+    Raises:
+        ConfigError: the tensor holds strings.
+        RankError: other ranks call something else, or with other rows or another dtype; nothing was exchanged.
+
+    >>> import grace
+    >>> backend = grace.init("local")
+    >>> grace.allgather(tf.constant([[1, 2]])).shape
+    TensorShape([1, 2])
+    >>> grace.shutdown()
+    """
+    backend, counts = engine_for("tensorflow"), list[int]()
+
+    def run(x: tf.Tensor) -> tf.Tensor:
+        with compared(backend, "allgather", lambda: _described(x, name, rows=True)):
+            rows = tf.reshape(x, [1]) if x.shape.rank == 0 else x
+            counts[:] = backend.allgather_object(int(rows.shape[0]))
+            return _gathered(rows, counts, backend)
+
+    def own_rows(dy: tf.Tensor) -> tf.Tensor:
+        with compared(backend, "gradient of allgather", lambda: _described_sum(dy, name)):
+            mean = _reduced(dy, "average", backend)
+        begin = sum(counts[: backend.rank])
+        return mean[begin : begin + counts[backend.rank]]
+
+    def gradient(dy: tf.Tensor) -> tf.Tensor:
+        return tf.reshape(_now(own_rows, dy, [None, *dy.shape[1:]]), tf.shape(tensor))
+
+    return _differentiable(run, gradient, tensor, lambda shape: [None, *(shape[1:] if shape.rank else [])])
+
+
+def broadcast(tensor: Any, root_rank: int, name: str | None = None) -> tf.Tensor:
+    """Give every rank the root's tensor. Every rank must call it.
+
+    Args:
+        tensor: a tensor or variable of any shape, and of any dtype but strings; the same ones on every rank.
+        root_rank: the rank whose values count.
+        name: for messages; the same on every rank.
+
+    Returns:
+        A tensor of that shape and dtype. Gradients flow back to the root.
+
+    Raises:
+        ConfigError: the tensor holds strings, or ``root_rank`` is no rank.
+        RankError: other ranks call something else, or with another shape, dtype or root; nothing was exchanged.
+
+    >>> import grace
+    >>> backend = grace.init("local")
+    >>> int(grace.broadcast(tf.constant(3), root_rank=0))
+    3
+    >>> grace.shutdown()
+    """
+    backend = engine_for("tensorflow")
+
+    def run(x: tf.Tensor) -> tf.Tensor:
+        describe = lambda: f"{_described(x, name)} from rank {chosen_root(0, root_rank, backend.size)}"  # noqa: E731
+        with compared(backend, "broadcast", describe):
+            if not x.shape.num_elements():
+                return x
+            return _from_raw(backend.broadcast(_raw(x), root_rank).wait(), x.dtype, x.shape)
+
+    def roots(dy: tf.Tensor) -> tf.Tensor:
+        with compared(backend, "gradient of broadcast", lambda: _described_sum(dy, name)):
+            mean = _reduced(dy, "average", backend)
+        return mean if backend.rank == root_rank else tf.zeros_like(mean)
+
+    def gradient(dy: tf.Tensor) -> tf.Tensor:
+        return _now(roots, dy, dy.shape)
+
+    return _differentiable(run, gradient, tensor, lambda shape: shape)
+
+
+def _differentiable(run: Callable, gradient: Callable, tensor: Any, shaped: Callable) -> tf.Tensor:
+    """Return ``run(tensor)``, through which gradients flow by ``gradient``.
+
+    Args:
+        shaped: the result's static shape, by the tensor's.
+    """
+
+    @tf.custom_gradient
+    def called(x: tf.Tensor) -> Any:
+        return _now(run, x, shaped(x.shape)), gradient
+
+    return called(tf.convert_to_tensor(value_of(tensor)))
+
+
+def _now(function: Callable[[tf.Tensor], tf.Tensor], tensor: tf.Tensor, shape: Any) -> tf.Tensor:
+    """Return ``function(tensor)``, which computes eagerly; in a graph when it runs, in the order of the program."""
+    if tf.executing_eagerly():
+        return function(tensor)
+    result = tf.py_function(function, [tensor], tensor.dtype)
+    result.set_shape(shape)
+    return result
+
+
+def _reduced(tensor: tf.Tensor, op: str, backend: Backend) -> tf.Tensor:
+    whole = tensor.dtype.is_integer
+    dtype = tensor.dtype if tensor.dtype in SUMMED else tf.int64 if whole else tf.float32
+    total = tf.cast(tensor, dtype)
+    if tensor.shape.num_elements():
+        total = tf.reshape(backend.allreduce(tf.reshape(tf.identity(total), [-1])).wait(), tensor.shape)
+    if op == "average" and backend.size > 1:
+        size = tf.cast(backend.size, dtype)
+        total = total // size if whole else total / size
+    return tf.cast(total, tensor.dtype)
+
+
+def _scaled(tensor: tf.Tensor, factor: float) -> tf.Tensor:
+    return tensor if factor == 1 else tf.cast(tf.cast(tensor, tf.float64) * factor, tensor.dtype)
+
+
+def _gathered(rows: tf.Tensor, counts: Sequence[int], backend: Backend) -> tf.Tensor:
+    whole = [sum(counts), *rows.shape[1:]]
+    length = rows.shape[1:].num_elements()
+    if not sum(counts) or not length:
+        return tf.zeros(whole, rows.dtype)
+    padded = tf.pad(_sent(rows), [[0, max(counts) - rows.shape[0]], *([0, 0] for _ in rows.shape[1:])])
+    parts = backend.allgather(kernels_of(padded).to_bytes(padded)).wait()
+    width = length * padded.dtype.size
+    raw = tf.concat([part[: count * width] for part, count in zip(parts, counts, strict=True)], 0)
+    return _from_raw(raw, rows.dtype, whole)
+
+
+def _sent(tensor: tf.Tensor) -> tf.Tensor:
+    return tf.cast(tensor, tf.uint8) if tensor.dtype == tf.bool else tensor
+
+
+def _raw(tensor: tf.Tensor) -> tf.Tensor:
+    """Return a tensor's bytes: engines do not know every dtype."""
+    return kernels_of(tensor).to_bytes(_sent(tensor))
+
+
+def _from_raw(raw: tf.Tensor, dtype: tf.DType, shape: Any) -> tf.Tensor:
+    if dtype == tf.bool:
+        return tf.cast(tf.reshape(raw, shape), tf.bool)
+    return kernels_of(raw).from_bytes(raw, dtype.name, tuple(shape))
+
+
+def _described(tensor: tf.Tensor, name: str | None, rows: bool = False) -> str:
+    """Return what must be the same on all ranks, for people.
+
+    Args:
+        rows: all but the first dimension.
+
+    Raises:
+        ConfigError: it is no tensor that can be sent.
+    """
+    if tensor.dtype == tf.string:
+        raise ConfigError("it takes numbers, and this tensor holds strings: grace.allgather_object sends any object")
+    shape = ["any number", *map(str, tensor.shape[1:])] if rows else list(map(str, tensor.shape))
+    return f"of {tensor.dtype.name}[{', '.join(shape)}]{named(name)}"
+
+
+def _described_sum(tensor: tf.Tensor, name: str | None) -> str:
+    described = _described(tensor, name)
+    if tensor.dtype == tf.bool or tensor.dtype.is_complex:
+        raise ConfigError(f"it does not sum {tensor.dtype.name}: cast the tensor to whole numbers or floats first")
+    return described

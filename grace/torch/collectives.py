@@ -1,0 +1,220 @@
+"""Horovod's operations on torch tensors, over every engine: uncompressed, and compared before they begin."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from grace.backends.together import chosen_root, compared, engine_for, named
+from grace.core.backend import Backend
+from grace.errors import ConfigError
+from grace.session.settings import reduction
+
+SUMMED = (torch.float32, torch.float64, torch.int32, torch.int64)
+"""Dtypes that every engine sums; others are widened."""
+
+
+def allreduce(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    *,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """Average, or sum, a tensor over all ranks. Every rank must call it.
+
+    Args:
+        tensor: a dense tensor of any shape, of floats or whole numbers; the same shape and dtype on every rank. It is
+            not changed.
+        average: Horovod's older spelling of ``op``.
+        name: for messages; the same on every rank.
+        op: ``grace.Average``, which is what is left out, or ``grace.Sum`` (or Horovod's constants).
+        prescale_factor, postscale_factor: what the tensor, and the result, are multiplied with.
+
+    Returns:
+        A new tensor of that shape, dtype and device, the same bits on every rank. 16-bit floats are summed in float32.
+        Averages of whole numbers are rounded down, as Horovod's. Gradients flow through it.
+
+    Raises:
+        ConfigError: the tensor, or ``op``, cannot work.
+        RankError: other ranks call something else, or with another shape or dtype; nothing was exchanged.
+
+    >>> import grace
+    >>> backend = grace.init("local")
+    >>> grace.allreduce(torch.tensor([1.0, 2.0]), op=grace.Sum)
+    tensor([1., 2.])
+    >>> grace.shutdown()
+    """
+    backend = engine_for("torch")
+    with compared(backend, "allreduce", lambda: _described_sum(tensor, average, name, op)):
+        reduced: torch.Tensor = _AllReduce.apply(_scaled(tensor, prescale_factor), reduction(op, average), backend)
+    return _scaled(reduced, postscale_factor)
+
+
+def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
+    """Concatenate all ranks' tensors along their first dimension. Every rank must call it.
+
+    Args:
+        tensor: a dense tensor of any dtype; ranks may differ in the first dimension alone. One number counts as a row.
+        name: for messages; the same on every rank.
+
+    Returns:
+        A new tensor of that dtype and device, whose rows are the ranks' in their order. Gradients flow through it.
+
+    Raises:
+        ConfigError: the tensor is sparse, or of the meta device.
+        RankError: other ranks call something else, or with other rows or another dtype; nothing was exchanged.
+
+    >>> import grace
+    >>> backend = grace.init("local")
+    >>> grace.allgather(torch.tensor([[1, 2]])).shape
+    torch.Size([1, 2])
+    >>> grace.shutdown()
+    """
+    backend = engine_for("torch")
+    with compared(backend, "allgather", lambda: _described(tensor, name, rows=True)):
+        rows = tensor.reshape(1) if tensor.dim() == 0 else tensor
+        counts: list[int] = backend.allgather_object(rows.shape[0])
+        gathered: torch.Tensor = _AllGather.apply(rows, counts, backend)
+    return gathered
+
+
+def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
+    """Give every rank the root's tensor. Every rank must call it.
+
+    Args:
+        tensor: a dense tensor of any shape and dtype, the same ones on every rank. It is not changed.
+        root_rank: the rank whose values count.
+        name: for messages; the same on every rank.
+
+    Returns:
+        A new tensor of that shape, dtype and device. Gradients flow back to the root.
+
+    Raises:
+        ConfigError: the tensor is sparse, or of the meta device, or ``root_rank`` is no rank.
+        RankError: other ranks call something else, or with another shape, dtype or root; nothing was exchanged.
+
+    >>> import grace
+    >>> backend = grace.init("local")
+    >>> grace.broadcast(torch.tensor(3), root_rank=0).item()
+    3
+    >>> grace.shutdown()
+    """
+    backend = engine_for("torch")
+
+    def describe() -> str:
+        return f"{_described(tensor, name)} from rank {chosen_root(0, root_rank, backend.size)}"
+
+    with compared(backend, "broadcast", describe):
+        received: torch.Tensor = _Broadcast.apply(tensor, root_rank, backend)
+    return received
+
+
+class _AllReduce(torch.autograd.Function):
+    """The mean or the sum; its gradient is reduced likewise, as Horovod's."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, op: str, backend: Backend) -> torch.Tensor:
+        ctx.op, ctx.backend = op, backend
+        return _reduced(tensor, op, backend)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return _gradient(gradient, ctx.op, ctx.backend), None, None
+
+
+class _AllGather(torch.autograd.Function):
+    """The rows of all ranks; the gradient of a rank's rows is the mean over ranks, as Horovod's."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, counts: Sequence[int], backend: Backend) -> torch.Tensor:
+        ctx.counts, ctx.backend = counts, backend
+        return _gathered(rows, counts, backend)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        rank, counts = ctx.backend.rank, ctx.counts
+        return _gradient(gradient, "average", ctx.backend).narrow(0, sum(counts[:rank]), counts[rank]), None, None
+
+
+class _Broadcast(torch.autograd.Function):
+    """The root's tensor; the root's gradient is the mean over ranks, as Horovod's, and the others' is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, root: int, backend: Backend) -> torch.Tensor:
+        ctx.root, ctx.backend = root, backend
+        sent = tensor.detach().clone(memory_format=torch.contiguous_format)
+        if sent.numel():
+            backend.broadcast(_raw(sent), root).wait()
+        return sent
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        mean = _gradient(gradient, "average", ctx.backend)
+        return mean if ctx.backend.rank == ctx.root else torch.zeros_like(mean), None, None
+
+
+def _reduced(tensor: torch.Tensor, op: str, backend: Backend) -> torch.Tensor:
+    whole = not tensor.dtype.is_floating_point
+    dtype = tensor.dtype if tensor.dtype in SUMMED else torch.int64 if whole else torch.float32
+    total = tensor.detach().to(dtype).clone(memory_format=torch.contiguous_format)
+    if total.numel():
+        total = backend.allreduce(total.view(-1)).wait().view(tensor.shape)
+    if op == "average" and backend.size > 1:
+        total = total.floor_divide_(backend.size) if whole else total.div_(backend.size)
+    return total.to(tensor.dtype)
+
+
+def _gradient(gradient: torch.Tensor, op: str, backend: Backend) -> torch.Tensor:
+    """Reduce a gradient in backward, where all ranks must come."""
+    with compared(backend, "gradient of a collective", lambda: f"{_described(gradient, None)} ({op})"):
+        return _reduced(gradient, op, backend)
+
+
+def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    return tensor if factor == 1 else (tensor * factor).to(tensor.dtype)
+
+
+def _gathered(rows: torch.Tensor, counts: Sequence[int], backend: Backend) -> torch.Tensor:
+    found = rows.new_empty((sum(counts), *rows.shape[1:]))
+    width = found[:1].nbytes if sum(counts) else 0
+    if width:
+        mine = rows.new_empty((max(counts), *rows.shape[1:]))
+        mine[: rows.shape[0]] = rows.detach()
+        parts = backend.allgather(_raw(mine)).wait()
+        torch.cat([part[: count * width] for part, count in zip(parts, counts, strict=True)], out=_raw(found))
+    return found
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor's bytes: engines do not know every dtype."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _described(tensor: Any, name: str | None, rows: bool = False) -> str:
+    """Return what must be the same on all ranks, for people.
+
+    Args:
+        rows: all but the first dimension.
+
+    Raises:
+        ConfigError: it is no tensor that can be sent.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+        raise ConfigError(f"it takes a tensor, not an object of {kind}: torch.tensor(value)")
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
+        raise ConfigError("it takes a dense tensor with values, and this one is sparse, nested or of the meta device")
+    shape = ["any number", *map(str, tensor.shape[1:])] if rows else list(map(str, tensor.shape))
+    return f"of {str(tensor.dtype).removeprefix('torch.')}[{', '.join(shape)}]{named(name)}"
+
+
+def _described_sum(tensor: Any, average: Any, name: str | None, op: Any) -> str:
+    described = _described(tensor, name)
+    if tensor.dtype is torch.bool or tensor.dtype.is_complex:
+        raise ConfigError(
+            f"it does not sum {tensor.dtype}: give tensor.int() for bools, torch.view_as_real() for complex"
+        )
+    return f"{described} ({reduction(op, average)})"

@@ -1,5 +1,6 @@
 """Which launcher has started this process, by the variables that it leaves in the environment."""
 
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -26,27 +27,50 @@ class Launcher:
         name: for people.
         kind: "horovod", "torch" or "mpi": what its variables are for.
         variables: by which it was found.
+        counts: the variable that says how many ranks it has started.
     """
 
     name: str
     kind: str
     variables: Sequence[str]
+    counts: str
+
+    @property
+    def size(self) -> int:
+        """How many ranks it has started; 1 if it does not say so."""
+        said = os.environ.get(self.counts, "")
+        return int(said) if said.isdigit() else 1
+
+    @property
+    def settings(self) -> str:
+        """Its variables and their values."""
+        return ", ".join(f"{key}={os.environ[key]}" for key in self.variables)
 
     def __str__(self) -> str:
-        return f"{self.name}: {', '.join(f'{key}={os.environ[key]}' for key in self.variables)}"
+        return f"{self.name}: {self.settings}"
 
 
-def found() -> Launcher | None:
-    """The launcher; None if no variable of one is there, or only some."""
+def found(partly: bool = False) -> Launcher | None:
+    """The launcher; None if no variable of one is there, or only some.
+
+    Args:
+        partly: the program meets the other ranks by itself: a rank and a size of torch's are enough.
+    """
     if "HOROVOD_RANK" in os.environ:  # horovodrun over Gloo; over MPI it leaves mpirun's variables only
-        return Launcher("horovodrun", "horovod", [key for key in HOROVOD if key in os.environ])
-    if all(key in os.environ for key in TORCH):
+        return Launcher("horovodrun", "horovod", [key for key in HOROVOD if key in os.environ], HOROVOD[1])
+    keys = TORCH[:2] if partly else TORCH
+    if all(key in os.environ for key in keys):
         torchrun = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "torch.distributed's variables"
-        return Launcher("Ray" if "RAY_JOB_ID" in os.environ else torchrun, "torch", TORCH)
+        return Launcher("Ray" if "RAY_JOB_ID" in os.environ else torchrun, "torch", keys, TORCH[1])
     for key, name in MPI.items():
         if os.environ.get(key, "1") not in ("", "1"):
-            return Launcher(name, "mpi", (key,))
+            return Launcher(name, "mpi", (key,), key)
     return None
+
+
+def chosen() -> bool:
+    """True if GRACE_BACKEND names an engine."""
+    return os.environ.get("GRACE_BACKEND", "auto") != "auto"
 
 
 def check_whole() -> None:
@@ -62,6 +86,13 @@ def check_whole() -> None:
                 f"{launcher}, and whatever starts ranks in its place, sets {', '.join(keys)}. Start the program by "
                 f"{launcher}; or, for one process, unset what is there or set GRACE_BACKEND=local"
             )
+    workers = tensorflows_workers()
+    if workers > 1:
+        raise ConfigError(
+            f"TF_CONFIG names {workers} workers: each of them would train alone, because Grace's ranks are not "
+            "started by tf.distribute's variables. Start the program by horovodrun or mpirun; or, for one process, set "
+            "GRACE_BACKEND=local"
+        )
     tasks, step = os.environ.get("SLURM_NTASKS", ""), os.environ.get("SLURM_STEP_NUM_TASKS", "")
     if tasks not in ("", "1"):
         raise ConfigError(
@@ -71,12 +102,21 @@ def check_whole() -> None:
         )
 
 
+def tensorflows_workers() -> int:
+    """How many workers TF_CONFIG names, which tf.distribute reads; 0 without it."""
+    try:
+        cluster = dict(json.loads(os.environ.get("TF_CONFIG", "{}"))["cluster"])
+        return sum(len(cluster.get(job, ())) for job in ("chief", "master", "worker"))
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return 0
+
+
 def tell(backend: Backend) -> None:
     """Say once on stderr, on rank 0, by which launcher's variables this run was joined; not if somebody has chosen."""
     global _told
     launcher = found()
-    chosen = os.environ.get("GRACE_BACKEND", "auto") != "auto" or os.environ.get(QUIET, "0") not in ("", "0")
-    if launcher is None or backend.rank != 0 or chosen or _told:
+    quiet = chosen() or os.environ.get(QUIET, "0") not in ("", "0")
+    if launcher is None or backend.rank != 0 or quiet or _told:
         return
     _told = True
     print(f"grace: {backend.describe()}; started by {launcher} ({QUIET}=1 hides this)", file=sys.stderr, flush=True)

@@ -8,7 +8,8 @@ import sys
 from importlib.metadata import entry_points
 from typing import Any
 
-from grace.backends import launchers, topology
+from grace.backends import alone, initialized, launchers, topology
+from grace.backends.initialized import FRAMEWORKS
 from grace.backends.signals import raise_on_sigterm
 from grace.core import watch
 from grace.core.backend import Backend, LocalBackend
@@ -16,12 +17,13 @@ from grace.core.registry import loaded
 from grace.core.waiting import choose, timeout_for
 from grace.errors import ConfigError, MissingExtraError, missing_extra
 
-FRAMEWORKS = ("torch", "tensorflow")
 GROUP = "grace.backends"
 """The entry points of engines that other packages bring."""
 BACKENDS = ("auto", "torch", "horovod", "mpi", "local")
 
 _current: Backend | None = None
+_named = False
+"""True if the user has named the engine of this run."""
 
 
 def init(backend: str | Backend = "auto", framework: str | None = None, timeout: float | None = None) -> Backend:
@@ -47,18 +49,20 @@ def init(backend: str | Backend = "auto", framework: str | None = None, timeout:
 
     Raises:
         ConfigError: an unknown name, some of a launcher's variables without the others, or a timeout that is no
-            positive number.
+            positive number; an engine that nobody named and that sees fewer ranks than the launcher has started, or
+            than another engine that the program has initialized: they would train alone; torch.distributed, for
+            TensorFlow's tensors.
         MissingExtraError: the backend's package is not installed; the message says which launcher was found.
 
     >>> init("local").describe()
     'local, rank 0 of 1'
     >>> shutdown()
     """
-    global _current
+    global _current, _named
     if isinstance(backend, Backend):
         if timeout is not None:
             choose(timeout)
-        _current = _told_how_long(backend, timeout)
+        _current, _named = _told_how_long(backend, timeout), True
         return backend
     _check_known(backend)
     if framework not in (None, *FRAMEWORKS):
@@ -66,9 +70,19 @@ def init(backend: str | Backend = "auto", framework: str | None = None, timeout:
     if timeout is not None or _current is None:
         choose(timeout)
         timeout_for()
+    named = backend != "auto" or launchers.chosen()
     name = _detect() if backend == "auto" else backend
+    if name == "torch" and _framework(framework, guess=not named) == "tensorflow":
+        raise alone.not_tensorflows(launchers.found())
     if _current is None or _current.name != name or framework not in (None, _current.framework or framework):
-        _current = _told_how_long(_join(name, framework, detected=backend == "auto"), timeout)
+        engine = _told_how_long(_join(name, framework, detected=backend == "auto"), timeout)
+        if not named:
+            try:
+                alone.check_engine(engine, _framework(framework))
+            except ConfigError:
+                engine.close()
+                raise
+        _current, _named = engine, named
         if name in ("horovod", "mpi"):
             raise_on_sigterm(_current)
         if backend == "auto":
@@ -77,12 +91,32 @@ def init(backend: str | Backend = "auto", framework: str | None = None, timeout:
         atexit.register(shutdown)  # to run before the engine's own, after which nobody hears that this rank has left
     elif timeout is not None:
         _current.timeout = timeout_for()
+    _named = _named or named
     return _current
 
 
 def current() -> Backend:
-    """The backend of this run; ``init("auto")`` if nobody called it yet."""
-    return init() if _current is None else _current
+    """The backend of this run; ``init("auto")`` if nobody called it yet.
+
+    Raises:
+        ConfigError: nobody named it, and the program has initialized an engine since that sees more ranks.
+    """
+    if _current is None:
+        return init()
+    if not _named:
+        alone.check_others(_current)
+    return _current
+
+
+def check_group(backend: Backend) -> None:
+    """Refuse a process group that the program has made of fewer ranks than were started, unless the user has named the
+    engine.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if not _named and not launchers.chosen():
+        alone.check_engine(backend)
 
 
 def joined() -> Backend:
@@ -154,11 +188,11 @@ def is_initialized() -> bool:
 
 def shutdown() -> None:
     """Leave the run, and close what ``init`` opened."""
-    global _current
+    global _current, _named
     if _current is not None:
         _current.at_shutdown(watch.leave)  # last: the others may have needed this rank until now
         _current.close()
-    _current = None
+    _current, _named = None, False
     watch.leave()
     choose(None)
 
@@ -171,11 +205,10 @@ def _detect() -> str:
     _check_known(chosen, f"GRACE_BACKEND={chosen}: ")
     if chosen != "auto":
         return chosen
-    if _initialized_horovod():
-        return "horovod"
-    torch: Any = sys.modules.get("torch")
-    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
-        return "torch"
+    there = initialized.sizes()
+    for name in ("horovod", "torch"):
+        if name in there:
+            return name
     launcher = launchers.found()
     if launcher is None:
         launchers.check_whole()
@@ -235,19 +268,18 @@ def _torch() -> Backend:
     return TorchBackend.join()
 
 
-def _initialized_horovod() -> str:
-    """The framework for which the program has initialized Horovod."""
-    for framework in FRAMEWORKS:
-        horovod: Any = sys.modules.get(f"horovod.{framework}")
-        if horovod is not None and horovod.is_initialized():
-            return framework
-    return ""
+def _framework(framework: str | None, guess: bool = True) -> str:
+    """Whose tensors this run moves: what the user says, or Horovod is initialized for, or is imported; or, without
+    ``guess``, nothing else than what the user says. Empty if nobody knows."""
+    if framework or not guess:
+        return framework or ""
+    imported = [name for name in FRAMEWORKS if name in sys.modules]
+    return initialized.horovod_framework() or next(iter(imported), "")
 
 
 def _horovod(framework: str | None) -> Backend:
-    imported = [name for name in FRAMEWORKS if name in sys.modules]
     installed = [name for name in FRAMEWORKS if _installed(name)]
-    chosen = framework or _initialized_horovod() or next(iter([*imported, *installed, "torch"]))
+    chosen = _framework(framework) or next(iter([*installed, "torch"]))
     if not _installed(chosen):
         raise missing_extra(chosen, chosen)
     if not _installed("horovod"):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from grace.backends.alone import check_trainer
 from grace.core.calls import TORCH
 from grace.errors import ConfigError
 from grace.session.checkpoint import check_mode
@@ -111,9 +112,11 @@ def wrap(
         choices: for :func:`grace.torch.register_ddp_hook`.
 
     Raises:
-        ConfigError: the model is wrapped by something else, or has a hook already, or what was chosen cannot work.
+        ConfigError: the model is wrapped by something else, or has a hook already, or what was chosen cannot work; or
+            a launcher has started more ranks than the framework knows.
     """
     check_mode(memory_state)
+    check_trainer(ranks, way)
     ddp = bare(model)
     if not isinstance(ddp, DistributedDataParallel):
         check_unsharded(ddp, way)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from grace.backends.runtime import check_group
 from grace.backends.torch_distributed import TorchBackend
 from grace.core.context import Context
 from grace.core.waiting import Wait, waits
@@ -365,6 +366,7 @@ def register_ddp_hook(
             check_integer("bucket_bytes", bucket_bytes)
         return variables(trainable(model))
 
+    check_group(TorchBackend())
     backend = TorchBackend(model.process_group)
 
     def check(communicator):

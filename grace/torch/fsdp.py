@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from grace.backends.runtime import check_group
 from grace.backends.torch_distributed import TorchBackend
 from grace.core.context import Context
 from grace.errors import ConfigError, ExchangeError, PayloadError, StepError
@@ -252,6 +253,7 @@ def register_fsdp_hook(
     """
     layouts = layouts_of(model, "register_fsdp_hook")
     whole = whole_mesh(layouts)
+    check_group(TorchBackend())
     backend = TorchBackend(_group(mesh, whole))
     know_each_other(backend.size * whole.size())
     context = Context(seed=seed)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
+from grace.backends.runtime import check_group
 from grace.backends.torch_distributed import TorchBackend
 from grace.communicators.choice import build_communicator
 from grace.core.context import Context
@@ -303,6 +304,7 @@ def compress_reduce_scatter(
         state = grace.torch.compress_reduce_scatter(model, "block(bits=4, hadamard=32)")
     """
     layouts = layouts_of(model, "compress_reduce_scatter", other_axes=False)
+    check_group(TorchBackend())
     backend, error = TorchBackend(layouts[0].mesh.get_group()), None
     context = Context(seed=seed, rank=backend.rank, size=backend.size)
     try:

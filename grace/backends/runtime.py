@@ -109,8 +109,10 @@ def current() -> Backend:
 
 
 def check_group(backend: Backend) -> None:
-    """Refuse a process group that the program has made of fewer ranks than were started, unless the user has named the
-    engine.
+    """Refuse an engine that the program has made of fewer ranks than were started, unless the user has named it.
+
+    Args:
+        backend: over all of the engine's ranks; what is used may be a group of them.
 
     Raises:
         ConfigError: it is.

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from grace.backends.horovod import Once, compressor_for
-from grace.backends.runtime import current
+from grace.backends.runtime import check_group, current
 from grace.communicators.base import Communicator
 from grace.core.backend import Backend
 from grace.core.calls import KERAS
@@ -356,6 +356,7 @@ def engine_of(process_set: Any = None, backend: Backend | None = None) -> Backen
         raise ConfigError("give a process_set or a backend, not both")
     from grace.backends.horovod_tensorflow import HorovodBackend
 
+    check_group(HorovodBackend())
     return HorovodBackend(process_set)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from grace.backends.horovod import compressor_for
-from grace.backends.runtime import current
+from grace.backends.runtime import check_group, current
 from grace.backends.torch_distributed import TorchBackend
 from grace.core.backend import Backend
 from grace.core.given import as_in_grace, not_an_optimizer
@@ -354,8 +354,12 @@ def _backend(process_group: Any, process_set: Any) -> Backend:
     if process_set is not None:
         from grace.backends.horovod_torch import HorovodBackend
 
+        check_group(HorovodBackend())
         return HorovodBackend(process_set)
-    return current() if process_group is None else TorchBackend(process_group)
+    if process_group is None:
+        return current()
+    check_group(TorchBackend())
+    return TorchBackend(process_group)
 
 
 def after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

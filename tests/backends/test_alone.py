@@ -56,9 +56,15 @@ def hooked():
     return grace.torch.register_ddp_hook(torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1)))
 
 
-@pytest.mark.parametrize(
-    "begin", [grace.init, optimizer, grace.rank, hooked], ids=["init", "optimizer", "rank", "hook"]
-)
+def over_a_group():
+    model = torch.nn.Linear(2, 1)
+    return grace.DistributedOptimizer(torch.optim.SGD(model.parameters()), model, process_group=dist.group.WORLD)
+
+
+BEGIN = {"init": grace.init, "optimizer": optimizer, "group": over_a_group, "rank": grace.rank, "hook": hooked}
+
+
+@pytest.mark.parametrize("begin", BEGIN.values(), ids=BEGIN)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_left_over_process_group_of_one_rank_is_refused(monkeypatch, group_of_one, launcher, begin):
     started_by(monkeypatch, launcher)

@@ -37,13 +37,13 @@ class Launcher:
 
     @property
     def size(self) -> int:
-        """How many ranks it has started; 1 if it does not say so."""
+        """Number of ranks that it has started; 1 if it does not say so."""
         said = os.environ.get(self.counts, "")
         return int(said) if said.isdigit() else 1
 
     @property
     def settings(self) -> str:
-        """Its variables and their values."""
+        """Variables by which it was found, and their values."""
         return ", ".join(f"{key}={os.environ[key]}" for key in self.variables)
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ def found(partly: bool = False) -> Launcher | None:
 
 
 def chosen() -> bool:
-    """True if GRACE_BACKEND names an engine."""
+    """Return True if GRACE_BACKEND names an engine."""
     return os.environ.get("GRACE_BACKEND", "auto") != "auto"
 
 
@@ -103,7 +103,7 @@ def check_whole() -> None:
 
 
 def tensorflows_workers() -> int:
-    """How many workers TF_CONFIG names, which tf.distribute reads; 0 without it."""
+    """Return how many workers TF_CONFIG names, which tf.distribute reads; 0 without it."""
     try:
         cluster = dict(json.loads(os.environ.get("TF_CONFIG", "{}"))["cluster"])
         return sum(len(cluster.get(job, ())) for job in ("chief", "master", "worker"))

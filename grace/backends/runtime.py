@@ -169,7 +169,7 @@ def size() -> int:
 
 
 def local_size() -> int:
-    """How many ranks run on this process's node; found out as :func:`local_rank` is.
+    """Return how many ranks run on this process's node; found out as :func:`local_rank` is.
 
     >>> init("local").size, local_size()
     (1, 1)
@@ -179,7 +179,7 @@ def local_size() -> int:
 
 
 def is_initialized() -> bool:
-    """True if this process has joined a run, by :func:`init` or by whatever needed one.
+    """Return True if this process has joined a run, by :func:`init` or by whatever needed one.
 
     >>> is_initialized(), init("local").name, is_initialized()
     (False, 'local', True)
@@ -271,8 +271,8 @@ def _torch() -> Backend:
 
 
 def _framework(framework: str | None, guess: bool = True) -> str:
-    """Whose tensors this run moves: what the user says, or Horovod is initialized for, or is imported; or, without
-    ``guess``, nothing else than what the user says. Empty if nobody knows."""
+    """Return the framework whose tensors this run moves: the user's choice, or the one that Horovod is initialized for,
+    or one that is imported; without ``guess`` the user's choice alone. Empty if nobody knows."""
     if framework or not guess:
         return framework or ""
     imported = [name for name in FRAMEWORKS if name in sys.modules]

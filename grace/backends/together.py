@@ -29,9 +29,10 @@ def chosen_root(root: Any, root_rank: Any, size: int) -> int:
     name = "root" if root_rank is None else "root_rank"
     if root_rank is not None and root not in (0, root_rank):
         raise ConfigError(f"root={root!r} and root_rank={root_rank!r} are two names of one argument: give one of them")
-    if not isinstance(given, Integral) or isinstance(given, bool) or not 0 <= given < size:
+    rank = int(given) if isinstance(given, Integral) and not isinstance(given, bool) else -1
+    if not 0 <= rank < size:
         raise ConfigError(f"{name}={given!r}: the ranks are 0 to {size - 1}")
-    return int(given)
+    return rank
 
 
 def engine_for(framework: str) -> Backend:
@@ -75,7 +76,7 @@ def compared(backend: Backend, kind: str, describe: Callable[[], str]) -> Iterat
 
 
 def from_root(make: Callable[[], T], root: int = 0) -> T:
-    """What ``make()`` returns on the root, on every rank: to read a file that only one rank should. Every rank must
+    """Give every rank what ``make()`` returns on the root: to read a file that only one rank should. Every rank must
     call it.
 
     Args:

@@ -24,7 +24,7 @@ def local_rank(backend: Backend) -> int:
 
 
 def local_size(backend: Backend) -> int:
-    """How many ranks its node has; likewise."""
+    """Return how many ranks a rank's node has; the ranks ask each other, once, where nobody says it."""
     if backend.local_size is None:
         _ask(backend)
     return backend.local_size or 1

@@ -82,7 +82,7 @@ class Backend(abc.ABC):
     local_rank: int | None = None
     """Its number among the ranks of its node, if the launcher or the engine says it."""
     local_size: int | None = None
-    """How many ranks its node has, likewise."""
+    """Number of ranks on its node, if the launcher or the engine says it."""
     sent_bytes: int = 0
     pairs_by_name: ClassVar[bool] = False
     """Whether collectives of the same label find each other, in whatever order ranks start them."""

@@ -37,7 +37,7 @@ def _taken() -> set[torch.nn.Parameter]:
 
 
 def is_open() -> bool:
-    """True if a distributed optimizer lives."""
+    """Return True if a distributed optimizer lives."""
     return len(_open) > 0
 
 

@@ -18,7 +18,7 @@ from grace.communicators.compat import from_params
 from grace.core.backend import Backend, Handle
 from grace.core.compressor import Compressor, Traits
 from grace.core.context import Context
-from grace.core.given import keras_backend, keras_runs_on, not_an_optimizer
+from grace.core.given import keras_backend, keras_runs_on, not_an_optimizer, unconverted
 from grace.core.memory import Memory
 from grace.core.registry import known, make, register
 from grace.core.state import State
@@ -162,6 +162,7 @@ def broadcast_optimizer_state(optimizer: Any, root: int = 0, *, root_rank: int |
         framework.broadcast_variables(optimizer.variables, root, root_rank=root_rank)
 
 
+@unconverted
 def allreduce(tensor: Any, average: bool | None = None, name: str | None = None, **options: Any) -> Any:
     """Average, or sum, a tensor over all ranks; see :func:`grace.torch.allreduce` and
     :func:`grace.tensorflow.allreduce`.
@@ -175,6 +176,7 @@ def allreduce(tensor: Any, average: bool | None = None, name: str | None = None,
     return _framework(tensor, "allreduce").allreduce(tensor, average, name, **options)
 
 
+@unconverted
 def allgather(tensor: Any, name: str | None = None) -> Any:
     """Concatenate all ranks' tensors along their first dimension; see :func:`grace.torch.allgather` and
     :func:`grace.tensorflow.allgather`.
@@ -188,6 +190,7 @@ def allgather(tensor: Any, name: str | None = None) -> Any:
     return _framework(tensor, "allgather").allgather(tensor, name)
 
 
+@unconverted
 def broadcast(tensor: Any, root_rank: int, name: str | None = None) -> Any:
     """Give every rank the root's tensor; see :func:`grace.torch.broadcast` and :func:`grace.tensorflow.broadcast`.
 

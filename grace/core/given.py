@@ -35,6 +35,16 @@ def as_in_grace(function: F) -> F:
     return cast(F, called)
 
 
+def unconverted(function: F) -> F:
+    """Mark a function so that AutoGraph, which rewrites what a ``tf.function`` calls, runs it as it stands.
+
+    >>> unconverted(lambda x: x)(1)
+    1
+    """
+    function.autograph_info__ = {}  # type: ignore[attr-defined]  # what AutoGraph looks for
+    return function
+
+
 def _is_communicator(value: Any = None) -> bool:
     return isinstance(value, Component) and value.kind == "communicator"
 

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from grace.backends.together import chosen_root, compared, engine_for, named
 from grace.core.backend import Backend
+from grace.core.given import unconverted
 from grace.errors import ConfigError
 from grace.kernels import kernels_of
 from grace.session.settings import reduction
@@ -16,6 +17,7 @@ SUMMED = (tf.float32, tf.float64, tf.int32, tf.int64)
 """Dtypes that every engine sums; others are widened."""
 
 
+@unconverted
 def allreduce(
     tensor: Any,
     average: bool | None = None,
@@ -60,6 +62,7 @@ def allreduce(
     return _differentiable(run, gradient, tensor, lambda shape: shape)
 
 
+@unconverted
 def allgather(tensor: Any, name: str | None = None) -> tf.Tensor:
     """Concatenate all ranks' tensors along their first dimension. Every rank must call it.
 
@@ -101,6 +104,7 @@ def allgather(tensor: Any, name: str | None = None) -> tf.Tensor:
     return _differentiable(run, gradient, tensor, lambda shape: [None, *(shape[1:] if shape.rank else [])])
 
 
+@unconverted
 def broadcast(tensor: Any, root_rank: int, name: str | None = None) -> tf.Tensor:
     """Give every rank the root's tensor. Every rank must call it.
 

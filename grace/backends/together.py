@@ -54,12 +54,13 @@ def engine_for(framework: str) -> Backend:
 
 
 @contextlib.contextmanager
-def compared(backend: Backend, kind: str, describe: Callable[[], str]) -> Iterator[None]:
+def compared(backend: Backend, kind: str, describe: Callable[[], str], detailed: bool = False) -> Iterator[None]:
     """Return a context in which all ranks do the same, which they have compared.
 
     Args:
         kind: of what they do.
         describe: says what must be the same on all ranks, for people; or raises ConfigError, on which nobody begins.
+        detailed: messages repeat that, beside the name of the function that the program called.
 
     Raises:
         ConfigError: this rank's arguments cannot work.
@@ -71,7 +72,7 @@ def compared(backend: Backend, kind: str, describe: Callable[[], str]) -> Iterat
         with contextlib.suppress(RankError), backend.asking(f"{kind} that was refused: {refused}", "which it refused"):
             pass
         raise
-    with backend.asking(f"{kind} {detail}", detail):
+    with backend.asking(f"{kind} {detail}", detail if detailed else ""):
         yield
 
 

@@ -53,7 +53,7 @@ def allreduce(
     backend = engine_for("tensorflow")
 
     def run(x: tf.Tensor) -> tf.Tensor:
-        with compared(backend, "allreduce", lambda: f"{_described_sum(x, name)} ({reduction(op, average)})"):
+        with compared(backend, "allreduce", lambda: f"{_described_sum(x, name)} ({reduction(op, average)})", True):
             return _scaled(_reduced(_scaled(x, prescale_factor), reduction(op, average), backend), postscale_factor)
 
     def gradient(dy: tf.Tensor) -> tf.Tensor:
@@ -87,13 +87,13 @@ def allgather(tensor: Any, name: str | None = None) -> tf.Tensor:
     backend, counts = engine_for("tensorflow"), list[int]()
 
     def run(x: tf.Tensor) -> tf.Tensor:
-        with compared(backend, "allgather", lambda: _described(x, name, rows=True)):
+        with compared(backend, "allgather", lambda: _described(x, name, rows=True), True):
             rows = tf.reshape(x, [1]) if x.shape.rank == 0 else x
             counts[:] = backend.allgather_object(int(rows.shape[0]))
             return _gathered(rows, counts, backend)
 
     def own_rows(dy: tf.Tensor) -> tf.Tensor:
-        with compared(backend, "gradient of allgather", lambda: _described_sum(dy, name)):
+        with compared(backend, "gradient of allgather", lambda: _described_sum(dy, name), True):
             mean = _reduced(dy, "average", backend)
         begin = sum(counts[: backend.rank])
         return mean[begin : begin + counts[backend.rank]]
@@ -130,13 +130,13 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None) -> tf.Tensor
 
     def run(x: tf.Tensor) -> tf.Tensor:
         describe = lambda: f"{_described(x, name)} from rank {chosen_root(0, root_rank, backend.size)}"  # noqa: E731
-        with compared(backend, "broadcast", describe):
+        with compared(backend, "broadcast", describe, True):
             if not x.shape.num_elements():
                 return x
             return _from_raw(backend.broadcast(_raw(x), root_rank).wait(), x.dtype, x.shape)
 
     def roots(dy: tf.Tensor) -> tf.Tensor:
-        with compared(backend, "gradient of broadcast", lambda: _described_sum(dy, name)):
+        with compared(backend, "gradient of broadcast", lambda: _described_sum(dy, name), True):
             mean = _reduced(dy, "average", backend)
         return mean if backend.rank == root_rank else tf.zeros_like(mean)
 

@@ -48,7 +48,7 @@ def allreduce(
     >>> grace.shutdown()
     """
     backend = engine_for("torch")
-    with compared(backend, "allreduce", lambda: _described_sum(tensor, average, name, op)):
+    with compared(backend, "allreduce", lambda: _described_sum(tensor, average, name, op), True):
         reduced: torch.Tensor = _AllReduce.apply(_scaled(tensor, prescale_factor), reduction(op, average), backend)
     return _scaled(reduced, postscale_factor)
 
@@ -74,7 +74,7 @@ def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
     >>> grace.shutdown()
     """
     backend = engine_for("torch")
-    with compared(backend, "allgather", lambda: _described(tensor, name, rows=True)):
+    with compared(backend, "allgather", lambda: _described(tensor, name, rows=True), True):
         rows = tensor.reshape(1) if tensor.dim() == 0 else tensor
         counts: list[int] = backend.allgather_object(rows.shape[0])
         gathered: torch.Tensor = _AllGather.apply(rows, counts, backend)
@@ -107,7 +107,7 @@ def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> 
     def describe() -> str:
         return f"{_described(tensor, name)} from rank {chosen_root(0, root_rank, backend.size)}"
 
-    with compared(backend, "broadcast", describe):
+    with compared(backend, "broadcast", describe, True):
         received: torch.Tensor = _Broadcast.apply(tensor, root_rank, backend)
     return received
 
@@ -169,7 +169,7 @@ def _reduced(tensor: torch.Tensor, op: str, backend: Backend) -> torch.Tensor:
 
 def _gradient(gradient: torch.Tensor, op: str, backend: Backend) -> torch.Tensor:
     """Reduce a gradient in backward, where all ranks must come."""
-    with compared(backend, "gradient of a collective", lambda: f"{_described(gradient, None)} ({op})"):
+    with compared(backend, "gradient of a collective", lambda: f"{_described(gradient, None)} ({op})", True):
         return _reduced(gradient, op, backend)
 
 

@@ -90,8 +90,8 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'grace' has no attribute {name!r}{instead}")
 
 
-def _framework(value: Any, what: str) -> Any:
-    """The framework module for the user's object, by its type; only imported frameworks are considered."""
+def _found(value: Any) -> Any:
+    """Return the framework module for the user's object, by its type; None if no imported framework knows it."""
     torch: Any = sys.modules.get("torch")
     if torch is not None and isinstance(value, (torch.Tensor, torch.optim.Optimizer, torch.nn.Module)):
         return importlib.import_module("grace.torch")
@@ -104,11 +104,23 @@ def _framework(value: Any, what: str) -> Any:
     tensorflow: Any = sys.modules.get("tensorflow")
     if tensorflow is not None and (tensorflow.is_tensor(value) or isinstance(value, tensorflow.Variable)):
         return importlib.import_module("grace.tensorflow")
-    if what == "DistributedOptimizer":
+    return None
+
+
+def _framework(value: Any, what: str) -> Any:
+    """Return the framework module for the user's object.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    framework = _found(value)
+    if framework is None and what == "DistributedOptimizer":
         raise not_an_optimizer(value)
-    raise ConfigError(
-        f"{what} takes a torch or Keras object; {type(value).__module__}.{type(value).__qualname__} is not one"
-    )
+    if framework is None:
+        raise ConfigError(
+            f"{what} takes a torch or Keras object; {type(value).__module__}.{type(value).__qualname__} is not one"
+        )
+    return framework
 
 
 def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -131,14 +143,15 @@ def broadcast_parameters(parameters: Any, root: int = 0, *, root_rank: int | Non
     >>> broadcast_parameters(torch.nn.Linear(2, 1).state_dict(), root_rank=0)
     >>> shutdown()
     """
-    inside = parameters
-    if isinstance(parameters, Mapping):
-        inside = next(iter(parameters.values()), None)
-    elif isinstance(parameters, Iterable) and not hasattr(parameters, "variables"):
-        parameters = list(parameters)
-        inside = next(iter(parameters), None)
-        inside = inside[1] if isinstance(inside, tuple) and len(inside) == 2 else inside
-    framework = _framework(inside, "broadcast_parameters")
+    framework = _found(parameters)
+    if framework is None and isinstance(parameters, Iterable):
+        parameters = dict(parameters) if isinstance(parameters, Mapping) else list(parameters)
+        pairs = parameters.items() if isinstance(parameters, dict) else parameters
+        values = [pair[1] if isinstance(pair, tuple) and len(pair) == 2 else pair for pair in pairs]
+        framework = next(filter(None, map(_found, values)), None)  # what is no tensor is passed over
+        if framework is None and not values and "torch" in sys.modules:  # a model without parameters
+            framework = importlib.import_module("grace.torch")
+    framework = framework or _framework(parameters, "broadcast_parameters")
     if hasattr(framework, "broadcast_parameters"):
         framework.broadcast_parameters(parameters, root, root_rank=root_rank)
     else:

@@ -187,6 +187,20 @@ def test_ranks_that_call_different_things_are_refused_by_name_and_go_on(pool):
     assert last["pickle"] == "ValueError: not today"
 
 
+@pytest.mark.parametrize(
+    "make", [torch.nn.Sequential, lambda one: torch.nn.ModuleList([one])], ids=["sequence", "list"]
+)
+def test_a_module_that_is_a_list_of_others_is_a_module(local, make):
+    grace.broadcast_parameters(make(torch.nn.Linear(2, 1)), root_rank=0)
+
+
+def test_what_is_no_tensor_is_passed_over(local):
+    for given in ({"version": 3, "weight": torch.ones(2)}, {}, [("version", 3), ("weight", torch.ones(2))]):
+        grace.broadcast_parameters(given, root_rank=0)
+    with pytest.raises(grace.ConfigError, match="broadcast_parameters takes a torch or Keras object; builtins.int"):
+        grace.broadcast_parameters(3)
+
+
 # -- one process ------------------------------------------------------------------------------------------------------
 
 

@@ -197,7 +197,7 @@ def test_a_module_that_is_a_list_of_others_is_a_module(local, make):
 def test_what_is_no_tensor_is_passed_over(local):
     for given in ({"version": 3, "weight": torch.ones(2)}, {}, [("version", 3), ("weight", torch.ones(2))]):
         grace.broadcast_parameters(given, root_rank=0)
-    with pytest.raises(grace.ConfigError, match="broadcast_parameters takes a torch or Keras object; builtins.int"):
+    with pytest.raises(grace.ConfigError, match=r"broadcast_parameters takes a torch or Keras object; builtins\.int"):
         grace.broadcast_parameters(3)
 
 

@@ -35,7 +35,7 @@ def warmup(
 ) -> None:
     """Compile the loops of CPUs ahead, so that no training waits for it; takes about half a minute, once.
 
-    What is compiled is kept beside Grace, or in the folder that NUMBA_CACHE_DIR names.
+    What is compiled is kept beside Grace, or in the folder that NUMBA_CACHE_DIR names, or else in your cache.
     """
     why = missing()
     if why == "Numba is not installed":
@@ -57,7 +57,15 @@ def warmup(
             _run(spec)
     finally:
         event.unregister("numba:compile", listener)
-    where = os.environ.get("NUMBA_CACHE_DIR") or Path(loops.__file__).parent / "__pycache__"
+    where = loops._max_bits._cache.cache_path
+    if where is None:
+        raise ConfigError(
+            "what is compiled cannot be kept: neither Grace's folder nor your cache can be written to. Set "
+            "NUMBA_CACHE_DIR to a folder that can"
+        )
+    named = os.environ.get("NUMBA_CACHE_DIR", "")
+    if named and Path(named).resolve() in Path(where).resolve().parents:
+        where = named  # Numba has a folder in it for each of Grace's
     if names:
         done = f"Compiled {len(names)} loops in {time.monotonic() - began:.0f} s; they are kept in {where}."
     else:

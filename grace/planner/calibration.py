@@ -15,6 +15,7 @@ from grace.core import documents
 from grace.core.atomic_files import replacing
 from grace.core.backend import Backend
 from grace.core.documents import shown
+from grace.core.user_cache import user_cache
 from grace.core.version import __version__
 from grace.errors import ConfigError
 from grace.planner.checked import Checked
@@ -98,8 +99,7 @@ def default_path(key: Key) -> Path:
     """Where the calibration of a run is kept: what GRACE_CALIBRATION says, or else a file in the user's cache."""
     if chosen := os.environ.get(NAMED):
         return Path(chosen)
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache, "grace", f"calibration-{key.digest}.json")
+    return user_cache() / f"calibration-{key.digest}.json"
 
 
 @dataclass(frozen=True)

@@ -175,7 +175,7 @@ class Planning:
         """What is kept of earlier runs, if it is for this one. What is refused is told; a file of the cache is then
         written anew, one that the user names is left alone."""
         self.path = path = default_path(key)
-        if not path.exists():
+        if not os.path.exists(path):  # also where it may not be looked for, as in another user's home
             return None
         try:
             return read(path, key)

@@ -6,6 +6,7 @@ import math
 import random
 import stat
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -295,3 +296,19 @@ def test_steps_are_added_without_the_corrections_that_they_were_predicted_with()
     assert fresh.corrections["allgather"] == pytest.approx(3.0, rel=0.1)
     assert fresh.steps[-1].exposed["allgather"] == pytest.approx(0.1)
     assert error_of(fresh.steps, fresh.corrections).worst < 0.05 < error_of(fresh.steps).worst
+
+
+def test_where_there_is_no_home_nothing_is_kept(monkeypatch):
+    """The user of a container whom nobody has named."""
+
+    def nobody():
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("GRACE_CALIBRATION", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", nobody)
+    key = Key((("here", 1),), "local", "numpy", ranks=1, threads=1)
+    path = default_path(key)
+    assert not path.exists()
+    with pytest.raises(OSError, match="Not a directory"):
+        Calibration(key, made=0.0).write(path)

@@ -1,18 +1,22 @@
 """When loops are compiled: announced to whoever watches, and counted for those who do it ahead.
 
-Numba keeps what it compiled beside the source, or in NUMBA_CACHE_DIR, for each processor; so this happens once.
+Numba keeps what it compiled beside the source, or in NUMBA_CACHE_DIR, for each processor; so this happens once. Where
+nothing can be written, as in a container with a read-only root, each process compiles what it does not find.
 """
 
+import contextlib
 import functools
 import hashlib
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from numba import njit
 from numba.core import event
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, NullCache
 
 from grace.kernels import random
 
@@ -32,16 +36,95 @@ def loop(**options: Any) -> Callable[[Any], Any]:
     Numba itself looks at the file of a function alone, but compiles those that it calls into it: after an upgrade that
     changes another file it would go on with what they were.
     """
-    decorate = njit(nogil=True, cache=True, error_model="numpy", **options)
+    decorate = njit(nogil=True, error_model="numpy", **options)
 
     def compiled(function: Any) -> Any:
         dispatcher = decorate(function)
-        kept = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
-        if kept is not None:
-            kept._source_stamp = (kept._source_stamp, sources())
+        dispatcher._cache = LoopCache(function)
         return dispatcher
 
     return compiled
+
+
+class _ReadOnlyImpl(CompileResultCacheImpl):
+    """Numba's choice between NUMBA_CACHE_DIR and the source's own folder, whether it can be written to or not."""
+
+    _locator_classes = [
+        type(kind.__name__, (kind,), {"ensure_cache_path": lambda self: None})
+        for kind in CompileResultCacheImpl._locator_classes[:2]
+    ]
+
+
+class _ReadOnlyCache(FunctionCache):
+    """What was compiled when the image of a container was built, or by another user who may write there."""
+
+    _impl_class = _ReadOnlyImpl
+
+
+class LoopCache(NullCache):
+    """Keeps what is compiled where Numba does, if anything can be written there; no failure of it ends a run.
+
+    Args:
+        function: the loop.
+    """
+
+    def __init__(self, function: Any):
+        self.caches: list[FunctionCache] = []
+        for kind in (FunctionCache, _ReadOnlyCache):
+            with contextlib.suppress(RuntimeError):  # "cannot cache function": no folder can be written to
+                self.caches.append(kind(function))
+        for cache in self.caches:
+            cache._cache_file._source_stamp = (cache._cache_file._source_stamp, sources())
+
+    @property
+    def cache_path(self) -> str | None:
+        """The folder that is written to; None if none can be."""
+        writable = [cache.cache_path for cache in self.caches if not isinstance(cache, _ReadOnlyCache)]
+        return writable[0] if writable else None
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Return what was kept for a signature, or None."""
+        for cache in self.caches:
+            try:
+                found = cache.load_overload(sig, target_context)
+            except Exception:  # a damaged file raises whatever unpickling does; what is kept begins anew
+                found = None
+                with contextlib.suppress(OSError):
+                    cache.flush()
+            if found is not None:
+                return found
+        return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keep what was compiled for a signature, or say once that it cannot be."""
+        if self.cache_path is None:
+            not_kept("no folder can be written to")
+            return
+        try:
+            self.caches[0].save_overload(sig, data)
+        except OSError as error:  # a full disk, or a quota
+            not_kept(str(error))
+
+
+_said = False
+
+
+def not_kept(why: str) -> None:
+    """Warn, once and on one rank of a machine, that what is compiled is not kept."""
+    global _said
+    if not _said and first_rank():
+        warnings.warn(
+            f"the loops that Grace compiles cannot be kept ({why}), so each process compiles them again, which may "
+            "take 20 seconds: set NUMBA_CACHE_DIR to a folder that can be written to, or fill one by `grace warmup` "
+            "when the image is built; GRACE_FUSED=0 does without them",
+            stacklevel=2,
+        )
+    _said = True
+
+
+def first_rank() -> bool:
+    """Return True on the first rank of each machine, by launchers' variables."""
+    return all(os.environ.get(name, "0") == "0" for name in RANKS)
 
 
 class Listener(event.Listener):
@@ -81,7 +164,7 @@ _announcement = _Announcement()
 
 def announce() -> None:
     """Say so when the next loop is compiled, on one rank of a machine."""
-    _announcement.awaited = all(os.environ.get(name, "0") == "0" for name in RANKS)
+    _announcement.awaited = first_rank()
     if _announcement.awaited and not _announcement.registered:
         _announcement.registered = True
         event.register("numba:compile", _announcement)

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from grace.core.atomic_files import replacing
+from grace.core.user_cache import user_cache
 from grace.torch.pipeline.atoms import Atoms, storages_of, tensors_of
 from grace.torch.pipeline.capture import capture, values, written
 from grace.torch.pipeline.rows import cut_rows, rows_of
@@ -33,7 +34,7 @@ Costs = dict[str, dict[str, float]]
 
 def cache_file() -> Path:
     """Where profiles are kept: in ``$XDG_CACHE_HOME/grace``, or else ``~/.cache/grace``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grace" / "pipeline-profiles.json"
+    return user_cache() / "pipeline-profiles.json"
 
 
 def _machine() -> str:

@@ -1,6 +1,10 @@
 """How kernels are launched: on the device of their tensors, or only written down, to be compiled for another."""
 
+import atexit
 import contextlib
+import os
+import tempfile
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +61,25 @@ def launch(kernel: Any, programs: int, *args: Any, warps: int = 4, **constants: 
             kernel[(programs,)](*args, **constants, **options)
 
 
+def keep_compiled() -> None:
+    """Let Triton keep what it compiles in a temporary folder if its own cannot be written to: it would fail at the
+    first launch."""
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
+    folder = os.environ.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton", "cache")
+    try:
+        os.makedirs(folder, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        temporary = tempfile.TemporaryDirectory(prefix="grace-triton-")
+        atexit.register(temporary.cleanup)
+        os.environ["TRITON_CACHE_DIR"] = temporary.name
+        warnings.warn(
+            f"kernels are compiled again in each process, since Triton cannot keep them ({error}): set "
+            "TRITON_CACHE_DIR to a folder that can be written to",
+            stacklevel=2,
+        )
+
+
 def signed(word: int) -> int:
     """A 32-bit word as the int32 of the same bits, so that its size does not choose its type.
 
@@ -64,3 +87,6 @@ def signed(word: int) -> int:
     (-1, 7)
     """
     return word - (1 << 32) if word >= 1 << 31 else word
+
+
+keep_compiled()

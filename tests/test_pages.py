@@ -10,6 +10,7 @@ import types
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -43,6 +44,8 @@ EXCERPTS = [ROOT / "docs" / "clusters.md"]
 """Lines of examples that are run, see tests/integrations/test_ray.py."""
 TORCH = [page for page in PAGES if page not in KERAS + HOROVOD + FRAMEWORKS + EXCERPTS]
 THERE = all(map(find_spec, ("transformers", "lightning", "accelerate")))
+LOGGERS = ("wandb", "mlflow")
+"""Services that pages log to, of which the tests have stand-ins."""
 LONGEST = 250
 NAMED = {"ids": lambda page: page.stem}
 
@@ -72,13 +75,15 @@ def run_page(page: Path, folder: Path, last: bool = True, programs: list[str] | 
     os.chdir(folder)
     module = sys.modules["a_page"] = types.ModuleType("a_page")  # where dataclasses look for names
     sys.modules["tensorboard.compat.notf"] = module  # to TensorBoard: do without TensorFlow, which takes seconds
+    sys.modules.update(dict.fromkeys(LOGGERS, MagicMock()))
     try:
         with torchrun():
             for block in blocks(page, "python") if programs is None else programs:
                 exec(compile(block, str(page), "exec"), vars(module))
     finally:
         os.chdir(before)
-        del sys.modules["a_page"], sys.modules["tensorboard.compat.notf"]
+        for name in ("a_page", "tensorboard.compat.notf", *LOGGERS):
+            del sys.modules[name]
         if last:
             grace.shutdown()
     return vars(module)

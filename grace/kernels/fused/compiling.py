@@ -46,13 +46,15 @@ def loop(**options: Any) -> Callable[[Any], Any]:
     return compiled
 
 
+def _unwritten(locator: Any) -> Any:
+    """Numba's class that finds a folder, without the demand that it can be written to."""
+    return type(locator.__name__, (locator,), {"ensure_cache_path": lambda self: None})
+
+
 class _ReadOnlyImpl(CompileResultCacheImpl):
     """Numba's choice between NUMBA_CACHE_DIR and the source's own folder, whether it can be written to or not."""
 
-    _locator_classes = [
-        type(kind.__name__, (kind,), {"ensure_cache_path": lambda self: None})
-        for kind in CompileResultCacheImpl._locator_classes[:2]
-    ]
+    _locator_classes = [_unwritten(locator) for locator in CompileResultCacheImpl._locator_classes[:2]]
 
 
 class _ReadOnlyCache(FunctionCache):

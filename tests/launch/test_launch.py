@@ -333,3 +333,26 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, args, message):
 )
 def test_the_first_failure_is_read_from_what_a_launcher_says(said, expected):
     assert first_failure(said) == expected
+
+
+HOMELY = """
+nodes: [{{address: 10.0.0.1, chief: true}}, {{address: 10.0.0.2, ssh_config: x}}]
+ssh: {{x: {{python_venv: {home}/venv, {more}}}}}
+"""
+
+
+@pytest.mark.parametrize("more", ["setup: ['true']", "shared_envs: {A: '$HOME/lib'}", "shared_envs: {A: b}"])
+def test_a_folder_of_python_comes_before_what_a_nodes_bashrc_puts_first(tmp_path, more):
+    """Bash reads that file whenever sshd has started it, and once more in a bash -c that it becomes."""
+    for folder in ("venv/bin", "other"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "python").write_text(f"#!/bin/sh\necho {folder}\n")
+        (tmp_path / folder / "python").chmod(0o755)
+    (tmp_path / "venv/bin/activate").write_text(f'PATH="{tmp_path}/venv/bin:$PATH"\n')
+    (tmp_path / ".bashrc").write_text(f'PATH="{tmp_path}/other:$PATH"\n')
+    said = "\n".join(lines(tmp_path, HOMELY.format(home=tmp_path, more=more), "--engine", "torch"))
+    over_ssh = shlex.split(said[said.index("\nssh ") :])[-1]
+    environment = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin", "SSH_CLIENT": "1 2 3", "SSH2_CLIENT": "1 2 3"}
+    command = ["bash", "-c", over_ssh]
+    done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("venv/bin\n", "")

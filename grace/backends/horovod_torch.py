@@ -93,11 +93,13 @@ class HorovodBackend(OverHorovod):
 
     def allgather(self, tensor: torch.Tensor) -> Handle:
         self.count((self.size - 1) * tensor.nbytes)
-        work = hvd.allgather_async(tensor, name=self._name(), process_set=self.process_set)
+        work = hvd.allgather_async(_known(tensor), name=self._name(), process_set=self.process_set)
         gathered: list[torch.Tensor] = []
-        return Handle(
-            Operation(self, work, lambda output: gathered.extend(output.view(self.size, -1).unbind())), gathered
-        )
+
+        def take(output: Any) -> None:
+            gathered.extend(output.view(tensor.dtype).view(self.size, -1).unbind())
+
+        return Handle(Operation(self, work, take), gathered)
 
     def concatenate(self, tensor: torch.Tensor) -> Handle:
         self.count((self.size - 1) * tensor.nbytes)
@@ -107,29 +109,32 @@ class HorovodBackend(OverHorovod):
 
     def alltoall(self, tensor: torch.Tensor) -> Handle:
         self.count((self.size - 1) / self.size * tensor.nbytes)
-        work = hvd.alltoall_async(tensor, name=self._name(), process_set=self.process_set)
+        work = hvd.alltoall_async(_known(tensor), name=self._name(), process_set=self.process_set)
         parts: list[torch.Tensor] = []
-        return Handle(
-            Operation(self, work, lambda output: parts.extend(received(output).view(self.size, -1).unbind())), parts
-        )
+
+        def take(output: Any) -> None:
+            parts.extend(received(output).view(tensor.dtype).view(self.size, -1).unbind())
+
+        return Handle(Operation(self, work, take), parts)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
         if root == self.rank:
             self.count((self.size - 1) * tensor.nbytes)
-        work = hvd.broadcast_async_(tensor, self._global(root), name=self._name(), process_set=self.process_set)
+        work = hvd.broadcast_async_(_known(tensor), self._global(root), name=self._name(), process_set=self.process_set)
         return Handle(Operation(self, work, lambda output: None), tensor)
 
     def gather(self, tensor: torch.Tensor, root: int) -> Handle:
         if root != self.rank:
             self.count(tensor.nbytes)
         splits = torch.zeros(self.size, dtype=torch.int32)
-        splits[root] = tensor.numel()
-        work = hvd.alltoall_async(tensor, splits, name=self._name(), process_set=self.process_set)
+        sent = _known(tensor)
+        splits[root] = sent.numel()
+        work = hvd.alltoall_async(sent, splits, name=self._name(), process_set=self.process_set)
         gathered: list[torch.Tensor] = []
 
         def take(output: Any) -> None:
             if root == self.rank:
-                gathered.extend(received(output).view(self.size, -1).unbind())
+                gathered.extend(received(output).view(tensor.dtype).view(self.size, -1).unbind())
 
         return Handle(Operation(self, work, take), gathered)
 
@@ -190,3 +195,8 @@ class Operation:
         output = hvd.synchronize(self.work)
         done, self.done = self.done, None
         done(output)
+
+
+def _known(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, as bytes if Horovod has no such numbers."""
+    return tensor.view(torch.uint8) if tensor.dtype in (torch.bool, torch.bfloat16) else tensor

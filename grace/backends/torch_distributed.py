@@ -236,4 +236,4 @@ def _timeout(group: Any) -> float | None:
 
 def _known(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory, as bytes if the engines have no such numbers."""
-    return tensor.view(torch.uint8) if tensor.dtype is torch.int16 else tensor
+    return tensor.view(torch.uint8) if tensor.dtype in (torch.int16, torch.bool) else tensor

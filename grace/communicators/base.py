@@ -76,6 +76,7 @@ class Communicator(Component):
     """
 
     kind = "communicator"
+    own_numbers = ("rank", "local_rank")
     sums: ClassVar[bool] = False
     gathers: ClassVar[bool] = False
     """Whether ``communicate`` is the engine's all-gather, which may take payloads of unequal sizes."""

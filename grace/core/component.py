@@ -21,6 +21,8 @@ class Component:
 
     kind: ClassVar[str]
     name: ClassVar[str] = ""
+    own_numbers: ClassVar[tuple[str, ...]] = ()
+    """Parameters that say which rank this is, and so are no part of the spec, which ranks compare."""
     shared_state: ClassVar[bool] = False
     """Whether ``state`` is the same on every rank (then any rank's copy restores all)."""
 
@@ -160,7 +162,8 @@ class Component:
         changed = [
             f"{key}={getattr(self, key)!r}"
             for key, default in self.parameters().items()
-            if getattr(self, key, default) != default  # a communicator may keep it by another name
+            if key not in self.own_numbers
+            and getattr(self, key, default) != default  # a communicator may keep it by another name
         ]
         name = self.name or type(self).__qualname__
         return f"{name}({', '.join(changed)})" if changed else name

@@ -16,7 +16,7 @@ ITEM_SIZE = {
     **dict.fromkeys(("float64", "int64"), 8),
     **dict.fromkeys(("float32", "int32"), 4),
     **dict.fromkeys(("float16", "bfloat16", "int16"), 2),
-    **dict.fromkeys(("uint8", "int8"), 1),
+    **dict.fromkeys(("uint8", "int8", "bool"), 1),
 }
 """What payload tensors may be of, and the bytes of an element."""
 

@@ -109,7 +109,7 @@ class Exchange(AtOnce, Refusing, Judging, Rounds):
         if not self.comparing and (not self.varies or self.communicator.sums):
             self._go()
             return
-        sizes = self.kernels.full(self.laid_out.marks() if self.comparing else self.wire.sizes(), "int64", buffer)
+        sizes = self.kernels.full(self.wire.marks() if self.comparing else self.wire.sizes(), "int64", buffer)
         self.traffic.header_bytes += self.kernels.nbytes(sizes)
         if self.comparing:
             self.sizing = True
@@ -121,11 +121,6 @@ class Exchange(AtOnce, Refusing, Judging, Rounds):
         else:  # first the sizes of all ranks' payload tensors; advance() goes on with the payloads
             self.sizing = True
             self._launch(backend.allgather, sizes)
-
-    @property
-    def laid_out(self) -> Wire:
-        """The layout of this rank's payloads."""
-        return self.wire
 
     def _go(self) -> None:
         """Start the collective of what was packed."""

@@ -41,8 +41,8 @@ class ByVariable(Exchange):
     def _start(self, gradients: Sequence[Tensor]) -> None:
         self.sent, self.handles, self.values = False, list[Any](), list[Any]()
         # what overflowed is known by statuses alone; the sizes are the communicator's business
-        fixed = None if self.comparing else True
-        self.traits = dataclasses.replace(self.traits, carries_nonfinite=False, fixed_size=fixed)
+        self.traits = dataclasses.replace(self.traits, carries_nonfinite=False, fixed_size=True)
+        self.comparing = self.varies = False
         super()._start(gradients)
 
     # -- sending ---------------------------------------------------------------------------------------
@@ -56,10 +56,6 @@ class ByVariable(Exchange):
     def _copied(self, tensor: Tensor) -> Tensor:
         k = self.kernels
         return k.reshape(k.join([k.flat(tensor)]), tuple(tensor.shape)) if k.mutable else tensor
-
-    @property
-    def laid_out(self) -> Wire:
-        return self.layout
 
     def _count(self, wire: Wire, buffer: Tensor) -> None:
         self._add(self.layout.payload_bytes)
@@ -107,15 +103,13 @@ class ByVariable(Exchange):
 
     def advance(self) -> bool:
         """Start what is not under way yet."""
-        if self.sizing:
-            return self._send_sized()
         if not self.sent and not self.refusal:
             self._send_payloads()
         return False
 
     def wait(self) -> None:
         """Block until the communicator has brought all means."""
-        if self.sizing or self.refusal or self.values:
+        if self.refusal or self.values:
             super().wait()
             return
         over, traced = self.over, self.traced

@@ -5,7 +5,7 @@ import torch
 from torch import distributed as dist
 
 import grace
-from grace.torch import Communicator
+from grace.torch import Communicator, Compressor
 from tests.support.pools import launched
 from tests.support.training import Given, digest, distributed, made_up
 
@@ -102,6 +102,88 @@ def test_it_gives_what_graces_own_communicator_does(two_ranks, own, spec, usual)
 def test_it_works_over_every_engine(engine):
     spec = ("topk(ratio=0.02)", "residual")
     assert launched(engine, 2).run(compared, ByBackend, spec, "Allgather") == [(True, True)] * 2
+
+
+class Signs(Compressor):
+    """As GRACE's TensorFlow code has them: a tensor of bools."""
+
+    def compress(self, tensor, name):
+        return [tensor.flatten() >= 0], tensor.shape
+
+    def decompress(self, tensors, shape):
+        (signs,) = tensors
+        assert signs.dtype is torch.bool
+        return (signs.float() * 2 - 1).view(shape)
+
+
+class Threshold(Compressor):
+    """GRACE's: what is sent has another size on each rank."""
+
+    def __init__(self, said=True):
+        super().__init__(**({"tensors_size_are_same": False} if said else {}))
+
+    def compress(self, tensor, name):
+        flat = tensor.flatten()
+        (where,) = torch.where(flat.abs() > 0.5)
+        return [flat[where], where], tensor.shape
+
+    def decompress(self, tensors, shape):
+        values, where = tensors
+        return torch.zeros(shape.numel()).scatter_(0, where, values).view(shape)
+
+
+class Objects(Communicator):
+    """Gathers payloads of any sizes at once."""
+
+    def send_receive(self, tensors, ctx, name):
+        gathered = self.backend.allgather_object([tensor.tolist() for tensor in tensors])
+        payloads = [[torch.tensor(of, dtype=t.dtype) for of, t in zip(one, tensors, strict=True)] for one in gathered]
+        return self.compressor.aggregate([self.compressor.decompress(one, ctx) for one in payloads]) / self.world_size
+
+
+class Later(Objects):
+    """The same in two parts; it keeps its rank, as GRACE's ``Broadcast(compressor, memory, world_size, rank)`` does."""
+
+    send_receive = Communicator.send_receive
+
+    def __init__(self, compressor, memory, world_size, rank):
+        super().__init__(compressor, memory, world_size)
+        self.rank = rank
+
+    def async_send(self, tensors, name):
+        return tensors
+
+    def wait_receive(self, handles, ctx, name):
+        assert self.rank == grace.rank()
+        return Objects.send_receive(self, handles, ctx, name)
+
+
+def ported():
+    """Bools, sizes that differ, and communicators that know their rank, give what Grace's all-gather does."""
+    where = grace.size(), grace.rank()
+    for method in (Signs, Threshold):
+        wanted = means(lambda method=method: grace.torch.Allgather(method(), "none"))[0]
+        for own, more in ((Objects, ()), (Later, where), (ByBackend, ()))[: 3 if method is Signs else 2]:
+            for said in ((),) if method is Signs else ((True,), (False,)):
+                got = means(lambda method=method, own=own, more=more, said=said: own(method(*said), "none", *more))[0]
+                for mine, theirs in zip(got, wanted, strict=True):
+                    torch.testing.assert_close(mine, theirs)
+
+
+def test_payloads_and_communicators_of_grace_are_taken_as_they_are(two_ranks):
+    two_ranks.run(ported)
+
+
+def bools():
+    """Of Grace's own all-gather, and of a collective of the engine's for each tensor."""
+    given = [torch.randn(30, 20, generator=torch.Generator().manual_seed(rank)) for rank in range(grace.size())]
+    wanted = sum((each >= 0).float() * 2 - 1 for each in given) / grace.size()
+    for kind in (grace.torch.Allgather, ByBackend):
+        torch.testing.assert_close(kind(Signs(), "none").step(given[grace.rank()], "matrix"), wanted)
+
+
+def test_bools_travel_over_every_engine(engine):
+    launched(engine, 2).run(bools)
 
 
 class Halving(Gathering):

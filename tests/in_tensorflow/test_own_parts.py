@@ -41,7 +41,42 @@ class Decaying(Memory):
         self.state[name] = tensor - compressor.decompress(payload, ctx)
 
 
+class Signs(Compressor):
+    """As in GRACE's TensorFlow code: a tensor of bools."""
+
+    def compress(self, tensor, name):
+        return [tf.math.greater_equal(tf.reshape(tensor, [-1]), 0)], tf.shape(tensor)
+
+    def decompress(self, tensors, shape):
+        (signs,) = tensors
+        assert signs.dtype == tf.bool
+        return tf.reshape(tf.cast(signs, tf.float32) * 2 - 1, shape)
+
+
+class EachAlone(Communicator):
+    """A collective of the engine's for each tensor, whatever it is of and however long."""
+
+    def send_receive(self, tensors, ctx, name):
+        parts = [self.backend.allgather(tf.reshape(tensor, [-1])).wait() for tensor in tensors]
+        decoded = [self.compressor.decompress(list(payload), ctx) for payload in zip(*parts, strict=True)]
+        return self.compressor.aggregate(decoded) / self.world_size
+
+
+def bools(graph):
+    """What signs that travel as bools make of a tensor, by Grace's all-gather and by one of one's own."""
+    given = [np.random.default_rng(rank).standard_normal((5, 8)).astype(np.float32) for rank in range(grace.size())]
+    wanted = sum(np.sign(each) for each in given) / grace.size()
+    for grc in (Allgather(Signs(), "none"), EachAlone(Signs(), "none")):
+
+        def step(x, grc=grc):
+            return grc.step(x, "w")
+
+        run = tf.function(step, autograph=False) if graph else step
+        np.testing.assert_array_equal(run(tf.constant(given[grace.rank()])), wanted)
+
+
 def means(graph):
+    bools(graph)
     w = tf.Variable(tf.zeros([40]))
     exchange = grace.tensorflow.GradientExchange(communicator=Allgather(Int8(), Decaying()))
 

@@ -64,7 +64,7 @@ class NumpyKernels(ValueReference, SparseReference, Kernels):
         return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
 
     def from_bytes(self, raw, dtype, shape):
-        return raw.view(dtype).reshape(shape)
+        return (raw != 0 if dtype == "bool" else raw.view(dtype)).reshape(shape)
 
     def host_buffer(self, n):
         return np.empty(n, np.uint8)

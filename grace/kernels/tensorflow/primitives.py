@@ -82,9 +82,11 @@ class TensorFlowKernels(ValueTensorFlow, SparseTensorFlow, Kernels):
         return tf.split(x, list(sizes)) if sizes else []  # one operation, where each slice would be one
 
     def to_bytes(self, x):
-        return self.flat(tf.bitcast(x, tf.uint8))
+        return self.flat(tf.cast(x, tf.uint8) if x.dtype == tf.bool else tf.bitcast(x, tf.uint8))
 
     def from_bytes(self, raw, dtype, shape):
+        if dtype == "bool":
+            return self.reshape(tf.cast(raw, tf.bool), shape)
         size = tf.as_dtype(dtype).size
         return self.reshape(tf.bitcast(raw if size == 1 else tf.reshape(raw, [-1, size]), dtype), shape)
 

@@ -16,7 +16,7 @@ from grace.kernels.torch.sparsification import SparseTorch
 
 DTYPES = {
     name: getattr(torch, name)
-    for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8")
+    for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -91,7 +91,8 @@ class TorchKernels(ValueTorch, SparseTorch, Kernels):
         return self.flat(x).view(torch.uint8)
 
     def from_bytes(self, raw, dtype, shape):
-        return raw.view(DTYPES[dtype]).reshape(shape)
+        # any other byte than 0 and 1 is no bool
+        return (raw != 0 if dtype == "bool" else raw.view(DTYPES[dtype])).reshape(shape)
 
     def host_buffer(self, n):
         return np.empty(n, np.uint8)

@@ -1,18 +1,41 @@
 """Compressed gradients under Hugging Face's Accelerate."""
 
+from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from accelerate import Accelerator
 
 from grace.errors import ConfigError
-from grace.integrations.wrapped import Wrapped, wrap
+from grace.integrations.wrapped import NOTHING, Wrapped, wrap
 from grace.torch.ddp import DDPState
 from grace.torch.wrappers import bare
 
 WAY = "Start the program without FSDP, DeepSpeed and Megatron-LM"
 _prepared: WeakKeyDictionary[torch.nn.Module, Wrapped] = WeakKeyDictionary()
+
+
+class Registered:
+    """What an accelerator saves and loads of a prepared model, which it does not keep alive.
+
+    Args:
+        model: the model, without what was put around its DistributedDataParallel.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        self.model = ref(model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What all ranks remember; every rank must call it."""
+        model = self.model()
+        return dict(NOTHING) if model is None else _prepared[model].state_dict()
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Restore it; every rank must call it."""
+        model = self.model()
+        if model is not None:
+            _prepared[model].load_state_dict(saved)
 
 
 def prepare(
@@ -35,7 +58,8 @@ def prepare(
     Args:
         accelerator: yours.
         objects: models, optimizers, loaders and schedulers, a model among them; what is prepared already stays so. Give
-            the model's optimizer beside it, so that memories may follow it.
+            the model's optimizer beside it, so that memories may follow it. Models that ``accelerator.free_memory()``
+            has dropped since are no longer saved.
         compressor, memory, communicator, seed, bucket_bytes: as for :func:`grace.torch.register_ddp_hook`.
         memory_state: what becomes of memories in ``load_state()``: "strict" refuses those of another method; "keep"
             keeps what fits, and warns of the rest; "reset" starts with empty ones.
@@ -52,6 +76,7 @@ def prepare(
         model, optimizer, loader = prepare(accelerator, model, optimizer, loader, compressor="topk(ratio=0.01)")
     """
     found = accelerator.prepare(*objects, **options)
+    _forget_freed(accelerator)
     all_found = found if len(objects) > 1 else (found,)
     models = [each for each in all_found if isinstance(each, torch.nn.Module)]
     if not models:
@@ -69,6 +94,7 @@ def prepare(
             memory_state,
             WAY,
             "grace.integrations.accelerate.prepare(..., {})",
+            partial(_progress, accelerator),
             compressor=compressor,
             memory=memory,
             communicator=communicator,
@@ -76,8 +102,32 @@ def prepare(
             seed=seed,
             bucket_bytes=bucket_bytes,
         )
-        accelerator.register_for_checkpointing(wrapped)
         _prepared[bare(model)] = wrapped
+        accelerator.register_for_checkpointing(Registered(bare(model)))
+    return found
+
+
+def _forget_freed(accelerator: Accelerator) -> None:
+    """Save no more what belongs to models that ``accelerator.free_memory()`` has dropped, as before another try."""
+    models = [bare(model) for model in accelerator._models]
+    accelerator._custom_objects = [
+        each
+        for each in accelerator._custom_objects
+        if not isinstance(each, Registered) or any(each.model() is model for model in models)
+    ]
+
+
+def _progress(accelerator: Accelerator) -> dict[str, int]:
+    """The steps of a run as far as schedulers and optimizers count them: Accelerate's own counts are a rank's alone."""
+    found: dict[str, int] = {}
+    for number, scheduler in enumerate(accelerator._schedulers):
+        inner = getattr(scheduler, "scheduler", scheduler)
+        if isinstance(last := getattr(inner, "last_epoch", None), int):
+            found[f"last_epoch of scheduler {number}"] = last
+    for number, optimizer in enumerate(accelerator._optimizers):
+        steps = [int(state["step"]) for state in optimizer.state.values() if "step" in state]
+        if steps:
+            found[f"step of optimizer {number}"] = max(steps)
     return found
 
 

@@ -2,12 +2,13 @@
 
 import sys
 import warnings
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from grace.integrations.wrapped import KEY, Chosen, wrap
+import grace.backends.openmpi  # noqa: F401 - wherever mpi4py is installed, a Trainer asks MPI who started the process
+from grace.integrations.wrapped import KEY, NOTHING, Chosen, wrap
 from grace.torch.early_hook import EarlyState, grace_hook
 
 WAY = 'Give Trainer(strategy="ddp")'
@@ -49,10 +50,15 @@ class GraceCallback(Chosen, Callback):
         """What stands for the hook's state until there are optimizers."""
         return EarlyState()
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget the last fit(): Lightning wraps the model, and makes optimizers, anew for each."""
+        if stage == "fit":
+            if self.wrapped is not None:
+                self.wrapped.close()
+            self.wrapped = self.loaded = None
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Register the hook, and load what a checkpoint remembers: the optimizers have their states by now."""
-        if self.wrapped is not None:  # Lightning wraps the model, and makes optimizers, anew for each fit()
-            self.wrapped.close()
         model: Any = trainer.strategy.model
         self.wrapped = wrap(
             model,
@@ -61,6 +67,7 @@ class GraceCallback(Chosen, Callback):
             self.memory_state,
             WAY,
             "GraceCallback({})",
+            partial(_progress, trainer),
             grad_scaler=getattr(trainer.precision_plugin, "scaler", None),
             **self.choices,
         )
@@ -75,7 +82,8 @@ class GraceCallback(Chosen, Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Put what all ranks remember into the checkpoint; Lightning calls all of them."""
-        if self.wrapped is None:
+        if self.wrapped is None:  # a Tuner saves before training, and restores it after its trials
+            checkpoint.update(NOTHING if self.loaded is None else self.loaded)
             return
         if sys.exc_info()[0] is not None:
             warnings.warn(
@@ -92,3 +100,8 @@ class GraceCallback(Chosen, Callback):
         if self.wrapped is not None and every and step != self.logged and step % every == 0:
             self.logged = step
             pl_module.log_dict(self.wrapped.metrics())
+
+
+def _progress(trainer: Trainer) -> dict[str, int]:
+    """The steps of a run as its checkpoints count them."""
+    return {"global_step": trainer.global_step}

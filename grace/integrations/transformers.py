@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ class GraceCallback(Chosen, TrainerCallback):
                 self.memory_state,
                 WAY,
                 "GraceCallback({})",
+                partial(_progress, self.trainer),
                 grad_scaler=getattr(optimizer, "scaler", None),
                 **self.choices,
             )
@@ -115,6 +117,11 @@ class GraceCallback(Chosen, TrainerCallback):
         elif error is not None:
             raise error
         return result
+
+
+def _progress(trainer: Trainer) -> dict[str, int]:
+    """The steps of a run as its checkpoints count them."""
+    return {"global_step": trainer.state.global_step}
 
 
 def _asking(callback: GraceCallback) -> tuple[Any, str | None]:

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,12 +13,15 @@ from torch.nn.parallel import DistributedDataParallel
 from grace.backends.alone import check_trainer
 from grace.core.calls import TORCH
 from grace.errors import ConfigError
+from grace.session.agreement import tell
 from grace.session.checkpoint import check_mode
 from grace.torch.ddp import DDPState, register_ddp_hook
 from grace.torch.wrappers import bare
 
 KEY = "grace"
 """Of what all ranks remember, in what a framework saves."""
+NOTHING: dict[str, Any] = {KEY: None}
+"""What is saved by one process, or before training begins: there is nothing to remember."""
 
 
 class Wrapped:
@@ -27,29 +30,57 @@ class Wrapped:
     Attributes:
         state: None in one process, where nothing is exchanged.
         memory_state: what becomes of memories that a checkpoint brings: "strict", "keep" or "reset".
+        progress: the framework's own counts of steps, by their names: what is saved beside memories, and is restored
+            before they are.
     """
 
-    def __init__(self, state: DDPState | None, memory_state: str):
-        self.state, self.memory_state = state, memory_state
+    def __init__(self, state: DDPState | None, memory_state: str, progress: Callable[[], dict[str, int]]):
+        self.state, self.memory_state, self.progress = state, memory_state, progress
 
-    def state_dict(self) -> dict[str, bytes | None]:
-        """What all ranks remember, as bytes; every rank must call it."""
-        return {KEY: None if self.state is None else self.state.full_state_dict(packed=True)}
+    def state_dict(self) -> dict[str, Any]:
+        """What all ranks remember, as bytes, and at which step; every rank must call it."""
+        if self.state is None:
+            return dict(NOTHING)
+        return {KEY: {"memories": self.state.full_state_dict(packed=True), "at": self.progress()}}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore it, on any number of ranks; every rank must call it.
 
         Raises:
-            ConfigError: it does not fit, or there is none.
+            ConfigError: it does not fit, or there is none, or it is of another step than what the framework has loaded.
             RankError: another rank refused it.
         """
-        memories = saved.get(KEY)
+        found: Any = saved.get(KEY)
+        earlier = not isinstance(found, dict)  # memories alone, as checkpoints held them before
+        memories = found if earlier else found.get("memories")
         if self.state is None:
             if memories is not None:
                 warnings.warn("what the checkpoint remembers is dropped: one process exchanges nothing", stacklevel=2)
             return
-        alone = KEY in saved and memories is None  # one process saved it, which remembers nothing
-        self.state.load_state_dict(memories, "reset" if alone else self.memory_state)
+        if saved == NOTHING:
+            self.state.load_state_dict(None, "reset")
+            return
+        self._check_step({} if earlier else found.get("at"))
+        self.state.load_state_dict(memories, self.memory_state)
+
+    def _check_step(self, at: Any) -> None:
+        """Refuse memories of another step, on all ranks; under "keep" warn of them."""
+        assert self.state is not None
+        now, error = self.progress(), None
+        told = {**now, **at} if isinstance(at, dict) else now  # of what either does not count nothing is known
+        unlike = [
+            f"{name} {told[name]}, and the run is at {now[name]}"
+            for name in now
+            if told.get(name, now[name]) != now[name]
+        ]
+        calls = self.state.exchanger.context.calls
+        if unlike:
+            why = f"the memories were saved at {unlike[0]}: they are of another checkpoint than the weights beside them"
+            if self.memory_state == "strict":
+                error = ConfigError(f"{why}. Take those that were saved with them, or start with none: {calls.reset}")
+            elif self.memory_state == "keep":
+                warnings.warn(why, stacklevel=3)
+        tell(self.state.exchanger.backend, "the step of a checkpoint's memories", None, error, "did not load them")
 
     def metrics(self) -> dict[str, float]:
         """What loggers take, of the steps since the last call: what is known of ``DDPState.metrics()``."""
@@ -98,6 +129,7 @@ def wrap(
     memory_state: str,
     way: str,
     load: str,
+    progress: Callable[[], dict[str, int]] = dict,
     **choices: Any,
 ) -> Wrapped:
     """Compress what a wrapped model exchanges.
@@ -109,6 +141,7 @@ def wrap(
         memory_state: what becomes of memories that a checkpoint brings.
         way: how the framework is told to take DistributedDataParallel.
         load: what messages say loads a checkpoint, with a place for what becomes of memories.
+        progress: the framework's counts of steps, by their names.
         choices: for :func:`grace.torch.register_ddp_hook`.
 
     Raises:
@@ -126,11 +159,11 @@ def wrap(
                 f"compresses what DistributedDataParallel exchanges. {way}"
             )
         warnings.warn("one process exchanges no gradients, so Grace compresses nothing in this run", stacklevel=3)
-        return Wrapped(None, memory_state)
+        return Wrapped(None, memory_state, progress)
     state = register_ddp_hook(ddp, optimizer=_holder(ddp, optimizers), **choices)
     calls = dataclasses.replace(TORCH, save_all="the framework's own checkpoint", load=load, memory="memory_state")
     state.exchanger.context.calls = calls
-    return Wrapped(state, memory_state)
+    return Wrapped(state, memory_state, progress)
 
 
 def check_unsharded(model: torch.nn.Module, way: str) -> None:

@@ -1,6 +1,9 @@
 """A loop of Accelerate's: digits on two ranks, stopped and resumed also on others, and what is refused."""
 
+import gc
 import math
+import shutil
+import weakref
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -180,7 +183,7 @@ def test_a_scaler_is_followed(two_ranks: Ranks):
     assert one == other
 
 
-def misused() -> list[str]:
+def misused(folder: Path) -> list[str]:
     """Messages of what must be refused, and what follows them must still work."""
 
     def wrapping() -> None:
@@ -205,8 +208,16 @@ def misused() -> list[str]:
 
         wrap(fully_shard(net()), 2, [], "strict", "Start without FSDP", "prepare({})")
 
+    def another_step() -> None:
+        run = Run().train(4)
+        run.save(folder / "one")
+        run.train(4).save(folder / "two")
+        name = "custom_checkpoint_0.pkl"
+        grace.from_root(lambda: shutil.copy(folder / "two" / name, folder / "one" / name))
+        Run().load(folder / "one")
+
     with torchrun():
-        found = list(messages([wrapping, without_model, twice, sharded]))
+        found = list(messages([wrapping, without_model, twice, sharded, another_step]))
         by, model = accelerator(), net()
         prepared, optimizer = by.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         teacher: Any = net().requires_grad_(False)
@@ -222,10 +233,49 @@ WORDS = [
     ["needs the model"],
     ["has Grace's hook already"],
     ["sharded by fully_shard (FSDP2)", "Start without FSDP", "grace.torch.register_fsdp_hook"],
+    ["were saved at", "and the run is at", "prepare(..., memory_state='reset')"],
 ]
 
 
-def test_what_cannot_work_is_refused_in_accelerates_words(two_ranks: Ranks):
-    for found in two_ranks.run(misused):
+def test_what_cannot_work_is_refused_in_accelerates_words(two_ranks: Ranks, tmp_path: Path):
+    for found in two_ranks.run(misused, tmp_path):
         for message, words in zip(found, WORDS, strict=True):
             assert [word for word in words if word not in message] == [], message
+
+
+def tried_twice(folder: Path) -> None:
+    """The first try ends between backward and step, as where memory runs out; the second one is all that is saved."""
+    with torchrun():
+        by = accelerator()
+
+        def prepared() -> Any:
+            model = net()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            return grace.integrations.accelerate.prepare(by, model, optimizer, compressor=TOPK)
+
+        def first() -> Any:
+            model, _ = prepared()
+            by.backward(model(torch.ones(2, 64)).sum())
+            return weakref.ref(by.unwrap_model(model))
+
+        left = first()
+        by.free_memory()
+        gc.collect()
+        assert left() is None
+        model, optimizer = prepared()
+        for _ in range(2):
+            by.backward(model(torch.ones(2, 64)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        by.save_state(str(folder))
+        by.wait_for_everyone()
+        assert len(list(folder.glob("custom_checkpoint*"))) == 1
+        remembered = kept(grace.integrations.accelerate.state_of(model))
+        by = accelerator()
+        model, optimizer = prepared()
+        by.load_state(str(folder))
+        assert kept(grace.integrations.accelerate.state_of(model)) == remembered != {}
+
+
+def test_another_try_is_saved_alone_and_the_first_model_is_freed(two_ranks: Ranks, tmp_path: Path):
+    two_ranks.run(tried_twice, tmp_path)

@@ -1,5 +1,7 @@
 """GraceCallback under the real Trainer of Lightning: digits on two ranks, stopped and resumed, and what is refused."""
 
+import os
+import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ import pytest
 import torch
 
 import grace
+from tests.support import warm
 from tests.support.frameworks import digits, kept, messages, torchrun
 from tests.support.pool import Ranks
 from tests.support.training import digest
@@ -148,6 +151,17 @@ def misused(folder: Path) -> list[str]:
         trainer(folder, max_steps=8).fit(net(), *loaders())
         trainer(folder, callback()).fit(net(), *loaders(), ckpt_path=str(folder / "step=8.ckpt"))
 
+    def another_step() -> None:
+        saving = trainer(folder / "steps", callback(), max_steps=8, accumulate_grad_batches=1)
+        saving.fit(net(), *loaders())
+
+        def mix() -> None:
+            one, two = (torch.load(folder / "steps" / f"step={n}.ckpt", weights_only=True) for n in (4, 8))
+            torch.save({**one, "grace": two["grace"]}, folder / "steps" / "mixed.ckpt")
+
+        grace.from_root(mix)
+        trainer(folder, callback()).fit(net(), *loaders(), ckpt_path=str(folder / "steps" / "mixed.ckpt"))
+
     def without_callback() -> None:
         hook_with_lightnings_own(callback()).fit(net(), *loaders())
 
@@ -158,7 +172,7 @@ def misused(folder: Path) -> list[str]:
         return on_gpus()(ddp_comm_state=own.ddp_comm_state, ddp_comm_hook=own.ddp_comm_hook)
 
     with torchrun():
-        found = list(messages([wrapping, without_memories, without_callback]))
+        found = list(messages([wrapping, without_memories, another_step, without_callback]))
         hook_with_lightnings_own(own := callback(), own).fit(net(), *loaders())
         assert own.state.traffic.sent_bytes > 0
         return found
@@ -179,6 +193,7 @@ def on_gpus() -> Any:
 WORDS = [
     ["is in a DistributedDataParallel model", "Trainer(..., callbacks=[grace.integrations.lightning.GraceCallback("],
     ["saved by a plain optimizer", "GraceCallback(memory_state='reset')"],
+    ["were saved at global_step 8, and the run is at 4", "GraceCallback(memory_state='reset')"],
     ["without its state", "callbacks=[callback]"],
 ]
 
@@ -187,3 +202,76 @@ def test_what_cannot_work_is_refused_in_lightnings_words(two_ranks: Ranks, tmp_p
     for found in two_ranks.run(misused, tmp_path):
         for message, words in zip(found, WORDS, strict=True):
             assert [word for word in words if word not in message] == [], message
+
+
+def tuned(folder: Path) -> list[str]:
+    """Digests of the weights of a plain fit(), and of those that come after a search: by a Tuner, and in fit()."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.tuner import Tuner
+
+    class Finds(pl.callbacks.LearningRateFinder):
+        def __init__(self):
+            super().__init__(num_training_steps=3, update_attr=False)
+
+    def fitted(search: Any = None, *callbacks: Any, **arguments: Any) -> tuple[Any, int]:
+        made, model = trainer(folder / "tuned", own := callback(), *callbacks, max_steps=4, **arguments), net()
+        model.lr = 0.1
+        if search:
+            search(Tuner(made), model)
+            model.load_state_dict(net().state_dict())
+        made.fit(model, *loaders())
+        return bits(model), own.state.exchanger.context.step
+
+    def find(tuner: Any, model: Any) -> None:
+        tuner.lr_find(model, *loaders(), num_training=3, update_attr=False)
+
+    with torchrun():
+        return [fitted(), fitted(find), fitted(None, Finds())]
+
+
+def test_a_search_for_a_learning_rate_leaves_nothing_in_memories(two_ranks: Ranks, tmp_path: Path):
+    for plain, *others in two_ranks.run(tuned, tmp_path):
+        assert others == [plain, plain]
+        assert plain[1] == 4
+
+
+ALONE = """
+import lightning.pytorch as pl
+import torch
+
+import grace
+
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(6, 4)
+
+    def training_step(self, batch, index):
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+callback = grace.integrations.lightning.GraceCallback("topk(ratio=0.1)")
+trainer = pl.Trainer(
+    accelerator="cpu", devices=2, strategy="ddp", max_steps=2, callbacks=[callback], logger=False,
+    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+)
+trainer.fit(Net(), torch.utils.data.DataLoader(torch.randn(32, 6), 4))
+if trainer.global_rank == 0:
+    print("ranks", trainer.world_size, "sent", callback.state.traffic.sent_bytes > 0)
+"""
+
+
+@pytest.mark.slow
+def test_a_program_that_no_launcher_started_starts_its_other_rank(tmp_path: Path):
+    """Where MPI is installed, Lightning asks it who has started the process."""
+    (tmp_path / "train.py").write_text(ALONE)
+    launchers = ("OPAL_", "OMPI_", "PMIX_", "HOROVOD_", "MASTER_", "RANK", "LOCAL_", "WORLD_", "TORCHELASTIC_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
+    command = [warm.REAL, str(tmp_path / "train.py")]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert "ranks 2 sent True" in done.stdout, done.stderr

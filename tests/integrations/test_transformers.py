@@ -1,6 +1,7 @@
 """GraceCallback under the real Trainer: a tiny GPT on two ranks, stopped and resumed, and what is refused."""
 
 import math
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -171,13 +172,18 @@ def _misuses(folder: Path) -> Any:
         resumed = callback("block")
         trainer(folder, resumed).train(resume_from_checkpoint=str(folder / "checkpoint-2"))
 
+    def another_step() -> None:
+        one, two = (folder / f"checkpoint-{step}" / "grace_memories.pt" for step in (1, 2))
+        grace.from_root(lambda: shutil.copy(two, one))
+        trainer(folder, callback()).train(resume_from_checkpoint=str(folder / "checkpoint-1"))
+
     def another_optimizer() -> None:
         used = trainer(folder, callback(), max_steps=1)
         used.train()
         used.optimizer = None
         used.train()
 
-    return [wrapping, both, momentum_twice, without_memories, damaged, another_method, another_optimizer]
+    return [wrapping, both, momentum_twice, without_memories, damaged, another_method, another_step, another_optimizer]
 
 
 WORDS = [
@@ -187,6 +193,7 @@ WORDS = [
     ["saved by a plain optimizer", "GraceCallback(memory_state='reset')"],
     ["grace_memories.pt"],
     ["memory_state='keep'"],
+    ["were saved at global_step 2, and the run is at 1", "GraceCallback", "memory_state='reset'"],
     ["another optimizer", "make a new Trainer"],
 ]
 

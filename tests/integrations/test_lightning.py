@@ -152,7 +152,7 @@ def misused(folder: Path) -> list[str]:
         trainer(folder, callback()).fit(net(), *loaders(), ckpt_path=str(folder / "step=8.ckpt"))
 
     def another_step() -> None:
-        saving = trainer(folder / "steps", callback(), max_steps=8, accumulate_grad_batches=1)
+        saving = trainer(folder / "steps", callback(), max_steps=8)
         saving.fit(net(), *loaders())
 
         def mix() -> None:

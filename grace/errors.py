@@ -8,8 +8,10 @@ from collections.abc import Iterator
 class GraceError(Exception):
     """Base of every error that Grace raises on purpose. What it repeats of an input is cut."""
 
-    def __init__(self, *args: object):
-        super().__init__(*(shortened(arg) if isinstance(arg, str) else arg for arg in args))
+    __init__ = Exception.__init__  # else TensorFlow raises a StagingError instead, where a function is traced
+
+    def __str__(self) -> str:
+        return shortened(super().__str__())
 
 
 WORD, MESSAGE = 400, 6000

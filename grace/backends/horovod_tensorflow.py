@@ -157,6 +157,10 @@ class HorovodBackend(OverHorovod):
         """The sum over ranks, eagerly or in a graph."""
         return self.run(Operation("allreduce", tensor), tensor, name)
 
+    def all_of(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        """All ranks' 1-d tensors, joined, eagerly or in a graph."""
+        return self.run(Operation("allgather", tensor), tensor, name)
+
     def _sum_bfloats(self, tensor: tf.Tensor, options: dict[str, Any]) -> tf.Tensor:
         """Horovod does not know bfloat16: each rank sums a part of the tensor in float32, and gathers the others'."""
         n = tf.size(tensor)

@@ -5,6 +5,7 @@ from typing import Any
 import tensorflow as tf
 
 from grace.exchange.bucket import Bucket
+from grace.tensorflow.reductions import summed
 from grace.tensorflow.sharding import cut, put
 from grace.tensorflow.variables import value_of
 
@@ -37,14 +38,7 @@ def _means(session: Any, values: list[tf.Tensor], label: str) -> list[tf.Tensor]
     """Of each, the mean over ranks, in its own dtype."""
     backend, sizes = session.backend, [value.shape.num_elements() for value in values]
     flat = tf.concat([tf.reshape(value, [-1]) for value in values], 0)
-
-    def total(flat: tf.Tensor) -> tf.Tensor:
-        return backend.allreduce(tf.identity(flat)).wait()
-
-    if backend.pairs_by_name:
-        flat = backend.sum_of(flat, label)
-    else:
-        flat = tf.py_function(total, [flat], flat.dtype)
+    flat = summed(backend, flat, label)
     flat = flat / tf.cast(backend.size, flat.dtype)
     parts = tf.split(flat, sizes)
     return [tf.reshape(part, value.shape) for part, value in zip(parts, values, strict=True)]

@@ -4,9 +4,11 @@ from typing import Any
 
 import keras
 
+from grace.tensorflow.optimizer_state import distributed_in
+
 
 def finite_everywhere() -> None:
-    """Make ``LossScaleOptimizer`` ask all ranks, where the optimizer in it is a distributed one.
+    """Make ``LossScaleOptimizer`` ask all ranks, where the optimizer in it is a distributed one, or has some in it.
 
     It decides before the exchange whether a step is made, on the rank's own gradients; a rank that skipped alone
     would leave the others waiting. The class is changed, because ``compile`` makes such optimizers by itself.
@@ -18,8 +20,8 @@ def finite_everywhere() -> None:
 
     def check_finite(self: Any, grads: Any) -> Any:
         finite = plain(self, grads)
-        session = getattr(self.inner_optimizer, "_grace", None)
-        return finite if session is None else session.all_true(finite)
+        inside = distributed_in(self.inner_optimizer)
+        return inside[0]._grace.all_true(finite) if inside else finite
 
     check_finite.everywhere = True  # type: ignore[attr-defined]
     cls.check_finite = check_finite

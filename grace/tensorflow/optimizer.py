@@ -1,7 +1,8 @@
 """The distributed optimizer for Keras 3: the user's own, whose gradients are exchanged compressed."""
 
+import functools
 import weakref
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,6 @@ import keras
 import tensorflow as tf
 
 from grace.backends.horovod import Once, compressor_for
-from grace.backends.runtime import check_group, current
-from grace.communicators.base import Communicator
 from grace.core.backend import Backend
 from grace.core.calls import KERAS
 from grace.core.given import as_in_grace, keras_backend, keras_runs_on, not_an_optimizer
@@ -20,15 +19,16 @@ from grace.exchange.bucket import Traffic
 from grace.planner.explain import Plan
 from grace.session.checkpoint import say_whose
 from grace.session.hyperparameters import facts, numbers
-from grace.session.momentum import doubled, owners
 from grace.session.settings import ReduceOp, Settings
 from grace.strategy.choices import Choices
 from grace.tensorflow.distribute import refuse_distribute
 from grace.tensorflow.loss_scale import finite_everywhere
-from grace.tensorflow.optimizer_state import FILE, Remembered
+from grace.tensorflow.optimizer_state import FILE, Remembered, save_as, started_alike
+from grace.tensorflow.reductions import engine_of
+from grace.tensorflow.refusals import check_momentum, left_out, not_reached, refuse_multi
 from grace.tensorflow.session import Mean, Session
 from grace.tensorflow.switching import use_strategy
-from grace.tensorflow.variables import value_of
+from grace.tensorflow.variables import is_overwritten, value_of
 
 
 @dataclass
@@ -46,6 +46,10 @@ class _Step:
     found: dict[int, Any] = field(default_factory=dict)
 
 
+LEAST = float("-inf")
+"""In a maximum over ranks, the value of a rank that has none."""
+
+
 def _key(variable: Any) -> int:
     return id(value_of(variable))
 
@@ -54,16 +58,31 @@ class DistributedMixin(Once):
     """What a distributed optimizer does instead of, or beside, the user's.
 
     Keras calls ``_clip_gradients`` when it is about to use gradients: after the last of
-    ``gradient_accumulation_steps``, and before clipping. That is where they are exchanged.
+    ``gradient_accumulation_steps``, and before clipping. That is where they are exchanged. A class whose ``apply``
+    never comes there is refused.
     """
 
     _grace: Session
     _step: _Step
+    _reached: bool
     grace_state: Remembered
     built: bool
     learning_rate: Any
     iterations: Any
     _trainable_variables: list[Any]
+
+    @tf.autograph.experimental.do_not_convert
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> Any:
+        """Exchange the gradients, and update the variables with their means."""
+        return self._applied("apply_gradients", super().apply_gradients, grads_and_vars)  # type: ignore[misc]
+
+    def _applied(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Call what applies gradients, and raise if these were not exchanged on the way."""
+        self._reached = False
+        result = function(*args)
+        if not self._reached:
+            raise not_reached(self, name)
+        return result
 
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
@@ -82,28 +101,54 @@ class DistributedMixin(Once):
         usable = len(given) == len(grads) and all(_key(variable) in known for variable in given)
         if not usable or all(gradient is None for gradient in grads):
             super().apply(grads, trainable_variables)  # type: ignore[misc]  # which says what is wrong
+            self._reached = not grads
             return
         gradient_of = {_key(v): g for v, g in zip(given, grads, strict=True) if g is not None}
         step = _Step(absent=known - gradient_of.keys())
         object.__setattr__(self, "_step", step)
-        filled = [gradient_of.get(_key(v), tf.zeros(v.shape, v.dtype)) for v in variables]
+        filled = [gradient_of[_key(v)] if _key(v) in gradient_of else self._nothing(v) for v in variables]
         try:
-            super().apply(filled, variables)  # type: ignore[misc]
+            self._applied("apply", super().apply, filled, variables)  # type: ignore[misc]
             self._grace.average()
         finally:
             object.__setattr__(self, "_step", _Step())
+
+    def _nothing(self, variable: Any) -> Any:
+        """What stands for a gradient that this rank does not have."""
+        return tf.fill(variable.shape, tf.cast(LEAST if is_overwritten(variable) else 0.0, variable.dtype))
+
+    def _overwrite_variables_directly_with_gradients(self, grads: Sequence[Any], vars: Sequence[Any]) -> Any:
+        """Keras's, with the largest of all ranks' values: Keras takes the largest of several batches', too."""
+        found: list[Any] = list(grads)
+        places = [i for i, variable in enumerate(vars) if is_overwritten(variable)]
+        if places:
+            largest = self._grace.largest([found[i] for i in places])
+            with tf.control_dependencies(largest):  # the exchange comes after it, on every rank
+                found = tf.nest.map_structure(tf.identity, found, expand_composites=True)
+            for i, value in zip(places, largest, strict=True):
+                found[i] = tf.where(value == self._nothing(vars[i]), vars[i].value, value)
+        grads, vars = super()._overwrite_variables_directly_with_gradients(found, vars)  # type: ignore[misc]
+        self._reached = self._reached or not grads
+        return grads, vars
+
+    def _backend_increment_gradient_accumulators(self, *args: Any) -> None:
+        self._reached = True  # in a later step
+        super()._backend_increment_gradient_accumulators(*args)  # type: ignore[misc]
 
     def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
         self._step.variables = list(trainable_variables)
         super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
     def _clip_gradients(self, grads: list[Any]) -> list[Any]:
-        step, variables = self._step, self._trainable_variables
+        step, self._reached = self._step, True
+        variables = [v for v in self._trainable_variables if not is_overwritten(v)]
         gradient_of = {_key(v): g for v, g in zip(step.variables, grads, strict=True)}
         gradients = [None if _key(v) in step.absent else gradient_of.get(_key(v)) for v in variables]
         brought = self._grace(gradients, variables, self.learning_rate, value_of(self.iterations))
+        if self._grace.late - gradient_of.keys():
+            raise left_out(self)
         means = dict(zip(map(_key, variables), brought, strict=True))
-        step.found = {key: means[key].found for key in step.absent | self._grace.late}
+        step.found = {key: means[key].found for key in means if key in step.absent | self._grace.late}
         return super()._clip_gradients([_usable(means[_key(v)], v) for v in step.variables])  # type: ignore[misc]
 
     def _where_found(self, variable: Any, update: Any) -> None:
@@ -135,7 +180,7 @@ class DistributedMixin(Once):
         LossScaleOptimizer stays what it is: call ``optimizer.inner_optimizer.close()``."""
         self._grace.close()
         del self.grace_state
-        for name in ("_grace", "_step"):
+        for name in ("_grace", "_step", "_reached"):
             object.__delattr__(self, name)
         self.__class__ = type(self).__bases__[-1]  # type: ignore[assignment]
 
@@ -318,11 +363,12 @@ def DistributedOptimizer(
     inner: Any = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
     if isinstance(inner, DistributedMixin):
         raise ConfigError("this optimizer is distributed already")
+    refuse_multi(inner)
     compressor = compressor_for(inner, compression, compressor)
     refuse_distribute(inner._distribution_strategy)
     backend = engine_of(process_set, backend)
     known: Any = weakref.ref(inner)  # which holds the session
-    cls = type(inner)
+    cls: Any = type(inner)
     session = Session(
         Choices(compressor, memory, communicator, strategy, resources),
         backend,
@@ -337,10 +383,12 @@ def DistributedOptimizer(
         ),
         check=lambda chosen: check_momentum([chosen], known()),
         averages=True,
+        beside=lambda: started_alike(known()),
         facts=lambda: facts(cls.__name__, [numbers(known().get_config())], KERAS.group),
     )
-    inner.__class__ = type(cls.__name__, (DistributedMixin, cls), {"__module__": cls.__module__})
-    for name, value in (("_grace", session), ("_step", _Step())):
+    inner.__class__ = _distributed_class(cls)
+    save_as(inner.__class__, cls)
+    for name, value in (("_grace", session), ("_step", _Step()), ("_reached", False)):
         object.__setattr__(inner, name, value)  # not Keras's, which would track and copy what is in them
     inner.grace_state = Remembered(session)
     weakref.finalize(inner, session.close).atexit = False
@@ -348,25 +396,6 @@ def DistributedOptimizer(
     return optimizer
 
 
-def engine_of(process_set: Any = None, backend: Backend | None = None) -> Backend:
-    """The backend of a process set, or the one given; that of ``grace.init()`` if neither is."""
-    if process_set is None:
-        return current() if backend is None else backend
-    if backend is not None:
-        raise ConfigError("give a process_set or a backend, not both")
-    from grace.backends.horovod_tensorflow import HorovodBackend
-
-    check_group(HorovodBackend())
-    return HorovodBackend(process_set)
-
-
-def check_momentum(communicators: Iterable[Communicator], optimizer: Any, later: bool = False) -> None:
-    """Refuse a memory or compressor that applies momentum, for an optimizer that does so too.
-
-    Raises:
-        ConfigError: it would be applied twice.
-    """
-    momentum = getattr(optimizer, "momentum", getattr(optimizer, "beta_1", 0.0))
-    parts = owners(communicators)
-    if parts and momentum:
-        raise doubled(parts[0], "the optimizer", momentum, later)
+@functools.cache
+def _distributed_class(cls: type) -> type:
+    return type(cls.__name__, (DistributedMixin, cls), {"__module__": cls.__module__})

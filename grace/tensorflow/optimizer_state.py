@@ -4,6 +4,7 @@ import io
 import json
 import sys
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -12,6 +13,7 @@ import tensorflow as tf
 
 from grace.session.checkpoint import say_whose
 from grace.session.saved_form import MODEL, damaged
+from grace.tensorflow.variables import is_overwritten
 
 FILE = "grace_state.npz"
 """In the archive that Keras saves, among the assets of the optimizer."""
@@ -129,6 +131,44 @@ def _saver_of_weights() -> str:
             return name
         found = name if name == "save_weights_only" else found
         frame = frame.f_back
+    return found
+
+
+def started_alike(optimizer: Any) -> list[Any]:
+    """List the variables that all ranks must begin with the same of, beside those that gradients are exchanged for:
+    what an optimizer keeps of each (some begin as copies of the model's), and what gradients overwrite."""
+    own = [optimizer._iterations, optimizer._learning_rate, *getattr(optimizer, "_accumulated_gradients", ())]
+    skipped = {id(variable) for variable in own}
+    overwritten = [v for v in optimizer._trainable_variables if is_overwritten(v)]
+    return [*overwritten, *(variable for variable in optimizer.variables if id(variable) not in skipped)]
+
+
+def save_as(made: type, cls: type) -> None:
+    """Let Keras save objects of a class that was made of a user's class as it saves those of the user's."""
+    name = keras.saving.get_registered_name(cls)
+    if name != cls.__name__:  # registered: Keras finds the name by the class, and by the name the user's class
+        package, _, short = name.partition(">")
+        keras.saving.register_keras_serializable(package, short)(made)
+        keras.saving.get_custom_objects()[name] = cls
+
+
+def distributed_in(optimizer: Any) -> list[Any]:
+    """List the distributed optimizers that this is, or that are in it: in a LossScaleOptimizer, a MultiOptimizer, or a
+    wrapper of the user's."""
+    found: list[Any] = []
+    waiting, seen = [optimizer], set()
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Mapping):
+            waiting.extend(value.values())
+        elif isinstance(value, (list, tuple)):
+            waiting.extend(value)
+        elif isinstance(value, keras.optimizers.Optimizer) and id(value) not in seen:
+            seen.add(id(value))
+            if isinstance(getattr(value, "grace_state", None), Remembered):
+                found.append(value)
+            else:
+                waiting.extend(vars(value).values())
     return found
 
 

@@ -36,8 +36,9 @@ from grace.tensorflow.auto import PlannedRun, driver_of
 from grace.tensorflow.averaging import average
 from grace.tensorflow.distribute import refuse_distribute
 from grace.tensorflow.graph_exchange import GraphRun, HostRun
+from grace.tensorflow.reductions import largest, summed
 from grace.tensorflow.representation import Tensors, inside, medium_of
-from grace.tensorflow.variables import alike, broadcast_variables, described_as, names_as_saved, names_of, value_of
+from grace.tensorflow.variables import alike, described_as, names_as_saved, names_of, start_alike, value_of
 
 _sessions: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """How many began over each set of ranks: the operations of one must not have another's names."""
@@ -66,6 +67,7 @@ class Session:
         settings: what else the user chose.
         check: raises if a communicator does not suit the optimizer.
         averages: whether somebody calls :meth:`average` after each step.
+        beside: further variables that start from rank 0's, where ranks have different ones.
         facts: further facts that all ranks must share, asked for at the first exchange.
     """
 
@@ -77,6 +79,7 @@ class Session:
         *,
         check: Callable[[Communicator], None] = lambda communicator: None,
         averages: bool = False,
+        beside: Callable[[], Sequence[Any]] = lambda: (),
         facts: Callable[[], Sequence[tuple[str, str]]] = lambda: (),
     ):
         if backend.framework not in ("", "tensorflow"):
@@ -85,7 +88,7 @@ class Session:
                 "grace.init(framework='tensorflow') under horovodrun or mpirun"
             )
         self.choices, self.backend, self.settings = choices, backend, settings
-        self.check, self.averages, self.facts = check, averages, facts
+        self.check, self.averages, self.facts, self.beside = check, averages, facts, beside
         self.lr = 1.0
         predivide = settings.reduction.predivide
         self.context = Context(seed=settings.seed, lr=lambda name: self.lr, predivide=predivide, calls=KERAS)
@@ -312,15 +315,13 @@ class Session:
     def all_true(self, flag: tf.Tensor) -> tf.Tensor:
         """Whether the flag (a scalar) is true on all ranks, on all ranks."""
         self.check_open()
-        tensor = tf.reshape(tf.cast(flag, tf.float32), [1])
-        backend: Any = self.backend
-        if backend.pairs_by_name:
-            total = backend.sum_of(tensor, f"{self.label}.true")
-        elif tf.executing_eagerly():
-            total = backend.allreduce(tensor).wait()
-        else:
-            total = tf.py_function(lambda tensor: backend.allreduce(tensor).wait(), [tensor], tf.float32)
+        total = summed(self.backend, tf.reshape(tf.cast(flag, tf.float32), [1]), f"{self.label}.true")
         return tf.reshape(total, []) >= self.backend.size
+
+    def largest(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Return, for each of the tensors, the largest of each element over ranks."""
+        self.check_open()
+        return largest(self.backend, tensors, f"{self.label}.largest")
 
     # -- Python's side of a step -------------------------------------------------------------------------
 
@@ -329,7 +330,7 @@ class Session:
         (of a model that was not built) first runs."""
         if self.unequal:
             self.unequal = False
-            broadcast_variables(self.variables, 0, self.backend)
+            start_alike(self.variables, self.beside(), self.backend)
 
     def start(self, bucket: Bucket, gradients: Sequence[Any], present: Sequence[bool], rate: Any) -> Any:
         """Begin the exchange of one bucket, with eager tensors."""

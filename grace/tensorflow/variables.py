@@ -1,11 +1,14 @@
 """Names and start values of TensorFlow and Keras variables."""
 
+import hashlib
 import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import keras
+import numpy as np
 import tensorflow as tf
 
 from grace.backends.runtime import current
@@ -16,12 +19,18 @@ from grace.errors import ConfigError, RankError
 from grace.kernels import kernels_of
 from grace.session.agreement import first_difference, tell
 from grace.tensorflow.distribute import refuse_distribute, strategy_of
+from grace.tensorflow.preprocessing import adapt_alike
 
 
 def value_of(variable: Any) -> Any:
     """The tf.Variable of a Keras variable; a tf.Variable or a tensor itself (Keras computes ``iterations`` where it
     accumulates gradients)."""
     return variable if isinstance(variable, tf.Variable) else getattr(variable, "value", variable)
+
+
+def is_overwritten(variable: Any) -> bool:
+    """Tell whether a gradient is the variable's next value, as those of float8's scales and histories of maxima."""
+    return getattr(variable, "overwrite_with_gradient", False)
 
 
 def names_of(variables: Sequence[Any]) -> list[str]:
@@ -98,13 +107,18 @@ def described_as(name: str, variable: Any, sparse: bool) -> Variable:
 
 
 def broadcast_variables(
-    variables: Iterable[Any], root: int = 0, backend: Backend | None = None, *, root_rank: int | None = None
+    variables: Iterable[Any] | keras.Model,
+    root: int = 0,
+    backend: Backend | None = None,
+    *,
+    root_rank: int | None = None,
 ) -> None:
     """Give every rank the root's values, in place.
 
     Args:
         variables: Keras or TensorFlow variables of any dtypes, in the same order on all ranks: ``model.variables``,
-            ``optimizer.variables``.
+            ``optimizer.variables``. Or a Keras model: then layers that were adapted to data (``Normalization``,
+            ``StringLookup``) compute as the root's do, too, which its variables alone do not bring about.
         root: the rank whose values count.
         backend: the engine; that of ``grace.init()`` if left out.
         root_rank: Horovod's name of ``root``.
@@ -118,9 +132,14 @@ def broadcast_variables(
     >>> broadcast_variables([tf.Variable([1.0, 2.0])])
     >>> grace.shutdown()
     """
-    variables, backend = list(variables), current() if backend is None else backend
+    model = variables if isinstance(variables, keras.Model) else None
+    found = list(variables if model is None else model.variables)
+    backend = current() if backend is None else backend
     with compared(backend, "broadcast", lambda: f"from rank {chosen_root(root, root_rank, backend.size)}"):
-        broadcast_as(names_of(variables), variables, chosen_root(root, root_rank, backend.size), backend)
+        root = chosen_root(root, root_rank, backend.size)
+        broadcast_as(names_of(found), found, root, backend)
+        if model is not None:
+            adapt_alike(model, root, backend)
 
 
 def broadcast_as(names: list[str], variables: Sequence[Any], root: int, backend: Backend) -> None:
@@ -143,6 +162,24 @@ def broadcast_as(names: list[str], variables: Sequence[Any], root: int, backend:
             if backend.rank != root:
                 name = tf.as_dtype(value.dtype).name
                 variable.assign(k.from_bytes(received, name, tuple(value.shape)))
+
+
+def start_alike(variables: Sequence[Any], beside: Sequence[Any], backend: Backend) -> None:
+    """Give every rank rank 0's values, in place, of a model's variables, and of those beside them that differ.
+
+    Most of an optimizer's begin as zeros everywhere, so they are compared first."""
+    broadcast_variables(variables, 0, backend)
+    mine = [hashlib.sha256(np.asarray(value_of(variable)).tobytes()).hexdigest() for variable in beside]
+    told = tell(backend, "the optimizer's variables", mine)
+    same = {i for i, everyones in enumerate(zip(*told, strict=False)) if len(set(everyones)) == 1}
+    different = [variable for i, variable in enumerate(beside) if i not in same]
+    if any(other != mine for other in told):
+        broadcast_as(names_of_slots(different), different, 0, backend)
+
+
+def names_of_slots(variables: Iterable[Any]) -> list[str]:
+    """Names of an optimizer's variables, without the optimizer's own name."""
+    return [variable.path.split("/")[-1] for variable in variables]
 
 
 def _compare(names: list[str], kinds: list[str], root: int, backend: Backend) -> None:

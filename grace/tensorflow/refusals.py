@@ -1,0 +1,59 @@
+"""Optimizers that cannot be distributed as they are, and why."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+
+from grace.communicators.base import Communicator
+from grace.errors import ConfigError
+from grace.session.momentum import doubled, owners
+
+
+def refuse_multi(optimizer: Any) -> None:
+    """Raise for Keras's MultiOptimizer, which only hands gradients on.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    kind = getattr(keras.optimizers, "MultiOptimizer", None)  # older Keras has none
+    if kind is not None and isinstance(optimizer, kind):
+        raise ConfigError(
+            f"{type(optimizer).__name__} hands all gradients to the optimizers in it. Make each of these distributed "
+            "instead: MultiOptimizer(OptimizerMap(grace.DistributedOptimizer(SGD(0.1), ...), "
+            '{".*kernel": grace.DistributedOptimizer(Adam(0.01), ...)}))'
+        )
+
+
+def not_reached(optimizer: Any, method: str) -> ConfigError:
+    """Return the error for a class whose method updates variables past the place where gradients are exchanged."""
+    name = type(optimizer).__name__
+    inner = [key for key, value in vars(optimizer).items() if isinstance(value, keras.optimizers.Optimizer)]
+    to = f"its {inner[0]}" if inner else "another optimizer"
+    return ConfigError(
+        f"{name}.{method}() hands gradients to {to}, or applies them itself, so they were not exchanged, and each rank "
+        f"has updated variables by its own gradients. Make the optimizer inside distributed, {name}("
+        f"grace.DistributedOptimizer(optimizer, ...)), or let {name}.{method}() call super().{method}()"
+    )
+
+
+def left_out(optimizer: Any) -> ConfigError:
+    """Return the error for a class whose ``apply`` applies some gradients only, where means come a step later."""
+    name = type(optimizer).__name__
+    return ConfigError(
+        f"{name}.apply() calls super().apply() with some of the variables only, and means that are applied in a later "
+        "step (staleness) would be lost for the others: call it once, with all of them, or choose a strategy without "
+        "staleness"
+    )
+
+
+def check_momentum(communicators: Iterable[Communicator], optimizer: Any, later: bool = False) -> None:
+    """Refuse a memory or compressor that applies momentum, for an optimizer that does so too.
+
+    Raises:
+        ConfigError: it would be applied twice.
+    """
+    momentum = getattr(optimizer, "momentum", getattr(optimizer, "beta_1", 0.0))
+    parts = owners(communicators)
+    if parts and momentum:
+        raise doubled(parts[0], "the optimizer", momentum, later)

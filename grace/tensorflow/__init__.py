@@ -11,7 +11,7 @@ from grace.communicators import Allgather, Allreduce, Broadcast, ReduceBroadcast
 from grace.communicators.base import Communicator
 from grace.core.compressor import Compressor, Traits
 from grace.core.memory import Memory
-from grace.tensorflow.callbacks import BroadcastCallback, MetricAverageCallback
+from grace.tensorflow.callbacks import BroadcastCallback, MetricAverageCallback, TrafficCallback
 from grace.tensorflow.collectives import allgather, allreduce, broadcast
 from grace.tensorflow.optimizer import DistributedOptimizer
 from grace.tensorflow.saving import load_model, save_model
@@ -35,6 +35,7 @@ __all__ = [
     "ReduceBroadcast",
     "ScatterMerge",
     "ScatterReduce",
+    "TrafficCallback",
     "Traits",
     "allgather",
     "allreduce",

@@ -1,5 +1,6 @@
 """Keras callbacks for training on several ranks."""
 
+import math
 from numbers import Real
 from typing import Any
 
@@ -8,8 +9,10 @@ import keras
 from grace.backends.runtime import current
 from grace.core.backend import Backend
 from grace.core.given import keras_backend, keras_runs_on
+from grace.errors import ConfigError
 from grace.tensorflow.distribute import refuse_distribute
-from grace.tensorflow.variables import broadcast_as, broadcast_variables
+from grace.tensorflow.optimizer_state import distributed_in
+from grace.tensorflow.variables import broadcast_as, broadcast_variables, names_of_slots
 
 
 class OnRanks(keras.callbacks.Callback):
@@ -43,7 +46,8 @@ class OnRanks(keras.callbacks.Callback):
 class BroadcastCallback(OnRanks):
     """Starts every rank from the root's weights, all of them (batch statistics too), and optimizer variables.
 
-    So it is enough that the root restored a model. What compressors and memories remember stays each rank's own.
+    So it is enough that the root restored a model. Layers that were adapted to data, or given a vocabulary, become the
+    root's. What compressors and memories remember stays each rank's own.
 
     Args:
         root: the rank whose values count.
@@ -75,9 +79,8 @@ class BroadcastCallback(OnRanks):
 
     def _broadcast(self) -> None:
         optimizer, backend = self.model.optimizer, self.ranks
-        broadcast_variables(self.model.variables, self.root, backend)
-        slots = [variable.path.split("/")[-1] for variable in optimizer.variables]  # without the optimizer's own name
-        broadcast_as(slots, optimizer.variables, self.root, backend)
+        broadcast_variables(self.model, self.root, backend)
+        broadcast_as(names_of_slots(optimizer.variables), optimizer.variables, self.root, backend)
 
 
 class MetricAverageCallback(OnRanks):
@@ -133,3 +136,48 @@ class MetricAverageCallback(OnRanks):
             (logs or {})[name] = sum(
                 weight * value for weight, (value, _) in zip(weights, found, strict=True) if weight
             )
+
+
+class TrafficCallback(keras.callbacks.Callback):
+    """Adds what was exchanged in an epoch to its logs, for what comes behind it (History, CSVLogger, TensorBoard).
+
+    The numbers are those of ``metrics()`` (:mod:`grace.session.metrics`), of this rank, under names that begin with
+    ``grace_``: ``grace_bytes_sent``, ``grace_ratio``, ... No collective. Put it behind ``MetricAverageCallback``, which
+    would average them over ranks.
+
+    Args:
+        source: what has ``metrics()``, such as a :class:`~grace.tensorflow.GradientExchange`; the model's optimizer, or
+            all distributed ones in it, if left out.
+    """
+
+    def __init__(self, source: Any = None):
+        super().__init__()
+        self.source = source
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Begin to count.
+
+        Raises:
+            ConfigError: nothing is exchanged.
+        """
+        if not self._sources():
+            raise ConfigError(
+                "TrafficCallback logs what a distributed optimizer exchanges, and the model's is not: compile it with "
+                "grace.DistributedOptimizer(...), or give a GradientExchange, TrafficCallback(exchange)"
+            )
+        self._numbers()  # of what was exchanged before
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Log the epoch's numbers."""
+        if logs is not None:
+            logs.update({f"grace_{name}": value for name, value in self._numbers().items()})
+
+    def _sources(self) -> list[Any]:
+        return distributed_in(self.model.optimizer) if self.source is None else [self.source]
+
+    def _numbers(self) -> dict[str, float]:
+        each = [source.metrics() for source in self._sources()]
+        numbers = {name: sum(one[name] for one in each) for name in each[0]}
+        numbers["ratio"] = numbers["bytes_dense"] / numbers["bytes_sent"] if numbers["bytes_sent"] else math.nan
+        numbers["residual_norm"] = math.hypot(*(one["residual_norm"] for one in each))
+        return numbers

@@ -1,5 +1,6 @@
 """A parameter's gradient as an exchange takes it: a dense tensor, or rows; and whether it still is what was taken."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -42,6 +43,33 @@ def rows_of(name: str, p: torch.nn.Parameter) -> SparseRows:
     if gradient.layout is not torch.sparse_coo or gradient.sparse_dim() != 1:
         raise ConfigError(f"the gradient of {name!r} is sparse in another way than by rows ({gradient.layout})")
     return SparseRows(gradient._values(), gradient._indices()[0])
+
+
+def check_as_made(frozen: Mapping[str, torch.Tensor], narrow: Mapping[str, torch.Tensor]) -> None:
+    """Refuse parameters that exchanges cannot follow any more as they were changed.
+
+    Args:
+        frozen: those that required no gradients, by name.
+        narrow: those that were not of float64.
+
+    Raises:
+        ConfigError: one requires gradients now, or is of float64.
+    """
+    for name, p in frozen.items():
+        if p.requires_grad:
+            raise ConfigError(
+                f"the parameter {name!r} requires gradients now, and did not when the optimizer was made "
+                "distributed: they would not be exchanged, and the ranks would drift apart. Let it require them "
+                "before grace.DistributedOptimizer (you may freeze it afterwards), or call optimizer.close() and "
+                "make the optimizer distributed anew"
+            )
+    for name, p in narrow.items():
+        if p.dtype is torch.float64:
+            raise ConfigError(
+                f"the parameter {name!r} is float64 now, and was not when the optimizer was made distributed, which "
+                "settled what is exchanged. Call model.to(torch.float64) before grace.DistributedOptimizer, or call "
+                "optimizer.close() and make the optimizer distributed anew"
+            )
 
 
 def check_untouched(session: Any) -> None:

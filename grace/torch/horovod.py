@@ -10,7 +10,7 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.optimizer import _DistributedOptimizer
 
-from grace.errors import ConfigError
+from grace.errors import ConfigError, ExchangeError
 from grace.exchange.bucket import Bucket
 from grace.exchange.places import digest
 from grace.exchange.tracing import recorder
@@ -19,8 +19,9 @@ from grace.session.plan import ExchangePlan
 from grace.strategy.choices import Choices
 from grace.torch import elastic  # noqa: F401  # Horovod's TorchState must know these optimizers
 from grace.torch.life import Closable, begin
+from grace.torch.outside import OutsideMixin
 from grace.torch.parameters import broadcast_optimizer_state, broadcast_parameters, sparse_layers_of
-from grace.torch.routes import Asked
+from grace.torch.routes import Asked, Initialized
 from grace.torch.session import Session
 from grace.torch.state_dict import StateMixin
 
@@ -64,6 +65,8 @@ class HorovodSession(Session):
         self.sparse: set[torch.nn.Parameter] = set()
         self.held: list[Bucket] = []
         """Those that are ready, and begin after backward."""
+        self.taken = False
+        """True if a hook of the program's took a gradient away."""
         self.waiting = self.waiting_for()
         self.versions = {}
         self.checked = False
@@ -144,6 +147,11 @@ class HorovodSession(Session):
         optimizer: Any = self.optimizer
         if any(handle is not None for handle, _ in optimizer._handles.values()):
             self.start_missing()
+        self.discard()
+
+    def discard(self) -> None:
+        """Await what was begun, and forget it."""
+        if self.exchanger.begun:
             with self.giving_up():
                 self.exchanger.discard()
         self.forget()
@@ -162,7 +170,12 @@ class HorovodSession(Session):
             buffer = exchange.bucket.buffer
             if exchange.communicator.sums and buffer is not None and buffer.dtype == torch.bfloat16:
                 self.unsummed = f"{exchange.communicator.describe()}, in bfloat16, which Horovod does not sum itself"
-        for outcome in self.finish():
+        try:
+            outcomes = self.finish()
+        except ExchangeError:
+            self.discard()  # so that the program may go on after zero_grad()
+            raise
+        for outcome in outcomes:
             p = self.parameters[self.exchanger.shards[outcome.variable.name].whole.name]
             # as Horovod: what nobody had a gradient for is zero, unless it was frozen since
             if p.grad is None and not outcome.pending and p.requires_grad:
@@ -196,6 +209,11 @@ class HorovodSession(Session):
                 part.state.clear()
                 part.state.commit()
 
+    @property
+    def computed(self) -> bool:
+        """True if gradients were computed since the last exchange."""
+        return bool(self.optimizer._handles) or self.taken
+
     def before_step(self) -> None:
         """``step()`` is about to run: synchronize as Horovod's ``step()`` does."""
         self.check()
@@ -227,7 +245,9 @@ def _make_hook(self: Any, p: torch.nn.Parameter) -> Callable:
             return
         recorder.gradient()
         alive.idle = False
-        if alive.optimizer._paused:
+        taken = p.grad is None  # by a hook of the program's: what it puts there instead is exchanged in step()
+        alive.taken |= taken
+        if taken or alive.optimizer._paused:
             alive.optimizer._synchronized = False
         else:
             if not alive.checked:
@@ -274,9 +294,14 @@ def join(self: Any) -> int:
         the rank that was last; ``grace.broadcast_parameters(model, last)`` gives its buffers to all.
 
     Raises:
-        ConfigError: something is not exchanged by an all-reduce, which Horovod would crash or hang on.
+        ConfigError: something is not exchanged by an all-reduce, as Horovod needs it; or by a set of ranks only.
     """
     session = self._grace
+    if self.process_set.process_set_id:
+        raise ConfigError(
+            "Horovod's join() is for all ranks, and this optimizer was given a process_set. Give every rank of the set "
+            "as many batches, and leave out join()"
+        )
     if session.unsummed and session.context.size > 1:
         raise ConfigError(
             "the other ranks can go on after join() only if everything is summed, and this optimizer exchanges "
@@ -307,22 +332,16 @@ def zero_grad(self: Any, set_to_none: bool = True) -> None:
         _DistributedOptimizer.zero_grad(self)  # raises
     if self._grace is not None:
         self._grace.gradients_cleared()
+        self._grace.taken = False
     self._synchronized = False  # also where no step() came after synchronize(), as after an overflow
     super(self.__class__, self).zero_grad(set_to_none=set_to_none)
 
 
 def _amp(self: Any) -> bool:
     """``GradScaler.step()`` asks this before it unscales gradients, which the exchange must be over by."""
-    if self._handles:
+    if self._grace is not None and self._grace.computed:
         self.synchronize()
     return self.__dict__.get("_step_supports_amp_scaling", False)
-
-
-class _Initialized:
-    """Stands between Horovod's methods and the user's optimizer, which is initialized already."""
-
-    def __init__(self, params: Any):
-        """Horovod's ``__init__`` comes here where a new optimizer would be made."""
 
 
 REPLACED = {
@@ -365,8 +384,7 @@ def distribute(
     body = {**_DistributedOptimizer.__dict__, **REPLACED, "__module__": cls.__module__}
     for left_out in ("step", "__dict__", "__weakref__"):
         body.pop(left_out, None)
-    # a rank outside the process set remembers nothing
-    bases = (_Initialized, Closable, Asked, *(() if session is None else (StateMixin,)), cls)
+    bases = (Initialized, Closable, Asked, OutsideMixin if session is None else StateMixin, cls)
     optimizer.__class__ = type(cls.__name__, bases, body)
     made: Any = optimizer
     settings = options["settings"]

@@ -105,15 +105,31 @@ def variables(
         ConfigError: a dtype that Grace does not exchange, or a part of a tensor.
     """
     check_whole(parameters)
+    check_initialized(parameters.items())
     found = []
     for name, p in parameters.items():
         dtype = NAMES.get(p.dtype, "")
         if not dtype.startswith(("float", "bfloat")):
+            hint = ". DistributedDataParallel without a hook takes complex ones" if p.dtype.is_complex else ""
             raise ConfigError(
-                f"parameter {name!r} is {p.dtype}; Grace exchanges float16, bfloat16, float32 and float64"
+                f"parameter {name!r} is {p.dtype}; Grace exchanges float16, bfloat16, float32 and float64{hint}"
             )
         found.append(Variable(name, tuple(p.shape), dtype, str(p.device), p in sparse))
     return found
+
+
+def check_initialized(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Refuse parameters and buffers of lazy modules that have no shape yet.
+
+    Raises:
+        ConfigError: the message names the first.
+    """
+    for name, tensor in tensors:
+        if torch.nn.parameter.is_lazy(tensor):
+            raise ConfigError(
+                f"{name!r} has no shape yet: it is of a lazy module, which takes it from its first input. Run a "
+                "forward pass first, model(batch), on every rank"
+            )
 
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> tuple[Numbers, ...]:
@@ -182,22 +198,6 @@ def check_prompt(communicator: Communicator, who: str) -> None:
         raise ConfigError(f"{communicator.choice} applies means in later steps, which {who}")
 
 
-def check_frozen(frozen: Mapping[str, torch.Tensor]) -> None:
-    """Refuse parameters that required no gradients when their optimizer was made distributed, and do now.
-
-    Raises:
-        ConfigError: the message names the first.
-    """
-    for name, p in frozen.items():
-        if p.requires_grad:
-            raise ConfigError(
-                f"the parameter {name!r} requires gradients now, and did not when the optimizer was made "
-                "distributed: they would not be exchanged, and the ranks would drift apart. Let it require them "
-                "before grace.DistributedOptimizer (you may freeze it afterwards), or call optimizer.close() and "
-                "make the optimizer distributed anew"
-            )
-
-
 def values(parameters: Any) -> list[tuple[str, torch.Tensor]]:
     """The tensors of a module (parameters and buffers, those that are not saved too), of a dict, or of a list of pairs
     or tensors."""
@@ -236,7 +236,9 @@ def broadcast_parameters(
     >>> grace.shutdown()
     """
     backend = current() if backend is None else backend
-    tensors = [_once(value.detach()) for _, value in values(parameters) if value.numel()]
+    named_tensors = values(parameters)
+    check_initialized(named_tensors)
+    tensors = [_once(value.detach()) for _, value in named_tensors if value.numel()]
     with torch.no_grad():
         dense = [tensor.contiguous() for tensor in tensors]
         raw = [tensor.view(-1).view(torch.uint8) for tensor in dense]  # engines do not know every dtype

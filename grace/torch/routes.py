@@ -40,6 +40,13 @@ def join(device: int = -1) -> int:
     return last
 
 
+class Initialized:
+    """Stands between Horovod's methods and the user's optimizer, which is initialized already."""
+
+    def __init__(self, params: Any):
+        """Horovod's ``__init__`` comes here where a new optimizer would be made."""
+
+
 class Asked:
     """An optimizer whose state ``hvd.broadcast_optimizer_state`` may ask for.
 

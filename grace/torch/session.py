@@ -30,11 +30,10 @@ from grace.session.versions import public
 from grace.strategy.choices import Choices
 from grace.strategy.execution import StrategyPlan
 from grace.torch.auto import copies, driver_of
-from grace.torch.gradients import check_untouched, dense_of, rows_of
+from grace.torch.gradients import check_as_made, check_untouched, dense_of, rows_of
 from grace.torch.life import check_free
 from grace.torch.parameters import (
     broadcast_parameters,
-    check_frozen,
     check_momentum,
     check_optimizer,
     horovod_groups,
@@ -91,6 +90,8 @@ class Session:
         self.parameters = own = dict[str, torch.nn.Parameter]()
         self.frozen: dict[str, torch.Tensor] = {}
         """The optimizer's parameters that require no gradients."""
+        self.narrow: dict[str, torch.Tensor] = {}
+        """Those that are exchanged in less than float64."""
         start: dict[str, torch.Tensor] = {}
 
         def list_variables():
@@ -105,6 +106,7 @@ class Session:
             start.update(starting(optimizer, given))
             held = {p for group in optimizer.param_groups for p in group["params"]}
             held -= set(own.values())
+            self.narrow = {name: p for name, p in own.items() if p.dtype is not torch.float64}
             self.frozen = {name: p for name, p in start.items() if p in held}
             if settings.broadcast:
                 facts.extend(start_facts(start, found))
@@ -193,7 +195,7 @@ class Session:
         Raises:
             ConfigError: something was changed since it was made distributed, which exchanges cannot follow.
         """
-        check_frozen(self.frozen)
+        check_as_made(self.frozen, self.narrow)
         check_momentum(self.momenta, self.optimizer, later=True)
         self.checked = True
 

@@ -7,7 +7,7 @@ import torch
 
 from grace.core.variable import Variable, unwrapped
 from grace.errors import ConfigError
-from grace.torch.parameters import own_name, values
+from grace.torch.parameters import check_initialized, own_name, values
 
 
 def starting(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[str, torch.Tensor]:
@@ -39,6 +39,7 @@ def start_facts(start: Mapping[str, torch.Tensor], variables: Sequence[Variable]
     """
     trained = {variable.name: variable.describe() for variable in variables}
     facts = []
+    check_initialized(start.items())
     for name, tensor in start.items():
         if tensor.layout is not torch.strided or tensor.is_meta:
             kind = "has no values yet (device meta)" if tensor.is_meta else f"is sparse ({tensor.layout})"

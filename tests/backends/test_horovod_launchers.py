@@ -98,6 +98,12 @@ def in_a_set(ranks, method, groups):
             optimizer.synchronize()
             with optimizer.skip_synchronize():
                 optimizer.step()
+    optimizers[0].load_state_dict(optimizers[0].full_state_dict(), memory="keep")
+    assert optimizers[1].metrics()["bytes_sent"] == optimizers[1].traffic.sent_bytes
+    assert optimizers[1].strategy is None is optimizers[1].plan
+    optimizers[1].use_strategy("uniform(compressor=qsgd)")
+    with pytest.raises(grace.ConfigError, match=r"Horovod's join\(\) is for all ranks"):
+        optimizers[1].join()
     remembered = ["grace" in optimizer.state_dict() for optimizer in optimizers]
     answer = [digest(weights(model)) for model in models]
     hvd.broadcast_optimizer_state(optimizers[0], 0)  # among all ranks, as Horovod's

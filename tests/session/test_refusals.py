@@ -171,6 +171,27 @@ def exchange_complex_numbers(model, optimizer):
     grace.DistributedOptimizer(sgd([p]), [("spin", p)])
 
 
+def leave_a_layer_lazy(model, optimizer):
+    lazy = torch.nn.Sequential(torch.nn.LazyLinear(3), torch.nn.LazyBatchNorm1d())
+    optimizer = sgd(lazy.parameters())
+    for given in (lazy, lazy.named_parameters()):
+        with pytest.raises(grace.ConfigError, match=r"'0\.weight' has no shape yet"):
+            grace.DistributedOptimizer(optimizer, given)
+    grace.broadcast_parameters(lazy)
+
+
+def cast_to_float64(model, optimizer):
+    optimizer = grace.DistributedOptimizer(optimizer, model.named_parameters(), "topk(ratio=0.1)")
+    train(model, optimizer, range(1))
+    model.head.to(torch.float64)
+    model.scale.grad, model.hidden.bias.grad = torch.ones(()), torch.ones(20)
+    try:
+        optimizer.step()
+    finally:  # and it may be made distributed anew
+        optimizer.close()
+        grace.DistributedOptimizer(optimizer, model.named_parameters(), "topk(ratio=0.1)").step()
+
+
 def give_an_object_and_a_spec(model, optimizer):
     grace.DistributedOptimizer(optimizer, model.named_parameters(), "topk", communicator=grace.torch.Allgather("topk"))
 
@@ -193,6 +214,9 @@ def message_of(misuse):
         (add_a_group, "before grace.DistributedOptimizer"),
         (hook_a_plain_model, "needs a DistributedDataParallel model, not Net"),
         (exchange_complex_numbers, "'spin' is torch.complex64"),
+        (exchange_complex_numbers, "DistributedDataParallel without a hook takes complex ones"),
+        (leave_a_layer_lazy, "Run a forward pass first"),
+        (cast_to_float64, "'head.weight' is float64 now, and was not when the optimizer was made distributed"),
         (give_an_object_and_a_spec, "do not pass them as well"),
         (give_a_memory_as_compressor, "Residual is a memory, where a compressor is needed"),
     ],

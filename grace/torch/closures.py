@@ -10,11 +10,19 @@ from grace.exchange.tracing import recorder
 from grace.torch.session import Session
 
 
-def synchronized(closure: Callable[[], Any], session: Any) -> Callable[[], Any]:
-    """The closure, after which ``p.grad`` and the loss are those of all ranks, at every evaluation."""
+def synchronized(closure: Callable[[], Any], session: Any, inner: bool = False) -> Callable[[], Any]:
+    """The closure, after which ``p.grad`` and the loss are those of all ranks, at every evaluation.
+
+    Args:
+        closure: as it was given to ``step()``.
+        session: of the optimizer.
+        inner: True at an inner level of ``step()``, where the closure may be one that synchronizes already.
+    """
 
     def evaluate() -> Any:
         loss = closure()
+        if inner and not session.computed:
+            return loss
         session.before_step()
         loss = loss_of_all(loss, session)
         recorder.update_begins()

@@ -34,6 +34,7 @@ from grace.torch.fsdp_layout import before_steps
 from grace.torch.one_by_one import OneByOne
 from grace.torch.parameters import check_momentum, check_optimizer, check_prompt, hyperparameters, variables
 from grace.torch.state_dict import check_not_saved_directly, on_devices, packed_up, unpacked
+from grace.torch.step_hooks import around_steps
 from grace.torch.uses import GradientUses
 from grace.torch.wrappers import bare, check_unwrapped, check_whole
 
@@ -76,7 +77,7 @@ class DDPState(OneByOne):
         self.unhook = before_steps(self, parameters.values())
         me = weakref.proxy(self)
         self.exchange = torch.compiler.disable(lambda bucket: me.exchange_bucket(bucket))  # it may be called in one
-        self.hook = optimizer and optimizer.register_step_post_hook(torch.compiler.disable(self._after_step))
+        self.hooks = [] if optimizer is None else around_steps(optimizer, None, self._after_step)
         self.hyperparameters = () if optimizer is None else hyperparameters(optimizer)
         exchanger.hyperparameters = lambda: in_words(type(optimizer).__name__, self.hyperparameters)
 
@@ -136,7 +137,9 @@ class DDPState(OneByOne):
         """An optimizer has used the gradients."""
         self.uses.step_ends(optimizer)
 
-    def _after_step(self, *ignored: Any) -> None:
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any, inner: bool) -> None:
+        if inner:
+            return
         context = self.exchanger.context
         context.updates += 1
         self.hyperparameters = hyperparameters(self.optimizer)
@@ -169,7 +172,7 @@ class DDPState(OneByOne):
         self.close_step()
         self.closed = True
         self.unhook()
-        for hook in [*self.watched, *([] if self.hook is None else [self.hook])]:
+        for hook in [*self.watched, *self.hooks]:
             hook.remove()
         self.exchanger.close()
 

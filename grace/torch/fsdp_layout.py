@@ -14,6 +14,7 @@ from grace.backends.torch_distributed import TorchBackend
 from grace.core.variable import Variable, unwrapped
 from grace.errors import ConfigError, ExchangeError
 from grace.kernels.torch.primitives import NAMES
+from grace.torch.step_hooks import within_step
 from grace.torch.wrappers import bare
 
 
@@ -209,7 +210,9 @@ def _after_step(optimizer: torch.optim.Optimizer, *ignored: Any) -> None:
 
 
 def _keepers_of(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Those who keep something of one of an optimizer's parameters."""
+    """Return who keeps something of one of an optimizer's parameters; nobody at an inner level of its ``step()``."""
+    if within_step({id(optimizer)}):
+        return []
     found = []
     for number, (keeper, held) in list(_KEEPERS.items()):
         alive = keeper()

@@ -9,6 +9,7 @@ import torch
 
 from grace.backends.horovod import Once
 from grace.errors import ConfigError
+from grace.torch.step_hooks import around_steps
 
 _open: weakref.WeakSet[Any] = weakref.WeakSet()
 """The sessions of optimizers that live, and were not closed."""
@@ -60,12 +61,10 @@ def begin(optimizer: Any, session: Any, before_step: Callable, after_step: Calla
     """The optimizer is of its new class: tie it to its session, which must not keep it alive.
 
     Args:
-        before_step, after_step: the hooks of its ``step()``.
+        before_step, after_step: the hooks of its steps, as :func:`~grace.torch.step_hooks.around_steps` calls them.
         had: its attributes before.
     """
-    plain = torch.compiler.disable  # a compiled step() is compiled between these, and not in them
-    session.hooks.append(optimizer.register_step_pre_hook(plain(before_step)))
-    session.hooks.append(optimizer.register_step_post_hook(plain(after_step)))
+    session.hooks += around_steps(optimizer, before_step, after_step)
     optimizer._grace_added = set(vars(optimizer)) - had
     _open.add(session)
     session.finalizer = weakref.finalize(optimizer, end, session)

@@ -45,7 +45,7 @@ class HookedSession(Session):
 
     def _reset(self) -> None:
         self.counts: dict[str, int] = {}
-        """Backward passes of the parameters that had some."""
+        """Backward passes of the parameters that had some; 0 if hooks of the program's took all gradients."""
         self.seen: dict[str, torch.Tensor] = {}
         self.seen_versions: dict[str, int] = {}
         self.cleared = False
@@ -74,12 +74,14 @@ class HookedSession(Session):
     def offer(self, name: str, gradient: torch.Tensor | None) -> None:
         """A parameter's gradient has accumulated: start the buckets that waited for it."""
         recorder.gradient()
-        if gradient is not None:  # else the user's own hook took it
-            last, version = self.seen.get(name), gradient._version
-            if last is not None and (gradient is not last or version != self.seen_versions[name] + 1):
-                self.cleared = True  # by something but a backward pass
-            self.seen[name], self.seen_versions[name] = gradient, version
         self.synchronized = self.idle = False
+        if gradient is None:  # a hook of the program's took it: what it puts into p.grad instead is exchanged in step()
+            self.counts.setdefault(name, 0)
+            return
+        last, version = self.seen.get(name), gradient._version
+        if last is not None and (gradient is not last or version != self.seen_versions[name] + 1):
+            self.cleared = True  # by something but a backward pass
+        self.seen[name], self.seen_versions[name] = gradient, version
         if self.paused:
             return
         if not self.checked:
@@ -148,6 +150,11 @@ class HookedSession(Session):
     def begun(self) -> bool:
         """Whether this step's backward passes are done, which all ranks say alike, and not yet synchronized."""
         return super().begun or (self.passes in self.counts.values() and not self.synchronized)
+
+    @property
+    def computed(self) -> bool:
+        """True if gradients were computed since the last exchange."""
+        return bool(self.counts)
 
     def before_step(self) -> None:
         """``step()`` is about to run: synchronize unless the user has done it since the last one."""
@@ -218,7 +225,7 @@ class DistributedMixin(Closable, StateMixin):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """``GradScaler.step()`` asks this before it unscales gradients, which the exchange must be over by."""
-        if any(self._grace.counts.values()):
+        if self._grace.computed:
             self.synchronize()
         return self.__dict__.get("_step_supports_amp_scaling", False)
 
@@ -362,9 +369,9 @@ def _backend(process_group: Any, process_set: Any) -> Backend:
     return TorchBackend(process_group)
 
 
-def after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inner: bool) -> None:
     """Average what ranks train on their own, when it is time to."""
-    if initializing(optimizer):
+    if inner or initializing(optimizer):
         return
     recorder.update_ends()
     optimizer._grace.after_step()
@@ -375,19 +382,21 @@ def after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         optimizer._grace.auto.stepped()
 
 
-def before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Synchronize before the user's step; with a closure, after every evaluation of it instead."""
+def before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inner: bool) -> Any:
+    """Synchronize before the user's step; with a closure, after every evaluation of it instead. An inner level of the
+    step uses the means that there are, unless an outer one has computed gradients since."""
     if initializing(optimizer):
         return None
     session = optimizer._grace
-    given = args[1:]  # torch hands the hook step()'s arguments with the optimizer first
+    stepping, *given = args  # torch hands the hook step()'s arguments with the optimizer first
     closure = kwargs.get("closure", given[0] if given else None)
     if closure is None:
-        session.before_step()
-        recorder.update_begins()
+        if not inner or session.computed:
+            session.before_step()
+            recorder.update_begins()
         return None
 
-    closure = synchronized(closure, session)
+    closure = synchronized(closure, session, inner)
     if given:
-        return (optimizer, closure, *given[1:]), kwargs
+        return (stepping, closure, *given[1:]), kwargs
     return args, {**kwargs, "closure": closure}

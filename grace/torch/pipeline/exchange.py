@@ -15,6 +15,7 @@ from grace.session.metrics import metrics
 from grace.strategy.choices import STRATEGY
 from grace.torch.optimizer import DistributedOptimizer
 from grace.torch.pipeline.places import Places
+from grace.torch.step_hooks import around_steps
 
 OPTIONS = "op", "gradient_predivide_factor", "seed", "bucket_bytes", "group_bytes", "hierarchical", "sparse_as_dense"
 """Of a distributed optimizer, which a pipeline hands on."""
@@ -92,7 +93,7 @@ class Gradients:
             held = {p for group in self.optimizer.param_groups for p in group["params"]}
             if left := [name for name, p in self.parameters.items() if p.requires_grad and p not in held]:
                 raise ConfigError(f"optimizer= left out {left[0]!r}: freeze it before the pipeline is made, or take it")
-            self.optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step))
+            around_steps(self.optimizer, self._before_step, None)
 
     def _distribute(self, options: Mapping[str, Any], strategy: Any) -> None:
         """Exchange over the replicas of this rank's stages."""

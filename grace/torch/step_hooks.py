@@ -1,0 +1,105 @@
+"""Hooks around the steps of an optimizer: torch calls them at each level of ``step()``, or at none."""
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Collection
+from types import FrameType, MethodType
+from typing import Any
+
+import torch
+
+HOOKED = torch.optim.Optimizer.profile_hook_step(print).__code__
+"""The code that torch puts around a ``step()`` so that its hooks are called."""
+
+
+def around_steps(optimizer: torch.optim.Optimizer, before: Callable | None, after: Callable | None) -> list[Any]:
+    """Call hooks around each step of an optimizer, or of one that it is around.
+
+    An optimizer around another one (Lookahead, SAM) may step by the other's ``step()`` alone, and may not call
+    ``Optimizer.__init__``, which puts the hooks of ``step()`` in place.
+
+    Args:
+        optimizer: not kept alive.
+        before, after: called with the optimizer, the arguments of ``step()``, and True at an inner level of it, as
+            where a ``step()`` calls ``super().step()``.
+
+    Returns:
+        handles that take the hooks off again.
+    """
+    family = _family(optimizer)
+    ids, outer = {id(member) for member in family}, weakref.ref(optimizer)
+    handles = []
+
+    def hook(call: Callable) -> Callable:
+        # a compiled step() is compiled between these, and not in them
+        return torch.compiler.disable(lambda _, args, kwargs: call(outer(), args, kwargs, within_step(ids)))
+
+    for member in family:
+        _let_hooks_run(member)
+        if before is not None:
+            handles.append(member.register_step_pre_hook(hook(before)))
+        if after is not None:
+            handles.append(member.register_step_post_hook(hook(after)))
+    return handles
+
+
+def within_step(ids: Collection[int]) -> bool:
+    """Return True if the hook that asks was called by an inner level of ``step()``.
+
+    torch puts the hooks around the ``step()`` of each class that was ever made in the process, so that a ``step()``
+    which calls ``super().step()`` has them called twice or once. The levels are counted on the stack, since torch calls
+    no hook after a ``step()`` that raised.
+
+    Args:
+        ids: of the optimizers whose levels count.
+    """
+    levels = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and levels < 2:
+        if frame.f_code is HOOKED and id(frame.f_locals.get("self")) in ids:
+            levels += 1
+        frame = frame.f_back
+    return levels == 2
+
+
+def _family(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return an optimizer and those that it is around: among its attributes, with parameters of its own."""
+    own = {p for group in optimizer.param_groups for p in group["params"]}
+    family = [optimizer]
+    for member in family:  # which grows
+        values = list(vars(member).values())
+        for value in values.copy():
+            if isinstance(value, (list, tuple, dict)):
+                values += value.values() if isinstance(value, dict) else value
+        for value in values:
+            if not isinstance(value, torch.optim.Optimizer) or any(value is other for other in family):
+                continue
+            if any(p in own for group in value.param_groups for p in group["params"]):
+                family.append(value)
+    return family
+
+
+def _let_hooks_run(optimizer: torch.optim.Optimizer) -> None:
+    """Put torch's hooks around an optimizer's ``step()`` where torch did not: it does in ``Optimizer.__init__``, and a
+    program may have put a ``step`` of its own into the optimizer since."""
+    kind, own = type(optimizer), vars(optimizer).get("step")
+    if not _is_hooked(kind.step):
+        kind.step = optimizer.profile_hook_step(kind.step)  # type: ignore[assignment, method-assign]
+    if own is not None and not _is_hooked(own):
+
+        @functools.wraps(own)
+        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return own(*args, **kwargs)
+
+        vars(optimizer)["step"] = MethodType(optimizer.profile_hook_step(step), optimizer)
+
+
+def _is_hooked(step: Any) -> bool:
+    """Return True if torch's hooks are around a function, or around one that it wraps."""
+    while step is not None:
+        step = getattr(step, "__func__", step)
+        if getattr(step, "__code__", None) is HOOKED:
+            return True
+        step = getattr(step, "__wrapped__", None)
+    return False

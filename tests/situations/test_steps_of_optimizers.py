@@ -1,0 +1,240 @@
+"""Optimizers as people write them: each of their steps is exchanged once, and all ranks' gradients count."""
+
+from collections import OrderedDict
+from types import MethodType
+
+import pytest
+import torch
+
+import grace
+from tests.support.pools import launched
+from tests.support.training import ddp, digest, loss_of, net, weights
+
+pytestmark = pytest.mark.ranks
+STEPS = 5
+
+
+def of_all_ranks(model, step, op="average"):
+    """The loss of one process that has all ranks' data."""
+    total = sum(loss_of(model, step, rank) for rank in range(grace.size()))
+    return total / (grace.size() if op == "average" else 1)
+
+
+def usual(model, optimizer, loss, step):
+    optimizer.zero_grad()
+    loss(model, step).backward()
+    optimizer.step()
+
+
+def compared(make, body=usual, op="average", schedule=False):
+    """Train by an optimizer of this kind, distributed and, on all ranks' data, alone; exchanges that there were."""
+    ours, alone = net(), net()
+    plain, optimizer = make(alone.parameters()), make(ours.parameters())
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (plain, optimizer) if schedule]
+    optimizer = grace.DistributedOptimizer(optimizer, ours.named_parameters(), compressor="none", op=op)
+    for step in range(STEPS):
+        body(alone, plain, lambda model, step: of_all_ranks(model, step, op), step)
+        body(ours, optimizer, loss_of, step)
+        for scheduler in schedulers:
+            scheduler.step()
+    for name, value in weights(alone).items():
+        torch.testing.assert_close(weights(ours)[name], value, rtol=1e-4, atol=1e-5, msg=f"{make.__name__}: {name}")
+    return optimizer.traffic.steps, digest(weights(ours))
+
+
+# -- steps that call others -------------------------------------------------------------------------------------------
+
+
+def levels(alone_on):
+    """An optimizer whose step calls its parent's; only some ranks have ever made one of the parent's class."""
+
+    class Parent(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    class Child(Parent):
+        def step(self, closure=None):
+            self.calls = getattr(self, "calls", 0) + 1
+            return super().step(closure)
+
+    if grace.rank() in alone_on:
+        Parent(net().parameters(), lr=0.1)
+    return lambda parameters: Child(parameters, lr=0.02, momentum=0.9)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Around another optimizer, whose groups and state it shares; it does not call ``Optimizer.__init__``."""
+
+    def __init__(self, base):
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        self.base, self.count = base, 0
+        self.param_groups, self.defaults, self.state = base.param_groups, base.defaults, base.state
+        self.slow = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        value = self.base.step(closure)
+        self.count += 1
+        if self.count % 2 == 0:
+            for slow, p in zip(self.slow, (p for group in self.param_groups for p in group["params"]), strict=True):
+                p.copy_(slow.lerp_(p, 0.5))
+        return value
+
+    def zero_grad(self, set_to_none=True):
+        self.base.zero_grad(set_to_none)
+
+
+class Sharp(torch.optim.Optimizer):
+    """Two backward passes a step, the second one away from the weights (SAM); the other optimizer makes the step."""
+
+    def __init__(self, params, base):
+        super().__init__(params, {})
+        self.base = base(self.param_groups)
+
+    @torch.no_grad()
+    def first_step(self):
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p]["from"] = p.clone()
+            p.mul_(1.01)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self):
+        for p, state in self.state.items():
+            p.copy_(state["from"])
+        self.base.step()
+        self.zero_grad()
+
+
+def lookahead(parameters):
+    return Lookahead(torch.optim.SGD(parameters, lr=0.05))
+
+
+def sharp(parameters):
+    return Sharp(parameters, lambda groups: torch.optim.SGD(groups, lr=0.05))
+
+
+def in_two_steps(model, optimizer, loss, step):
+    loss(model, step).backward()
+    if loss is loss_of and grace.init().name == "horovod":
+        optimizer.synchronize()  # as Horovod wants it before zero_grad()
+    optimizer.first_step()
+    loss(model, step).backward()
+    optimizer.second_step()
+
+
+def with_its_own_step(parameters):
+    """A program that puts a step into an optimizer."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.sub_(p.grad.sign(), alpha=0.01)
+
+    optimizer = torch.optim.SGD(parameters, lr=0.05)
+    optimizer.step = MethodType(step, optimizer)
+    return optimizer
+
+
+def many_kinds():
+    found = {}
+    for op in ("average", "sum"):
+        for ranks in ((), (0,), (0, 1)):
+            found[f"a parent made on ranks {ranks}, {op}"] = compared(levels(ranks), op=op)
+    for schedule in (False, True):
+        found[f"Lookahead, scheduler: {schedule}"] = compared(lookahead, schedule=schedule)
+    found["a step of its own"] = compared(with_its_own_step)
+    exchanges, weights = compared(sharp, in_two_steps)
+    found["SAM"] = exchanges - STEPS, weights  # what the first of the two brings is dropped
+    return found
+
+
+# -- gradients that the program's own hooks take away -----------------------------------------------------------------
+
+
+def beside(parameters):
+    """Hooks of the program's, there before the optimizer, that add gradients up elsewhere (``main_grad``)."""
+
+    def take(p):
+        p.main_grad.add_(p.grad)
+        p.grad = None
+
+    parameters = list(parameters)
+    for p in parameters:
+        p.main_grad = torch.zeros_like(p)
+        p.register_post_accumulate_grad_hook(take)
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
+def from_beside(model, optimizer, loss, step):
+    for p in model.parameters():
+        p.main_grad.zero_()
+    loss(model, step).backward()
+    for p in model.parameters():
+        p.grad = p.main_grad.clone()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def in_backward():
+    """An optimizer for each parameter, which steps as soon as its gradient is there."""
+    ours, alone, found = net(), net(), {}
+    for model, loss in ((ours, loss_of), (alone, of_all_ranks)):
+        optimizers = {p: torch.optim.SGD([p], lr=0.05) for p in model.parameters()}
+
+        def step(p, optimizers=optimizers):
+            optimizers[p].step()
+            optimizers[p].zero_grad()
+
+        for name, p in model.named_parameters():
+            p.register_post_accumulate_grad_hook(step)
+            if model is ours:
+                optimizers[p] = grace.DistributedOptimizer(optimizers[p], [(name, p)], compressor="none")
+        for number in range(STEPS):
+            loss(model, number).backward()
+        found = {opt.traffic.steps for opt in optimizers.values() if model is ours} or found
+    for name, value in weights(alone).items():
+        torch.testing.assert_close(weights(ours)[name], value, rtol=1e-4, atol=1e-5, msg=name)
+    return found
+
+
+def taken():
+    return compared(beside, from_beside)[0], in_backward()
+
+
+ENGINES = pytest.mark.parametrize("engine", ["gloo", "horovodrun-gloo"])
+
+
+@ENGINES
+def test_each_step_is_exchanged_once_whatever_is_around_it(engine):
+    first, second = launched(engine, 2).run(many_kinds)
+    assert first == second
+    assert {name: exchanges for name, (exchanges, _) in first.items()} == dict.fromkeys(first, STEPS)
+
+
+@ENGINES
+def test_gradients_that_a_hook_took_are_not_exchanged_and_what_the_program_puts_there_is(engine):
+    for beside_it, in_backward_pass in launched(engine, 2).run(taken):
+        assert beside_it == STEPS
+        assert in_backward_pass == {STEPS}
+
+
+# -- DDP's hook and FSDP's --------------------------------------------------------------------------------------------
+
+
+def under_ddp(kind):
+    """Training whose optimizer is given to the hook; its state may be saved after each step."""
+    model = net()
+    optimizer = levels([0])(model.parameters()) if kind == "levels" else lookahead(model.parameters())
+    wrapped = ddp(model)
+    state = grace.torch.register_ddp_hook(wrapped, "topk(ratio=0.1)", optimizer=optimizer)
+    for step in range(STEPS):
+        usual(wrapped, optimizer, loss_of, step)
+        assert state.state_dict()["step"] == step + 1
+    return digest(weights(model))
+
+
+@pytest.mark.parametrize("kind", ["levels", "around"])
+def test_ddps_hook_counts_one_step_for_a_step(two_ranks, kind):
+    first, second = two_ranks.run(under_ddp, kind)
+    assert first == second

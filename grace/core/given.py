@@ -56,6 +56,8 @@ def not_an_optimizer(value: Any) -> ConfigError:
     grace.DistributedOptimizer takes an optimizer of torch or Keras, not a list of 2: call it for each optimizer
     """
     said, hint = f"an object of {_name(type(value))}", ""
+    held = vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, type) else ()
+    inner = next((part for part in held if _is(part, "torch", "optim.Optimizer")), None)
     if _is(value, "keras", "optimizers.Optimizer") and (on := keras_backend()) != "tensorflow":
         return keras_runs_on(on)
     if value is None:
@@ -72,7 +74,7 @@ def not_an_optimizer(value: Any) -> ConfigError:
     elif _is(value, "keras", "Model"):
         said = f"the model ({type(value).__name__})"
         hint = ": model.compile(grace.DistributedOptimizer(optimizer, ...), ...)"
-    elif _is(inner := getattr(value, "optimizer", None), "torch", "optim.Optimizer"):
+    elif inner is not None:
         hint = f": give its optimizer ({type(inner).__name__}), before anything wraps it"
     return ConfigError(f"grace.DistributedOptimizer takes an optimizer of torch or Keras, not {said}{hint}")
 

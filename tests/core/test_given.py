@@ -23,6 +23,13 @@ class Wrapper(torch.optim.Optimizer):
         self.optimizer = optimizer
 
 
+class Averaging(torch.optim.Optimizer):
+    """Around another optimizer, without torch's dicts of hooks."""
+
+    def __init__(self, base: torch.optim.Optimizer):
+        self.base, self.param_groups = base, base.param_groups
+
+
 @pytest.mark.parametrize("make", [grace.DistributedOptimizer, grace.torch.DistributedOptimizer])
 @pytest.mark.parametrize(
     ("given", "words"),
@@ -33,6 +40,7 @@ class Wrapper(torch.optim.Optimizer):
         (torch.optim.SGD, "not the class torch.optim.sgd.SGD: make an object of it, SGD(...)"),
         (torch.optim.lr_scheduler.StepLR(SGD, 1), "give its optimizer (SGD)"),
         (Wrapper(SGD), "Wrapper: give its optimizer (SGD), before anything wraps it"),
+        (Averaging(SGD), "Averaging: give its optimizer (SGD), before anything wraps it"),
         ("sgd", "an optimizer of torch or Keras, not 'sgd'"),
     ],
 )

@@ -51,6 +51,12 @@ BY_HAND = Calls(
     load="load_state_dict(state, {})",
     partial="Save it again",
 )
+REDUCE_SCATTER = Calls(
+    step="optimizer.step()",
+    save_all="the states of all ranks, rank_0_of_N to rank_{N-1}_of_N",
+    load="load_state_dict(state, {})",
+    partial="Save it again",
+)
 KERAS = Calls(
     step="a training step (optimizer.apply)",
     save_all="the model by grace.tensorflow.save_model, or optimizer.full_state()",

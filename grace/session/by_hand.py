@@ -16,7 +16,7 @@ from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.exchange.bucket import Bucket
 from grace.kernels import kernels_of
-from grace.session import checkpoint
+from grace.session import checkpoint, saved_form
 from grace.session.agreement import agree
 from grace.session.exchanger import Exchanger
 from grace.session.plan import UniformPlan
@@ -226,18 +226,30 @@ class ByHand:
             for group in groups:
                 if (bucket := self.buckets.get(tuple(v.name for v in group))) is not None:
                     _check_same(bucket, group)
+            checkpoint.undamaged(state["grace"], memory, BY_HAND)
+            _check_pieces(state["grace"], groups)
         except Exception as raised:
             error = raised
         told = [f"{v.name!r} {v.describe()}" for group in groups for v in group]
         agree(backend, [("the tensors of a state", ", ".join(told))], error)
-        for group in groups:
-            names = tuple(variable.name for variable in group)
-            if self.exchanger is None:
-                self.exchanger, self.buckets[names] = self._joined(lambda group=group: group, backend)
-            elif names not in self.buckets:
-                self.buckets[names] = self._added(self.exchanger, lambda group=group: group)
-        assert self.exchanger is not None
-        checkpoint.load(self.exchanger, lambda: state["grace"], memory)
+        before, first = set(self.buckets), self.first
+        try:
+            for group in groups:
+                names = tuple(variable.name for variable in group)
+                if self.exchanger is None:
+                    self.exchanger, self.buckets[names] = self._joined(lambda group=group: group, backend)
+                elif names not in self.buckets:
+                    self.buckets[names] = self._added(self.exchanger, lambda group=group: group)
+            assert self.exchanger is not None
+            checkpoint.load(self.exchanger, lambda: state["grace"], memory)
+        except BaseException:  # of all ranks: nothing was changed
+            if not before:
+                self.free()
+                self.first = first
+            elif self.exchanger is not None:
+                self.buckets = {names: bucket for names, bucket in self.buckets.items() if names in before}
+                _shrink(self.exchanger, {name for names in before for name in names})
+            raise
 
 
 def _groups(state: Any) -> list[list[Variable]]:
@@ -247,13 +259,23 @@ def _groups(state: Any) -> list[list[Variable]]:
             "this is no state of a communicator that is called by hand: give what its state_dict() returned"
         )
     try:
-        groups = [[Variable(name, tuple(shape), dtype) for name, shape, dtype in group] for group in state["tensors"]]
-        sound = groups and all(isinstance(v.name, str) and isinstance(v.numel, int) for group in groups for v in group)
-    except (TypeError, ValueError, KeyError):
-        sound = False
-    if not sound or "grace" not in state:
+        saved_form.TENSORS(state.get("tensors"), "'tensors'")
+    except ConfigError:
+        given = []
+    else:
+        given = state["tensors"]
+    groups = [[Variable(name, tuple(shape), dtype) for name, shape, dtype in group] for group in given]
+    names = [variable.name for group in groups for variable in group]
+    if not names or not all(groups) or len(set(names)) < len(names) or "grace" not in state:
         raise ConfigError("the state of the communicator is damaged: it does not say of which tensors it is")
     return groups
+
+
+def _check_pieces(saved: dict[str, Any], groups: list[list[Variable]]) -> None:
+    """Refuse tensors that are not those of the state itself, which is sealed."""
+    pieces, given = saved.get("pieces"), {v.name: list(v.shape) for group in groups for v in group}
+    if pieces is not None and {name: list(cut.get("shape", given.get(name))) for name, cut in pieces.items()} != given:
+        raise ConfigError("the state of the communicator is damaged: its tensors are not those that it remembers")
 
 
 def _check_same(bucket: Bucket, variables: Sequence[Variable]) -> None:
@@ -276,6 +298,15 @@ def _extend(exchanger: Exchanger, shards: Sequence[Shard]) -> Bucket:
     bucket = Bucket(len(exchanger.buckets), shards[0].communicator, [shard.variable for shard in shards])
     exchanger.buckets.append(bucket)
     return bucket
+
+
+def _shrink(exchanger: Exchanger, names: set[str]) -> None:
+    """Take away what :func:`_extend` added, but for these names."""
+    exchanger.variables = [variable for variable in exchanger.variables if variable.name in names]
+    exchanger.shards = {name: shard for name, shard in exchanger.shards.items() if name in names}
+    exchanger.shards_of = {name: shards for name, shards in exchanger.shards_of.items() if name in names}
+    exchanger.buckets = [bucket for bucket in exchanger.buckets if names.issuperset(bucket.names)]
+    exchanger.numel = sum(variable.numel for variable in exchanger.variables)
 
 
 def described(given: list[Any], names: tuple[str, ...], backend: Backend) -> tuple[list[Tensor], list[Variable]]:

@@ -21,14 +21,14 @@ What a state looks like, and how it is known to be whole, stands in :mod:`grace.
 
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from grace.communicators.choice import took_default
 from grace.core.backend import Backend
+from grace.core.calls import Calls
 from grace.core.kept import Keeping
-from grace.core.variable import unwrapped
 from grace.errors import ConfigError, ExchangeError, RankError
 from grace.exchange.sparse_rows import SparseRows
 from grace.session import saved_form
@@ -191,6 +191,7 @@ def load(
     read: Callable[[], Any],
     memory: str = "strict",
     inside: Callable[[Any], Any] = lambda saved: saved,
+    beside: Sequence[Backend] = (),
 ) -> None:
     """Restore, by the rules above; nothing changes if that is refused on some rank. Every rank must call it.
 
@@ -198,6 +199,7 @@ def load(
         read: gives what was saved; it raises if that cannot be read, or a step is under way of which the exchanger
             does not know.
         inside: what was saved, as the exchange computes with it.
+        beside: other groups of ranks of which all load, or none; see :func:`compare_everywhere`.
 
     Raises:
         ConfigError: the checkpoint has no state, or it belongs to other components, another rank or
@@ -211,7 +213,7 @@ def load(
         loaded = prepare(exchanger, saved, memory, inside)
     except Exception as raised:
         error = raised
-    compare(exchanger.backend, saved, memory, error)
+    compare_everywhere([exchanger.backend, *beside], saved, memory, error)
     assert loaded is not None
     apply(exchanger, loaded)
 
@@ -220,15 +222,51 @@ NOTHING: dict[str, Any] = {}
 """Instead of a checkpoint, where a rank loads none."""
 
 
-def compare(backend: Backend, saved: Any, memory: str, error: BaseException | None = None) -> None:
+def compare_everywhere(
+    backends: Sequence[Backend], saved: Any, memory: str, error: Exception | None = None, alike: bool = True
+) -> None:
+    """Compare what is about to be loaded over several groups of ranks, one after the other, as the shards and replicas
+    of a model are, or a pipeline's stages: what one of them refuses all refuse. Every rank must call it.
+
+    Args:
+        backends: first the ranks that exchange with each other, whose states are of one save; then the others.
+        saved, memory, error: as :func:`compare` takes them.
+        alike: False if the others' states may be of other steps.
+
+    Raises:
+        RankError: another rank refused, or they are not of one save.
+    """
+    for i, backend in enumerate(backends):
+        try:
+            compare(backend, saved if alike or i == 0 else None, memory, error, one_save=i == 0)
+        except Exception as raised:
+            error = raised
+    if error is not None:
+        raise error
+
+
+def compare(
+    backend: Backend, saved: Any, memory: str, error: BaseException | None = None, one_save: bool = True
+) -> None:
     """Compare over the ranks what they are about to load; every rank must call it, with the error if it refused.
+
+    Args:
+        one_save: True if the ranks gave their states one id, as those do that exchange with each other; else the step
+            must be the same.
 
     Raises:
         RankError: another rank refused, or they are not of one save.
     """
     facts = ["no checkpoint"] if saved is NOTHING else ["a checkpoint of a plain optimizer"]
+    if error is None and saved:  # runs that plan their strategy come here before anything else was looked at
+        try:
+            saved_form.check(saved)
+        except ConfigError as raised:
+            error = raised
     if error is None and saved:
-        known = f"of step {saved['step']}", f"of {saved['size']} ranks", f"of the save {saved.get('id')}"
+        known = [f"of step {saved['step']}"]
+        if one_save:
+            known += [f"of {saved['size']} ranks", f"of the save {saved.get('id')}"]
         facts = [f"a checkpoint {fact}" for fact in (*known, f"with memory={memory!r}")]
     told = tell(backend, "a checkpoint", facts, error, "did not load its checkpoint")
     for rank, other in enumerate(told):
@@ -254,21 +292,13 @@ def prepare(
             raise ConfigError(WITHOUT + exchanger.context.calls.reset)
         dropped = [] if memory == "reset" else ["everything: it was saved by a plain optimizer"]
         return Loaded(None, dropped=dropped)
-    saved_form.check(saved)
-    loaded = Loaded(saved["step"], saved.get("id"), float(saved["loss_scale"]))
     strict, how = memory == "strict", exchanger.context.calls.otherwise
-    spoilt = saved_form.spoilt(saved, exchanger.context.calls.partial) if memory != "reset" else {}
-    if spoilt and strict:
-        more = f" ({len(spoilt) - 1} values more are missing or damaged)" if len(spoilt) > 1 else ""
-        raise ConfigError(f"{next(iter(spoilt.values()))}{more}; {how}")
-    saved_form.check_facts(saved)
+    saved, dropped = undamaged(saved, memory, exchanger.context.calls)
+    loaded = Loaded(saved["step"], saved.get("id"), float(saved["loss_scale"]), dropped=dropped)
     if memory == "reset":
         return loaded
-    if spoilt:
-        loaded.dropped += spoilt.values()
-        saved = saved_form.without(saved, spoilt)
     saved = inside(saved)
-    saved, context, now = _renamed(saved, list(exchanger.shards_of)), exchanger.context, exchanger.name
+    saved, context, now = saved_form.renamed(saved, list(exchanger.shards_of)), exchanger.context, exchanger.name
     if strict:
         by_strategy = any(name.startswith("strategy ") for name in (saved["components"], now))
         by_default = any(took_default(c, bare(saved["components"]), bare(now)) for c in exchanger.communicators)
@@ -294,13 +324,26 @@ def prepare(
     return loaded
 
 
+def undamaged(saved: Any, memory: str, calls: Calls) -> tuple[dict[str, Any], list[str]]:
+    """Return a state that is what was saved, and what was left out of it for being damaged (if ``memory`` is "keep").
+
+    Whoever takes a state apart, or joins several, does so with what this returns, and seals the result.
+
+    Raises:
+        ConfigError: it is damaged; with "reset" the values that it holds do not matter.
+    """
+    saved_form.check(saved)
+    spoilt = saved_form.spoilt(saved, calls.partial) if memory != "reset" else {}
+    if spoilt and memory == "strict":
+        more = f" ({len(spoilt) - 1} values more are missing or damaged)" if len(spoilt) > 1 else ""
+        raise ConfigError(f"{next(iter(spoilt.values()))}{more}; {calls.otherwise}")
+    saved_form.check_facts(saved)
+    return (saved_form.without(saved, spoilt) if spoilt else saved), list(spoilt.values())
+
+
 def apply(exchanger: Exchanger, loaded: Loaded) -> None:
     """Go on from what :func:`prepare` gave."""
-    if loaded.dropped:
-        more = f", and {len(loaded.dropped) - 3} things more" if len(loaded.dropped) > 3 else ""
-        warnings.warn(
-            f"of what the checkpoint remembers, this was dropped: {'; '.join(loaded.dropped[:3])}{more}", stacklevel=4
-        )
+    say_dropped(loaded.dropped)
     for _, component in exchanger.components:  # two communicators may share one, for dense gradients and for rows
         component.state.clear()
     for kind, values in loaded.values.items():
@@ -314,6 +357,15 @@ def apply(exchanger: Exchanger, loaded: Loaded) -> None:
     exchanger.context.step, exchanger.context.loss_scale = loaded.step, loaded.loss_scale
     exchanger.restore_pending([{name: rich(value) for name, value in step.items()} for step in loaded.pending])
     exchanger.resumed()
+
+
+def say_dropped(dropped: Sequence[str]) -> None:
+    """Warn of what is not loaded; two functions of Grace's lie between the user's and the one that calls this."""
+    if dropped:
+        more = f", and {len(dropped) - 3} things more" if len(dropped) > 3 else ""
+        warnings.warn(
+            f"of what the checkpoint remembers, this was dropped: {'; '.join(dropped[:3])}{more}", stacklevel=5
+        )
 
 
 def check_mode(memory: str) -> None:
@@ -330,32 +382,6 @@ def plain(value: Any) -> Any:
 def rich(value: Any) -> Any:
     """The inverse of :func:`plain`."""
     return SparseRows(value["values"], value["rows"]) if isinstance(value, dict) else value
-
-
-def _renamed(saved: dict[str, Any], now: list[str]) -> dict[str, Any]:
-    """The same under this run's names, where they differ only by what wrappers put into them."""
-    shards = saved.get("pieces") or {}
-    before = list(shards) or list(dict.fromkeys(name for values in saved["state"].values() for name in values))
-    ours = dict(zip(unwrapped(now), now, strict=True))
-    new = {old: old if old in now else ours.get(name, old) for old, name in zip(before, unwrapped(before), strict=True)}
-    if all(old == name for old, name in new.items()) or len(set(new.values())) != len(new):
-        return saved
-    names = {f"{old}/part_{i}": f"{new[old]}/part_{i}" for old in shards for i in range(len(shards[old]["sizes"]))}
-    called: Callable[[dict[str, Any]], dict[str, Any]] = lambda values: {  # noqa: E731
-        {**new, **names}.get(name, name): value for name, value in values.items()
-    }
-    renamed = {**saved, "pieces": called(shards), "pending": [called(step) for step in saved.get("pending", ())]}
-    for key in ("state", "shared"):
-        if key in saved:
-            renamed[key] = {
-                kind: called(values) if isinstance(values, dict) else list(called(dict.fromkeys(values)))
-                for kind, values in saved[key].items()
-            }
-    if isinstance(some := saved.get("hierarchical"), list):
-        renamed["hierarchical"] = list(called(dict.fromkeys(some)))
-    if "ranks" in saved:
-        renamed["ranks"] = [{kind: called(values) for kind, values in one.items()} for one in saved["ranks"]]
-    return renamed
 
 
 def _check_leader(exchanger: Exchanger, saved: dict[str, Any], values: dict[str, dict[str, Any]]) -> None:

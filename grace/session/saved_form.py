@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from grace.core.variable import unwrapped
 from grace.errors import ConfigError
 from grace.kernels import kernels_of
 
@@ -196,6 +197,20 @@ _options = {
     "seed": _seed,
     **dict.fromkeys(("bucket_bytes", "group_bytes"), _or_none(_whole(1))),
 }
+
+
+def _tensor(value: Any, where: str) -> None:
+    _listed(lambda value, where: None)(value, where)
+    if len(value) != 3:
+        raise refuse(where, "a name, a shape and a type", str(list(value)))
+    _text(value[0], f"{where}[0]")
+    _listed(_whole())(value[1], f"{where}[1]")
+    if value[2] not in ("float16", "bfloat16", "float32", "float64"):
+        raise refuse(f"{where}[2]", "a type of floats", value[2])
+
+
+TENSORS = _listed(_listed(_tensor))
+"""Of the tensors that a communicator exchanged by hand: lists of those that came together."""
 MODEL = _record({"options": _record({}, _options), "state": lambda value, where: value}, {})
 """Of what a model's file holds: the choices, and a state that is checked where it is loaded."""
 
@@ -295,6 +310,32 @@ def without(saved: dict[str, Any], left_out: Any) -> dict[str, Any]:
     steps = enumerate(saved.get("pending", ()))
     new["pending"] = [{n: v for n, v in step.items() if f"mean {i} of {n!r}" not in left_out} for i, step in steps]
     return new
+
+
+def renamed(saved: dict[str, Any], now: list[str]) -> dict[str, Any]:
+    """Return a state under this run's names, where they differ only by what wrappers put into them."""
+    shards = saved.get("pieces") or {}
+    before = list(shards) or list(dict.fromkeys(name for values in saved["state"].values() for name in values))
+    ours = dict(zip(unwrapped(now), now, strict=True))
+    new = {old: old if old in now else ours.get(name, old) for old, name in zip(before, unwrapped(before), strict=True)}
+    if all(old == name for old, name in new.items()) or len(set(new.values())) != len(new):
+        return saved
+    names = {f"{old}/part_{i}": f"{new[old]}/part_{i}" for old in shards for i in range(len(shards[old]["sizes"]))}
+    called: Callable[[dict[str, Any]], dict[str, Any]] = lambda values: {  # noqa: E731
+        {**new, **names}.get(name, name): value for name, value in values.items()
+    }
+    renamed = {**saved, "pieces": called(shards), "pending": [called(step) for step in saved.get("pending", ())]}
+    for key in ("state", "shared"):
+        if key in saved:
+            renamed[key] = {
+                kind: called(values) if isinstance(values, dict) else list(called(dict.fromkeys(values)))
+                for kind, values in saved[key].items()
+            }
+    if isinstance(some := saved.get("hierarchical"), list):
+        renamed["hierarchical"] = list(called(dict.fromkeys(some)))
+    if "ranks" in saved:
+        renamed["ranks"] = [{kind: called(values) for kind, values in one.items()} for one in saved["ranks"]]
+    return renamed
 
 
 def _finite(value: Any) -> bool:

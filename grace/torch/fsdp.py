@@ -13,6 +13,7 @@ from grace.exchange.bucket import Contribution, Outcome, Traffic
 from grace.exchange.statuses import learn
 from grace.exchange.tracing import recorder
 from grace.planner.asked import asked
+from grace.session import checkpoint
 from grace.session.exchanger import Exchanger
 from grace.session.hyperparameters import facts as in_words
 from grace.session.metrics import metrics
@@ -29,6 +30,7 @@ from grace.torch.fsdp_layout import (
     whole_mesh,
 )
 from grace.torch.parameters import check_momentum, check_optimizer, check_prompt, hyperparameters
+from grace.torch.state_dict import on_devices, unpacked
 
 
 class FSDPState(DDPState):
@@ -138,15 +140,24 @@ class FSDPState(DDPState):
         :mod:`grace.session.checkpoint` has the rules, and says what ``memory`` may be. Every rank must call it.
 
         Raises:
-            ConfigError: it is of another number of shards, or does not fit.
+            ConfigError: it is of another number of shards, is damaged, or does not fit.
+            RankError: it was refused on another rank, of replicas and shards, or they load different steps.
         """
-        if not isinstance(state, dict) or self._key not in state:
-            there = ", ".join(map(str, state)) if isinstance(state, dict) else "nothing"
-            raise ConfigError(
-                f"this rank needs what was remembered of {self._key}, and there is {there}: memories follow their "
-                "parts of the parameters, and cannot be loaded with another number of shards. Start without them"
-            )
-        super().load_state_dict(state[self._key], memory)
+        parameters = {name: p for p, name in self.names.items()}
+
+        def read() -> Any:
+            self._settle()
+            if not isinstance(state, dict) or self._key not in state:
+                there = ", ".join(map(str, state)) if isinstance(state, dict) else "nothing"
+                raise ConfigError(
+                    f"this rank needs what was remembered of {self._key}, and there is {there or 'nothing'}: memories "
+                    "follow their parts of the parameters, and cannot be loaded with another number of shards. Start "
+                    "without them"
+                )
+            return unpacked(state[self._key])
+
+        inside = lambda saved: on_devices(saved, parameters)  # noqa: E731
+        checkpoint.load(self.exchanger, read, memory, inside, self.shard_groups)
 
     @property
     def _key(self) -> str:

@@ -1,6 +1,5 @@
 """FSDP2's reduce-scatter of gradients, compressed: an all-to-all of quantized parts, and float32 sums."""
 
-import copy
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -12,14 +11,18 @@ from torch.distributed import ReduceOp
 from grace.backends.runtime import check_group
 from grace.backends.torch_distributed import TorchBackend
 from grace.communicators.choice import build_communicator
+from grace.core.calls import REDUCE_SCATTER
 from grace.core.context import Context
+from grace.core.variable import Variable
 from grace.errors import ConfigError, ExchangeError
 from grace.exchange.wire import OVERFLOW, PRESENT, Wire
 from grace.kernels import kernels_of
-from grace.session.agreement import agree
-from grace.session.versions import versions
+from grace.session import checkpoint, saved_form
+from grace.session.by_hand import AsGiven
+from grace.session.exchanger import Exchanger
+from grace.session.setup import build_exchanger
 from grace.torch.fsdp_layout import Layout, above, before_steps, groups_of, layouts_of
-from grace.torch.state_dict import packed_up, unpacked
+from grace.torch.state_dict import on_devices, packed_up, unpacked
 from grace.torch.uses import GradientUses
 
 
@@ -32,11 +35,14 @@ class ReduceScatterState:
     :func:`register_fsdp_hook`'s exchange brought it that NaN.
     """
 
-    def __init__(self, layouts: Sequence[Layout], communicator: Any, backend: TorchBackend, context: Context):
-        self.layouts, self.backend, self.context = layouts, backend, context
-        self.compressor, self.memory = communicator.compressor, communicator.memory
-        self.communicator, self.keepers = communicator, list(communicator.keepers.values())
-        self.grad_scaler: Any = None
+    def __init__(self, layouts: Sequence[Layout], exchanger: Exchanger, grad_scaler: Any):
+        self.layouts, self.exchanger, self.grad_scaler = layouts, exchanger, grad_scaler
+        self.backend: Any = exchanger.channel
+        self.context = exchanger.context
+        (self.communicator,) = exchanger.communicators
+        self.compressor, self.memory = self.communicator.compressor, self.communicator.memory
+        self.keepers = list(self.communicator.keepers.values())
+        exchanger.follows_scaler = lambda: grad_scaler is not None and grad_scaler.is_enabled()
         self.sent_bytes = 0
         """That left this rank so far."""
         self.overflow = False
@@ -78,6 +84,19 @@ class ReduceScatterState:
         """Whether a gradient of the step under way was not finite, in this shard group or on a replica."""
         return self.overflow or any([state.dropped for state in above(self.layouts)])
 
+    @property
+    def begun(self) -> bool:
+        """True if gradients were reduced that no optimizer has used yet, and something is remembered of them."""
+        return self.uses.unused and self.exchanger.stateful and not self._dropped()
+
+    def _settle(self, saves: bool) -> None:
+        if self.begun:
+            raise ExchangeError(
+                "gradients were reduced and scattered, and what that changes belongs to a step that no optimizer has "
+                f"made yet: {'save' if saves else 'load'} after optimizer.step()"
+            )
+        self.close_step()
+
     def state_dict(self) -> dict[str, Any]:
         """What this rank remembers, as bytes under its own key: ``torch.distributed.checkpoint`` saves and loads it
         whole. Every rank must call it.
@@ -85,69 +104,78 @@ class ReduceScatterState:
         Raises:
             ExchangeError: gradients were reduced, and no optimizer has used them yet.
         """
-        if self.uses.unused and not self._dropped():
-            raise ExchangeError(
-                "gradients were reduced and scattered, and what that changes belongs to a step that no optimizer has "
-                "made yet: save after optimizer.step()"
-            )
-        self.close_step()
-        kept = copy.deepcopy(self.memory.state.kept) if self.memory.stateful else {}
-        about = {"choice": self.communicator.describe(), "rank": self.backend.rank, "size": self.backend.size}
-        saved = {**about, "step": self.context.step, "loss_scale": self.context.loss_scale, "memory": kept}
-        return {self._key: packed_up(saved)}
+        self._settle(saves=True)
+        return {self._key: packed_up(_written(checkpoint.save(self.exchanger)))}
 
     @property
     def _key(self) -> str:
         return f"rank_{dist.get_rank()}_of_{dist.get_world_size()}"
 
-    def load_state_dict(self, given: dict[str, Any]) -> None:
+    def load_state_dict(self, given: dict[str, Any], memory: str = "strict") -> None:
         """Go on from what :meth:`state_dict` gave: of the same rank of as many; or, where ``given`` has the entries of
         all ranks of another run, from what they have left out together, dealt out anew, so that the mean has it once.
+        :mod:`grace.session.checkpoint` has the rules, and says what ``memory`` may be. Every rank must call it.
 
         Raises:
-            ConfigError: it is another choice's; or another rank's, and not all are there.
+            ConfigError: it is damaged, or another choice's; or another rank's, and not all are there.
+            ExchangeError: gradients were reduced, and no optimizer has used them yet.
+            RankError: another rank refused its state, or loads that of another save.
         """
-        state = unpacked(given.get(self._key))
-        if state is None or (state.get("rank"), state.get("size")) != (self.backend.rank, self.backend.size):
-            state = self._dealt_anew(given)
-        if state["choice"] != self.communicator.describe():
-            raise ConfigError(
-                f"this state was saved with choice {state['choice']!r}, and here it is "
-                f"{self.communicator.describe()!r}: what was left out belongs to the method. Start without it"
-            )
-        self.close_step()
-        self.context.step, self.context.loss_scale = state["step"], state["loss_scale"]
-        self.memory.state.clear()
-        self.memory.state.update(copy.deepcopy(state["memory"]))
-        self.memory.state.commit()
 
-    def _dealt_anew(self, given: dict[str, Any]) -> dict[str, Any]:
+        def read() -> dict[str, Any]:
+            self._settle(saves=False)
+            own = _opened(given.get(self._key)) if isinstance(given, dict) else None
+            if own is not None:
+                saved_form.check(own)
+                self._check_choice(own, memory)
+                if (own["rank"], own["size"]) == (self.backend.rank, self.backend.size):
+                    return own  # type: ignore[no-any-return]
+            return self._dealt_anew(given, memory)
+
+        device = self.layouts[0].params[0].sharded_param.device
+        replicas = [state.exchanger.backend for state in above(self.layouts)]
+        checkpoint.load(self.exchanger, read, memory, lambda saved: on_devices(saved, {}, device), replicas)
+
+    def _check_choice(self, saved: dict[str, Any], memory: str) -> None:
+        if memory == "strict" and saved["components"] != self.exchanger.name:
+            raise ConfigError(
+                f"this state was saved with choice {saved['components']!r}, and here it is {self.exchanger.name!r}: "
+                f"what was left out belongs to the method. Start without it, {self.context.calls.otherwise}"
+            )
+
+    def _dealt_anew(self, given: Any, memory: str) -> dict[str, Any]:
         """A state for this rank, of those of all ranks of another run; each sender of a part takes as much of it."""
-        size, found = self.backend.size, [key for key in given if re.fullmatch(r"rank_\d+_of_\d+", key)]
+        given = given if isinstance(given, dict) else {}
+        size, found = self.backend.size, [key for key in given if re.fullmatch(r"rank_\d+_of_\d+", str(key))]
         count = int(found[0].rpartition("_")[2]) if found else 0
-        if sorted(found) != sorted(f"rank_{rank}_of_{count}" for rank in range(count)) or not count:
+        if count != len(found) or set(found) != {f"rank_{rank}_of_{count}" for rank in range(count)} or not count:
             raise ConfigError(
                 f"this rank needs what {self._key} remembered in a shard group of {size}, or what all ranks of another "
                 f"run did, to be dealt out anew, and there is {', '.join(map(str, given)) or 'nothing'}: load all of "
                 "rank_0_of_N to rank_{N-1}_of_N into one dict, and give it here; or start without it"
             )
-        states = [unpacked(given[key]) for key in found]
-        memory: dict[str, Any] = {}
+        calls = self.context.calls
+        states = [checkpoint.undamaged(_opened(given[f"rank_{rank}_of_{count}"]), memory, calls)[0]
+                  for rank in range(count)]  # fmt: skip
+        self._check_choice(states[0], memory)
+        for key in ("step", "size", "components", "seed"):
+            if len({state[key] for state in states}) > 1:
+                raise ConfigError(f"these ranks' states are not of one save: they differ in {key!r}. Load those of one")
+        kept: dict[str, Any] = {}
         for layout in self.layouts:
             whole, beside = _together(layout, states, size / count / (size - 1))
             for to in range(size) if whole else ():
                 if to != self.backend.rank:
                     row = torch.cat([_part(tensor, to, size) for tensor in whole])
-                    memory[f"{layout.name}/to_{to}"] = {key: row if n is None else n for key, n in beside.items()}
-                    if not beside:
-                        memory[f"{layout.name}/to_{to}"] = row
-        return {**states[0], "memory": memory}
+                    kept[f"{layout.name}/to_{to}"] = {key: row if n is None else n for key, n in beside.items()} or row
+        of_this_run = {"rank": self.backend.rank, "size": size, "pieces": checkpoint.partitions_of(self.exchanger)}
+        return saved_form.seal({**states[0], **of_this_run, "state": {"memory": kept}})
 
     def close(self) -> None:
         """From now on reduce-scatters are torch's again."""
         self.close_step()
         self.unhook()
-        self.communicator.release(self)
+        self.exchanger.close()
         for layout, earlier in zip(self.layouts, self.earlier, strict=True):
             layout.module.set_custom_reduce_scatter(earlier)
 
@@ -156,8 +184,8 @@ class ReduceScatterState:
         """Write the sum (or mean) over the shard group of this rank's part into ``output``."""
         if name in self.seen:
             self.close_step()
-        if not self.seen and self.grad_scaler is not None and self.grad_scaler.is_enabled():
-            self._rescale(self.grad_scaler.get_scale())
+        if not self.seen and self.exchanger.follows_scaler():
+            self.exchanger.rescale(self.grad_scaler.get_scale())
         self.seen.add(name)
         self.uses.exchanged(self.trained[name])
         rank, size = self.backend.rank, self.backend.size
@@ -198,10 +226,27 @@ class ReduceScatterState:
         self.memory.update(x, key, self.compressor, payload, ctx)
         return payload, ctx
 
-    def _rescale(self, loss_scale: float) -> None:
-        if loss_scale != self.context.loss_scale:
-            self.memory.rescale(loss_scale / self.context.loss_scale)
-            self.context.loss_scale = loss_scale
+
+def _written(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return a state under the names that it has in files: "choice", and "memory" by module and receiver."""
+    state = dict(saved["state"])
+    kept = {"choice": saved["components"], "memory": state.pop("memory", {}), "state": state}
+    return {**{key: value for key, value in saved.items() if key != "components"}, **kept}
+
+
+def _opened(packed: Any) -> Any:
+    """Return what :func:`_written` was given, of bytes; damaged or not, which is looked at later."""
+    saved = unpacked(packed)
+    if isinstance(saved, dict) and isinstance(saved.get("state"), dict) and {"choice", "memory"} <= saved.keys():
+        saved = {**saved, "components": saved["choice"], "state": {**saved["state"], "memory": saved["memory"]}}
+        del saved["choice"], saved["memory"]
+    return saved
+
+
+def _row(layout: Layout) -> int:
+    """How many elements of a module's gradient each rank keeps."""
+    trained = [param for param in layout.params if param.sharded_param.requires_grad]
+    return sum(param.padded_sharded_param_size.numel() for param in trained)
 
 
 def trained_of(layout: Layout) -> dict[str, torch.nn.Parameter]:
@@ -228,7 +273,7 @@ def _together(
     """
     params = [param for param in layout.params if param.sharded_param.requires_grad]
     wholes = [torch.zeros(param._orig_size, device=param.sharded_param.device) for param in params]
-    kept = [(state["memory"].get(f"{layout.name}/to_{to}"), to, state["size"]) for state in states
+    kept = [(state["state"].get("memory", {}).get(f"{layout.name}/to_{to}"), to, state["size"]) for state in states
             for to in range(state["size"])]  # fmt: skip
     kept = [(value, to, size) for value, to, size in kept if value is not None]
     for name, param in zip(layout.names, layout.params, strict=True):
@@ -242,9 +287,9 @@ def _together(
         row = value
         if isinstance(value, dict):
             beside = {key: None if isinstance(one, torch.Tensor) else one for key, one in value.items()}
-            (row,) = (one for one in value.values() if isinstance(one, torch.Tensor))
+            row = next((one for one in value.values() if isinstance(one, torch.Tensor)), None)
         sizes = [_part(whole, to, size).numel() for whole in wholes]
-        if row.numel() != sum(sizes):
+        if not isinstance(row, torch.Tensor) or row.numel() != sum(sizes) or list(beside.values()).count(None) > 1:
             raise ConfigError(f"module {layout.name!r} has other parameters than in the run that was saved")
         for whole, part in zip(wholes, row.to(wholes[0].device).split(sizes), strict=True):
             rows = -(-whole.shape[0] // size)
@@ -305,26 +350,26 @@ def compress_reduce_scatter(
     """
     layouts = layouts_of(model, "compress_reduce_scatter", other_axes=False)
     check_group(TorchBackend())
-    backend, error = TorchBackend(layouts[0].mesh.get_group()), None
-    context = Context(seed=seed, rank=backend.rank, size=backend.size)
-    try:
-        communicator = _made(block, memory, backend.size)
-    except ConfigError as raised:
-        error = raised
-    if error is not None:
-        agree(backend, [], error)
-        raise error
+    backend = TorchBackend(layouts[0].mesh.get_group())
+    context = Context(seed=seed, calls=REDUCE_SCATTER)
     facts = [
-        *versions(backend),
-        ("the reduce-scatter of", communicator.describe()),
-        ("the seed", str(seed)),
+        ("the gradients of", "reduce-scatters"),
+        ("grad_scaler", "none" if grad_scaler is None else "given"),
         *((f"module {layout.name!r}", ", ".join(layout.names)) for layout in layouts),
     ]
-    agree(backend, facts)
-    communicator.bind(context, backend)
-    state = ReduceScatterState(layouts, communicator, backend, context)
-    communicator.claim(state)
-    state.grad_scaler = grad_scaler
+
+    def rows() -> list[Variable]:
+        """List what travels: of each module's gradient the part of each rank."""
+        return [
+            Variable(f"{layout.name}/to_{rank}", (_row(layout),), device=str(layout.params[0].sharded_param.device))
+            for layout in layouts
+            for rank in range(backend.size)
+        ]
+
+    def choose() -> AsGiven:
+        return AsGiven(None, None, _made(block, memory, backend.size))
+
+    state = ReduceScatterState(layouts, build_exchanger(rows, choose, backend, context, facts), grad_scaler)
     for layout in layouts:
         layout.module.set_reduce_scatter_unused_params(True, recurse=False)
         layout.module.set_custom_reduce_scatter(CompressedReduceScatter(layout.name, state))

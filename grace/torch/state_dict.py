@@ -4,11 +4,12 @@ import contextlib
 import io
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
 
+from grace.core.backend import Backend
 from grace.errors import ConfigError
 from grace.exchange.bucket import Traffic
 from grace.planner.explain import Plan
@@ -170,12 +171,16 @@ def rank_state(optimizer: Any) -> dict[str, Any]:
     return {**super(StateMixin, optimizer).state_dict(), "grace": checkpoint.save(optimizer._grace.exchanger)}
 
 
-def load_state(optimizer: Any, state_dict: Any, memory: str, alone: bool = False) -> None:
+def load_state(
+    optimizer: Any, state_dict: Any, memory: str, alone: bool = False, beside: Sequence[Backend] = ()
+) -> None:
     """Restore all of it or nothing.
 
     Args:
         memory: or "maybe": "keep" if there is nothing of Grace's in it, else "strict".
         alone: ask no other rank, unless the run plans its strategy.
+        beside: other groups of ranks that load states of their own at the same moment, all or none (a pipeline's
+            stages).
     """
     session, before = optimizer._grace, dict(vars(optimizer))
     former, saved, loaded, error = session.exchanger, None, None, None
@@ -190,11 +195,14 @@ def load_state(optimizer: Any, state_dict: Any, memory: str, alone: bool = False
         except Exception as raised:
             error = raised
         if session.auto is not None:  # a plan is gone on with by all ranks, or by none
-            checkpoint.compare(former.backend, saved, memory, error)
-            resumed = session.auto.found(saved)
-            memory = "keep" if resumed is None and memory == "strict" else memory
-            if resumed is not None:
-                exchanger, plan = session.beside(resumed.strategy)
+            try:
+                checkpoint.compare(former.backend, saved, memory, error)
+                resumed = session.auto.found(saved)
+                memory = "keep" if resumed is None and memory == "strict" else memory
+                if resumed is not None:
+                    exchanger, plan = session.beside(resumed.strategy)
+            except Exception as raised:  # of all ranks that exchange; those beside are yet to hear of it
+                error = raised
         try:
             if error is None:
                 loaded = checkpoint.prepare(exchanger, saved, memory, lambda s: on_devices(s, session.parameters))
@@ -203,7 +211,7 @@ def load_state(optimizer: Any, state_dict: Any, memory: str, alone: bool = False
         except Exception as raised:
             error = raised
         if not alone or session.auto is not None:
-            checkpoint.compare(former.backend, saved, memory, error)
+            checkpoint.compare_everywhere([former.backend, *beside], saved, memory, error, alike=False)
         elif error is not None:
             raise error
         checkpoint.apply(exchanger, cast(checkpoint.Loaded, loaded))

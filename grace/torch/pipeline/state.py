@@ -1,14 +1,18 @@
 """What a pipeline's stages own, and the state of the whole model, under its names."""
 
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from grace.errors import ConfigError
-from grace.session import saved_form
+from grace.core.calls import TORCH
+from grace.errors import ConfigError, RankError
+from grace.session import checkpoint, saved_form
+from grace.session.agreement import tell
 from grace.torch.pipeline.atoms import Atoms
 from grace.torch.pipeline.stages import pieces
+from grace.torch.state_dict import load_state
 
 
 class StateOfStages:
@@ -124,25 +128,34 @@ class StateOfStages:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a whole model's state, of a plain program or of another plan.
+        """Load a whole model's state, of a plain program or of another plan. Every rank must call it, with the same.
 
         Raises:
-            ConfigError: names or shapes are not the model's; nothing was changed.
+            ConfigError: names, shapes or kinds are not the model's; nothing was changed.
+            RankError: another rank refused it, or was given another one; nothing was changed.
         """
         self._planned()
-        own, names = self.model.state_dict(), self._names()
-        if own.keys() != state.keys():
-            odd = sorted(own.keys() ^ state.keys())
-            raise ConfigError(f"the state is of another model: {', '.join(map(repr, odd[:5]))} is on one side only")
-        for name, tensor in own.items():
-            if isinstance(tensor, torch.Tensor) and tensor.shape != state[name].shape:
-                raise ConfigError(f"{name!r} has shape {tuple(tensor.shape)}, in the state {tuple(state[name].shape)}")
-        tensors = {**self.parameters, **self.buffers}
-        for name, tensor in own.items():
-            if isinstance(tensor, torch.Tensor):
-                target = tensors.get(names.get(name, name), tensor)
-                if not target.is_meta:
-                    target.copy_(state[name])
+        own: Mapping[str, Any] = self.model.state_dict()
+        names, tensors = self._names(), {**self.parameters, **self.buffers}
+        targets = {name: tensors.get(names.get(name, name), one) for name, one in own.items()}
+        sums, error = list[int](), None
+        try:
+            _check_model(targets, state)
+            sums = [_checksum(state[name]) for name, one in own.items() if isinstance(one, torch.Tensor)]
+        except Exception as raised:
+            error = raised
+        told = tell(self.places.backend, "a model's state", sums, error, "did not load the model's state")
+        compared = [name for name, one in own.items() if isinstance(one, torch.Tensor)]
+        for name, every in zip(compared, zip(*told, strict=True), strict=True):
+            known = [(rank, one) for rank, one in enumerate(every) if one >= 0]
+            if odd := next((rank for rank, one in known if one != known[0][1]), None):
+                raise RankError(
+                    f"rank {odd} loads another state of the model than rank {known[0][0]}: {name!r} differs. Let every "
+                    "rank load the same file"
+                )
+        for name, target in targets.items():
+            if isinstance(target, torch.Tensor) and not target.is_meta:
+                target.copy_(state[name])
 
     # -- the optimizer ------------------------------------------------------------------------------------
 
@@ -151,16 +164,13 @@ class StateOfStages:
         group by group in the model's order; with their ``names``, and what all replicas
         remember. Every rank must call it."""
         self._planned()
-        optimizer, mine = self.gradients.optimizer, None
-        if self.parameters:
-            saved, names = optimizer.full_state_dict(), self._optimizer_names()
-            if self.places.replica == 0:
-                groups = [
-                    {**{k: v for k, v in group.items() if k != "params"}, "names": [names[i] for i in group["params"]]}
-                    for group in saved["param_groups"]
-                ]
-                mine = {names[i]: value for i, value in saved["state"].items()}, groups, saved["grace"]
-        told = [one for one in self.places.backend.allgather_object(mine) if one is not None]
+        mine, error = None, None
+        try:
+            mine = self._own_optimizer_state() if self.parameters else None
+        except Exception as raised:
+            error = raised
+        every = tell(self.places.backend, "a state to save", mine, error, "could not save")
+        told = [one for one in every if one is not None]
         order = {name: i for i, (name, _) in enumerate(self.model.named_parameters())}
         merged: list[tuple[dict[str, Any], list[str]]] = []
         for group in (group for _, groups, _ in told for group in groups):
@@ -179,6 +189,17 @@ class StateOfStages:
             "grace": _together([remembered for _, _, remembered in told]),
         }
 
+    def _own_optimizer_state(self) -> tuple[dict[str, Any], list[dict[str, Any]], Any] | None:
+        """Return the state by name, the groups, and what is remembered, of replica 0 of this rank's stages."""
+        saved, names = self.gradients.optimizer.full_state_dict(), self._optimizer_names()
+        if self.places.replica:
+            return None
+        groups = [
+            {**{k: v for k, v in group.items() if k != "params"}, "names": [names[i] for i in group["params"]]}
+            for group in saved["param_groups"]
+        ]
+        return {names[i]: value for i, value in saved["state"].items()}, groups, saved["grace"]
+
     def _optimizer_names(self) -> list[str]:
         known = {id(p): name for name, p in self.parameters.items()}
         return [known[id(p)] for group in self.gradients.optimizer.param_groups for p in group["params"]]
@@ -191,29 +212,111 @@ class StateOfStages:
             memory: what becomes of memories that do not fit, as for a distributed optimizer's ``load_state_dict``.
 
         Raises:
-            ConfigError: it is of another model.
+            ConfigError: it is of another model, or damaged; nothing was changed.
+            RankError: another rank refused it, or they load different ones; nothing was changed.
         """
         self._planned()
-        optimizer = self.gradients.optimizer
-        if not self.parameters:
-            return
-        names = self._optimizer_names()
-        numbers = {name: i for i, name in enumerate(saved.get("names", ()))}
+        backend, optimizer, error = self.places.backend, self.gradients.optimizer, None
+        given, whole, kinds, dropped = dict[str, Any](), True, list[Any](), list[str]()
+        try:
+            checkpoint.check_mode(memory)
+            kinds, dropped = _remembered(saved, memory)
+            if self.parameters:
+                given, whole = self._part_of(saved, kinds)
+        except Exception as raised:
+            error = raised
+        # All ranks are given one document: that is compared, and then each stage's ranks load their part of it.
+        checkpoint.compare(backend, kinds[0] if kinds else None, memory, error)
+        if self.parameters:
+            part, name = given["grace"], optimizer._grace.exchanger.name
+            if part is not None and memory == "strict" and not (whole and part["components"] == name):
+                memory = "keep"  # a stage with one replica exchanges nothing, and others exchange in other ways
+            load_state(optimizer, given, memory, beside=[backend])
+            optimizer._grace.loaded()
+        else:
+            checkpoint.compare(backend, None, memory)
+        checkpoint.say_dropped(dropped)
+
+    def _part_of(self, saved: Mapping[str, Any], kinds: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], bool]:
+        """Return what this rank's optimizer loads of a whole model's state; and whether what is remembered is of all
+        its parameters."""
+        names, numbers = self._optimizer_names(), {name: i for i, name in enumerate(saved["names"])}
         if left := [name for name in names if name not in numbers]:
             raise ConfigError(f"the optimizer's state knows no parameter {left[0]!r}: it is of another model")
-        own = optimizer.full_state_dict()
         groups = []
-        for group in own["param_groups"]:
-            first = numbers[names[group["params"][0]]]
-            found = next(one for one in saved["param_groups"] if first in one["params"])
-            groups.append({**group, **{k: v for k, v in found.items() if k != "params"}})
+        for group in torch.optim.Optimizer.state_dict(self.gradients.optimizer)["param_groups"]:
+            firsts = [numbers[names[i]] for i in group["params"][:1]]
+            found = next((one for one in saved["param_groups"] if set(firsts) & set(one["params"])), None)
+            if firsts and found is None:
+                raise ConfigError(f"the optimizer's state is damaged: no group of it has {names[group['params'][0]]!r}")
+            groups.append({**group, **{k: v for k, v in (found or {}).items() if k != "params"}})
         state = {i: saved["state"][numbers[name]] for i, name in enumerate(names) if numbers[name] in saved["state"]}
-        remembered = saved.get("grace")
-        if remembered is not None:
-            remembered, whole = _part(remembered, names)
-            if memory == "strict" and not (whole and remembered["components"] == own["grace"]["components"]):
-                memory = "keep"  # a stage with one replica exchanges nothing, and others exchange in other ways
-        optimizer.load_state_dict({"state": state, "param_groups": groups, "grace": remembered}, memory)
+        part, whole = _part(kinds, names) if kinds else (None, True)
+        return {"state": state, "param_groups": groups, "grace": part}, whole
+
+
+def _check_model(targets: Mapping[str, Any], state: Any) -> None:
+    """Refuse what is no state of this model. Of tensors that are on other ranks it may lack the values, on meta.
+
+    Raises:
+        ConfigError: the message names the entry.
+    """
+    if not isinstance(state, Mapping):
+        raise ConfigError(f"a model's state is a dict of tensors, not {saved_form.short(state)}")
+    if targets.keys() != state.keys():
+        odd = sorted(map(str, targets.keys() ^ state.keys()))
+        raise ConfigError(f"the state is of another model: {', '.join(map(repr, odd[:5]))} is on one side only")
+    for name, target in targets.items():
+        if not isinstance(target, torch.Tensor):
+            continue
+        value = state[name]
+        if not isinstance(value, torch.Tensor):
+            raise ConfigError(f"{name!r} should be a tensor, and in the state it is {saved_form.short(value)}")
+        if target.shape != value.shape:
+            raise ConfigError(f"{name!r} has shape {tuple(target.shape)}, in the state {tuple(value.shape)}")
+        if value.layout != torch.strided or (value.is_meta and not target.is_meta):
+            where = "on meta, without values" if value.is_meta else f"of layout {value.layout}"
+            raise ConfigError(f"{name!r} should be a dense tensor, and in the state it is {where}")
+        if value.is_complex() and not target.is_complex():
+            raise ConfigError(f"{name!r} is of {target.dtype}, and in the state of {value.dtype}")
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    """Return a CRC-32 of a tensor's bytes; -1 if it has none here."""
+    if tensor.is_meta:
+        return -1
+    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _remembered(saved: Any, memory: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return what the exchangers of a whole model's stages remember, which is what was saved, and what was left out for
+    being damaged.
+
+    Raises:
+        ConfigError: it is no such state, or is damaged.
+    """
+    if not isinstance(saved, Mapping):
+        raise ConfigError(f"a state of the pipeline's optimizer is a dict, not {saved_form.short(saved)}")
+    names, groups, state = saved.get("names"), saved.get("param_groups"), saved.get("state")
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        raise ConfigError("the optimizer's state is damaged: 'names' should be a list of the parameters' names")
+    if not isinstance(groups, (list, tuple)) or not all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple)) for group in groups
+    ):
+        raise ConfigError("the optimizer's state is damaged: 'param_groups' should be a list of dicts with 'params'")
+    if not isinstance(state, Mapping) or not all(isinstance(value, Mapping) for value in state.values()):
+        raise ConfigError("the optimizer's state is damaged: 'state' should be a dict of dicts")
+    given = saved.get("grace")
+    kinds = given if isinstance(given, list) else [] if given is None else [given]
+    found, dropped = list[dict[str, Any]](), list[str]()
+    for one in kinds:
+        whole, left_out = checkpoint.undamaged(one, memory, TORCH)
+        if "ranks" not in whole or "pieces" not in whole:
+            raise ConfigError("the checkpoint's 'grace' entry is of one rank, and a pipeline's is of all: save that of "
+                              "engine.optimizer_state_dict()")  # fmt: skip
+        found.append(whole)
+        dropped += left_out
+    return found, dropped
 
 
 def _together(saved: Sequence[Any]) -> Any:
@@ -250,9 +353,8 @@ def _open(saved: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in saved.items() if key not in ("checksum", "checksums", "holds")}
 
 
-def _part(saved: Any, names: Sequence[str]) -> tuple[dict[str, Any], bool]:
+def _part(kinds: Sequence[dict[str, Any]], names: Sequence[str]) -> tuple[dict[str, Any], bool]:
     """What is remembered of these parameters, by the exchanger that had most of them; and whether it had all."""
-    kinds = saved if isinstance(saved, list) else [saved]
     part = _open(max(kinds, key=lambda one: sum(name in one["pieces"] for name in names)))
     own = {name for name in part["pieces"] if name in names}
     if own != part["pieces"].keys() or len(own) < len(names):
@@ -262,4 +364,4 @@ def _part(saved: Any, names: Sequence[str]) -> tuple[dict[str, Any], bool]:
     part["pieces"] = {name: piece for name, piece in part["pieces"].items() if name in own}
     part["shared"] = {kind: [name for name in values if of(name)] for kind, values in part["shared"].items()}
     part["state"], part["ranks"] = kept(part["state"]), [kept(one) for one in part["ranks"]]
-    return saved_form.seal(part), len(own) == len(names) or not isinstance(saved, list)
+    return saved_form.seal(part), len(own) == len(names) or len(kinds) == 1

@@ -355,7 +355,8 @@ class PointToPointStage:
             for rest in kept.missing:
                 rest()
             if kept.groups:
-                split.stage_backward_weight((p for p in self.submod.parameters() if p.requires_grad), kept.groups)
+                trained = (p for p in self.submod.parameters() if p.requires_grad)
+                split.stage_backward_weight(trained, kept.groups, retain_graph=True)  # groups may share what they read
 
 
 @contextlib.contextmanager

@@ -107,7 +107,6 @@ class Pipeline(StateOfStages):
     ):
         if inputs not in (None, *INPUTS):
             raise ConfigError(f"inputs must be one of {', '.join(INPUTS)}, not {inputs!r}")
-        check_options(options)
         searched = stages, replicas, microbatches, schedule, recompute, cuts, blocks, memory, memory_margin, links
         self.wanted = Wanted(*searched, compressor, residual, communicator)
         self.backend = current()
@@ -117,6 +116,7 @@ class Pipeline(StateOfStages):
                 f"{self.backend.name}: call grace.init('torch'), which joins ranks of torchrun, mpirun and srun"
             )
         check_plain(model)
+        check_options(options, model)
         self.model, self.loss_fn, self.make_optimizer, self.scaler = model, loss_fn, optimizer, grad_scaler
         self.given_plan, self.given_inputs, self.whole = plan, inputs, whole
         self.profiles = profile.cache_file() if profiles is True else profiles or None

@@ -1,7 +1,7 @@
 """The gradients of a rank's stages, from the end of a schedule to the optimizer's step."""
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,15 +25,22 @@ INSTEAD = {
 }
 
 
-def check_options(options: Collection[str]) -> None:
+def check_options(options: Mapping[str, Any], model: torch.nn.Module) -> None:
     """Refuse what a pipeline does not hand on.
 
     Raises:
-        ConfigError: there is such an option.
+        ConfigError: there is such an option, or a layer has sparse gradients and ``sparse_as_dense`` was not given.
     """
     if odd := [name for name in options if name not in OPTIONS]:
         why = INSTEAD.get(odd[0], f"of a distributed optimizer's it takes {', '.join(OPTIONS)}")
         raise ConfigError(f"a pipeline has no option {odd[0]!r}: {why}")
+    for name, module in model.named_modules() if not options.get("sparse_as_dense") else ():
+        is_table = isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag))
+        if is_table and module.sparse and module.weight.requires_grad:
+            raise ConfigError(
+                f"the layer {name!r} has sparse gradients, which a pipeline does not exchange: give "
+                "Pipeline(..., sparse_as_dense=True), or leave sparse=True out of the layer"
+            )
 
 
 class Gradients:

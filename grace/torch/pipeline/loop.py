@@ -37,7 +37,8 @@ def hand_over(engine: Any, run: Callable[[], Any], later: bool = False) -> Any:
         p.grad = None
     try:
         value = run()
-        new = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        new = {name: gradient.to_dense() if gradient.is_sparse else gradient for name, gradient in found.items()}
     finally:
         for name, p in parameters.items():
             p.grad = before[name]

@@ -1,7 +1,7 @@
 """The stages of this process for inputs of certain shapes: captured, cut, and ready for a schedule."""
 
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class Built:
         device: of this rank's stages.
         recompute: see :class:`PointToPointStage`.
         whole: of the flat inputs, whether they have no rows.
+        before_travel: see :class:`PointToPointStage`.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Built:
         device: torch.device,
         recompute: bool,
         whole: Sequence[bool],
+        before_travel: Callable[[], None] | None = None,
     ):
         self.captured = capture(model, args, kwargs)
         self.atoms = Atoms(self.captured)
@@ -83,6 +85,7 @@ class Built:
                     places.group,
                     device,
                     recompute and i < count - 1,
+                    before_travel,
                 )
             )
         self.schedule: Any = None

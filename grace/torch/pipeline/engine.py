@@ -20,7 +20,8 @@ from grace.torch.pipeline.atoms import Atoms
 from grace.torch.pipeline.capture import call_of, capture, check_plain
 from grace.torch.pipeline.cutting import Built, shapes_of
 from grace.torch.pipeline.exchange import Gradients, check_options, chosen_strategy
-from grace.torch.pipeline.loop import gathered, hand_over
+from grace.torch.pipeline.loop import from_rank_0, gathered, hand_over
+from grace.torch.pipeline.meeting import Meeting
 from grace.torch.pipeline.places import Places
 from grace.torch.pipeline.planning import Wanted, agreed, check_whole, found, state_bytes, update_seconds
 from grace.torch.pipeline.rows import micro_batches, rows_of
@@ -173,6 +174,7 @@ class Pipeline(StateOfStages):
         if self.inputs == "replica" and not places.equal:
             raise ConfigError("inputs='replica' needs as many replicas of each stage: use inputs='global'")
         self.nodes = [stage.nodes for stage in plan.stages]
+        self.meeting = Meeting(places, self.inputs == "replica")
         self._own_tensors(atoms)
         with places.together():
             self._materialize(self.init)
@@ -205,12 +207,23 @@ class Pipeline(StateOfStages):
         self._planned()
         return self.places.replicas[self.stage]
 
-    def _chunks(self, args: Any, kwargs: Any, target: Any) -> tuple[Built, list[Any], list[Any]]:
-        """Stages for these shapes, and of each micro-batch the inputs of this rank's stages, and the target."""
-        if self.plan is None:
-            self._cut(args, kwargs)
+    def _met(self, args: Any, kwargs: Any, targeted: bool) -> tuple[Built, list[Any], list[Any]]:
+        """Return what :meth:`_chunks` makes of a call, whose comparison with those of the other ranks has begun;
+        ``targeted`` if the last of ``args`` is the target, where there is a loss."""
+
+        def prepare() -> Any:
+            own, target = self._with_target(args, kwargs) if targeted else (args, None)
+            made, shapes = self._chunks(own, kwargs, target)
+            return made, shapes, [] if self.inputs == "rank0" else pytree.tree_leaves((args, kwargs))
+
+        mode = (1 + self._syncing) if self.training else 0
+        return self.meeting.begin(prepare, mode, self.gradients)  # type: ignore[no-any-return]
+
+    def _chunks(self, args: Any, kwargs: Any, target: Any) -> tuple[tuple[Built, list[Any], list[Any]], Any]:
+        """Stages for these shapes, and of each micro-batch the inputs of this rank's stages, and the target; and the
+        shapes of the batch."""
         if self.inputs == "rank0":
-            args, kwargs, target = self._from_rank_0(args, kwargs, target)
+            args, kwargs, target = from_rank_0(self.places, self.device, args, kwargs, target)
         assert self.plan is not None
         count, place = self.plan.microbatches, self.places.place(self.stage)
         captured = self._captured
@@ -223,18 +236,8 @@ class Pipeline(StateOfStages):
         if key not in self._built:
             self.model.train(self.training)
             holders = {**self.gradients.holders, **self.buffer_holders}
-            self._built[key] = Built(
-                self.model,
-                first[0],
-                first[1],
-                self.nodes,
-                self.training,
-                holders,
-                self.places,
-                self.device,
-                self.plan.recompute,
-                whole,
-            )
+            fixed = holders, self.places, self.device, self.plan.recompute, whole, self.meeting.end
+            self._built[key] = Built(self.model, first[0], first[1], self.nodes, self.training, *fixed)
         built = self._built[key]
         flat = [built.captured.flat(*pytree.tree_unflatten(one, spec)) for one in cut]
         targets, target_spec = pytree.tree_flatten(target)
@@ -242,21 +245,8 @@ class Pipeline(StateOfStages):
         if self.inputs != "replica" and len(self.nodes) - 1 not in self.places.stages:
             last = place  # it computes no loss
         parts = micro_batches(targets, rows, count, last, self.inputs != "replica")
-        return built, [built.inputs(one) for one in flat], [pytree.tree_unflatten(one, target_spec) for one in parts]
-
-    def _from_rank_0(self, *given: Any) -> Any:
-        leaves, spec = pytree.tree_flatten(given)
-        tensors = [one for one in leaves if isinstance(one, torch.Tensor)]
-        known = self.backend.allgather_object([(tuple(t.shape), t.dtype) for t in tensors])[0]
-        if len(known) != len(tensors):
-            raise ConfigError("with inputs='rank0' all ranks call with as many tensors; others' may be empty")
-        filled = iter(
-            self.places.from_rank(
-                t.contiguous() if self.backend.rank == 0 else torch.empty(shape, dtype=dtype, device=self.device), 0
-            )
-            for t, (shape, dtype) in zip(tensors, known, strict=True)
-        )
-        return pytree.tree_unflatten([next(filled) if isinstance(one, torch.Tensor) else one for one in leaves], spec)
+        inputs = [built.inputs(one) for one in flat]
+        return (built, inputs, [pytree.tree_unflatten(one, target_spec) for one in parts]), shapes_of(leaves)
 
     # -- training -----------------------------------------------------------------------------------------
 
@@ -276,17 +266,19 @@ class Pipeline(StateOfStages):
         self._scale = scale
         return loss
 
-    def _run(self, args: Any, kwargs: Any, target: Any) -> float:
+    def _run(self, args: Any, kwargs: Any) -> float:
         """The schedule; gradients of it alone are in ``p.grad``, as means over micro-batches, in units of the loss
         scale. Returns this rank's share of the loss, the mean over all rows."""
-        built, chunks, targets = self._chunks(args, kwargs, target)
         assert self.plan is not None
+        with self.places.telling(f"step {self.steps} of the pipeline"):
+            built, chunks, targets = self._met(args, kwargs, True)
         loss = self._loss(built)
         if built.schedule is None:
             built.schedule = schedules.schedule_of(self.plan.schedule, built.stages, self.plan.microbatches, loss)
         built.schedule._loss_fn = loss
         with self.places.telling(f"step {self.steps} of the pipeline"):
             losses = schedules.run(built.schedule, built.stages, chunks, targets)
+            self.meeting.end()  # of a plan of one stage, in which nothing travels
         self.steps += 1
         factor = self.gradients.factor(self.plan.microbatches)
         with torch.no_grad():
@@ -300,19 +292,19 @@ class Pipeline(StateOfStages):
         """Clear gradients, forward and backward of all micro-batches, exchange, and update.
 
         Args:
-            args, kwargs: of the model; with a ``loss_fn`` the last of ``args`` is the target.
+            args, kwargs: of the model; with a ``loss_fn`` the last of ``args`` is the target, ``(x, target)`` or
+            ``(target, **batch)``.
 
         Returns:
             The mean loss over all rows, on every rank.
         """
-        args, target = self._with_target(args)
         if not self.training:
             raise ConfigError("the pipeline is evaluating: call engine.train() before engine.step()")
         if self.plan is None:
-            self._cut(args, kwargs)
+            self._cut(self._with_target(args, kwargs)[0], kwargs)
         if not self._pending:
             self.gradients.zero_grad()
-        share = hand_over(self, lambda: self._run(args, kwargs, target))
+        share = hand_over(self, lambda: self._run(args, kwargs))
         self._pending = not self._syncing
         if self._syncing:
             self.gradients.exchange()  # before all ranks meet: stages in front still run their schedule
@@ -328,16 +320,18 @@ class Pipeline(StateOfStages):
         ``p.grad``. In evaluation: the model's outputs of this replica's rows, on every rank."""
         if not self.training:
             return self.evaluate(*args, **kwargs)
-        args, target = self._with_target(args)
         if self.plan is None:
-            self._cut(args, kwargs)
-        return hand_over(self, lambda: torch.tensor(self.places.total(self._run(args, kwargs, target))), later=True)
+            self._cut(self._with_target(args, kwargs)[0], kwargs)
+        return hand_over(self, lambda: torch.tensor(self.places.total(self._run(args, kwargs))), later=True)
 
-    def _with_target(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
+    def _with_target(self, args: tuple[Any, ...], kwargs: Any) -> tuple[tuple[Any, ...], Any]:
         if self.loss_fn is None:
             return args, None
-        if len(args) < 2:
-            raise ConfigError("call it with the model's arguments and then the target that loss_fn takes")
+        if len(args) < (1 if kwargs else 2):
+            raise ConfigError(
+                "call it with the model's arguments and then the target that loss_fn takes, without a name: "
+                "(x, target), or (target, **batch) where all of the model's are named"
+            )
         return args[:-1], args[-1]
 
     @contextlib.contextmanager
@@ -392,8 +386,11 @@ class Pipeline(StateOfStages):
             args, kwargs: of the model, without a target.
             gather: of the rows of all replicas, and not of this one's alone.
         """
-        built, chunks, _ = self._chunks(args, kwargs, None)
+        if self.plan is None:
+            self._cut(args, kwargs)
         with self.places.telling("the pipeline's evaluation"):
+            built, chunks, _ = self._met(args, kwargs, False)
             outputs = schedules.forward(built.stages, chunks)
+            self.meeting.end()
         apart = self.inputs == "replica"
         return built.output(gathered(outputs, self.places, gather or not apart, apart))

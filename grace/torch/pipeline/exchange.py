@@ -73,6 +73,8 @@ class Gradients:
         self.tied = self._tied_groups()
         self.ready = False
         """Whether gradients were computed that are not exchanged."""
+        self.handed, self.updates = 0, 0
+        """Batches whose gradients were handed over, and steps of the optimizer, which are the same on all ranks."""
         self.optimizer: Any = None
         self.stand_in = torch.nn.Parameter(torch.zeros(1))
         with places.together():
@@ -218,6 +220,7 @@ class Gradients:
                 p.grad = mean
 
     def _before_step(self, *ignored: Any) -> None:
+        self.updates += 1
         self.exchange()
 
     def metrics(self) -> dict[str, float]:

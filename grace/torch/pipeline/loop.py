@@ -4,7 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
+from grace.errors import ConfigError
 from grace.torch.pipeline.places import Places
 
 
@@ -49,6 +51,7 @@ def hand_over(engine: Any, run: Callable[[], Any], later: bool = False) -> Any:
             p, own = parameters[name], gradient if factor == 1.0 else gradient * factor
             p.grad = own if p.grad is None else p.grad.add_(own)
         engine.gradients.ready = True
+        engine.gradients.handed += 1
 
     if not later:
         hand(1.0)
@@ -56,6 +59,24 @@ def hand_over(engine: Any, run: Callable[[], Any], later: bool = False) -> Any:
     scale = engine._scale
     anchor = torch.zeros((), requires_grad=True)
     return _Loss.apply(anchor, value, lambda factor: hand(factor / scale))  # type: ignore[no-untyped-call]
+
+
+def from_rank_0(places: Places, device: torch.device, *given: Any) -> Any:
+    """Return rank 0's tensors in place of this rank's, which may be empty.
+
+    Raises:
+        ConfigError: this rank was given another number of tensors.
+    """
+    leaves, spec = pytree.tree_flatten(given)
+    tensors = [one for one in leaves if isinstance(one, torch.Tensor)]
+    known = places.backend.allgather_object([(tuple(t.shape), t.dtype) for t in tensors])
+    if any(len(one) != len(known[0]) for one in known):
+        raise ConfigError("with inputs='rank0' all ranks call with as many tensors; others' may be empty")
+    filled = iter(
+        places.from_rank(t.contiguous() if places.rank == 0 else torch.empty(shape, dtype=dtype, device=device), 0)
+        for t, (shape, dtype) in zip(tensors, known[0], strict=True)
+    )
+    return pytree.tree_unflatten([next(filled) if isinstance(one, torch.Tensor) else one for one in leaves], spec)
 
 
 def gathered(outputs: Sequence[Any], places: Places, every: bool, by_replica: bool) -> list[Any]:

@@ -1,7 +1,7 @@
 """A stage as the schedules of torch.distributed.pipelining run it; between unequal replicas rows of values travel."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,6 +87,7 @@ class PointToPointStage:
         group: all ranks, for nothing but this.
         device: where the stage is.
         recompute: keep only what comes in, and compute forward again for backward.
+        before_travel: called before anything is sent or awaited; it raises if the ranks are to run different things.
     """
 
     def __init__(
@@ -105,7 +106,9 @@ class PointToPointStage:
         group: Any,
         device: torch.device,
         recompute: bool = False,
+        before_travel: Callable[[], None] | None = None,
     ):
+        self.before_travel = before_travel
         self.submod, self.stage_index, self.num_stages = module, index, count
         self.group_rank, self.group_size = position, positions
         self.stage_index_to_group_rank: dict[int, int] = {}
@@ -160,6 +163,8 @@ class PointToPointStage:
 
     def _receive(self, values: Sequence[Crossing], peers: Any, stage: int, chunk: int, kind: int) -> Any:
         """Operations, and the parts of each value that they fill; None for values that do not come."""
+        if self.before_travel is not None:
+            self.before_travel()
         ops, parts = list[dist.P2POp](), list[Any]()
         for i, value in enumerate(values):
             if kind and not value.differentiable:
@@ -180,6 +185,8 @@ class PointToPointStage:
     def _send(
         self, values: Sequence[Crossing], given: Sequence[Any], peers: Any, stage: int, chunk: int, kind: int
     ) -> Any:
+        if self.before_travel is not None:
+            self.before_travel()
         ops = list[dist.P2POp]()
         for i, (value, tensor) in enumerate(zip(values, given, strict=True)):
             if kind and not value.differentiable:

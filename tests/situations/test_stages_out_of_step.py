@@ -1,0 +1,159 @@
+"""A rank of a pipeline leaves something out, or is given something else: all ranks are told; nothing has changed."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import grace
+from tests.support.pools import ranks_of
+
+pytestmark = pytest.mark.ranks
+
+
+def engine_of(rate=0.1, **settings):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+    return grace.torch.Pipeline(
+        model,
+        torch.zeros(8, 8),
+        nn.functional.mse_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=rate),
+        profiles=False,
+        **{"microbatches": 2, "stages": 2, **settings},
+    )
+
+
+def batch_of(step, rows=8):
+    draw = torch.Generator().manual_seed(step)
+    return torch.randn(rows, 8, generator=draw), torch.randn(rows, 4, generator=draw)
+
+
+def steps(engine, numbers, run=None):
+    """The steps that were made, and the error that ended them; the weights must be those after the last whole step."""
+    done, before = [], None
+    for step in numbers:
+        before = {name: p.detach().clone() for name, p in engine.parameters.items()}
+        try:
+            (run or (lambda step: engine.step(*batch_of(step))))(step)
+        except grace.GraceError as error:
+            same = all(torch.equal(before[name], p) for name, p in engine.parameters.items())
+            return done, type(error).__name__, str(error), same
+        done.append(step)
+    return done, "nothing", "", True
+
+
+def leaves_out(rank, left_out, settings):
+    numbers = [step for step in range(6) if grace.rank() != rank or step != left_out]
+    return steps(engine_of(**settings), numbers)
+
+
+@pytest.mark.parametrize(("rank", "left_out"), [(1, 3), (0, 3), (1, 0)])
+def test_a_step_that_one_stage_leaves_out_is_an_error_on_all_ranks(rank, left_out):
+    for done, kind, words, same in ranks_of(2).run(leaves_out, rank, left_out, {}):
+        assert (kind, same) == ("StepError", True)
+        assert max(done, default=-1) <= left_out + 1
+        assert "rank 1 was given another batch than rank 0: a rank left out a step" in words
+
+
+def constant():
+    """Batches that are one number all over, and rank 1 leaves out the first."""
+    engine = engine_of()
+
+    def one(step):
+        return engine.step(torch.full((8, 8), float(step)), torch.full((8, 4), float(step)))
+
+    return steps(engine, range(grace.rank(), 6), one)
+
+
+def shuffled():
+    """Each rank shuffles its data by itself: inputs meet the targets of others."""
+    return steps(engine_of(), ([4, 1, 5, 0, 2, 3], [2, 5, 0, 3, 1, 4])[grace.rank()])
+
+
+@pytest.mark.parametrize("run", [constant, shuffled])
+def test_batches_that_differ_from_the_beginning_are_an_error_on_all_ranks(run):
+    for done, kind, words, same in ranks_of(2).run(run):
+        assert len(done) <= 1
+        assert (kind, same) == ("StepError", True)
+        assert "by a sampler of the same seed" in words
+
+
+def test_a_replica_that_leaves_out_a_step_alone_is_named_to_the_others():
+    settings = {"compressor": "topk(ratio=0.3)", "replicas": 2}
+    for done, kind, words, same in ranks_of(4).run(leaves_out, 3, 2, settings):
+        assert (done, kind, same) == ([0, 1], "StepError", True)
+        assert "rank 3" in words
+
+
+def shorter():
+    """Rank 1's last batch is shorter; then it has rows that cannot be cut at all; and then all goes on."""
+    engine, rank, told = engine_of(), grace.rank(), []
+    for rows in (4, 7):
+        one = lambda step, rows=rows: engine.step(*batch_of(step, rows if rank == 1 else 8))  # noqa: E731
+        engine.step(*batch_of(0))
+        told.append(steps(engine, [1], one)[1:])
+    return told, steps(engine, [2, 3])[0]
+
+
+def test_a_shorter_batch_on_one_rank_is_named_on_all():
+    for told, done in ranks_of(2).run(shorter):
+        assert [same for *_, same in told] == [True, True]
+        assert "rank 1 was given a batch of float32[4, 8], float32[4, 4], and rank 0 of float32[8, 8]" in told[0][1]
+        assert "a batch of 7 rows cannot be cut" in told[1][1]
+        assert done == [2, 3]
+
+
+def own_loop(left_out):
+    """What rank 1 leaves out of its own loop in step 2."""
+    engine, rank = engine_of(), grace.rank()
+
+    def one(step):
+        skipped = left_out if rank == 1 and step == 2 else ""
+        engine.zero_grad()
+        loss = engine(*batch_of(step))
+        if skipped != "backward":
+            loss.backward()
+        if skipped != "step":
+            engine.optimizer.step()
+
+    return steps(engine, range(5), one)
+
+
+@pytest.mark.parametrize(("left_out", "call"), [("step", "optimizer.step()"), ("backward", "loss.backward()")])
+def test_what_one_stage_leaves_out_of_its_own_loop_is_named_at_the_next_batch(left_out, call):
+    for done, kind, words, same in ranks_of(2).run(own_loop, left_out):
+        assert (done, kind, same) == ([0, 1, 2], "StepError", True)
+        assert f"rank 1 left out {call}" in words
+
+
+def evaluates_alone():
+    engine, rank = engine_of(), grace.rank()
+    engine.step(*batch_of(0))
+    engine.train(rank == 0)
+    return steps(engine, [1], lambda step: engine(*batch_of(step)[: 1 + (rank == 0)]))
+
+
+def test_a_stage_that_evaluates_while_another_trains_is_named():
+    for _, kind, words, _ in ranks_of(2).run(evaluates_alone):
+        assert kind == "StepError"
+        assert "rank 0 trains; rank 1 evaluates" in words
+
+
+def with_stand_ins():
+    """Only the last stage has targets; the others' stand in. And stages learn at rates of their own."""
+    engine, rank = engine_of(rate=(0.1, 0.9)[grace.rank()]), grace.rank()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(4):
+            x, y = batch_of(step)
+            engine.step(x, y if rank == 1 else torch.zeros_like(y))
+    return [str(one.message) for one in said if "pipeline" in str(one.message)]
+
+
+def test_targets_that_stand_in_and_rates_of_layers_are_said_once_and_train():
+    for said in ranks_of(2).run(with_stand_ins):
+        assert len(said) == 2
+        assert "ranks 0 and 1 of a pipeline were given different tensors for some of their batch" in said[0]
+        assert "rank 0 has lr 0.1; rank 1 has lr 0.9" in said[1]

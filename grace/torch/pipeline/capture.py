@@ -15,8 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from grace.errors import ConfigError
+from grace.torch.pipeline.contexts import inline_blocks, operation_of
+from grace.torch.pipeline.own_backward import CarriedFunctions, check_hooks, is_users
 
-THEIR_CODE = str(Path(torch.__file__).parent)
 WRITES_UNSAID: dict[Any, tuple[int, tuple[int, ...]]] = {
     torch.ops.aten.batch_norm.default: (5, (3, 4)),
     torch.ops.aten.instance_norm.default: (5, (3, 4)),
@@ -81,20 +82,32 @@ def capture(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
         args, kwargs: what it is called with. What is no tensor is a constant of the graph.
 
     Raises:
-        ConfigError: ``torch.export`` cannot take it; the message names the line of the model.
+        ConfigError: ``torch.export`` cannot take it, or it has hooks that change gradients; the message names the line
+            of the model, or the module.
 
     >>> found = capture(torch.nn.Linear(2, 3), (torch.ones(4, 2),))
     >>> sorted(found.attributes), [node.name for node in found.nodes]
     (['bias', 'weight'], ['linear'])
     """
-    kwargs = dict(kwargs or {})
+    check_hooks(model)
+    kwargs, functions = dict(kwargs or {}), CarriedFunctions()
     try:
-        with torch.enable_grad(), _with_values(model, args, kwargs) as (given, named):
+        with torch.enable_grad(), _with_values(model, args, kwargs) as (given, named), functions.capturing():
             program = torch.export.export(model, given, named, strict=False)
+    except ConfigError:
+        raise
     except Exception as error:
         raise ConfigError(_cannot(model, error)) from error
     module: Any = program.module(check_guards=False)
+    functions.put_into(module)
+    inline_blocks(module)
     graph = module.graph
+    for node in graph.nodes:
+        if getattr(node.target, "__module__", "") == "torch._functorch.predispatch":
+            raise ConfigError(
+                f"the model calls torch.vmap or torch.func at {line_of(node)}, whose operations cannot be cut apart: "
+                "write that line in operations on whole batches"
+            )
     tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     first = {id(tensor): name for name, tensor in reversed(tensors.items())}
     every = {
@@ -201,28 +214,26 @@ def _settle_copies(graph: fx.Graph) -> None:
 
 
 def _cannot(model: torch.nn.Module, error: Exception) -> str:
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _users(frame.filename)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
     where = ""
     if frames:
         where = f' at {frames[-1].filename}:{frames[-1].lineno} ("{frames[-1].line}")'
     elif found := re.findall(r'File "([^"]+)", line (\d+)', str(error)):
-        own = [place for place in found if _users(place[0])]
+        own = [place for place in found if is_users(place[0])]
         where = f" at {own[-1][0]}:{own[-1][1]}" if own else ""
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    if "constant's list" in reason:  # torch's words do not say which operations it did not see
+        reason = "it reads a value behind autograd's back (tensor.data, torch.autograd.grad): tensor.detach() is taken"
     return (
         f"torch.export cannot take {type(model).__name__}{where}: {reason}. Write that line without Python that looks "
         "at tensors' values (torch.where, torch.cond), or leave the part out of the pipelined model"
     )
 
 
-def _users(file: str) -> bool:
-    return not file.startswith((THEIR_CODE, str(Path(__file__).parent), "<"))
-
-
 def line_of(node: fx.Node) -> str:
     """Where in the user's model a node comes from, as "file:line"; "" if that is not known."""
     places = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    own = [f"{Path(file).name}:{line}" for file, line in places if _users(file)]
+    own = [f"{Path(file).name}:{line}" for file, line in places if is_users(file)]
     return own[-1] if own else ""
 
 
@@ -235,16 +246,17 @@ def kind_of(node: fx.Node) -> str:
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     if stack and str(stack[-1][1]).startswith("torch.nn."):
         return str(stack[-1][1]).rsplit(".", 1)[-1]
-    target = node.target
+    target = operation_of(node)
     return str(getattr(target, "__name__", target)).removesuffix(".default")
 
 
 def written(node: fx.Node) -> list[fx.Node]:
     """The nodes whose values a node writes to."""
-    if node.target in WRITES_UNSAID:
-        flag, places = WRITES_UNSAID[node.target]
+    operation = operation_of(node)
+    if operation in WRITES_UNSAID:
+        flag, places = WRITES_UNSAID[operation]
         return [node.args[i] for i in places if node.args[flag] and isinstance(node.args[i], fx.Node)]  # type: ignore
-    schema = getattr(node.target, "_schema", None)
+    schema = getattr(operation, "_schema", None)
     if schema is None:
         return []
     found: list[fx.Node] = []
@@ -257,7 +269,7 @@ def written(node: fx.Node) -> list[fx.Node]:
 
 def is_random(node: fx.Node) -> bool:
     """Whether it draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in getattr(operation_of(node), "tags", ())
 
 
 class _Values(fx.Interpreter):

@@ -22,7 +22,7 @@ from grace.torch.pipeline.cutting import Built, shapes_of
 from grace.torch.pipeline.exchange import Gradients, check_options, chosen_strategy
 from grace.torch.pipeline.loop import from_rank_0, gathered, hand_over
 from grace.torch.pipeline.meeting import Meeting
-from grace.torch.pipeline.places import Places
+from grace.torch.pipeline.places import Places, together
 from grace.torch.pipeline.planning import Wanted, agreed, check_whole, found, state_bytes, update_seconds
 from grace.torch.pipeline.rows import micro_batches, rows_of
 from grace.torch.pipeline.state import StateOfStages
@@ -136,17 +136,18 @@ class Pipeline(StateOfStages):
 
     def _cut(self, args: Any, kwargs: Any) -> None:
         """Plan, and take this rank's stages."""
-        check_whole(self.make_optimizer)
-        self.model.train(True)
-        captured = capture(self.model, args, kwargs)
-        atoms = Atoms(captured)
-        if unknown := [name for name in self.whole if name not in captured.inputs]:
-            raise ConfigError(
-                f"whole= names {unknown[0]!r}, which is no input of the model: {', '.join(captured.inputs)}"
-            )
+        with together(self.backend):
+            check_whole(self.make_optimizer)
+            self.model.train(True)
+            captured = capture(self.model, args, kwargs)
+            atoms = Atoms(captured)
+            if unknown := [name for name in self.whole if name not in captured.inputs]:
+                raise ConfigError(
+                    f"whole= names {unknown[0]!r}, which is no input of the model: {', '.join(captured.inputs)}"
+                )
+            flat, whole = captured.flat(args, kwargs), [name in self.whole for name in captured.inputs]
+            rows = rows_of(flat, whole)
         self._captured = captured
-        flat, whole = captured.flat(args, kwargs), [name in self.whole for name in captured.inputs]
-        rows = rows_of(flat, whole)
         bare = atoms.graph(rows)
         unequal = isinstance(self.wanted.replicas, (list, tuple)) and len(set(self.wanted.replicas)) > 1
         each = self.given_inputs == "replica" or (self.given_inputs is None and not unequal)

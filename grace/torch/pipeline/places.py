@@ -19,6 +19,21 @@ _kept: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionar
 """Groups that were made over a process group, which later pipelines use again: freeing one is a collective."""
 
 
+@contextlib.contextmanager
+def together(backend: Backend) -> Iterator[None]:
+    """A context in which what fails on a rank fails on all of them. Every rank must enter it.
+
+    Raises:
+        RankError: another rank failed.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    tell(backend, "a pipeline", None, error)
+
+
 class Places:
     """The ranks of a plan. Every rank must make one.
 
@@ -96,12 +111,8 @@ class Places:
         Raises:
             RankError: another rank failed.
         """
-        error: Exception | None = None
-        try:
+        with together(self.backend):
             yield
-        except Exception as raised:
-            error = raised
-        tell(self.backend, "a pipeline", None, error)
 
     def total(self, value: float) -> float:
         """The sum over all ranks; every rank must call it."""

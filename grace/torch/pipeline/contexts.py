@@ -1,0 +1,74 @@
+"""Blocks of a model under ``torch.no_grad()`` or ``torch.autocast(...)``: their operations as nodes of the graph."""
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._higher_order_ops.wrap import wrap_with_autocast, wrap_with_set_grad_enabled
+
+BLOCKS: dict[Any, tuple[Any, int]] = {
+    wrap_with_set_grad_enabled: (torch.set_grad_enabled, 1),
+    wrap_with_autocast: (torch.autocast, 4),
+}
+"""Operations that ``torch.export`` makes of blocks: the context, and how many of the operation's arguments are its."""
+
+
+class WithinBlock:
+    """An operation that runs in a context, as in a block of the model's.
+
+    Args:
+        operation: what is called.
+        context: makes the context of its arguments.
+        arguments: of it.
+    """
+
+    def __init__(self, operation: Any, context: Any, arguments: tuple[Any, ...]):
+        self.operation, self.context, self.arguments = operation, context, arguments
+        self.__name__ = self.__qualname__ = str(getattr(operation, "__name__", operation))
+        self.__module__ = __name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.context(*self.arguments):
+            return self.operation(*args, **kwargs)
+
+    def __str__(self) -> str:
+        return f"{self.operation} in {self.context.__name__}{self.arguments}"
+
+
+def operation_of(node: fx.Node) -> Any:
+    """Return what a node calls, whatever block it is in."""
+    found: Any = node.target
+    while isinstance(found, WithinBlock):
+        found = found.operation
+    return found
+
+
+def inline_blocks(module: fx.GraphModule) -> None:
+    """Put operations of blocks into a graph, of which ``torch.export`` makes one node with a graph of its own."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.target not in BLOCKS:
+            continue
+        context, count = BLOCKS[node.target]
+        arguments, inner, given = node.args[:count], node.args[count], iter(node.args[count + 1 :])
+        block = operator.attrgetter(inner.target)(module)
+        inline_blocks(block)
+        new: dict[fx.Node, Any] = {}
+        outputs: Any = ()
+        with graph.inserting_before(node):
+            for one in block.graph.nodes:
+                if one.op == "placeholder":
+                    new[one] = next(given)
+                elif one.op == "output":
+                    outputs = fx.map_arg(one.args[0], new.__getitem__)
+                else:
+                    new[one] = graph.node_copy(one, new.__getitem__)
+                    if one.op == "get_attr":
+                        new[one].target = f"{inner.target}.{one.target}"
+                    elif one.target is not operator.getitem:
+                        new[one].target = WithinBlock(one.target, context, arguments)
+        for user in list(node.users):  # each reads one of the block's outputs
+            user.replace_all_uses_with(outputs[user.args[1]])
+            graph.erase_node(user)
+        graph.erase_node(node)

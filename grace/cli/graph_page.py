@@ -25,7 +25,7 @@ from grace.partition.graph import Graph
 
 ROW, MOST = 18, 300
 """CSS pixels of a row, and rows: of a longer graph, neighbours share one."""
-ARCS, NAMES, SIZES = 150, 310, 170
+ARCS, NAMES, SIZES = 150, 310, 200
 """CSS pixels of the arcs, the names, and what is said at the right."""
 
 
@@ -59,7 +59,7 @@ def rows_of(graph: Graph, most: int = MOST) -> list[Row]:
         nodes, i = graph.nodes[start : start + size], start // size
         name = nodes[0].name if len(nodes) == 1 else f"{nodes[0].name} .. {nodes[-1].name}"
         reads = {at[read] for node in nodes for read in node.inputs if at.get(read, i) != i}
-        own = {name: nbytes for node in nodes for name, nbytes in node.parameters.items()}
+        own = {name: nbytes for node in nodes for name, nbytes in node.stored.items()}
         times = (sum(node.forward for node in nodes), sum(node.backward for node in nodes))
         kind = nodes[0].kind if len(nodes) == 1 else f"{len(nodes)} nodes"
         rows.append(Row(name, kind, *times, sum(own.values()), nodes[-1].nbytes, reads))
@@ -85,7 +85,8 @@ def write_page(graph: Graph, path: Path) -> None:
 
 def _figure(rows: list[Row]) -> Figure:
     drawing, axes = panel(ROW * len(rows) + 60, 1000)
-    place(drawing, axes, ARCS + NAMES, SIZES, 8, 44)
+    skips = any(i - read > 1 for i, row in enumerate(rows) for read in row.reads)
+    place(drawing, axes, (ARCS if skips else 0) + NAMES, SIZES, 8, 44)
     longest = max((row.forward + row.backward for row in rows), default=0.0) or 1e-9
     axes.set_xlim(0, 1e3 * longest)
     axes.set_ylim(len(rows) - 0.4, -0.6)
@@ -100,15 +101,18 @@ def _figure(rows: list[Row]) -> Figure:
         sizes = f"{weights}hands on {of_bytes(row.nbytes)}"
         across = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}  # down in rows
         write(axes, sizes, (1, i), (6, 0), 9, MUTED, ha="left", va="center", **across)
-    _arcs(drawing, rows)
+    if skips:
+        _arcs(drawing, rows)
     label_axes(axes, "ms")
     top = sorted(rows, key=lambda row: row.forward + row.backward, reverse=True)[:5]
     heavy = ", ".join(f"{row.name} {1e3 * (row.forward + row.backward):.3g} ms" for row in top)
     about = f"{len(rows)} rows from the first to the last; the longest: {heavy}"
-    caption = (
-        "Operations from the first to the last. Blue: forward; orange: backward. An arc at the left leads to each "
-        "that reads what another, not its neighbour, handed on: cutting between them moves that too."
-    )
+    caption = "Operations from the first to the last. Blue: forward; orange: backward."
+    if skips:
+        caption += (
+            " An arc at the left leads to each that reads what another, not its neighbour, handed on: cutting between "
+            "them moves that too."
+        )
     return Figure("Operations", caption, [Panel("", svg(drawing, "graph", about), about)])
 
 

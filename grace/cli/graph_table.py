@@ -20,7 +20,7 @@ def print_graph(graph: Graph, longest: int) -> None:
     for node in graph.nodes:
         if node.name in shown:
             times = f"{digits(1e3 * node.forward)} + {digits(1e3 * node.backward)}"
-            sizes = (of_bytes(sum(node.parameters.values())), of_bytes(node.nbytes), of_bytes(node.kept))
+            sizes = (of_bytes(sum(node.stored.values())), of_bytes(node.nbytes), of_bytes(node.kept))
             table.add_row(*map(escape, [node.name, node.kind, node.line, times, *sizes]))
     console.print(table)
     console.print(

@@ -87,7 +87,7 @@ def plan(
             "--strategy says how each variable is exchanged, and --compressor for all of them: leave one out"
         )
     graph = graph_of(profile, model, dry)
-    chosen = None if strategy is None else documented(strategy, graph.parameters) or strategy
+    chosen = None if strategy is None else documented(strategy, {**graph.parameters, **graph.held}) or strategy
     rows = graph.rows * devices if batch is None else batch
     if nodes > devices:
         raise ConfigError(f"{devices} devices cannot be on {nodes} nodes")

@@ -21,12 +21,14 @@ from grace.bench.report.figures.style import (
     svg,
     write,
 )
-from grace.partition.plan import Plan
+from grace.partition.plan import UNITS, Plan
 from grace.partition.predict import timeline
 
 BLUE, ORANGE, GREEN, YELLOW = PALETTE[:4]
 LOOKS = {"F": (BLUE, 1.0), "B": (ORANGE, 1.0), "I": (ORANGE, 1.0), "W": (GREEN, 1.0), "X": (YELLOW, 1.0)}
 WHAT = {"F": "blue: forward", "B": "orange: backward", "I": "orange: backward of inputs", "W": "green: of weights"}
+NEAR = 4.0
+"""Times the fullest rank's bytes up to which the limit is drawn beside it: bars would vanish before a longer line."""
 STAGE = 76
 """CSS pixels of a stage, with what crosses to the next."""
 LINE = "One step"
@@ -68,7 +70,7 @@ def _cuts(plan: Plan) -> Figure:
         ends = stage.nodes[0] if len(stage.nodes) == 1 else f"{stage.nodes[0]} to {stage.nodes[-1]}"
         first = f"{i}: {short(ends, 44)} ({len(stage.nodes)} nodes)"
         second = (
-            f"ranks {short(', '.join(map(str, stage.ranks)), 24)}; {1e3 * stage.forward:.3g} + "
+            f"{_ranks(stage.ranks, 24)}; {1e3 * stage.forward:.3g} + "
             f"{1e3 * stage.backward:.3g} ms; {of_bytes(stage.parameters)} of parameters"
         )
         write(axes, first, (0.02, top + 20), size=11.5)
@@ -91,6 +93,15 @@ def _cuts(plan: Plan) -> Figure:
         "micro-batch; between them the values that are passed on, and their bytes for a micro-batch."
     )
     return Figure("Where it is cut", caption, [Panel("", svg(drawing, "cuts", about), about)])
+
+
+def _ranks(ranks: tuple[int, ...], most: int) -> str:
+    """A place's ranks, in so many characters.
+
+    >>> _ranks((0,), 8), _ranks((0, 1), 8)
+    ('rank 0', 'ranks 0, 1')
+    """
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {short(', '.join(map(str, ranks)), most)}"
 
 
 def _box(x: float, y: float, width: float, height: float) -> Any:
@@ -132,7 +143,7 @@ def _line(plan: Plan) -> Figure:
         if waits:
             axes.barh(row, 1e3 * waits, left=1e3 * played.done[place_], height=0.7, color=YELLOW, linewidth=0)
     axes.set_yticks(range(len(places)))
-    names = [short(f"ranks {', '.join(map(str, places[p]))}", 14) for p in order]
+    names = [_ranks(places[p], 8) for p in order]
     for tick in axes.set_yticklabels(names):
         tick.set(parse_math=False, color=INK, fontsize=10.5)
     label_axes(axes, "ms")
@@ -148,16 +159,22 @@ def _line(plan: Plan) -> Figure:
 
 
 def _memory(plan: Plan) -> Figure:
-    """Bytes of each rank, beside the limit."""
-    look = Look(BLUE)
+    """Bytes of each rank, in the unit of the fullest one, beside the limit if that is near."""
+    look, most = Look(BLUE), max(plan.memory)
+    unit, size = next(((unit, size) for unit, size in UNITS.items() if most >= size), ("B", 1.0))
     bars = [
-        Bar(f"rank {rank}", [(nbytes / 1e9, "full")], of_bytes(nbytes), look) for rank, nbytes in enumerate(plan.memory)
+        Bar(f"rank {rank}", [(nbytes / size, "full")], of_bytes(nbytes), look)
+        for rank, nbytes in enumerate(plan.memory)
     ]
-    marks = [] if plan.limit is None else [("device", plan.limit / 1e9, "--")]
-    drawing = horizontal(bars, "GB", marks)
+    near = plan.limit is not None and plan.limit <= NEAR * most
+    marks = [("device", plan.limit / size, "--")] if plan.limit is not None and near else []
+    drawing = horizontal(bars, unit, marks)
     about = "; ".join(f"{bar.name} {bar.text}" for bar in bars)
     caption = (
-        "Parameters, gradients, optimizer state, activations kept under the schedule, what torch receives into, and "
-        "Grace's memories and buffers; the dashed line is what a device has."
+        "Parameters, gradients, optimizer state, buffers, activations kept under the schedule, what is received and "
+        "sent, and Grace's memories and wires"
     )
+    if plan.limit is not None:
+        caption += "; the dashed line is what a device has" if near else f"; a device has {of_bytes(plan.limit)}"
+    caption += "."
     return Figure("Memory by rank", caption, [Panel("", svg(drawing, "memory", about), about)])

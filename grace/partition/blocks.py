@@ -26,7 +26,7 @@ class Block:
     Attributes:
         nodes: names, in the graph's order.
         forward, backward: seconds for the profile's rows.
-        kept: bytes from forward to backward, for those rows.
+        kept: bytes beside parameters (:meth:`grace.partition.graph.Graph.kept_by_row`).
         parameters: bytes, each parameter once.
     """
 
@@ -45,7 +45,7 @@ class Block:
             tuple(node.name for node in nodes),
             sum(node.forward for node in nodes),
             sum(node.backward for node in nodes),
-            sum(node.kept for node in nodes),
+            sum(map(graph.kept_by_row, nodes)),
             float(sum(parameters.values())),
         )
 
@@ -61,8 +61,8 @@ def blocks(graph: Graph, most: int = 32, fits: Fits = anything, uncoarsen: bool 
     Args:
         graph: the model's.
         most: k; there are more only where memory lets no two neighbours be one.
-        fits: whether so many bytes of parameters, and kept for backward, fit on a device. Nodes that do not fit alone
-            are blocks of their own.
+        fits: whether so many bytes of parameters, and beside them, fit on a device. Nodes that do not fit alone are
+            blocks of their own.
         uncoarsen: whether groups at borders are moved.
 
     Raises:
@@ -122,7 +122,7 @@ class _Border:
         self.count, last = len(start), len(start) - 1
         of = {graph.nodes[i].name: u for u, members in enumerate(units) for i in members}
         self.seconds = [sum(graph.nodes[i].forward + graph.nodes[i].backward for i in members) for members in units]
-        self.kept = [sum(graph.nodes[i].kept for i in members) for members in units]
+        self.kept = [sum(graph.kept_by_row(graph.nodes[i]) for i in members) for members in units]
         self.parameters = [sum(n for i in m for n in graph.nodes[i].parameters.values()) for m in units]
         values = [*graph.inputs, *(node.name for node in graph.nodes)]
         self.number = {name: v for v, name in enumerate(values)}

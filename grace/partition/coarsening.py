@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from grace.partition.graph import Graph
 
 Fits = Callable[[float, float], bool]
-"""Whether a group with so many bytes of parameters, and kept for backward, fits on a device."""
+"""Whether a group with so many bytes of parameters, and beside them (see ``Block.kept``), fits on a device."""
 
 
 def closed(graph: Graph) -> list[list[int]]:
@@ -102,7 +102,7 @@ class Groups:
         for i, node in enumerate(graph.nodes):
             u = of[i]
             self.seconds[u] += node.forward + node.backward
-            self.kept[u] += node.kept
+            self.kept[u] += graph.kept_by_row(node)
             self.parameters[u].update(node.parameters)
             for name in node.inputs:
                 other = of[graph.index[name]] if name in graph.index else u

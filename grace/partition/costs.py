@@ -13,14 +13,15 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from grace.partition.blocks import Block, blocks, cut_at
 from grace.partition.exchange import LEAST, Exchanges
-from grace.partition.graph import Graph
+from grace.partition.graph import Graph, Node
 from grace.partition.layout import Devices
 from grace.partition.orders import SINGLE, rank_of
 from grace.partition.schedule import most_kept
@@ -47,6 +48,23 @@ class Setting:
     places: int = 0
     local: int = 1
     share: float = 1.0
+
+
+class Memory(NamedTuple):
+    """Bytes on a rank, of every run of blocks at [i, j].
+
+    Attributes:
+        static: whatever is under way: parameters, gradients, optimizer state, buffers, Grace's, the batch, and the
+            gradients that come and go of one micro-batch.
+        arrived: of one micro-batch, from forward to backward: the values that the stage before sent.
+        made: of one micro-batch, from forward to backward: what forward keeps.
+        working: beside them, while one node is differentiated: gradients of its values and parameters.
+    """
+
+    static: np.ndarray
+    arrived: np.ndarray
+    made: np.ndarray
+    working: np.ndarray
 
 
 class Space:
@@ -86,10 +104,16 @@ class Space:
             _sums([block.forward - sum(a) for block, a in zip(self.blocks, fixed, strict=True)]),
             _sums([block.backward - sum(b) for block, b in zip(self.blocks, fixed_back, strict=True)]),
         )
-        self._kept = _sums([block.kept for block in self.blocks])
+        fixed_kept = [[min(n.kept_fixed, n.kept) for n in own] for own in nodes]
+        self._kept = (
+            _sums([sum(fixed) for fixed in fixed_kept]),
+            _sums([sum(n.kept for n in own) - sum(fixed) for own, fixed in zip(nodes, fixed_kept, strict=True)]),
+        )
+        self._working = _numbers(graph, nodes)
         self.names = [list(dict.fromkeys(name for node in own for name in node.parameters)) for own in nodes]
         self._variables = [[graph.variable(name) for name in own] for own in self.names]
         self._known_ours: dict[int, np.ndarray] = {}
+        self._known_memory: dict[tuple[int, int], Memory] = {}
         self._known_exchanges: dict[tuple[int, bool, int], tuple[float, np.ndarray]] = {}
         self._known_stages: dict[tuple[int, int, int, bool, int], float] = {}
         often = Counter(name for own in self.names for name in own)
@@ -97,7 +121,16 @@ class Space:
         """Parameters of several blocks."""
         self._arrays: dict[object, tuple[np.ndarray, np.ndarray]] = {}
         self.passed = graph.passed_on([block.nodes for block in self.blocks])
+        self.untrained = _distinct([node.held for node in own] for own in nodes)
+        """Bytes of what does not train, of blocks i to j, each once, at [i, j]."""
         values = [tuple(graph.inputs), *self.passed, ()]
+        arriving = [[name for name in own if name not in graph.inputs] for own in values]
+        self.arriving = np.array([sum(map(graph.nbytes, own)) for own in arriving])
+        """Bytes of values that a stage gets from the one before it, at each boundary."""
+        self.given = np.array([sum(graph.nbytes(name) for name in own if name in graph.inputs) for own in values])
+        """Bytes of the model's inputs that stages behind each boundary read."""
+        self.returned = sum(map(graph.nbytes, graph.outputs))
+        """Bytes of the model's outputs, as much of which its loss keeps."""
         self.there = np.array([sum(graph.nbytes(name) for name in own) for own in values])
         """Bytes of values at each boundary, the model's inputs first."""
         self.back = np.array([sum(graph.nbytes(n) for n in own if graph.differentiable(n)) for own in values])
@@ -128,26 +161,30 @@ class Space:
     @functools.cached_property
     def parameters(self) -> np.ndarray:
         """Bytes of the parameters of blocks i to j, each once, at [i, j]."""
-        found = np.zeros((self.count + 1, self.count + 1))
-        for i in range(self.count):
-            known: set[str] = set()
-            for j in range(i, self.count):
-                new = [name for name in self.names[j] if name not in known]
-                known.update(new)
-                found[i, j + 1] = found[i, j] + sum(self.graph.parameters[name] for name in new)
-        return found
+        return _distinct([{name: self.graph.parameters[name] for name in own}] for own in self.names)
 
-    def static(self, i: int, j: int, replicas: int, microbatches: int) -> float:
-        """Bytes that a rank has whatever is under way: parameters, gradients, optimizer state, Grace's, and what
-        torch receives into, which it allocates for all micro-batches."""
-        scale = microbatches * self.rows(microbatches, replicas) / self.graph.rows
-        received = (self.there[i] + self.back[j]) * scale
-        ours = self._ours(replicas)
-        return float(self.parameters[i, j] * (2 + self.state) + ours[j] - ours[i] + received)
-
-    def kept(self, i: int, j: int, replicas: int, microbatches: int) -> float:
-        """Bytes of one micro-batch from forward to backward."""
-        return float((self._kept[j] - self._kept[i]) * self.rows(microbatches, replicas) / self.graph.rows)
+    def memory(self, replicas: int, microbatches: int) -> "Memory":
+        """Bytes of every run of blocks as a stage."""
+        key = replicas, microbatches
+        if key not in self._known_memory:
+            scale, ours = self.rows(microbatches, replicas) / self.graph.rows, self._ours(replicas)
+            static = self.parameters * (2 + self.state) + self.untrained + ours[None, :] - ours[:, None]
+            fixed, linear = (sums[None, :] - sums[:, None] for sums in self._kept)
+            made = fixed + linear * scale
+            made[:, -1] += self.returned * scale
+            working = np.zeros_like(made)
+            most = [max(rows * scale + own * (microbatches > 1) for rows, own in block) for block in self._working]
+            freed = self._kept[0] + self._kept[1] * scale  # by a block's backward, what later blocks kept
+            for i in range(self.count):
+                working[i, i + 1 :] = np.maximum.accumulate(most[i:] + freed[i + 1 :]) - freed[i + 1 :]
+            working += (self.arriving * scale)[None, :]  # what is sent on is there until backward ends
+            self._known_memory[key] = Memory(
+                static + self.given[:, None] * scale * microbatches + (self.back[None, :] + self.back[:, None]) * scale,
+                np.broadcast_to((self.arriving * scale)[:, None], made.shape),
+                made,
+                working,
+            )
+        return self._known_memory[key]
 
     def _ours(self, replicas: int) -> np.ndarray:
         """Sums over the blocks of what Grace keeps."""
@@ -226,12 +263,12 @@ class Space:
                 continue
             scale = rows / self.graph.rows
             taken = self._busy(setting, start, r, scale)
-            kept = self._kept[None, :] - self._kept[:, None]
-            under_way = kept * scale * (1 if setting.recompute else held)
-            ours = self._ours(r)
-            static = self.parameters * (2 + self.state) + ours[None, :] - ours[:, None]
-            received = (self.there[:, None] + self.back[None, :]) * scale * many
-            memory[:, :, r] = np.where(runs, static + received + under_way, np.inf)
+            own = self.memory(r, many)
+            at_once = np.full(size, held)
+            if setting.recompute:
+                at_once[:-1] = 1  # the last stage keeps what it computes
+            under_way = own.arrived * held + own.made * at_once[None, :]
+            memory[:, :, r] = np.where(runs, own.static + under_way + own.working, np.inf)
             fits = memory[:, :, r] <= self.limit * setting.share * (1 + 1e-12)
             cost[:, :, r] = np.where(runs & fits, taken, np.inf)
         return cost, memory
@@ -282,6 +319,30 @@ def _alike(count: int, devices: Devices) -> Devices:
 
 
 _most_kept = functools.lru_cache(maxsize=1000)(most_kept)
+
+
+def _distinct(blocks: Iterable[Sequence[Mapping[str, float]]]) -> np.ndarray:
+    """Bytes of the tensors of blocks i to j, each once, at [i, j]."""
+    tables = [{name: nbytes for one in own for name, nbytes in one.items()} for own in blocks]
+    found = np.zeros((len(tables) + 1, len(tables) + 1))
+    for i in range(len(tables)):
+        known: set[str] = set()
+        for j in range(i, len(tables)):
+            new = tables[j].keys() - known
+            known |= new
+            found[i, j + 1] = found[i, j] + sum(tables[j][name] for name in sorted(new))
+    return found
+
+
+def _numbers(graph: Graph, blocks: Sequence[Sequence[Node]]) -> list[list[tuple[float, float]]]:
+    """Of each block's nodes the bytes of the gradients of values, for the profile's rows, and of parameters and of
+    values without rows, that are there while it is differentiated."""
+    found = []
+    for own in blocks:
+        rows = [n.nbytes + sum(graph.nbytes(name) for name in n.inputs if graph.differentiable(name)) for n in own]
+        fixed = [sum(n.parameters.values()) + n.kept_fixed for n in own]
+        found.append(list(zip(rows, fixed, strict=True)))
+    return found
 
 
 def _sums(values: Sequence[float]) -> np.ndarray:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 
-NUMBERS = ("nbytes", "forward", "backward", "kept", "overhead", "overhead_back")
+NUMBERS = ("nbytes", "forward", "backward", "kept", "overhead", "overhead_back", "kept_fixed")
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,15 @@ class Node:
         forward: seconds of forward, for those rows.
         backward: seconds of backward, without computing forward again.
         kept: bytes that it keeps from forward to backward, for those rows, parameters left out.
-        parameters: bytes of each parameter by its name in the whole model. A name may stand in several nodes (a tied
-            parameter, or a cloned constant), of equal bytes.
+        parameters: bytes of each parameter that trains, by its name in the whole model. A name may stand in several
+            nodes (a tied parameter, or a cloned constant), of equal bytes.
         kind: what it is, as "Linear".
         line: of the user's model; "" where it is not known.
         differentiable: whether a gradient comes back for its value; a cut then moves ``nbytes`` back too.
         overhead: seconds of ``forward`` that do not depend on the rows.
-        overhead_back: likewise of ``backward``.
+        overhead_back: seconds of ``backward`` that do not depend on the rows.
+        kept_fixed: bytes of ``kept`` that do not depend on the rows.
+        held: bytes of each tensor that is there and does not train, by name: buffers, frozen parameters, constants.
     """
 
     name: str
@@ -45,6 +47,13 @@ class Node:
     differentiable: bool = True
     overhead: float = 0.0
     overhead_back: float = 0.0
+    kept_fixed: float = 0.0
+    held: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def stored(self) -> dict[str, float]:
+        """Bytes of what is there whether a batch is under way or not, by name: parameters, buffers, constants."""
+        return {**self.parameters, **self.held}
 
 
 @dataclass(frozen=True)
@@ -94,7 +103,7 @@ class Graph:
             known.add(node.name)
             for what in NUMBERS:
                 _check(getattr(node, what), f"node {node.name!r}: {what}")
-            for name, nbytes in node.parameters.items():
+            for name, nbytes in node.stored.items():
                 _check(nbytes, f"node {node.name!r}: bytes of parameter {name!r}")
                 if sizes.setdefault(name, nbytes) != nbytes:
                     raise ConfigError(
@@ -119,6 +128,17 @@ class Graph:
     def parameters(self) -> dict[str, float]:
         """Bytes of all parameters, by name, each once, in the order of the nodes."""
         return {name: nbytes for node in self.nodes for name, nbytes in node.parameters.items()}
+
+    @functools.cached_property
+    def held(self) -> dict[str, float]:
+        """Bytes of all tensors that do not train, by name, each once."""
+        return {name: nbytes for node in self.nodes for name, nbytes in node.held.items()}
+
+    def kept_by_row(self, node: Node) -> float:
+        """Bytes that a node needs beside its parameters, their gradients and optimizer state, if each of the profile's
+        rows is a micro-batch: a row's share of it is what one row needs."""
+        fixed = min(node.kept_fixed, node.kept) + sum(node.held.values())
+        return node.kept + fixed * self.rows - min(node.kept_fixed, node.kept)
 
     def variable(self, name: str) -> Variable:
         """A parameter, as exchanges see it."""

@@ -17,6 +17,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 """torch's GPipe, 1F1B, Interleaved1F1B, InterleavedZeroBubble and ZBVZeroBubble."""
 UNEQUAL = ("gpipe", "1f1b")
 """Schedules whose stages may have different numbers of replicas."""
+UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
 VERSION = 1
 
 
@@ -34,7 +35,7 @@ class Stage:
         returning: seconds that their gradients take back.
         sent: bytes of ``sends`` for the rows of a micro-batch, all replicas together.
         returned: bytes of gradients that come back for them.
-        parameters: bytes.
+        parameters: bytes of parameters, frozen ones and buffers among them.
         exchange: seconds of the gradients' exchange over the replicas, tied parameters first; hidden or not.
     """
 
@@ -217,10 +218,20 @@ class Plan:
     def summary(self) -> str:
         """What is the same for all stages, in a line."""
         again = ", computing forward again" if self.recompute else ""
-        limit = "" if self.limit is None else f" of {self.limit / 1e9:.3f}"
-        full = f"; the fullest rank has {max(self.memory) / 1e9:.3f}{limit} GB" if self.memory else ""
+        limit = "" if self.limit is None else f" of {_size(self.limit)}"
+        full = f"; the fullest rank has {_size(max(self.memory))}{limit}" if self.memory else ""
         return (
             f"{self.schedule}, {self.microbatches} micro-batches of {self.batch // self.microbatches} rows{again}: "
             f"{1e3 * self.seconds:.3f} ms a step, bubble {100 * self.bubble:.1f} %, exchange not hidden "
             f"{1e3 * self.exposed:.3f} ms (gradients: {self.compressor}){full}"
         )
+
+
+def _size(nbytes: float) -> str:
+    """Bytes in the largest unit of which there is one.
+
+    >>> _size(2.5e9), _size(245e3), _size(7.0)
+    ('2.5 GB', '245 kB', '7 B')
+    """
+    unit, size = next(((unit, size) for unit, size in UNITS.items() if nbytes >= size), ("B", 1.0))
+    return f"{nbytes / size:.4g} {unit}"

@@ -47,7 +47,7 @@ def predicted(space: Space, setting: Setting, cut: Cut) -> Plan | None:
                 returning=times[stage].back,
                 sent=sent,
                 returned=back,
-                parameters=float(space.parameters[i, j]),
+                parameters=float(space.parameters[i, j] + space.untrained[i, j]),
                 exchange=exchanges[stage],
             )
         )
@@ -115,10 +115,13 @@ def memory_of(space: Space, setting: Setting, cut: Cut) -> list[float]:
     peaks = most_kept(setting.schedule, places, len(cut.ends), many)
     for place in range(places):
         own = [stage for stage, p in enumerate(place_of) if p == place]
-        runs = [(*cut.bounds[stage], cut.replicas[stage]) for stage in own]
-        kept = [space.kept(i, j, r, many) for i, j, r in runs]
-        most = max(kept)
-        if not setting.recompute:
-            most = max(sum(n * each for n, each in zip(counts, kept, strict=True)) for counts in peaks[place])
-        found.append(sum(space.static(i, j, r, many) for i, j, r in runs) + most)
+        runs, of = [cut.bounds[stage] for stage in own], space.memory(cut.replicas[own[0]], many)
+        again = [setting.recompute and j < space.count for _, j in runs]
+        most = 0.0
+        for counts in peaks[place]:
+            stages = list(zip(runs, counts, again, strict=True))
+            kept = sum(n * (of.arrived[run] + (0.0 if one else of.made[run])) for run, n, one in stages)
+            computed = max((of.made[run] for run, n, one in stages if one and n), default=0.0)
+            most = max(most, kept + computed)
+        found.append(float(sum(of.static[run] for run in runs) + max(of.working[run] for run in runs) + most))
     return found

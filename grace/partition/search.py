@@ -30,7 +30,21 @@ MOST_LOCAL = 4
 """Stages on a rank, at most, of schedules that take several."""
 MOST_MICROBATCHES = 8
 """Micro-batches for each rank, at most, where nobody says how many."""
+FINER, MOST_BLOCKS = 2, 128
+"""Times as many blocks are tried where memory nearly suffices for the cuts between these, and up to how many."""
 Some = int | Iterable[int] | None
+
+
+class TooLittleMemory(ConfigError):
+    """Memory suffices for no cut between a space's blocks.
+
+    Attributes:
+        nearly: True if no more is missing than a cut within a block may bring.
+    """
+
+    def __init__(self, said: str, nearly: bool):
+        super().__init__(said)
+        self.nearly = nearly
 
 
 def plan(
@@ -103,7 +117,9 @@ def plan(
     )
     found: list[Plan] = []
     refused: ConfigError | None = None
-    for most in sorted(_some(blocks) or {32}) if cuts is None else (len(cuts) + 1,):
+    numbers = sorted(_some(blocks) or {32}) if cuts is None else [len(cuts) + 1]
+    while numbers:
+        most = numbers.pop(0)
         space = space_of(
             graph,
             devices,
@@ -119,6 +135,10 @@ def plan(
         )
         try:
             found.append(search(space, asked))
+        except TooLittleMemory as error:
+            refused = error
+            if error.nearly and not (found or numbers or cuts) and space.count < MOST_BLOCKS:
+                numbers = [min(FINER * space.count, MOST_BLOCKS)]
         except ConfigError as error:
             refused = error
     if not found:
@@ -207,7 +227,7 @@ def search(space: Space, asked: Asked) -> Plan:
         if len(played) >= BEST:
             break
     if not played:
-        raise ConfigError(_too_little(space, tried))
+        raise _too_little(space, tried)
     played.sort(key=lambda one: one[:2])
     moved = []
     for _, _, found, program, cut in played[:REFINED]:
@@ -339,8 +359,8 @@ def _nothing(space: Space, asked: Asked) -> str:
     )
 
 
-def _too_little(space: Space, tried: Sequence[tuple[Program, int]]) -> str:
-    """What is missing least: of the plan whose fullest rank has least."""
+def _too_little(space: Space, tried: Sequence[tuple[Program, int]]) -> ConfigError:
+    """Return the error that says how much is missing, of the plan whose fullest rank has least."""
     best: tuple[float, Program, Cut] | None = None
     for program, stages in tried:
         small = Program(space, program.setting, [stages], program.allowed, program.of_stage, True)
@@ -348,7 +368,7 @@ def _too_little(space: Space, tried: Sequence[tuple[Program, int]]) -> str:
         if cut is not None and (best is None or cut.longest < best[0]):
             best = cut.longest, small, cut
     if best is None:
-        return (
+        return ConfigError(
             f"no number of replicas of {space.devices.count} devices divides the rows of a micro-batch: "
             f"the batch has {space.batch} rows"
         )
@@ -357,14 +377,20 @@ def _too_little(space: Space, tried: Sequence[tuple[Program, int]]) -> str:
     memory, places = memory_of(space, setting, cut), setting.places or len(cut.ends)
     needed = max(memory)
     own = [s for s in range(len(cut.ends)) if rank_of(setting.schedule, s, places) == memory.index(needed)]
-    stage = max(own, key=lambda s: space.static(*cut.bounds[s], cut.replicas[s], setting.microbatches))
+    stage = max(own, key=lambda s: space.memory(cut.replicas[s], setting.microbatches).static[cut.bounds[s]])
     i, j = cut.bounds[stage]
     first, last = space.blocks[i].nodes[0], space.blocks[j - 1].nodes[-1]
     again = ", recomputing" if setting.recompute else ""
-    several = f", with the {len(own) - 1} other stages on it," if len(own) > 1 else ""
-    return (
+    others = f", with the {len(own) - 1} other stages on it," if len(own) > 1 else ""
+    missing, usual = needed - space.limit, space.memory(cut.replicas[stage], setting.microbatches)
+    alone = usual.static + usual.made
+    several = [alone[b, b + 1] for b, block in enumerate(space.blocks) if len(block.nodes) > 1]
+    nearly = missing <= FINER * max(several, default=0.0)  # a border that moves within two blocks
+    return TooLittleMemory(
         f"memory does not suffice: even where it is used least ({len(cut.ends)} stages, {setting.schedule}, "
-        f"micro-batches: {setting.microbatches}{again}), a rank of stage {stage} ({first} to {last}){several} needs "
+        f"micro-batches: {setting.microbatches}{again}), a rank of stage {stage} ({first} to {last}){others} needs "
         f"{needed / 1e9:.3f} GB, and may use {space.limit / 1e9:.3f} GB: "
-        f"{(needed - space.limit) / 1e9:.3f} GB are missing"
+        f"{missing / 1e9:.3f} GB are missing"
+        + (f"; blocks={FINER * space.count} cuts finer" if nearly and space.count >= MOST_BLOCKS else ""),
+        nearly,
     )

@@ -320,7 +320,8 @@ def candidates_of(problem: Problem, methods: Sequence[str], progress: Progress |
 
 
 def distinct(found: Sequence[Candidate]) -> list[Candidate]:
-    """The same, none called as another is: those who try them tell them apart so. The baseline keeps its name.
+    """Return them, none called as another is: those who try them tell them apart so, by their numbers of buckets if
+    these differ. The baseline keeps its name.
 
     >>> step = Candidate("none", None, None)
     >>> [one.name for one in distinct([step, step, replace(step, baseline=True)])]
@@ -328,11 +329,19 @@ def distinct(found: Sequence[Candidate]) -> list[Candidate]:
     """
     made, taken = list[Candidate](), {one.name for one in found if one.baseline}
     for one in found:
-        names = itertools.chain([one.name], (f"{one.name} ({i})" for i in itertools.count(2)))
+        names = itertools.chain([one.name], _in_buckets(one), (f"{one.name} ({i})" for i in itertools.count(2)))
         name = one.name if one.baseline else next(name for name in names if name not in taken)
         taken.add(name)
         made.append(replace(one, name=name))
     return made
+
+
+def _in_buckets(one: Candidate) -> list[str]:
+    """A name with the number of buckets, where that is known."""
+    if one.prediction is None:
+        return []
+    count = len({bucket for _, bucket, _, _ in one.prediction.events if bucket >= 0})
+    return [f"{one.name} in {count} bucket{'s' * (count != 1)}"]
 
 
 def fitted(problem: Problem, made: Calibration, plain: float) -> Calibration:

@@ -215,7 +215,7 @@ def test_a_value_for_a_later_stage_is_paid_at_every_cut_before_it():
 def test_ranks_with_several_stages_fit_in_memory_together(schedule):
     graph = chain(16, kept=1e9, parameters=2e8, rows=8)
     free = plan(graph, 2, 8, FAST, schedule=schedule, recompute=False)
-    limit = 0.8 * max(free.memory)
+    limit = 0.9 * max(free.memory)  # the last stage keeps what it computes
     tight = plan(graph, 2, 8, FAST, schedule=schedule, memory=limit, memory_margin=0.0)
     assert max(tight.memory) <= limit
     with pytest.raises(ConfigError, match=r"stages, .*GB are missing"):

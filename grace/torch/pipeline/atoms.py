@@ -90,10 +90,17 @@ class Atoms:
         return list(own)
 
     def parameters(self, node: fx.Node) -> dict[str, float]:
-        """Bytes of the parameters that feed a node, by name."""
+        """Bytes of the parameters that train and feed a node, by name."""
+        return {name: float(t.nbytes) for name, t in self._stored(node).items() if _trains(t)}
+
+    def held(self, node: fx.Node) -> dict[str, float]:
+        """Bytes of the other tensors that feed a node, by name: frozen parameters, buffers, constants."""
+        return {name: float(t.nbytes) for name, t in self._stored(node).items() if not _trains(t)}
+
+    def _stored(self, node: fx.Node) -> dict[str, torch.Tensor]:
         names = dict.fromkeys(str(one.target) for one in self.constants(node) if one.op == "get_attr")
         tensors = {name: self.captured.attributes[name] for name in names}
-        return {name: float(t.nbytes) for name, t in tensors.items() if isinstance(t, torch.nn.Parameter)}
+        return {name: t for name, t in tensors.items() if isinstance(t, torch.Tensor)}
 
     def outputs(self) -> list[fx.Node]:
         """The nodes and inputs whose values the model returns, each once; constants are left out."""
@@ -105,7 +112,7 @@ class Atoms:
 
         Args:
             rows: of the batch that the model was captured with.
-            measured: "forward", "backward", "kept" and "overhead" of nodes, by name.
+            measured: "forward", "backward", "kept" and further fields of nodes, by name.
         """
         nodes = []
         for node in self.dynamic:
@@ -116,6 +123,7 @@ class Atoms:
                     inputs=tuple(one.name for one in self.reads(node)),
                     nbytes=_nbytes(value),
                     parameters=self.parameters(node),
+                    held=self.held(node),
                     kind=kind_of(node),
                     line=line_of(node),
                     differentiable=any(t.requires_grad for t in tensors_of(value)),
@@ -131,6 +139,10 @@ class Atoms:
         names = dict.fromkeys(name for node in self.dynamic for name in self.parameters(node))
         found = ((name, self.captured.attributes[name]) for name in names)
         return tuple(Variable(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in found)
+
+
+def _trains(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:

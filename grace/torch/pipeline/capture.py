@@ -299,7 +299,9 @@ class _Values(fx.Interpreter):
             self.given(n, value)
             return value
         with self.around(n):
-            return super().run_node(n)
+            value = super().run_node(n)
+        self.given(n, value)
+        return value
 
 
 def values(
@@ -315,7 +317,7 @@ def values(
         captured: the graph.
         flat: the inputs, which may be on ``meta``; those that the model was captured with if left out.
         around: gives a context in which an operation is run.
-        given: is told the fake values of inputs, parameters and buffers.
+        given: is told each node and its fake value, when that is there.
     """
     if flat is None:
         flat = [node.meta.get("val") for node in captured.module.graph.nodes if node.op == "placeholder"]

@@ -36,6 +36,7 @@ def graph_of(
     atoms, flat = Atoms(captured), captured.flat(args, kwargs)
     dry = dry or any(p.is_meta for p in model.parameters())
     if dry:
-        return atoms.graph(rows_of(flat), profile.estimated(atoms))
-    costs = profile.measured_by_rows(model, atoms, flat, [False] * len(flat), profiles)
+        costs = profile.estimated_by_rows(model, atoms, flat, [False] * len(flat))
+    else:
+        costs = profile.measured_by_rows(model, atoms, flat, [False] * len(flat), profiles)
     return atoms.graph(rows_of(flat), costs)

@@ -53,8 +53,8 @@ class Pipeline(StateOfStages):
         links: what connects ranks (:class:`grace.planner.network.Links`, or ``Costs``); 10 Gbit/s if left out.
         plan: a :class:`~grace.partition.plan.Plan`, or a file: written if it is not there, or else read.
         inputs: who gives which rows. "replica": all ranks of a replica give that replica's rows; "global": all ranks
-            give the whole batch; "rank0": rank 0's counts. By default "replica" where all stages have as many replicas,
-            else "global".
+            give the whole batch; "rank0": rank 0's counts. By default "replica", for which all stages have as many
+            replicas, or "global" where ``replicas`` gives stages different numbers.
         grad_scaler: a ``torch.amp.GradScaler``.
         whole: names of inputs that have no rows, though their first dimension has as many elements as the batch.
         profiles: the file of measured seconds; by default one in the user's cache. False measures anew.
@@ -156,7 +156,7 @@ class Pipeline(StateOfStages):
 
         def measure() -> Any:
             if any(p.is_meta for p in self.model.parameters()):
-                return profile.estimated(atoms), 0.0
+                return profile.estimated_by_rows(self.model, atoms, flat, whole), 0.0
             beside = hosts.count(hosts[self.backend.rank])
             costs = profile.measured_by_rows(self.model, atoms, flat, whole, self.profiles, beside)
             return costs, update_seconds(self.make_optimizer, self.device)
@@ -262,7 +262,7 @@ class Pipeline(StateOfStages):
             value = output if self.loss_fn is None else self.loss_fn(output, target)
             if not isinstance(value, torch.Tensor) or value.numel() != 1:
                 raise ConfigError("the loss must be a tensor of one element, a mean over rows: give loss_fn=")
-            return value * scale if scale != 1.0 else value
+            return value * scale  # a copy: mse_loss gives its value the memory of all errors
 
         self._scale = scale
         return loss

@@ -71,6 +71,7 @@ class Gradients:
         }
         """The stages that have each parameter."""
         self.tied = self._tied_groups()
+        self.as_dense = bool(options.get("sparse_as_dense"))
         self.ready = False
         """Whether gradients were computed that are not exchanged."""
         self.handed, self.updates = 0, 0
@@ -169,6 +170,8 @@ class Gradients:
         for names, group, _ in self.tied:
             for name in names:
                 p = self.parameters[name]
+                if not p.requires_grad:  # weight decay would move it
+                    continue
                 if p.grad is None:
                     p.grad = torch.zeros_like(p)
                 share = 1 if self.places.equal else self.places.own.size  # a replica's, of the mean over them
@@ -187,11 +190,20 @@ class Gradients:
         if self.ready:
             self.ready = False
             self.prepare()
-            if self.parameters:
+            if self.parameters and self.places.own.size == 1:
+                self._keep_own()
+            elif self.parameters:
                 self._tell_planner()
                 self.optimizer.synchronize()
             if self.ruled:
                 self._settle_copies()
+
+    def _keep_own(self) -> None:
+        """Take the gradients as means of one replica: a wire for them would be as large as they are."""
+        for p in self.parameters.values():
+            if p.grad is not None and p.grad.is_sparse and self.as_dense:
+                p.grad = p.grad.to_dense()
+        self._session.synchronized = True
 
     def _tell_planner(self) -> None:
         """Of ``strategy="auto"``: what it times is the exchange alone, which nothing hides; steps would tell of other
@@ -208,7 +220,7 @@ class Gradients:
     def _settle_copies(self) -> None:
         """A strategy may treat copies of a tied parameter differently on two stages: the first one's mean counts."""
         for names, group, first in self.tied:
-            for name in names:
+            for name in (name for name in names if self.parameters[name].requires_grad):
                 p = self.parameters[name]
                 there = group.tensor_of([float(p.grad is not None)])
                 group.broadcast(there, first).wait()

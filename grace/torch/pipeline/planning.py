@@ -15,6 +15,7 @@ from grace.backends.together import from_root
 from grace.core.backend import Backend
 from grace.errors import ConfigError
 from grace.partition.graph import Graph
+from grace.partition.orders import SINGLE
 from grace.partition.plan import SCHEDULES, Plan
 from grace.partition.search import plan as search
 from grace.planner.clock import undisturbed
@@ -86,8 +87,14 @@ def found(
     counts: list[Any] = [None]
     if each and not unequal:
         counts = [r for r in range(1, ranks + 1) if ranks % r == 0 and (r in may_be or None in may_be)]
-        if wanted.stages is not None and isinstance(wanted.stages, int) and wanted.replicas is None:
-            counts = [r for r in counts if wanted.stages % (ranks // r) == 0]
+        counts = [r for r in counts if _possible(ranks // r, wanted)]
+        if not counts and wanted.replicas is None:
+            asked = " or ".join(map(str, sorted(_stages(wanted))))
+            raise ConfigError(
+                f"{ranks} ranks cannot be {asked} stages with as many replicas each, as they must where a rank gives "
+                "its own replica's rows. Stages with different numbers of replicas take rows of the whole batch: "
+                'grace.torch.Pipeline(..., inputs="global"), and every rank passes the whole batch'
+            )
     plans, error = list[Plan](), ConfigError(f"{ranks} ranks cannot have {wanted.replicas} replicas of every stage")
     for replicas in counts:
         batch = rows * (replicas or (max(wanted.replicas) if each and unequal else 1))
@@ -99,6 +106,22 @@ def found(
     if not plans:
         raise error
     return max(plans, key=lambda plan: plan.batch / max(plan.seconds, 1e-12))
+
+
+def _possible(places: int, wanted: Wanted) -> bool:
+    """True if the stages that are wanted can be on so many places, several on each only where a schedule allows it."""
+    if not _stages(wanted):
+        return True
+    schedules = (wanted.schedule,) if isinstance(wanted.schedule, str) else wanted.schedule or SINGLE
+    several = places > 1 and any(schedule not in SINGLE for schedule in schedules)
+    return any(stage == places or (several and stage % places == 0) for stage in _stages(wanted))
+
+
+def _stages(wanted: Wanted) -> set[int]:
+    """The numbers of stages that are wanted; none if any is."""
+    if wanted.cuts is not None:
+        return {len(wanted.cuts) + 1}
+    return {wanted.stages} if isinstance(wanted.stages, int) else set(wanted.stages or ())
 
 
 def check_whole(make_optimizer: Callable[..., Any]) -> None:

@@ -311,6 +311,8 @@ class PointToPointStage:
                 whole = lambda: torch.autograd.backward(ends, gradients) if ends else None  # noqa: E731
                 if full_backward:
                     whole()
+                    if self.is_last and loss is not None:
+                        loss.detach_()  # torch's schedules keep losses, whose graphs keep what was received
                 else:  # nothing to hand over: all of it is the weights'
                     kept.groups, kept.missing = [], [whole]
             else:

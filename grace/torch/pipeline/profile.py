@@ -7,7 +7,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,21 +99,40 @@ def measured_by_rows(
     >>> 0 <= cost["overhead"] <= cost["forward"], 0 <= cost["overhead_back"] <= cost["backward"]
     (True, True)
     """
-    costs, rows = measured(atoms, flat, file, beside), rows_of(flat, whole)
+    fixed = {"forward": "overhead", "backward": "overhead_back", "kept": "kept_fixed"}
+    return _by_rows(model, atoms, flat, whole, fixed, lambda own, given: measured(own, given, file, beside))
+
+
+def estimated_by_rows(model: torch.nn.Module, atoms: Atoms, flat: Sequence[Any], whole: Sequence[bool]) -> Costs:
+    """Estimate (:func:`estimated`) with a batch of a quarter of the rows as well, so that the bytes that are kept
+    whatever the rows are known."""
+    return _by_rows(model, atoms, flat, whole, {"kept": "kept_fixed"}, lambda own, given: estimated(own))
+
+
+def _by_rows(
+    model: torch.nn.Module,
+    atoms: Atoms,
+    flat: Sequence[Any],
+    whole: Sequence[bool],
+    fixed: Mapping[str, str],
+    costs_of: Callable[[Atoms, Sequence[Any]], Costs],
+) -> Costs:
+    """Costs, and of those in ``fixed`` the part that does not depend on the rows."""
+    costs, rows = costs_of(atoms, flat), rows_of(flat, whole)
     few = max(rows // 4, 2)
     if few >= rows:
         return costs
     fewer = cut_rows(flat, rows, 0, few, whole)
     args, kwargs = pytree.tree_unflatten(fewer, atoms.captured.in_spec)
     try:
-        smaller = measured(Atoms(capture(model, args, kwargs)), fewer, file, beside)
+        smaller = costs_of(Atoms(capture(model, args, kwargs)), fewer)
     except Exception:  # the model is for batches of that size alone, as PyTorch says in its own words
         return costs
     for name, cost in costs.items():
-        for key, fixed in (("forward", "overhead"), ("backward", "overhead_back")):
+        for key, part in fixed.items():
             if name in smaller:
                 slope = max(0.0, cost[key] - smaller[name][key]) / (rows - few)
-                cost[fixed] = max(0.0, cost[key] - slope * rows)
+                cost[part] = max(0.0, cost[key] - slope * rows)
     return costs
 
 
@@ -245,27 +264,34 @@ def _leaf(value: Any, like: Any) -> Any:
 
 
 def kept_bytes(atoms: Atoms) -> dict[str, float]:
-    """Bytes that autograd keeps of each node's forward for its backward: distinct storages, each at the node that is
-    the first to keep it; parameters, buffers and the model's inputs left out."""
+    """Bytes that are kept of each node's forward for backward: distinct storages that autograd saves, or that the model
+    returns, each at the node that makes it; parameters, buffers and the model's inputs left out."""
     kept, seen, fakes = dict.fromkeys((node.name for node in atoms.dynamic), 0.0), set[int](), list[Any]()
     feeds = {one: node.name for node in reversed(atoms.dynamic) for one in (*atoms.constants(node), node)}
-    given = {node.name for node in atoms.order if node.op in ("get_attr", "placeholder")}
+    makers: dict[int, fx.Node] = {}
+
+    def keep(tensor: torch.Tensor, node: fx.Node) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        maker = makers.get(storage._cdata, node)
+        if storage._cdata not in seen and maker in feeds:
+            seen.add(storage._cdata)
+            fakes.append(tensor)  # or another storage would get its number
+            kept[feeds[maker]] += storage.nbytes()
+        return tensor
 
     def around(node: fx.Node) -> Any:
-        def save(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in seen and node.name not in given and node in feeds:
-                seen.add(storage._cdata)
-                fakes.append(tensor)  # or another storage would get its number
-                kept[feeds[node]] += storage.nbytes()
-            return tensor
-
-        return torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
+        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: keep(tensor, node), lambda tensor: tensor)
 
     def known(node: fx.Node, value: Any) -> None:
-        seen.update(storages_of(value))
+        if node.op in ("get_attr", "placeholder"):
+            seen.update(storages_of(value))
+        for storage in storages_of(value):
+            makers.setdefault(storage, node)
 
-    values(atoms.captured, around=around, given=known)
+    found = values(atoms.captured, around=around, given=known)
+    for node in atoms.outputs():
+        for tensor in tensors_of(found[node]):
+            keep(tensor, node)
     return kept
 
 

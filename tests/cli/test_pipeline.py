@@ -9,6 +9,9 @@ import pytest
 
 from grace.partition import profiles
 from grace.partition.plan import Plan
+from grace.partition.search import plan as search
+from grace.planner.network import Links
+from tests.partition.graphs import chain, drawn
 from tests.support.command import grace_command
 
 PROFILE = str(Path(__file__).parents[1] / "partition" / "profiles" / "gnmt.json")
@@ -100,10 +103,32 @@ def test_a_plan_is_drawn(tmp_path, schedule):
     assert len(drawings) == 3
     texts = [["".join(text.itertext()) for text in drawing.iter("text")] for drawing in drawings]
     assert sum(" there, " in text for text in texts[0]) == len(plan.stages) - 1
-    assert sum(text.startswith("ranks ") for text in texts[1]) == len({stage.ranks for stage in plan.stages})
+    assert sum(text.startswith("rank") for text in texts[1]) == len({stage.ranks for stage in plan.stages})
     assert [text for text in texts[2] if text.startswith("rank ")] == [f"rank {rank}" for rank in range(4)]
     assert plan.summary in page
     assert not re.search(r'(src|href)="(?!#)', page), "it loads nothing"
+
+
+def test_figures_have_units_of_their_own_and_say_what_is_there(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    graph = chain(4, parameters=1e4, nbytes=8.0, rows=8)
+    made = search(graph, 2, 8, Links(1e9), stages=2, memory=16e9)
+    assert made.summary.endswith("; the fullest rank has 70 kB of 16 GB")
+    made.save(tmp_path / "plan.json")
+    run(tmp_path, "show", "plan.json", "--html", "plan.html")
+    page = (tmp_path / "plan.html").read_text()
+    texts = [
+        ["".join(text.itertext()) for text in ElementTree.fromstring(svg).iter("text")]
+        for svg in re.findall(r"<svg.*?</svg>", page, re.S)
+    ]
+    assert {"rank 0", "rank 1"} <= set(texts[1])
+    assert "kB" in texts[2]
+    assert "device" not in texts[2]  # beside it no bar would be seen
+    assert "a device has 16.0 GB" in page
+    for graph, arcs in ((chain(4), False), (drawn(1, 8), True)):
+        profiles.write(graph, tmp_path / "g.json")
+        run(tmp_path, "graph", "--profile", "g.json", "--html", "g.html")
+        assert ("An arc at the left" in (tmp_path / "g.html").read_text()) == arcs
 
 
 @pytest.mark.parametrize(

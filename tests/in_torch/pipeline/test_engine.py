@@ -122,6 +122,19 @@ def test_optimizer_state_is_that_of_the_models_shapes():
     assert state_bytes(lambda ps: torch.optim.SGD(ps, lr=0.1), model.parameters()) == 0.0
 
 
+def unequal(settings):
+    with pytest.raises(grace.ConfigError) as caught:
+        model_of(**settings)
+    return str(caught.value)
+
+
+def test_stages_that_ranks_cannot_share_out_evenly_name_the_way_on():
+    for settings in ({"stages": 2}, {"stages": {2}}):
+        for said in ranks_of(3).run(unequal, {"microbatches": 2, **settings}):
+            assert said.startswith("3 ranks cannot be 2 stages with as many replicas each")
+            assert 'grace.torch.Pipeline(..., inputs="global")' in said
+
+
 def ranged(settings):
     engine = model_of(**settings)
     return engine.plan.replicas, engine.plan.microbatches

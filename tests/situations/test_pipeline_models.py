@@ -1,0 +1,161 @@
+"""Models as people write them, cut into pipelines unmodified."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import grace
+from tests.support.pools import ranks_of
+
+pytestmark = pytest.mark.ranks
+WIDTH, HEADS, LENGTH = 16, 2, 6
+
+
+class Rotary(nn.Module):
+    """Positions as Llama's models have them: computed once, in full precision, without gradients, and read by all
+    layers (https://github.com/pytorch/pytorch/issues/184361: such a model could not be pipelined)."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("frequencies", 10.0 ** -torch.linspace(0, 2, WIDTH // HEADS // 2), persistent=False)
+
+    @torch.no_grad()
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            angles = torch.arange(x.shape[1]).float()[:, None] * self.frequencies
+            angles = torch.cat([angles, angles], dim=-1)
+            return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+def rotated(x, cos, sin):
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out, self.norm = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x, cos, sin):
+        q, k, v = self.qkv(self.norm(x)).view(*x.shape[:2], 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(rotated(q, cos, sin), rotated(k, cos, sin), v, is_causal=True)
+        return x + self.out(mixed.transpose(1, 2).reshape(x.shape))
+
+
+class Llama(nn.Module):
+    """Layers under activation checkpoints, as transformers' ``gradient_checkpointing_enable()`` calls them."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.reentrant = reentrant
+        self.embedding, self.rotary = nn.Embedding(20, WIDTH), Rotary()
+        self.layers, self.head = nn.ModuleList(Layer() for _ in range(3)), nn.Linear(WIDTH, 20)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        cos, sin = self.rotary(x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, cos, sin, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+class Reversed(torch.autograd.Function):
+    """A domain classifier's gradient reversal."""
+
+    @staticmethod
+    def forward(ctx, x, strength):
+        ctx.strength = strength
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -ctx.strength * gradient, None
+
+
+class Adversarial(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.features = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        self.label, self.domain = nn.Linear(8, 3), nn.Linear(8, 3)
+
+    def forward(self, x):
+        h = torch.relu(self.features(x))
+        return self.label(h) + self.domain(Reversed.apply(h, 0.5))
+
+
+def by_token(output, target):
+    return F.cross_entropy(output.flatten(0, -2), target.flatten())
+
+
+MODELS = {
+    "reentrant": (lambda: Llama(True), lambda: torch.randint(20, (8, LENGTH)), by_token),
+    "not reentrant": (lambda: Llama(False), lambda: torch.randint(20, (8, LENGTH)), by_token),
+    "adversarial": (Adversarial, lambda: torch.randn(8, 8), lambda output, target: output.square().mean()),
+}
+
+
+def differences(names):
+    """How far a pipeline's gradients are from those of one process with the same micro-batches, at the most."""
+    found = {}
+    for name in names:
+        make, inputs, loss = MODELS[name]
+        torch.manual_seed(0)
+        model = make()
+        x = inputs()
+        torch.manual_seed(0)
+        engine = grace.torch.Pipeline(
+            make(), x, loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), stages=2, microbatches=2
+        )
+        for rows in x.chunk(2):
+            (loss(model(rows), rows) / 2).backward()
+        engine(x, x).backward()
+        engine.exchange()
+        found[name] = max(float((engine.gradient(key) - p.grad).abs().max()) for key, p in model.named_parameters())
+    return found
+
+
+def test_models_as_they_are_written_have_their_own_gradients_in_a_pipeline():
+    for found in ranks_of(2).run(differences, list(MODELS)):
+        assert all(off < 1e-6 for off in found.values()), found
+
+
+def watched():
+    """A model that one rank alone watches, as loggers of gradients do on rank 0."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    if grace.rank() == 0:
+        model[2].weight.register_hook(lambda gradient: None)
+    with pytest.raises(grace.GraceError, match="the parameter '2.weight' has a hook"):
+        grace.torch.Pipeline(
+            model, torch.ones(4, 8), F.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), stages=2
+        )
+
+
+def test_a_model_that_rank_0_alone_watches_is_refused_on_all_ranks():
+    ranks_of(2).run(watched)
+
+
+def test_memory_of_a_device_is_that_of_what_a_model_needs(local):
+    """A table that does not fit is refused; a frozen backbone that fits is not."""
+
+    def plan(model, x, memory):
+        made = grace.torch.Pipeline(
+            model, x, F.mse_loss, optimizer=torch.optim.Adam, microbatches=4, memory=memory, memory_margin=0.0
+        )
+        return max(made.plan.memory)
+
+    class Features(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", torch.zeros(50_000, 20))  # 4 MB
+            self.head = nn.Linear(20, 4)
+
+        def forward(self, rows):
+            return self.head(self.table[rows])
+
+    with pytest.raises(grace.ConfigError, match="memory does not suffice"):
+        plan(Features(), torch.zeros(8, dtype=torch.int64), 2e6)
+    backbone = nn.Sequential(*(nn.Linear(500, 500) for _ in range(4))).requires_grad_(False)  # 4 MB
+    assert 4e6 < plan(nn.Sequential(backbone, nn.Linear(500, 4)), torch.ones(8, 500), 6e6) < 4.5e6

@@ -127,7 +127,7 @@ def watched():
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     if grace.rank() == 0:
         model[2].weight.register_hook(lambda gradient: None)
-    with pytest.raises(grace.GraceError, match="the parameter '2.weight' has a hook"):
+    with pytest.raises(grace.GraceError, match=r"the parameter '2\.weight' has a hook"):
         grace.torch.Pipeline(
             model, torch.ones(4, 8), F.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), stages=2
         )
@@ -159,3 +159,28 @@ def test_memory_of_a_device_is_that_of_what_a_model_needs(local):
         plan(Features(), torch.zeros(8, dtype=torch.int64), 2e6)
     backbone = nn.Sequential(*(nn.Linear(500, 500) for _ in range(4))).requires_grad_(False)  # 4 MB
     assert 4e6 < plan(nn.Sequential(backbone, nn.Linear(500, 4)), torch.ones(8, 500), 6e6) < 4.5e6
+
+
+class Twice(nn.Module):
+    """A frozen layer that two stages have."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared, self.own = nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.shared(torch.tanh(self.own(self.shared(x))))
+
+
+def after_weight_decay():
+    torch.manual_seed(0)
+    model, x = Twice(), torch.randn(4, 8)
+    before = model.shared.weight.clone()
+    decays = {"optimizer": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.5), "cuts": ["linear"]}
+    engine = grace.torch.Pipeline(model, x, F.mse_loss, microbatches=2, **decays)
+    engine.step(x, x)
+    return torch.equal(engine.parameter("shared.weight"), before), engine.stage
+
+
+def test_a_frozen_layer_on_two_stages_does_not_decay():
+    assert ranks_of(2).run(after_weight_decay) == [(True, 0), (True, 1)]

@@ -55,16 +55,22 @@ class Memory(NamedTuple):
 
     Attributes:
         static: whatever is under way: parameters, gradients, optimizer state, buffers, Grace's, the batch, and the
-            gradients that come and go of one micro-batch.
+            gradients that come of one micro-batch.
         arrived: of one micro-batch, from forward to backward: the values that the stage before sent.
         made: of one micro-batch, from forward to backward: what forward keeps.
         working: beside them, while one node is differentiated: gradients of its values and parameters.
+        returning: gradients that go to the stage before while the next micro-batch is computed; GPipe computes none.
     """
 
     static: np.ndarray
     arrived: np.ndarray
     made: np.ndarray
     working: np.ndarray
+    returning: np.ndarray
+
+    def around(self, schedule: str) -> np.ndarray:
+        """Bytes beside those of micro-batches that wait for their backward."""
+        return self.static + self.working + (self.returning if schedule != "gpipe" else 0.0)
 
 
 class Space:
@@ -179,10 +185,11 @@ class Space:
                 working[i, i + 1 :] = np.maximum.accumulate(most[i:] + freed[i + 1 :]) - freed[i + 1 :]
             working += (self.arriving * scale)[None, :]  # what is sent on is there until backward ends
             self._known_memory[key] = Memory(
-                static + self.given[:, None] * scale * microbatches + (self.back[None, :] + self.back[:, None]) * scale,
+                static + self.given[:, None] * scale * microbatches + self.back[None, :] * scale,
                 np.broadcast_to((self.arriving * scale)[:, None], made.shape),
                 made,
                 working,
+                np.broadcast_to((self.back * scale)[:, None], made.shape),
             )
         return self._known_memory[key]
 
@@ -268,7 +275,7 @@ class Space:
             if setting.recompute:
                 at_once[:-1] = 1  # the last stage keeps what it computes
             under_way = own.arrived * held + own.made * at_once[None, :]
-            memory[:, :, r] = np.where(runs, own.static + under_way + own.working, np.inf)
+            memory[:, :, r] = np.where(runs, own.around(setting.schedule) + under_way, np.inf)
             fits = memory[:, :, r] <= self.limit * setting.share * (1 + 1e-12)
             cost[:, :, r] = np.where(runs & fits, taken, np.inf)
         return cost, memory

@@ -123,5 +123,8 @@ def memory_of(space: Space, setting: Setting, cut: Cut) -> list[float]:
             kept = sum(n * (of.arrived[run] + (0.0 if one else of.made[run])) for run, n, one in stages)
             computed = max((of.made[run] for run, n, one in stages if one and n), default=0.0)
             most = max(most, kept + computed)
-        found.append(float(sum(of.static[run] for run in runs) + max(of.working[run] for run in runs) + most))
+        beside = sum(of.static[run] for run in runs) + max(of.working[run] for run in runs)
+        if setting.schedule != "gpipe":
+            beside += sum(of.returning[run] for run in runs)
+        found.append(float(beside + most))
     return found

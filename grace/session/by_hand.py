@@ -1,10 +1,13 @@
 """A communicator that the user calls by hand, GRACE's way: its steps, outside of any optimizer."""
 
 import contextlib
+import hashlib
 import itertools
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+import numpy as np
 
 from grace.backends import runtime
 from grace.communicators.base import Communicator
@@ -13,7 +16,7 @@ from grace.core.calls import BY_HAND
 from grace.core.compressor import Tensor
 from grace.core.context import Context
 from grace.core.variable import Variable
-from grace.errors import ConfigError
+from grace.errors import ConfigError, RankError
 from grace.exchange.bucket import Bucket
 from grace.kernels import kernels_of
 from grace.session import checkpoint, saved_form
@@ -96,6 +99,7 @@ class ByHand:
         exchanger, bucket, given = self._known(given, called)
         if exchanger.under_way(bucket):
             raise ConfigError(f"{bucket.ends!r} is under way already: call receive_step() before it is sent again")
+        _compare(exchanger, bucket)
         begun = Begun(bucket, [variable.dtype for variable in bucket.variables], single)
         exchanger.start(bucket, given, [True] * len(given))
         self.begun.append(begun)
@@ -250,6 +254,34 @@ class ByHand:
                 self.buckets = {names: bucket for names, bucket in self.buckets.items() if names in before}
                 _shrink(self.exchanger, {name for names in before for name in names})
             raise
+
+
+def _compare(exchanger: Exchanger, bucket: Bucket) -> None:
+    """Refuse to exchange what other ranks do not exchange now.
+
+    An engine that pairs collectives by their order would average one tensor with another, or end all ranks where their
+    sizes differ. One small all-gather, whose size never differs, comes first.
+
+    Raises:
+        RankError: (on all ranks) tensors of other names come, or as many as here did not; nothing was exchanged.
+    """
+    backend = exchanger.channel
+    if backend.size == 1 or backend.pairs_by_name:
+        return
+    place = f"{', '.join(map(repr, bucket.names))} in step {exchanger.context.step}"
+    digest = np.frombuffer(hashlib.blake2b(place.encode(), digest_size=16).digest(), np.uint8)
+    before = backend.sent_bytes
+    with backend.awaiting(lambda: f"the exchange by hand of {place}"):
+        parts = backend.allgather(backend.tensor_of(digest.copy())).wait()
+        digests = {np.asarray(part.cpu() if hasattr(part, "cpu") else part).tobytes() for part in parts}
+        places = backend.all_objects(place) if len(digests) > 1 else []
+    backend.sent_bytes = before
+    if places:
+        other = next(rank for rank, where in enumerate(places) if where != places[0])
+        raise RankError(
+            f"ranks exchange different tensors by hand: rank 0 {places[0]}, and rank {other} {places[other]}. Every "
+            "rank must exchange the same names, in the same order, and as often; nothing was exchanged"
+        )
 
 
 def _groups(state: Any) -> list[list[Variable]]:

@@ -243,3 +243,33 @@ def test_only_an_optimizer_delays_what_it_applies(two_ranks):
 
 def delayed():
     communicator("none", name="reduce_broadcast(staleness=1)").step(torch.ones(2), "w")
+
+
+def out_of_order(kind):
+    """What a rank is told whose second step is another one than that of rank 1; and what comes of going on alike."""
+    grc, first = communicator("none"), grace.rank() == 0
+    for name, n in (("a", 30), ("b", 30), ("c", 5)):
+        grc.step(torch.ones(n), name)
+    wrong = {"other order": ("ab", "ba"), "other size": ("ac", "ca"), "other name": ("a", "d")}
+    names = ("aa", "ab") if kind == "twice" else wrong[kind]
+    said = ""
+    try:
+        for name in names[0] if first else names[1]:
+            grc.step(torch.ones({"c": 5}.get(name, 30)), name)
+    except grace.GraceError as error:
+        said = f"{type(error).__name__}: {error}"
+    return said, grc.step(torch.full((30,), 1.0 + grace.rank()), "b").tolist() if "order" in kind else []
+
+
+@pytest.mark.parametrize("engine", ["gloo", "mpirun-mpi"])
+@pytest.mark.parametrize("kind", ["other order", "other size", "twice"])
+def test_ranks_that_exchange_different_tensors_are_told_before_anything_is_exchanged(engine, kind):
+    for said, after in launched(engine, 2).run(out_of_order, kind):
+        assert said.startswith("RankError: ranks exchange different tensors by hand: rank 0 'a' in step "), said
+        assert after == ([1.5] * 30 if "order" in kind else [])
+
+
+def test_a_rank_that_exchanges_a_tensor_of_another_name_is_told_where_the_other_one_is(two_ranks):
+    (known, _), (new, _) = two_ranks.run(out_of_order, "other name")
+    assert "the exchange by hand of 'a' in step 3" in new
+    assert "rank 1" in known

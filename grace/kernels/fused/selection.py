@@ -155,9 +155,9 @@ def _kth_of_few(bits, k):
     are in the cache, and nothing is made room for."""
     low, high = u32(0), _max_bits(bits)
     while low < high:
-        middle, count = u32(low + (high - low + 1) // 2), 0
+        middle, count = u32(low + (high - low + 1) // 2), u32(0)
         for i in range(bits.size):
-            count += (bits[i] & LOW31) >= middle
+            count = u32(count + u32((bits[i] & LOW31) >= middle))
         if count == k:
             return middle
         if count > k:
@@ -169,10 +169,10 @@ def _kth_of_few(bits, k):
 
 @compiled
 def _count_above(bits, pattern):
-    count = 0
+    count = u32(0)
     for i in range(bits.size):
-        count += (bits[i] & LOW31) > pattern
-    return count
+        count = u32(count + u32((bits[i] & LOW31) > pattern))
+    return i32(count)
 
 
 @compiled

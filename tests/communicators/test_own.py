@@ -141,10 +141,8 @@ class Objects(Communicator):
         return self.compressor.aggregate([self.compressor.decompress(one, ctx) for one in payloads]) / self.world_size
 
 
-class Later(Objects):
+class Later(Communicator):
     """The same in two parts; it keeps its rank, as GRACE's ``Broadcast(compressor, memory, world_size, rank)`` does."""
-
-    send_receive = Communicator.send_receive
 
     def __init__(self, compressor, memory, world_size, rank):
         super().__init__(compressor, memory, world_size)

@@ -288,7 +288,7 @@ class Wrong(Compressor):
         return {
             "empty": ([], None),
             "bare": [values],
-            "bool": ([values > 0], None),
+            "complex": ([values.to(torch.complex64)], None),
             "numbers": ([1.5], None),
             "shape": ([values], None),
         }[self.how]
@@ -310,7 +310,7 @@ def refused(how):
     [
         ("empty", "the payload of 'w' is empty"),
         ("bare", r"compress\(\) of 'w' must return two things, \(payload, ctx\), not a list"),
-        ("bool", "the payload of 'w' holds a tensor of dtype bool"),
+        ("complex", "the payload of 'w' holds a tensor of dtype complex64"),
         ("numbers", "the payload of 'w' holds a float, which is no tensor"),
         ("shape", r"decompress\(\) gave a tensor of shape \(1,\), where \(20, 30\) is wanted for 'w'"),
     ],

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import grace
 from grace.backends import initialized
 from tests.support.engine_pools import available, environment
+from tests.support.limits import HANGS
 
 TORCHS = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 LAUNCHERS = {
@@ -198,7 +199,7 @@ def test_a_script_for_horovod_under_torchrun_is_refused(tmp_path):
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=HANGS,
     )
     assert done.returncode == 0, done.stderr
     for rank in range(2):

@@ -82,9 +82,9 @@ def started():
 
 
 def test_operations_on_tensors_and_in_graphs(pool):
-    assert pool.run(operations, timeout=200) == [[], []]  # AutoGraph leaves them alone
+    assert pool.run(operations) == [[], []]  # AutoGraph leaves them alone
 
 
 def test_start_values_and_tapes(pool):
-    first, second = pool.run(started, timeout=200)
+    first, second = pool.run(started)
     assert first == second

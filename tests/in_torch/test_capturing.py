@@ -42,8 +42,8 @@ def steps(spec, there):
                     n: id(v) for c in optimizer._grace.exchanger._stepping() for n, v in c.state.kept.items()
                 }
             means = {n: torch.nan_to_num(g, nan=1234.5) for n, g in gradients(model).items()}  # NaNs have many bits
-            found.append((digest(means), digest(state_of(optimizer))))
             optimizer.step()
+            found.append((digest(means), digest(state_of(optimizer))))
         optimizer.close()
     return found
 

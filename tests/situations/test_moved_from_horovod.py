@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.engine_pools import available, environment
+from tests.support.limits import HANGS
 from tests.support.pools import launched
 from tests.support.training import digest, weights
 
@@ -47,8 +48,8 @@ def test_the_pages_search_and_replace_makes_this_script_of_horovods():
 
 @pytest.mark.parametrize("engine", ["gloo", "mpirun-mpi", "horovodrun-gloo"])
 def test_it_trains_on_every_engine_what_horovods_trains(engine):
-    wanted = launched("horovodrun-gloo", 2).run(trained, horovods(), timeout=200)
-    got = launched(engine, 2).run(trained, moved(), timeout=200)
+    wanted = launched("horovodrun-gloo", 2).run(trained, horovods())
+    got = launched(engine, 2).run(trained, moved())
     assert got == wanted
     assert wanted[0] == wanted[1]
     assert wanted[0][1] > 0.8
@@ -73,7 +74,7 @@ def test_ranks_of_an_mpi_that_horovod_was_not_built_for_are_refused():
         env={**environment(), "PMI_SIZE": "4", "PMI_RANK": "3"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=HANGS,
     )
     assert done.stdout.startswith("mpiexec or srun (PMI) has started 4 ranks (PMI_SIZE=4), and Horovod sees 1 ("), done
     assert "start the program by horovodrun or mpirun" in done.stdout

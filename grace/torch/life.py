@@ -48,13 +48,19 @@ def only_optimizer(what: str) -> Any:
     Raises:
         ConfigError: there is none, or there are several.
     """
-    optimizers = [session.optimizer for session in _open if session.optimizer is not None]
+    if len(_optimizers()) != 1:
+        gc.collect()  # a scheduler makes a cycle of its optimizer
+    optimizers = _optimizers()
     if len(optimizers) != 1:
         raise ConfigError(
             f"{what}() is a matter of one distributed optimizer, and this program has {len(optimizers) or 'none'}: "
             f"call {what}() of the optimizer that is meant"
         )
     return optimizers[0]
+
+
+def _optimizers() -> list[Any]:
+    return [session.optimizer for session in _open if session.optimizer is not None]
 
 
 def begin(optimizer: Any, session: Any, before_step: Callable, after_step: Callable, had: set[str]) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import os
 import re
+import secrets
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,20 +30,29 @@ class Command:
         argv: the command line.
         environment: what is added to this process's environment.
         remote: whether it starts ssh.
+        hidden: the variables of ``shared_envs``, whose values are not shown.
+        handing: what puts their values into a file on the node until its stdin ends, and says ``ready`` in between;
+            empty if the environment has them.
+        handed: what it reads.
     """
 
     node: str
     argv: list[str]
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     remote: bool = False
+    hidden: frozenset[str] = frozenset()
+    handing: list[str] = dataclasses.field(default_factory=list)
+    handed: str = dataclasses.field(default="", repr=False)
 
     def __str__(self) -> str:
-        """As one types it into a shell.
+        """As one types it into a shell, without the values that are hidden.
 
-        >>> print(Command("a", ["python", "my file.py"], {"X": "1 2"}))
-        env 'X=1 2' python 'my file.py'
+        >>> print(Command("a", ["python", "my file.py"], {"X": "1 2", "TOKEN": "abc"}, hidden=frozenset(["TOKEN"])))
+        env 'X=1 2' TOKEN=... python 'my file.py'
         """
-        return shlex.join([*_env(self.environment), *self.argv])
+        shown = {name: "..." if name in self.hidden else value for name, value in self.environment.items()}
+        before = f"{shlex.join(self.handing)}  # reads {', '.join(sorted(self.hidden))}\n" if self.handing else ""
+        return before + shlex.join([*_env(shown), *self.argv])
 
     @property
     def tells_on_stdout(self) -> bool:
@@ -134,15 +144,18 @@ def _torch(resources: "Resources", program: list[str], environment: dict[str, st
         own = {**_gpus(node), **environment}
         if node.chief:
             variables = {**{name: preparing.here(value) for name, value in shared.items()}, **own}
-            commands.append(Command(node.address, preparing.prepared(preparing.lines(ssh), {}, argv), variables))
+            line = preparing.prepared(preparing.lines(ssh), argv)
+            commands.append(Command(node.address, line, variables, hidden=frozenset(shared)))
         else:
             assert ssh is not None
-            expanded, plain = _parted(shared)
-            argv, said, enter = [*_env({**plain, **own}), *argv], preparing.lines(ssh), _activating(ssh)
-            if said or expanded:  # in bash, which may read ~/.bashrc once more, and enters the environment after that
+            said, enter, file = preparing.lines(ssh), _activating(ssh), f"~/.grace-{secrets.token_hex(16)}"
+            if said or shared:  # in bash, which may read ~/.bashrc once more, and enters the environment after that
                 said, enter = [*said, *enter], []
-            line = preparing.prepared(said, expanded, argv)
-            commands.append(Command(node.address, _over_ssh(node, ssh, enter, line), remote=True))
+            line = preparing.prepared(said, [*_env(own), *argv], bool(shared), file=file)
+            handed = preparing.exports(shared)
+            handing = ["ssh", *reaching(ssh), host(node, ssh), preparing.keeping(file, handed)] if shared else []
+            line = _over_ssh(node, ssh, enter, line)
+            commands.append(Command(node.address, line, {}, True, frozenset(shared), handing, handed))
     return commands
 
 
@@ -222,15 +235,15 @@ def _horovodrun(resources: "Resources", program: list[str], environment: dict[st
     reach = ["-p", str(port)] if port not in (None, 22) else []
     reach += ["-i", str(Path(key).expanduser())] if key else []
     # horovodrun hands on every variable but CUDA_VISIBLE_DEVICES
-    expanded, plain = _parted(_shared(resources))
-    inside = [*_env(_same_gpus(resources)), *_everywhere(resources, expanded, program)]
+    shared = _on_all(resources)
+    inside = [*_env(_same_gpus(resources)), *_everywhere(resources, preparing.EXPORTS in shared, program)]
     argv = ["horovodrun", "-np", str(resources.world_size), "-H", _hosts(resources), *reach, *inside]
-    return Command(resources.chief.address, argv, {**plain, **environment})
+    return Command(resources.chief.address, argv, {**shared, **environment}, hidden=frozenset(shared))
 
 
 def _mpirun(resources: "Resources", program: list[str], environment: dict[str, str]) -> Command:
-    expanded, plain = _parted(_shared(resources))
-    variables = {"GRACE_BACKEND": "mpi", **plain, **_same_gpus(resources), **environment}
+    shared = _on_all(resources)
+    variables = {"GRACE_BACKEND": "mpi", **shared, **_same_gpus(resources), **environment}
     user, port, key = (_common(resources, field) for field in ("username", "port", "key_file"))
     reach = ["-l", user] if user else []
     reach += ["-p", str(port)] if port not in (None, 22) else []
@@ -243,7 +256,8 @@ def _mpirun(resources: "Resources", program: list[str], environment: dict[str, s
     argv += ["--map-by", "slot", *(["--mca", "plm_rsh_args", " ".join(reach)] if reach else [])]
     for name in variables:
         argv += ["-x", name]
-    return Command(resources.chief.address, [*argv, *_everywhere(resources, expanded, program)], variables)
+    argv += _everywhere(resources, preparing.EXPORTS in shared, program)
+    return Command(resources.chief.address, argv, variables, hidden=frozenset(shared))
 
 
 def _hosts(resources: "Resources") -> str:
@@ -283,7 +297,7 @@ def in_venv(resources: "Resources", program: list[str]) -> list[str]:
     return [str(Path(venv).expanduser() / "bin" / program[0]), *program[1:]]
 
 
-def _everywhere(resources: "Resources", expanded: dict[str, str], program: list[str]) -> list[str]:
+def _everywhere(resources: "Resources", exports: bool, program: list[str]) -> list[str]:
     """The program, prepared on all nodes alike; on the chief only if it names that ssh group, too."""
     for field in ("setup", "python_venv"):
         _common(resources, field)
@@ -296,13 +310,15 @@ def _everywhere(resources: "Resources", expanded: dict[str, str], program: list[
             f"than the others' ({said}); use one group, or launch with --engine torch"
         )
     but = "" if own else preparing.this_machine()
-    return preparing.prepared(said, expanded, in_venv(resources, program), but)
+    return preparing.prepared(said, in_venv(resources, program), exports, but)
 
 
-def _parted(variables: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Those whose values refer to others, which are put in on the nodes, and the rest."""
-    expanded = {name: value for name, value in variables.items() if preparing.refers(value)}
-    return expanded, {name: value for name, value in variables.items() if name not in expanded}
+def _on_all(resources: "Resources") -> dict[str, str]:
+    """The shared variables as a launcher hands them on: those whose values refer to others are one, for the nodes."""
+    shared = _shared(resources)
+    expanded = {name: value for name, value in shared.items() if preparing.refers(value)}
+    plain = {name: value for name, value in shared.items() if name not in expanded}
+    return {**plain, preparing.EXPORTS: preparing.exports(expanded)} if expanded else plain
 
 
 def _shared(resources: "Resources") -> dict[str, str]:

@@ -14,6 +14,10 @@ REFERENCE = re.compile(r"\$(?:\$|(\w+)|\{(\w+)\})", re.ASCII)
 """What a value of ``shared_envs`` may refer to: $NAME and ${NAME}, and $$ for a dollar."""
 
 
+EXPORTS = "GRACE_SHARED_ENVS"
+"""The variable by which a node's bash gets those of ``shared_envs`` to put in what they refer to; ranks have none."""
+
+
 def lines(ssh: "SSH | None") -> list[str]:
     """What bash runs first: ``setup``, and ``python_venv`` where it is a command, as AutoDist has it.
 
@@ -36,29 +40,50 @@ def is_command(environment: str) -> bool:
     return bool(re.search(r";|&&", environment)) or (not path and " " in environment)
 
 
-def prepared(said: Sequence[str], expanded: Mapping[str, str], program: Sequence[str], but: str = "") -> list[str]:
+def prepared(
+    said: Sequence[str], program: Sequence[str], shared: bool = False, but: str = "", file: str = ""
+) -> list[str]:
     """The command line that runs lines and sets variables in bash, and becomes the program; the program's own if there
-    are none. A line that fails ends it, and is named.
+    are none. A line that fails ends it, and is named. The variables' values do not stand in it.
 
     Args:
         said: the lines.
-        expanded: variables whose values refer to others.
         program: what comes then.
+        shared: whether there are variables, which :func:`exports` writes.
         but: the name of the machine that leaves the lines out.
+        file: where they are, and are removed; by default :data:`EXPORTS` has them.
 
-    >>> print(prepared(["module load cuda"], {}, ["python", "a.py"])[2])
+    >>> print(prepared(["module load cuda"], ["python", "a.py"])[2])
     { module load cuda
     } || { echo "grace launch: on $(uname -n) this failed:" 'module load cuda' >&2; exit 1; }
     exec "$@"
     """
-    if not said and not expanded:
+    if not said and not shared:
         return list(program)
     failed = 'echo "grace launch: on $(uname -n) this failed:"'
     script = [f"{{ {line}\n}} || {{ {failed} {shlex.quote(line)} >&2; exit 1; }}" for line in said]
     if script and but:
         script = [f'if [ "$(uname -n)" != {shlex.quote(but)} ]; then', *script, "fi"]
-    script += [f"export {name}={word(value)}" for name, value in expanded.items()]
+    if shared:  # the file is gone before the lines, which may fail
+        script = [*([f"{EXPORTS}=$(cat {file}) || exit 1; rm -f {file}"] if file else []), *script]
+        script.append(f'eval "${EXPORTS}"; unset {EXPORTS}')
     return ["bash", "-c", "\n".join([*script, 'exec "$@"']), "grace-launch", *program]
+
+
+def exports(variables: Mapping[str, str]) -> str:
+    """What a shell evaluates to set variables.
+
+    >>> print(exports({"LIBS": "$LIBS:/more", "TOKEN": "a b"}))
+    export LIBS="${LIBS}":/more TOKEN='a b'
+    """
+    return " ".join(["export", *(f"{name}={word(value)}" for name, value in variables.items())])
+
+
+def keeping(file: str, text: str) -> str:
+    """The line for a node's shell that puts text from stdin into a file, says so, and removes it when stdin ends."""
+    length = len(os.fsencode(text))  # stdin stays open when all has come
+    keep = f"head -c {length} > {file} && echo ready && cat > /dev/null; code=$?; rm -f {file}; exit $code"
+    return shlex.join(["sh", "-c", f"trap : HUP PIPE; umask 077; {keep}"])
 
 
 def unprepared(said: str) -> str:

@@ -1,5 +1,6 @@
 """Launchers that run: what they print, which rank failed first, and the end of all of them."""
 
+import contextlib
 import dataclasses
 import errno
 import os
@@ -10,9 +11,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from grace.errors import ConfigError
 from grace.launch import preparing, processes
@@ -50,10 +51,12 @@ def run(commands: Sequence[Command]) -> End:
             for part in commands:
                 jobs.append(_Job(part))
             while not any(job.failed for job in jobs) and any(job.process.poll() is None for job in jobs):
+                for job in jobs:
+                    job.go_on()
                 time.sleep(0.05)
             failed = [job for job in jobs if job.failed]
         finally:
-            processes.end(*(job.process for job in jobs))
+            processes.end(*(process for job in jobs for process in job.started))
     for job in jobs:
         job.close()
     return failed[0].end(len(commands) > 1) if failed else End(0)
@@ -124,30 +127,67 @@ def _is_rule(text: bytes) -> bool:
 
 
 class _Job:
-    """A launcher that runs, in a session of its own: Ctrl-C reaches only us, and ranks end without tracebacks."""
+    """A launcher that runs, in a session of its own: Ctrl-C reaches only us, and ranks end without tracebacks.
+
+    Attributes:
+        started: what hands variables to the node, if there are any, and the launcher once the node has them. The former
+            goes on until the job ends, since it then removes them if the launcher did not come to it.
+    """
 
     def __init__(self, command: Command):
         self.command = command
         self.said = bytearray()
         self.left_out = bytearray()
+        self.threads: list[threading.Thread] = []
+        self.started: list[subprocess.Popen] = []
+        self.handed = False
         try:
             check_program(command.argv[0])
         except ConfigError as error:
             raise ConfigError(f"{error}; is it installed?") from None
-        self.process = subprocess.Popen(
-            processes.kept(command.argv),
-            env={**os.environ, "PATH": _path(), **command.environment},
+        if command.handing:
+            process = self._start(command.handing)
+            self._in_thread(self._hand, process.stdin, process.stdout)
+        else:
+            self._launch()
+
+    @property
+    def process(self) -> subprocess.Popen:
+        """The one that was started last."""
+        return self.started[-1]
+
+    def go_on(self) -> None:
+        """Start the launcher if the node has its variables now."""
+        if self.handed and len(self.started) == 1:
+            self._launch()
+
+    def _launch(self) -> None:
+        process = self._start(processes.kept(self.command.argv))
+        if process.stdout is not None:
+            self._in_thread(self._copy, process.stdout, sys.stdout)
+
+    def _start(self, argv: list[str]) -> subprocess.Popen:
+        process = subprocess.Popen(
+            argv,
+            env={**os.environ, "PATH": _path(), **self.command.environment},
             stdin=subprocess.PIPE,  # which ends when we do
-            stdout=subprocess.PIPE if command.tells_on_stdout else None,
+            stdout=subprocess.PIPE if self.command.tells_on_stdout else None,
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        pairs = ((self.process.stderr, sys.stderr), (self.process.stdout, sys.stdout))
-        self.threads = [
-            threading.Thread(target=self._copy, args=pair, daemon=True) for pair in pairs if pair[0] is not None
-        ]
-        for thread in self.threads:
-            thread.start()
+        self.started.append(process)
+        self._in_thread(self._copy, process.stderr, sys.stderr)
+        return process
+
+    def _in_thread(self, function: Callable[..., None], *args: Any) -> None:
+        self.threads.append(threading.Thread(target=function, args=args, daemon=True))
+        self.threads[-1].start()
+
+    def _hand(self, target: IO[bytes], source: IO[bytes]) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it has ended, and is seen to
+            target.write(os.fsencode(self.command.handed))
+            target.flush()
+            self.handed = any(line.strip() == b"ready" for line in source)
 
     def _copy(self, source: IO[bytes], target: IO[str]) -> None:
         report = _Report()

@@ -1,8 +1,10 @@
 """``grace launch`` over a real sshd: a machine of its own name, whose working folder is empty."""
 
 import json
+import os
 import platform
 import re
+import secrets
 import socket
 import subprocess
 import sys
@@ -19,7 +21,7 @@ from tests.support.ssh_server import other_machine
 
 ROOT = Path(grace.__file__).parents[1]
 SCRIPT = """
-import json, os, platform
+import json, os, pathlib, platform
 import grace, helper.words, torch
 grace.init()
 layer = torch.nn.Linear(3, 2)
@@ -27,13 +29,22 @@ opt = grace.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), la
 to = [plan.parts[0].sync.destination for plan in opt.strategy.plans]
 layer(torch.ones(1, 3)).sum().backward()
 opt.step()
-said = {key: os.environ.get(key) for key in ("LIBRARIES", "PRICE", "MODULE", "ENTERED")}
-words = json.dumps([platform.node(), helper.words.SAID, to, said])
+said = {key: os.environ.get(key) for key in ("LIBRARIES", "PRICE", "TOKEN", "MODULE", "ENTERED", "HOME")}
+seen = [str(file) for file in pathlib.Path.home().glob(".grace-*") if platform.node() == "other"]
+for file in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+    try:
+        line = file.read_bytes().decode(errors="replace")
+    except OSError:
+        continue
+    if os.environ["TOKEN"].split()[-1] in line:
+        seen.append(line)
+words = json.dumps([platform.node(), helper.words.SAID, to, said, seen])
 print(f"rank {grace.rank()} of {grace.size()} {words} is there\\n", end="")  # in one piece: torchrun runs python -u
 """
+SECRET = secrets.token_hex(8)
 SETTINGS = {
     "setup": '["export MODULE=loaded", "export ENTERED=$MODULE"]',
-    "shared_envs": '{LIBRARIES: "$LIBRARIES:/more", PRICE: 5$$}',
+    "shared_envs": f'{{LIBRARIES: "$LIBRARIES:/{SECRET}", PRICE: 5$$, TOKEN: "it\'s {SECRET}"}}',
 }
 
 
@@ -95,10 +106,12 @@ def test_a_node_gets_files_runs_its_lines_and_expands_variables(tmp_path, work):
         done = launch(machine, work, *args, "--copy", "train.py", "--copy", "helper")
     assert done.returncode == 0, done.stdout + done.stderr
     told = dict(re.findall(r"rank (\d) of 2 (.*) is there", done.stdout))
-    here = {"LIBRARIES": "/here:/more", "PRICE": "5$", "MODULE": None, "ENTERED": None}
-    there = {"LIBRARIES": "/its/own:/more", "PRICE": "5$", "MODULE": "loaded", "ENTERED": "loaded,entered"}
-    assert json.loads(told["0"]) == [platform.node(), "copied", [1, 1], here]
-    assert json.loads(told["1"]) == ["other", "copied", [1, 1], there]
+    both = {"PRICE": "5$", "TOKEN": f"it's {SECRET}"}
+    here = {**both, "LIBRARIES": f"/here:/{SECRET}", "MODULE": None, "ENTERED": None, "HOME": os.environ.get("HOME")}
+    there = {**both, "LIBRARIES": f"/its/own:/{SECRET}", "MODULE": "loaded", "ENTERED": "loaded,entered"}
+    there["HOME"] = str(tmp_path / "server")
+    assert json.loads(told["0"]) == [platform.node(), "copied", [1, 1], here, []]
+    assert json.loads(told["1"]) == ["other", "copied", [1, 1], there, []]
 
 
 @pytest.mark.ranks
@@ -120,8 +133,12 @@ def test_a_folder_that_a_node_lacks_and_a_key_that_is_not_known_are_named(tmp_pa
     (work / "sub").mkdir()
     (work / "sub" / "train.py").write_text("")
     with other_machine(tmp_path / "server", empty=work) as machine:
-        args = cluster(machine, work / "sub")
+        args = cluster(machine, work / "sub", shared_envs=SETTINGS["shared_envs"])
         lacking = launch(machine, work / "sub", *args)
+        until = time.monotonic() + HANGS
+        while list((tmp_path / "server").glob(".grace-*")) and time.monotonic() < until:
+            time.sleep(0.1)
+        assert not list((tmp_path / "server").glob(".grace-*"))  # it was handed over, and not read
         (tmp_path / "server" / "known").write_text("")
         unknown = launch(machine, work / "sub", *args)
         copied = launch(machine, work / "sub", *args, "--copy", ".")

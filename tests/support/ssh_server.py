@@ -50,7 +50,7 @@ def other_machine(folder: Path, empty: Path, name: str = "other", without: str =
     """A server while the block runs.
 
     Args:
-        folder: for keys and settings.
+        folder: for keys and settings; one's home there.
         empty: the folder that is another, empty one there; ``folder`` is there too, if it lies elsewhere.
         name: of the machine.
         without: a program that is not installed there.
@@ -67,7 +67,7 @@ def other_machine(folder: Path, empty: Path, name: str = "other", without: str =
     (folder / "sshd_config").write_text(
         f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder / 'host'}\nAuthorizedKeysFile {folder / 'authorized'}\n"
         "StrictModes no\nUsePAM no\nPidFile none\nPermitRootLogin yes\nSubsystem sftp internal-sftp\n"
-        f"SetEnv PYTHONPATH={ROOT} LIBRARIES=/its/own\n"
+        f"SetEnv PYTHONPATH={ROOT} LIBRARIES=/its/own HOME={folder}\n"
     )
     known = (folder / "host.pub").read_text()
     (folder / "known").write_text(f"[127.0.0.1]:{port} {known}[{name}]:{port} {known}")

@@ -140,7 +140,7 @@ def test_figures_have_units_of_their_own_and_say_what_is_there(tmp_path):
         (["plan", "-n", "2", "--profile", PROFILE, "--stages", "few"], "--stages must be a number"),
         (["plan", "-n", "2", "--profile", PROFILE, "--nodes", "3"], "2 devices cannot be on 3 nodes"),
         (["plan", "-n", "2", "--profile", PROFILE, "--memory", "1GB"], "GB are missing"),
-        (["plan", "-n", "2", "--profile", "none.json"], "none.json: No such file"),
+        (["plan", "-n", "2", "--profile", "none.json"], "none.json: cannot be read: No such file"),
         (["plan", "-n", "2", "--profile", PROFILE, "--strategy", "s.yaml"], "s.yaml: cannot be read: No such file"),
         (["plan", "-n", "2", "--profile", PROFILE, "--strategy", "quickest"], "unknown builder 'quickest'"),
         (["plan", "-n", "2", "--profile", PROFILE, "--strategy", "auto", "--compressor", "topk"], "leave one out"),

@@ -160,5 +160,6 @@ def test_a_compressor_and_its_memory_may_share_a_file(tmp_path):
     assert done.stdout.splitlines()[:2] == ["allgather, half(scale=2.0), forgetful [2.0, 1.0]", "True False"], (
         done.stderr
     )
-    assert any(line.split()[:2] == ["forgetful", "memory"] for line in done.stdout.splitlines()), done.stdout
+    memories = done.stdout.partition("\nmemory ")[2].partition("\ncommunicator ")[0]
+    assert "\nforgetful " in memories, done.stdout
     assert done.returncode == 0, done.stderr

@@ -8,7 +8,7 @@ import torch
 import grace
 from grace.core.registry import known, legal_communicators, make
 from tests.support.pairwise import pairwise
-from tests.support.training import Given, digest, made_up, sgd, state_of
+from tests.support.training import Given, digest, made_up, sgd, state_of, used
 
 pytestmark = pytest.mark.ranks
 
@@ -103,6 +103,7 @@ def overflown(compressor: str) -> tuple[bool, bool]:
     model.backward(gradients)
     optimizer.synchronize()
     seen = not bool(torch.isfinite(dict(model.named_parameters())["odd"].grad).all())
+    used(model, optimizer)
     return seen, digest(state_of(optimizer)) == before
 
 

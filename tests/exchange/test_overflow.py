@@ -19,6 +19,7 @@ from tests.support.training import (
     sgd,
     state_of,
     train,
+    used,
     weights,
 )
 
@@ -44,6 +45,7 @@ def poisoned(compressor, bad, where, group_bytes):
     model.backward(given)
     optimizer.synchronize()
     seen = bool(torch.isfinite(getattr(model, where).grad).all())
+    used(model, optimizer)
     after = state_of(optimizer)
     optimizer.zero_grad()
     model.backward(made_up(SHAPES, 3, grace.rank()))
@@ -162,6 +164,8 @@ def residuals_when_the_scale_changes(compressor):
             optimizer.synchronize()
         unscaled = {name: p.grad / scale for name, p in scaled.named_parameters()}
         assert digest(unscaled) == digest({name: p.grad for name, p in plain.named_parameters()}), step
+        for optimizer in optimizers:
+            optimizer.step()
     residuals, reference = (state_of(optimizer)["memory"] for optimizer in optimizers[::-1])
     assert reference
     return digest(residuals) == digest(reference)
@@ -252,7 +256,9 @@ def beyond_half(compressor, communicator):
     given["w"][7] = 1e6 * grace.rank()
     model.backward(given)
     optimizer.synchronize()
-    return bool(torch.isfinite(model.w.grad).all()), before == digest(state_of(optimizer))
+    finite = bool(torch.isfinite(model.w.grad).all())
+    used(model, optimizer)
+    return finite, before == digest(state_of(optimizer))
 
 
 @pytest.mark.parametrize("communicator", ["allgather", "reduce_broadcast"])

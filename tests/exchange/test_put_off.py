@@ -52,8 +52,8 @@ def steps(spec, communicator, far, plain=False):
             log.clear()
             optimizer.synchronize()
             reads.append(list(log))
-            found.append((digest(gradients(model)), digest(state_of(optimizer))))
             optimizer.step()
+            found.append((digest(gradients(model)), digest(state_of(optimizer))))
     return found, reads
 
 

@@ -9,7 +9,7 @@ import torch
 import grace
 from grace.communicators import Allreduce, ReduceBroadcast
 from grace.core.compressor import Compressor, Traits
-from tests.support.training import Given, digest, made_up, sgd, state_of
+from tests.support.training import Given, digest, made_up, sgd, state_of, used
 
 pytestmark = pytest.mark.ranks
 
@@ -63,6 +63,7 @@ def spoilt(make, bad):
     model.backward(given)
     optimizer.synchronize()
     finite = [bool(torch.isfinite(p.grad).all()) for p in model.parameters()]
+    used(model, optimizer)
     after = digest(state_of(optimizer))
     optimizer.zero_grad()
     model.backward(made_up(SHAPES, 2, grace.rank()))

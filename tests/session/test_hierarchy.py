@@ -12,7 +12,7 @@ from grace.backends.topology import Topology
 from tests.support.engine_pools import available, command, environment
 from tests.support.limits import HANGS
 from tests.support.strategies import assert_close, mixed, mixed_loss, on_the_mean, sgd, train, uneven, weights
-from tests.support.training import copied, digest
+from tests.support.training import copied, digest, used
 
 pytestmark = pytest.mark.ranks
 
@@ -118,6 +118,7 @@ def overflowed() -> tuple[list[bool], list[bool]]:
         optimizer.synchronize()
         present.append(model.weight.grad is not None)
         finite.append(not present[-1] or bool(torch.isfinite(model.weight.grad).all()))
+        used(model, optimizer)
     state = optimizer._grace.exchanger.state()["memory"]
     return [*finite, all(bool(torch.isfinite(value).all()) for value in state.values())], present
 

@@ -13,7 +13,7 @@ from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
 from grace.torch.parameters import sparse_of, variables
 from tests.support.pools import launched
 from tests.support.strategies import assert_close, executed, mixed, on_the_mean, train, weights
-from tests.support.training import copied, digest
+from tests.support.training import copied, digest, used
 
 LED = Sync("allgather", hierarchical=True)
 FLAT = Sync("allgather")
@@ -136,8 +136,9 @@ def overflowed():
         gradient = torch.ones(10, 10) * (float("nan") if grace.rank() == 1 else 1.0)
         sum((p * (gradient if n == name else 1.0)).sum() for n, p in model.named_parameters()).backward()
         optimizer.synchronize()
-        state = optimizer._grace.exchanger.state()["memory"]
         finite = [bool(torch.isfinite(p.grad).all()) for p in model.parameters()]
+        used(model, optimizer)
+        state = optimizer._grace.exchanger.state()["memory"]
         found.append([*finite, not any(map(len, state.values()))])
         optimizer.close()
     return found

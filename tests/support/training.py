@@ -164,6 +164,14 @@ def state_of(optimizer: Any) -> dict[str, dict[str, Any]]:
     return copied(optimizer._grace.exchanger.state())
 
 
+def used(model: torch.nn.Module, optimizer: Any) -> None:
+    """Let a step use the means, as zeros, so that what they change in memories counts and no weight is spoilt."""
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.zero_()
+    optimizer.step()
+
+
 def copied(value: Any) -> Any:
     """A deep copy of nested dicts of tensors and numbers."""
     if isinstance(value, dict):

@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -86,7 +87,8 @@ def behind(folder, schedule):
             (folder / str(grace.rank())).touch()
 
         engine.gradients.exchange = told
-    loss = float(engine.step(*args, target, **kwargs))
+    with mock.patch("grace.torch.pipeline.capture.check_hooks"):  # which refuses the one above
+        loss = float(engine.step(*args, target, **kwargs))
     return seen, loss, engine.state_dict(), alone("Residual", 1, 2, replicas=2)
 
 

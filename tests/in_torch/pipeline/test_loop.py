@@ -1,5 +1,7 @@
 """A user's own loop over a pipeline is that of one process."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -149,7 +151,8 @@ def scaled(overflows):
     if overflows and engine.stage == 1:
         engine.parameters["two.bias"].register_hook(lambda gradient: gradient * float("inf"))
     if overflows:
-        engine.step(*args)
+        with mock.patch("grace.torch.pipeline.capture.check_hooks"):  # which refuses the one above
+            engine.step(*args)
         return engine.state_dict(), before, scaler.get_scale()
     loss = engine(*args)
     scaler.scale(loss).backward()

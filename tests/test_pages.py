@@ -75,14 +75,15 @@ def run_page(page: Path, folder: Path, last: bool = True, programs: list[str] | 
     os.chdir(folder)
     module = sys.modules["a_page"] = types.ModuleType("a_page")  # where dataclasses look for names
     sys.modules["tensorboard.compat.notf"] = module  # to TensorBoard: do without TensorFlow, which takes seconds
-    sys.modules.update(dict.fromkeys(LOGGERS, MagicMock()))
+    loggers = [name for name in LOGGERS if f"import {name}\n" in page.read_text()]  # others look whether they are there
+    sys.modules.update(dict.fromkeys(loggers, MagicMock()))
     try:
         with torchrun():
             for block in blocks(page, "python") if programs is None else programs:
                 exec(compile(block, str(page), "exec"), vars(module))
     finally:
         os.chdir(before)
-        for name in ("a_page", "tensorboard.compat.notf", *LOGGERS):
+        for name in ("a_page", "tensorboard.compat.notf", *loggers):
             del sys.modules[name]
         if last:
             grace.shutdown()

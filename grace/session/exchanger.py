@@ -316,6 +316,7 @@ class Exchanger:
                 component.state.rollback(name)
             if not (keep and self.waits_for_step):
                 component.state.commit() if keep else component.state.rollback()
+        self.waits_for_step = self.waits_for_step and keep  # what was rolled back is nobody's to commit
         self.traffic.step(self.numel, self.nbytes, self.backend.size)
         recorder.exchanged()
 

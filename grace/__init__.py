@@ -30,7 +30,7 @@ from grace.session import by_hand  # noqa: F401 - which communicators are given
 from grace.session.files import save_from_root
 
 Average, Sum = "average", "sum"
-"""How ranks' tensors are reduced, as Horovod spells it: ``op=`` takes them."""
+"""Reductions over ranks, as Horovod spells them, for ``op=``."""
 
 __all__ = [
     "Average",

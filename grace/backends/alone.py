@@ -8,7 +8,7 @@ from grace.backends.launchers import Launcher
 from grace.errors import ConfigError
 
 CALLS = {"horovod": "hvd.init()", "torch": "torch.distributed.init_process_group()"}
-"""How a program initializes an engine itself."""
+"""Calls by which a program initializes an engine itself."""
 STARTERS = {"horovod": "horovodrun or mpirun", "torch": "torchrun", "mpi": "mpirun"}
 
 

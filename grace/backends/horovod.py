@@ -77,7 +77,7 @@ INSTEAD = {
     **dict.fromkeys(("alltoall", "reducescatter"), "hvd's own under Horovod, or torch.distributed's under torchrun"),
     **dict.fromkeys(("nccl_built", "mpi_built", "gloo_built", "mpi_enabled"), "grace.init().describe()"),
 }
-"""What there is in place of Horovod's names that Grace does not have."""
+"""Replacements for Horovod's names that Grace does not have."""
 
 
 class OverHorovod(Backend):

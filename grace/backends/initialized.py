@@ -5,7 +5,7 @@ from typing import Any
 
 FRAMEWORKS = ("torch", "tensorflow")
 NAMES = {"horovod": "Horovod", "torch": "torch.distributed", "mpi": "MPI"}
-"""What people call an engine."""
+"""Names of engines in messages."""
 
 
 def horovod_framework() -> str:

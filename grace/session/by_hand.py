@@ -96,10 +96,13 @@ class ByHand:
         """Begin to exchange tensors; see :meth:`grace.Communicator.send_step`."""
         single = isinstance(names, str)
         given, called = ([tensors], (names,)) if single else (list(tensors), tuple(names))
-        exchanger, bucket, given = self._known(given, called)
+        backend = runtime.joined()
+        if self.exchanger is not None and self.exchanger.backend is not backend:
+            self.free()  # of a run that has ended, or that began since
+        _compare(backend, called, 0 if self.exchanger is None else self.exchanger.context.step)
+        exchanger, bucket, given = self._known(given, called, backend)
         if exchanger.under_way(bucket):
             raise ConfigError(f"{bucket.ends!r} is under way already: call receive_step() before it is sent again")
-        _compare(exchanger, bucket)
         begun = Begun(bucket, [variable.dtype for variable in bucket.variables], single)
         exchanger.start(bucket, given, [True] * len(given))
         self.begun.append(begun)
@@ -125,11 +128,10 @@ class ByHand:
 
     # -- the run ---------------------------------------------------------------------------------------
 
-    def _known(self, given: list[Any], names: tuple[str, ...]) -> tuple[Exchanger, Bucket, list[Tensor]]:
+    def _known(
+        self, given: list[Any], names: tuple[str, ...], backend: Backend
+    ) -> tuple[Exchanger, Bucket, list[Tensor]]:
         """The exchanger, the bucket of these names, and the tensors as it takes them. New ones are agreed on."""
-        backend = runtime.joined()
-        if self.exchanger is not None and self.exchanger.backend is not backend:
-            self.free()  # of a run that has ended, or that began since
         bucket = self.buckets.get(names)
         if self.exchanger is not None and bucket is not None:
             tensors, variables = described(given, names, backend)
@@ -256,32 +258,32 @@ class ByHand:
             raise
 
 
-def _compare(exchanger: Exchanger, bucket: Bucket) -> None:
+def _compare(backend: Backend, names: tuple[Any, ...], step: int) -> None:
     """Refuse to exchange what other ranks do not exchange now.
 
     An engine that pairs collectives by their order would average one tensor with another, or end all ranks where their
-    sizes differ. One small all-gather, whose size never differs, comes first.
+    sizes differ. One small all-gather, whose size never differs, comes first, before new names are agreed on too.
 
     Raises:
-        RankError: (on all ranks) tensors of other names come, or as many as here did not; nothing was exchanged.
+        RankError: (on all ranks) tensors of other names come; nothing was exchanged.
     """
-    backend = exchanger.channel
     if backend.size == 1 or backend.pairs_by_name:
         return
-    place = f"{', '.join(map(repr, bucket.names))} in step {exchanger.context.step}"
-    digest = np.frombuffer(hashlib.blake2b(place.encode(), digest_size=16).digest(), np.uint8)
+    called = ", ".join(map(repr, names))
+    place = f"{called} in step {step}"
+    digest = np.frombuffer(hashlib.blake2b(called.encode(), digest_size=16).digest(), np.uint8)
     before = backend.sent_bytes
     with backend.awaiting(lambda: f"the exchange by hand of {place}"):
         parts = backend.allgather(backend.tensor_of(digest.copy())).wait()
         digests = {np.asarray(part.cpu() if hasattr(part, "cpu") else part).tobytes() for part in parts}
-        places = backend.all_objects(place) if len(digests) > 1 else []
+        told = backend.all_objects((called, place)) if len(digests) > 1 else []
     backend.sent_bytes = before
-    if places:
-        other = next(rank for rank, where in enumerate(places) if where != places[0])
-        raise RankError(
-            f"ranks exchange different tensors by hand: rank 0 {places[0]}, and rank {other} {places[other]}. Every "
-            "rank must exchange the same names, in the same order, and as often; nothing was exchanged"
-        )
+    for rank, (theirs, where) in enumerate(told):
+        if theirs != told[0][0]:
+            raise RankError(
+                f"ranks exchange different tensors by hand: rank 0 {told[0][1]}, and rank {rank} {where}. Every "
+                "rank must exchange the same names, in the same order, and as often; nothing was exchanged"
+            )
 
 
 def _groups(state: Any) -> list[list[Variable]]:

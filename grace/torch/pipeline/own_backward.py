@@ -170,10 +170,10 @@ def check_hooks(model: torch.nn.Module) -> None:
         ConfigError: a module has a backward hook, or a parameter a hook; the message names both, and where the hook is.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    >>> _ = model[0].register_full_backward_hook(print)
+    >>> _ = model[0].register_full_backward_hook(max)
     >>> check_hooks(model)
     Traceback (most recent call last):
-    grace.errors.ConfigError: the module '0' (Linear) has a backward hook (print): a pipeline's stages run forward's ...
+    grace.errors.ConfigError: the module '0' (Linear) has a backward hook (max): a pipeline's stages run forward's ...
     """
     every = [module_hooks._global_backward_hooks, module_hooks._global_backward_pre_hooks]
     for hook in (hook for hooks in every for hook in hooks.values()):

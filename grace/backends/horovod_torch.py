@@ -198,5 +198,5 @@ class Operation:
 
 
 def _known(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, as bytes if Horovod has no such numbers."""
+    """View a tensor as bytes if Horovod has no such numbers; the memory is the same."""
     return tensor.view(torch.uint8) if tensor.dtype in (torch.bool, torch.bfloat16) else tensor

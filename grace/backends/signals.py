@@ -10,7 +10,7 @@ from grace.core.backend import Backend
 from grace.errors import RankError
 
 WAKE_SECONDS = 4.0
-"""How long the main thread may take to come back to Python when the launcher ends this rank; horovodrun waits 5 seconds
+"""Time that the main thread has to come back to Python when the launcher ends this rank; horovodrun waits 5 seconds
 before it kills, mpirun 1."""
 
 
@@ -70,7 +70,7 @@ class Sigterm:
         signal.pthread_sigmask(signal.SIG_SETMASK, self.mask.before)
 
     def forget(self) -> None:
-        """In the child, which no launcher has started: SIGTERM ends it, as Python has it, or as the program has."""
+        """Let SIGTERM end a child that no launcher has started, as Python has it, or as the program has."""
         if signal.getsignal(signal.SIGTERM) == self.end:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._exchange_wakeup(self.send, -1)

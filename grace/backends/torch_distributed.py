@@ -235,5 +235,5 @@ def _timeout(group: Any) -> float | None:
 
 
 def _known(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, as bytes if the engines have no such numbers."""
+    """View a tensor as bytes if the engines have no such numbers; the memory is the same."""
     return tensor.view(torch.uint8) if tensor.dtype in (torch.int16, torch.bool) else tensor

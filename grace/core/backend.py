@@ -260,7 +260,7 @@ class Backend(abc.ABC):
                 raise self.failed(wait.place(), "", error) from error
 
     def failed(self, place: str, when: str, error: Exception) -> ExchangeError:
-        """What to raise when the engine failed in a place: which rank has ended or is elsewhere, as far as it told."""
+        """The error of an engine that failed in a place; it says which rank ended or is elsewhere, as far as known."""
         why = watch.explain(f"{place}{when}", error)
         said = watch.no_answer(self.timeout) if watch.timed_out(error) else error
         return self.failure(f"{self.own_name}: {place} failed{when}; {why}. The engine says: {said}")

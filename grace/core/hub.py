@@ -16,12 +16,12 @@ LONGEST, LONGEST_HELLO, DEEPEST = 1 << 20, 1 << 10, 8
 MOST_STRANGERS = 256
 """Connections of those who have not said who they are; of more the oldest is closed."""
 ANSWER_SECONDS = 10.0
-"""How long a rank may take to say where it is, which a thread of its own does: milliseconds, unless its machine is busy
+"""Time that a rank has to say where it is, which a thread of its own does: milliseconds, unless its machine is busy
 with other things, or its threads wait for one that keeps Python to itself."""
 MERGED_SECONDS = 1.0
-"""Who asks within that time of another hears the same answers."""
+"""Questions of ranks that come within that time of another one get its answers."""
 CONNECT_SECONDS, WELCOME_SECONDS, SEND_SECONDS = 5.0, 30.0, 5.0
-"""How long to wait for an address, for rank 0's answer there, and for room to send."""
+"""Longest waits for an address, for rank 0's answer there, and for room to send."""
 LOST = "was lost (killed, or its machine is gone)"
 SILENT = "does not answer (stopped, or its machine hangs)"
 
@@ -94,7 +94,7 @@ class Hub:
         self.port = self.listener.getsockname()[1]
         self.ranks: dict[int, Line] = {}
         self.strangers: dict[Line, None] = {}
-        """Who has connected and not said a rank and the token, in this order; nobody once all ranks have come."""
+        """Connections over which no rank and token came yet, in their order; none once all ranks have come."""
         self.ended: dict[int, str] = {}
         self.meetings: dict[int, dict[int, tuple[str, str]]] = {}
         self.asking: list[tuple[Line, int]] = []

@@ -32,8 +32,8 @@ def choose(timeout: float | None) -> None:
 
 
 def timeout_for(engines: float | None = None) -> float:
-    """How long a rank waits: what ``grace.init()`` was told, or GRACE_TIMEOUT says; or else 600 seconds, or what the
-    engine was started with if that is less.
+    """Return the seconds that a rank waits: what ``grace.init()`` was told, or GRACE_TIMEOUT says; or else 600, or
+    what the engine was started with if that is less.
 
     Raises:
         ConfigError: GRACE_TIMEOUT is no positive number.

@@ -358,6 +358,6 @@ class Exchange(AtOnce, Refusing, Judging, Rounds):
         return f"the exchange of {self.bucket.describe()} at step {self.communicator.context.step}"
 
     def failure(self, error: Exception) -> ExchangeError:
-        """What to raise when the engine failed: which rank has ended or is elsewhere, as far as it told."""
+        """The error of an engine that failed: it says which rank has ended or is elsewhere, as far as it told."""
         when = f" at step {self.communicator.context.step}"
         return self.communicator.backend.failed(f"the exchange of {self.bucket.describe()}", when, error)

@@ -55,7 +55,7 @@ class Refusing:
         return run
 
     def undecoded(self, error: PayloadError, name: str) -> PayloadError:
-        """What to raise when a payload cannot be decoded."""
+        """The error of a payload that cannot be decoded."""
         context, sender = self.communicator.context, "another rank" if error.place is None else f"rank {error.place}"
         return PayloadError(
             f"rank {context.rank} of {context.size}: what {sender} sent of {name!r} at step {context.step} is no "

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import grace
-from tests.support.pools import launched
+from tests.support.pools import launched, ranks_of
 from tests.support.training import ddp, digest, loss_of, net, weights
 
 pytestmark = pytest.mark.ranks
@@ -238,3 +238,31 @@ def under_ddp(kind):
 def test_ddps_hook_counts_one_step_for_a_step(two_ranks, kind):
     first, second = two_ranks.run(under_ddp, kind)
     assert first == second
+
+
+# -- pipelines --------------------------------------------------------------------------------------------------------
+
+
+def in_a_pipeline(make):
+    """Two stages of two replicas each; the losses and the weights of this rank's stage, and steps that were counted."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+    loss = torch.nn.functional.mse_loss
+    settings = {"microbatches": 2, "stages": 2, "compressor": "topk(ratio=0.1)", "profiles": False}
+    engine = grace.torch.Pipeline(model, torch.zeros(8, 8), loss, optimizer=make, **settings)
+    losses = []
+    for step in range(STEPS):
+        draw = torch.Generator().manual_seed(step)
+        losses.append(float(engine.step(torch.randn(8, 8, generator=draw), torch.randn(8, 4, generator=draw))))
+    return losses, digest(dict(engine.parameters)), engine.gradients.updates
+
+
+def in_pipelines():
+    plain = in_a_pipeline(lambda parameters: torch.optim.SGD(parameters, lr=0.02, momentum=0.9))
+    return plain, in_a_pipeline(levels([0]))
+
+
+def test_a_pipeline_counts_one_step_for_a_step():
+    for plain, nested in ranks_of(4).run(in_pipelines):
+        assert nested == plain
+        assert plain[-1] == STEPS

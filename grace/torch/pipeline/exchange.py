@@ -232,8 +232,8 @@ class Gradients:
                 group.broadcast(mean, first).wait()
                 p.grad = mean
 
-    def _before_step(self, *ignored: Any) -> None:
-        self.updates += 1
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any, inner: bool = False) -> None:
+        self.updates += not inner  # as of a step() that calls its parent's
         self.exchange()
 
     def metrics(self) -> dict[str, float]:

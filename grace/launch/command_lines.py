@@ -34,6 +34,7 @@ class Command:
         handing: what puts their values into a file on the node until its stdin ends, and says ``ready`` in between;
             empty if the environment has them.
         handed: what it reads.
+        shown: ``argv`` as a dry run prints it where ``handing`` has a part in it.
     """
 
     node: str
@@ -43,6 +44,7 @@ class Command:
     hidden: frozenset[str] = frozenset()
     handing: list[str] = dataclasses.field(default_factory=list)
     handed: str = dataclasses.field(default="", repr=False)
+    shown: list[str] = dataclasses.field(default_factory=list, repr=False)
 
     def __str__(self) -> str:
         """As one types it into a shell, without the values that are hidden.
@@ -50,9 +52,9 @@ class Command:
         >>> print(Command("a", ["python", "my file.py"], {"X": "1 2", "TOKEN": "abc"}, hidden=frozenset(["TOKEN"])))
         env 'X=1 2' TOKEN=... python 'my file.py'
         """
-        shown = {name: "..." if name in self.hidden else value for name, value in self.environment.items()}
-        before = f"{shlex.join(self.handing)}  # reads {', '.join(sorted(self.hidden))}\n" if self.handing else ""
-        return before + shlex.join([*_env(shown), *self.argv])
+        environment = {name: "..." if name in self.hidden else value for name, value in self.environment.items()}
+        told = f"# {', '.join(sorted(self.hidden))}: over the input of another ssh, not in this command line\n"
+        return (told if self.handing else "") + shlex.join([*_env(environment), *(self.shown or self.argv)])
 
     @property
     def tells_on_stdout(self) -> bool:
@@ -151,11 +153,14 @@ def _torch(resources: "Resources", program: list[str], environment: dict[str, st
             said, enter, file = preparing.lines(ssh), _activating(ssh), f"~/.grace-{secrets.token_hex(16)}"
             if said or shared:  # in bash, which may read ~/.bashrc once more, and enters the environment after that
                 said, enter = [*said, *enter], []
-            line = preparing.prepared(said, [*_env(own), *argv], bool(shared), file=file)
-            handed = preparing.exports(shared)
-            handing = ["ssh", *reaching(ssh), host(node, ssh), preparing.keeping(file, handed)] if shared else []
-            line = _over_ssh(node, ssh, enter, line)
-            commands.append(Command(node.address, line, {}, True, frozenset(shared), handing, handed))
+            started, handed, handing, shown = [*_env(own), *argv], "", list[str](), list[str]()
+            if shared:
+                handed = preparing.exports(shared)
+                handing = ["ssh", *reaching(ssh), host(node, ssh), preparing.keeping(file, handed)]
+                hidden = shlex.join(["export", *(f"{name}=..." for name in shared)])
+                shown = _over_ssh(node, ssh, enter, preparing.prepared([*said, hidden], started))
+            line = _over_ssh(node, ssh, enter, preparing.prepared(said, started, bool(shared), file=file))
+            commands.append(Command(node.address, line, {}, True, frozenset(shared), handing, handed, shown))
     return commands
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import shlex
 import stat
 import subprocess
 
@@ -53,7 +54,9 @@ def test_a_folder_of_python_comes_before_what_a_nodes_bashrc_puts_first(tmp_path
     with on_node(over_ssh.handing[-1:], over_ssh.handed, environment):
         line = ["bash", "-c", over_ssh.argv[-1]]
         done = subprocess.run(line, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("venv/bin\n", "")
+        line[-1] = shlex.split(str(over_ssh), comments=True)[-1]
+        shown = subprocess.run(line, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == (shown.stdout, shown.stderr) == ("venv/bin\n", "")
     assert not list(tmp_path.glob(".grace-*"))
 
 

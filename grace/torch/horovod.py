@@ -218,7 +218,7 @@ class HorovodSession(Session):
         """``step()`` is about to run: synchronize as Horovod's ``step()`` does."""
         self.check()
         optimizer: Any = self.optimizer
-        if optimizer._should_synchronize:
+        if optimizer._should_synchronize and (optimizer._handles or not optimizer._synchronized):
             _synchronize(optimizer)
         optimizer._synchronized = False
         self.unused.used(self.exchanger)
@@ -259,17 +259,14 @@ def _make_hook(self: Any, p: torch.nn.Parameter) -> Callable:
 
 def synchronize(self: Any) -> None:
     """Exchange what is not exchanged yet, and write the means into ``p.grad``."""
-    if self._grace is None or not self._handles:
-        _synchronize(self)
+    if self._grace is None or (self._synchronized and not self._handles):
+        self._synchronized = True
         return
     with self._grace.unused.left_in(self._grace.exchanger):
         _synchronize(self)
 
 
 def _synchronize(self: Any) -> None:
-    if self._grace is None or (self._synchronized and not self._handles):
-        self._synchronized = True
-        return
     auto = self._grace.auto
     if auto is not None:
         auto.computed(self._grace.copies)

@@ -159,8 +159,8 @@ class UnusedMeans:
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter]):
         self.parameters = parameters
-        self.means: dict[str, Any] = {}
-        """References to them."""
+        self.means: dict[str, Any] | None = None
+        """References to them; None as soon as it is known what became of them."""
 
     @contextlib.contextmanager
     def left_in(self, exchanger: Exchanger) -> Iterator[None]:
@@ -178,17 +178,17 @@ class UnusedMeans:
 
     def next_begins(self, exchanger: Exchanger) -> None:
         """The next exchange begins: a gradient that is another tensor now was cleared in between."""
-        if exchanger.waits_for_step:
+        if self.means is not None:
             self._settle(exchanger, [name for name, mean in self.means.items() if self._grad(name) is not mean()])
 
     def used(self, exchanger: Exchanger) -> None:
         """``step()`` uses the gradients that are there."""
-        if exchanger.waits_for_step:
+        if self.means is not None:
             self._settle(exchanger, [name for name in self.means if self._grad(name) is None])
 
     def cleared(self, exchanger: Exchanger) -> None:
         """All of them were cleared."""
-        if exchanger.waits_for_step:
+        if self.means is not None:
             self._settle(exchanger, list(self.means))
 
     def _grad(self, name: str) -> torch.Tensor | None:
@@ -200,7 +200,7 @@ class UnusedMeans:
                 for shard in exchanger.shards_of[name]:
                     component.state.rollback(shard.variable.name)
             component.state.commit()
-        exchanger.waits_for_step, self.means = False, {}
+        exchanger.waits_for_step, self.means = False, None
 
 
 class _Arrival:

@@ -113,6 +113,30 @@ def test_nor_where_the_others_optimizer_is_synchronized_and_cleared(engine, how)
         assert {method: far for method, far in found.items() if far > 1e-4} == {}
 
 
+def lone():
+    """How far rank 1's memory is, after means to which it gave no gradient were cleared, from what it was before."""
+    model = linear()
+    optimizer = grace.DistributedOptimizer(sgd(model), model.named_parameters(), compressor=TOPK)
+    model(batch()).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = optimizer.full_state_dict()["grace"]["ranks"][1]["memory"]["weight"]
+    if grace.rank() == 0:  # rank 1 begins the exchange in synchronize()
+        model(batch()).sum().backward()
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    after = optimizer.full_state_dict()["grace"]["ranks"][1]["memory"]["weight"]
+    optimizer.close()
+    return float((after - before).abs().max()), float(before.abs().max())
+
+
+@pytest.mark.parametrize("engine", ["gloo", "horovodrun-gloo"])
+def test_nor_what_a_rank_remembers_that_had_no_gradient(engine):
+    for apart, kept in launched(engine, 2).run(lone):
+        assert apart == 0
+        assert kept > 1
+
+
 class Both(torch.nn.Module):
     """A generator and a discriminator in one module, under one DistributedDataParallel."""
 

@@ -49,6 +49,8 @@ class DDPState(OneByOne):
     """
 
     registered_by = "register_ddp_hook"
+    shared = True
+    """True where gradients lie in the memory that means are written to."""
 
     def __init__(
         self,
@@ -313,7 +315,8 @@ class DDPState(OneByOne):
             view = views[outcome.variable.name]
             if outcome.value is not None and outcome.value is not view:
                 view.copy_(outcome.value)
-            self.uses.brought(self.exchanger.shards[outcome.variable.name].whole.name, outcome.value)
+            name = self.exchanger.shards[outcome.variable.name].whole.name
+            self.uses.brought(name, outcome.value, self.shared and self.exchanger.stateful)
         self.outcomes += outcomes
 
 
@@ -399,7 +402,7 @@ def register_ddp_hook(
     if getattr(model, "_use_python_reducer", False):
         state.take_one_by_one()
     else:
-        state.watched = state.uses.watch_arrivals()
+        state.watched, state.shared = state.uses.watch_arrivals(), model.gradient_as_bucket_view
     if not given_to_early(model, state):
         model.register_comm_hook(state, grace_hook)
     return state

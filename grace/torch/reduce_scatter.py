@@ -215,6 +215,9 @@ class ReduceScatterState:
         if not well:
             self.overflow = True
             total.fill_(torch.nan)
+        came = total.any()
+        for parameter in self.trained[name]:
+            self.uses.brought(parameter, came)
         output.copy_(total.div_(size) if mean else total)
 
     def _encode(self, key: str, row: torch.Tensor, finite: bool) -> tuple[Any, Any]:

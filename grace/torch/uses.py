@@ -53,10 +53,11 @@ class GradientUses:
     def _start(self) -> None:
         self.waiting: dict[str, int] = {}
         """Exchanged and not used yet: torch's count of changes of the parameter at that time."""
-        self.found: dict[str, tuple[Any, Any]] = {}
-        """Whether a gradient that was not used is there still, and whether its mean was not 0: tensors, read late."""
+        self.found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Whether a gradient that was not used is there still, and whether its mean was not 0: read late."""
         self.thrown: set[str] = set()
         self.means: dict[str, torch.Tensor] = {}
+        """What was brought, or whether it was not 0."""
 
     def _held(self, optimizer: Any) -> set[str]:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -79,12 +80,18 @@ class GradientUses:
             if name not in evaluated:
                 self.waiting[name] = self.parameters[name]._version
 
-    def brought(self, name: str, mean: torch.Tensor | None) -> None:
-        """This mean takes the place of a parameter's gradient, or of a part of it; none came if no rank had one."""
+    def brought(self, name: str, mean: torch.Tensor | None, shared: bool = False) -> None:
+        """Take note of what takes the place of a parameter's gradient, or of a part of it.
+
+        Args:
+            name: the parameter's.
+            mean: None if no rank had a gradient.
+            shared: True if the gradient may come to lie in the same memory, so that the mean is cleared with it.
+        """
         if mean is None:
             self.waiting.pop(name, None)
         else:
-            self.means[name] = mean
+            self.means[name] = mean.any() if shared else mean
 
     def step_begins(self, optimizer: Any) -> None:
         """An optimizer uses the gradients that are there."""
@@ -106,16 +113,12 @@ class GradientUses:
         version, p = self.waiting.pop(name), self.parameters[name]
         if name not in self.known and p._version != version:
             return
-        gradient, mean = p.grad, self.means.get(name)
-        if gradient is None:
+        if p.grad is None:
             self.thrown.add(name)
             return
-        gradient = getattr(gradient, "_local_tensor", gradient)  # a DTensor would ask the other ranks
-        # a mean of zeros looks like a gradient that was cleared; one that shares its memory was cleared with it
-        if mean is not None and mean.data_ptr() != gradient.data_ptr():
-            self.found[name] = gradient.any(), mean.any()
-        else:
-            self.found[name] = gradient.any(), None
+        gradient = getattr(p.grad, "_local_tensor", p.grad)  # a DTensor would ask the other ranks
+        if name in self.means:  # one of zeros looks like a gradient that was cleared
+            self.found[name] = gradient.any(), self.means[name].any()
 
     def throw(self, name: str, thrown: bool) -> None:
         """Say what became of a gradient that no optimizer has used."""
@@ -135,14 +138,17 @@ class GradientUses:
         return any(grad is not None and bool(getattr(grad, "_local_tensor", grad).any()) for grad in grads)
 
     def end(self, overflowed: bool = False) -> set[str]:
-        """Return the parameters whose gradients were thrown away, and begin with the next step's. Of a step that
-        overflowed nothing is kept anyway."""
+        """Return the parameters whose gradients were thrown away, and begin with the next step's; none of a step that
+        overflowed, of which nothing is kept anyway."""
+        if overflowed:
+            self._start()
+            return set()
         for name in list(self.waiting):
             self._look(name)
-        cleared = {name for name, (there, mean) in self.found.items() if not there and (mean is None or mean)}
+        cleared = {name for name, (there, came) in self.found.items() if came and not there}
         thrown = self.thrown | cleared
         self._start()
-        if not thrown or overflowed or self.any_known:
+        if not thrown or self.any_known:
             return thrown
         if not self.told:
             self.told = True

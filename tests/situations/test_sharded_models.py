@@ -84,6 +84,49 @@ def test_a_batch_that_is_left_out_for_its_norm_leaves_no_trace(way):
         assert with_spike == without
 
 
+def accumulating(model, way, method, passes):
+    """How far weights are from what two passes, exchanged in one step, and many tiny ones behind them have brought."""
+    mesh = mesh_of()
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)) if way == "shards" else mesh["shard"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    if way == "shards":
+        state = grace.torch.compress_reduce_scatter(model, method)
+    else:
+        state = grace.torch.register_fsdp_hook(model, mesh["replicate"], method, optimizer=optimizer)
+    start = whole(model).clone()
+    for step in range(12):
+        optimizer.zero_grad()
+        for own in passes:
+            (model(own[0]) * (own[1] if step == 1 else 1e-6)).sum().backward()
+        optimizer.step()
+    state.close()
+    plain = torch.nn.Parameter(torch.zeros_like(start))
+    forward = torch.nn.functional.embedding if way == "shards" else torch.nn.functional.linear
+    for inputs, coefficients in passes:
+        (forward(inputs, plain) * coefficients).sum().backward()
+    torch.distributed.all_reduce(plain.grad)
+    return float((whole(model) - start + plain.grad / 4).abs().max())
+
+
+def all_below_a_threshold():
+    """Nothing of the first pass is sent: the mean is zeros."""
+    up = torch.arange(1.0, 51.0)
+    passes = [(given[None], torch.ones(2)) for given in (up, up.flip(0))]
+    return accumulating(torch.nn.Linear(50, 2, bias=False), "replicas", "threshold(value=50.5)", passes)
+
+
+def rows_of_one_shard():
+    """The other shards' parts of the gradient are zeros."""
+    draw = torch.Generator().manual_seed(torch.distributed.get_rank())
+    passes = [(torch.arange(2), torch.randn(2, 32, generator=draw)) for _ in range(2)]
+    return accumulating(torch.nn.Embedding(8, 32), "shards", BLOCK, passes)
+
+
+def test_accumulated_passes_that_are_exchanged_each_lose_nothing():
+    for passes in (all_below_a_threshold, rows_of_one_shard):
+        assert max(ranks_of(4).run(passes)) < 1e-3, passes.__name__
+
+
 class Nested(torch.optim.SGD):
     """torch calls hooks of ``step()`` at both levels of such a subclass."""
 

@@ -217,15 +217,15 @@ def test_what_is_used_stays_in_memories(two_ranks):
             assert kept > 0.1, how
 
 
-def accumulating(method):
+def accumulating(method, view):
     """The sums of what arrived in p.grad of two passes and of tiny ones behind them, both exchanged in each step."""
     model = torch.nn.Module()
     model.w = torch.nn.Parameter(torch.zeros(100))
     model.forward = lambda given: (model.w * given).sum()
-    wrapped, optimizer = ddp(model), torch.optim.SGD([model.w], lr=1.0)
+    wrapped, optimizer = ddp(model, gradient_as_bucket_view=view), torch.optim.SGD([model.w], lr=1.0)
     grace.torch.register_ddp_hook(wrapped, method, optimizer=optimizer)
     first, second = torch.arange(1.0, 101.0), torch.arange(1.0, 101.0).flip(0)
-    for step in range(16):
+    for step in range(-2, 16):  # DDP makes its buckets anew after the first one
         optimizer.zero_grad()
         for own in (first, second):
             wrapped(own if step == 0 else torch.full((100,), 1e-6)).backward()
@@ -234,9 +234,9 @@ def accumulating(method):
 
 
 def test_accumulated_passes_that_are_exchanged_each_lose_nothing(two_ranks):
-    for method in (TOPK, "threshold(value=150)"):  # of which nothing is sent at first: the mean is zeros
-        left = two_ranks.run(accumulating, method)
-        assert max(left) < (1e-2 if method == TOPK else 150), method
+    for method in (TOPK, "threshold(value=100.5)"):  # of which nothing is sent at first: the mean is zeros
+        for view in (False, True):
+            assert max(two_ranks.run(accumulating, method, view)) < 1e-2, (method, view)
 
 
 def spikes(how):

@@ -17,7 +17,7 @@ from typing import Any
 from grace.errors import ConfigError, missing_extra
 
 DEEPEST = 50
-"""NodeGroups of lists and objects in each other; what reads a document may go down them by recursion."""
+"""Lists and objects within each other, at most; what reads a document may go down them by recursion."""
 
 
 def read(path: Path) -> str:

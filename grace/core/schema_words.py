@@ -57,8 +57,12 @@ def location(error: Mapping[str, Any]) -> list[Any]:
     return [*error["loc"], *([] if key is None else [key])]
 
 
-def in_words(error: Mapping[str, Any]) -> str:
+def in_words(error: Mapping[str, Any], hidden: bool = False) -> str:
     """Return what one of ``ValidationError.errors()`` says.
+
+    Args:
+        error: the error.
+        hidden: True if the wrong value may be a secret: only its type is told then.
 
     >>> in_words({"type": "literal_error", "msg": "Input should be 1", "input": 2})
     'must be 1, not 2'
@@ -67,5 +71,7 @@ def in_words(error: Mapping[str, Any]) -> str:
     if kind in ("missing", "too_short"):
         return RIGHT[kind]
     if kind in RIGHT or said.startswith("Input should "):
-        return f"{RIGHT.get(kind) or said.replace('Input should', 'must', 1)}, not {shown(error['input'])}"
+        value = error["input"]
+        given = f"a value of type {type(value).__name__}" if hidden else shown(value)
+        return f"{RIGHT.get(kind) or said.replace('Input should', 'must', 1)}, not {given}"
     return str(said).removeprefix("Value error, ")

@@ -320,7 +320,7 @@ def _told(error: pydantic.ValidationError, document: dict) -> str:
     errors = error.errors(include_url=False)
     where = schema_words.location(errors[0])
     parts = [_place(where, document)] if where else []
-    said = schema_words.in_words(errors[0])
+    said = schema_words.in_words(errors[0], hidden="shared_envs" in where)
     others = len(errors) - 1
     more = f" (and {others} more {'error' if others == 1 else 'errors'})" if others else ""
     return ": ".join([*parts, said]) + more

@@ -334,8 +334,8 @@ def _shared(resources: "Resources") -> dict[str, str]:
         for name, value in ({} if ssh is None else ssh.shared_envs).items():
             if variables.setdefault(name, value) != value:
                 raise ConfigError(
-                    f"the ssh groups' shared_envs give {name} several values ({variables[name]!r}, {value!r}), and "
-                    "which ranks get which is not clear; use one, or with --engine torch give the chief an ssh_config"
+                    f"the ssh groups' shared_envs give {name} several values, and which ranks get which is not clear; "
+                    "use one, or with --engine torch give the chief an ssh_config"
                 )
     return variables
 

@@ -181,7 +181,11 @@ CHIEF = "{address: 10.0.0.1, chief: true}"
         ),
         (
             f"nodes: [{CHIEF}]\nssh: {{x: {{shared_envs: {{A: true}}}}}}",
-            "ssh: x: shared_envs: A: must be text, not True",
+            "ssh: x: shared_envs: A: must be text, not a value of type bool",  # which may be a secret
+        ),
+        (
+            f"nodes: [{CHIEF}]\nssh: {{x: {{shared_envs: TOKEN=secret}}}}",
+            "ssh: x: shared_envs: must be keys with values, not a value of type str",
         ),
         (f"nodes: [{CHIEF}]\nssh: {{x: {{setup: [1]}}}}", "ssh: x: setup: 0: must be text, not 1"),
         (f"nodes: [{CHIEF}]\nssh: {{x: {{setup: ['']}}}}", "ssh: x: setup: must be lines for a shell, not ''"),

@@ -157,3 +157,23 @@ def test_targets_that_stand_in_and_rates_of_layers_are_said_once_and_train():
         assert len(said) == 2
         assert "ranks 0 and 1 of a pipeline were given different tensors for some of their batch" in said[0]
         assert "rank 0 has lr 0.1; rank 1 has lr 0.9" in said[1]
+
+
+def refuses(inputs):
+    engine = engine_of(inputs=inputs)
+    x, y = batch_of(0)
+    engine.step(x, y)
+    said = ""
+    try:
+        engine.step(*((x,) if grace.rank() else (x, y)))  # without its target
+    except grace.GraceError as error:
+        said = f"{type(error).__name__}: {error}"
+    return said, engine.step(x, y).item()
+
+
+@pytest.mark.parametrize("inputs", ["rank0", "replica"])
+def test_a_batch_that_one_rank_refuses_is_refused_on_all_ranks(inputs):
+    (first, loss), (second, same) = ranks_of(2).run(refuses, inputs)
+    assert second.startswith("ConfigError: call it with the model's arguments and then the target")
+    assert first == f"RankError: rank 1 refused its batch: {second.partition(': ')[2]}"
+    assert loss == same

@@ -212,9 +212,13 @@ class Pipeline(StateOfStages):
         """Return what :meth:`_chunks` makes of a call, whose comparison with those of the other ranks has begun;
         ``targeted`` if the last of ``args`` is the target, where there is a loss."""
 
-        def prepare() -> Any:
+        def given() -> Any:
             own, target = self._with_target(args, kwargs) if targeted else (args, None)
-            made, shapes = self._chunks(own, kwargs, target)
+            return own, kwargs, target
+
+        def prepare() -> Any:
+            batch = from_rank_0(self.places, self.device, given) if self.inputs == "rank0" else given()
+            made, shapes = self._chunks(*batch)
             return made, shapes, [] if self.inputs == "rank0" else pytree.tree_leaves((args, kwargs))
 
         mode = (1 + self._syncing) if self.training else 0
@@ -223,8 +227,6 @@ class Pipeline(StateOfStages):
     def _chunks(self, args: Any, kwargs: Any, target: Any) -> tuple[tuple[Built, list[Any], list[Any]], Any]:
         """Stages for these shapes, and of each micro-batch the inputs of this rank's stages, and the target; and the
         shapes of the batch."""
-        if self.inputs == "rank0":
-            args, kwargs, target = from_rank_0(self.places, self.device, args, kwargs, target)
         assert self.plan is not None
         count, place = self.plan.microbatches, self.places.place(self.stage)
         captured = self._captured

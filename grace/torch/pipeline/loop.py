@@ -7,6 +7,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from grace.errors import ConfigError
+from grace.session.agreement import tell
 from grace.torch.pipeline.places import Places
 
 
@@ -61,15 +62,27 @@ def hand_over(engine: Any, run: Callable[[], Any], later: bool = False) -> Any:
     return _Loss.apply(anchor, value, lambda factor: hand(factor / scale))  # type: ignore[no-untyped-call]
 
 
-def from_rank_0(places: Places, device: torch.device, *given: Any) -> Any:
-    """Return rank 0's tensors in place of this rank's, which may be empty.
+def from_rank_0(places: Places, device: torch.device, given: Callable[[], Any]) -> Any:
+    """Return rank 0's tensors in place of this rank's, which may be empty. Every rank must call it.
+
+    Args:
+        places: of this rank.
+        device: where the others' are put.
+        given: returns what this rank was given, or raises why that cannot be.
 
     Raises:
         ConfigError: this rank was given another number of tensors.
+        RankError: another rank refused what it was given.
     """
-    leaves, spec = pytree.tree_flatten(given)
+    leaves, spec, error = list[Any](), None, None
+    try:
+        leaves, spec = pytree.tree_flatten(given())
+    except Exception as raised:
+        error = raised
     tensors = [one for one in leaves if isinstance(one, torch.Tensor)]
-    known = places.backend.allgather_object([(tuple(t.shape), t.dtype) for t in tensors])
+    kinds = [(tuple(t.shape), t.dtype) for t in tensors]
+    known = tell(places.backend, "a batch", kinds, error, "refused its batch")
+    assert spec is not None
     if any(len(one) != len(known[0]) for one in known):
         raise ConfigError("with inputs='rank0' all ranks call with as many tensors; others' may be empty")
     filled = iter(

@@ -183,7 +183,7 @@ class Gradients:
             bad = not all(bool(torch.isfinite(gradient).all()) for gradient in own)
             self.stand_in.grad = torch.zeros(1)
             if self.places.total(float(bad)):
-                [*own, self.stand_in.grad][0].view(-1)[0] = float("inf")
+                [*own, self.stand_in.grad][0].fill_(float("inf"))
 
     def exchange(self) -> None:
         """Exchange what was computed since the last time; every rank must call it."""

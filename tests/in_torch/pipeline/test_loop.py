@@ -167,6 +167,23 @@ def test_an_overflow_in_one_stage_skips_the_step_of_all():
         assert scale == 32.0
 
 
+def overflowing():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(16, 1))
+    model = model.to(memory_format=torch.channels_last)
+    scaler, x = torch.amp.GradScaler("cpu", init_scale=64.0), torch.ones(4, 3, 4, 4)
+    engine = grace.torch.Pipeline(model, x, loss_fn, optimizer=sgd, stages=2, microbatches=2, grad_scaler=scaler)
+    before = engine.state_dict()
+    engine.step(1e30 * x, torch.zeros(4, 1))
+    return engine.state_dict(), before, scaler.get_scale()
+
+
+def test_a_step_that_overflows_is_skipped_in_channels_last_too():
+    for after, before, scale in ranks_of(2).run(overflowing):
+        assert all(torch.equal(after[key], before[key]) for key in after)
+        assert scale == 32.0
+
+
 def test_a_scaler_in_an_own_loop():
     plain = ranks_of(4).run(unscaled)[0]
     for after, before, scale in ranks_of(4).run(scaled, False):

@@ -181,12 +181,13 @@ class Pipeline(StateOfStages):
             self._materialize(self.init)
         recorder.begin(self.backend, ())  # as this rank of all, and not of its stages' replicas
         self.gradients = Gradients(self.owned, self.parameters, self.make_optimizer, places, self.scaler, self.options)
-        if self.buffers and places.own.size > 1:
-            broadcast_parameters(self.buffers, 0, places.own)
+        beside = {**self.buffers, **({} if self.gradients.steps else self.parameters)}
+        if beside and places.own.size > 1:
+            broadcast_parameters(beside, 0, places.own)
 
     @property
     def optimizer(self) -> Any:
-        """This rank's, of its stages' parameters; where they have none, one of a number that stands in for them."""
+        """This rank's, of its stages' parameters; one of a number stands in where there are none (to scale)."""
         self._planned()
         return self.gradients.optimizer
 

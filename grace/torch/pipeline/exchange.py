@@ -65,6 +65,9 @@ class Gradients:
         options: Mapping[str, Any],
     ):
         self.parameters, self.places, self.scaler, self.ruled = dict(parameters), places, scaler, False
+        scaled = scaler is not None and scaler.is_enabled()  # which refuses an optimizer without gradients
+        self.steps = any(p.requires_grad or not scaled for p in self.parameters.values())
+        """Whether this rank has the user's optimizer; else one of a number stands in."""
         self.holders = {
             name: tuple(stage for stage, names in enumerate(owned) if name in names)
             for name in dict.fromkeys(name for names in owned for name in names)
@@ -88,7 +91,7 @@ class Gradients:
 
     def _make(self, make_optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> None:
         """The user's optimizer."""
-        if not self.parameters:  # a scaler has to follow here too
+        if not self.steps:  # a scaler has to follow here too
             self.optimizer = torch.optim.SGD([self.stand_in], lr=0.0)
             self.optimizer.register_step_pre_hook(self._before_step)
             self.optimizer.__class__ = type("SGD", (_Stepping, torch.optim.SGD), {})
@@ -107,7 +110,7 @@ class Gradients:
 
     def _distribute(self, options: Mapping[str, Any], strategy: Any) -> None:
         """Exchange over the replicas of this rank's stages."""
-        if not self.parameters:
+        if not self.steps:
             return
         chosen = dict(options)
         if strategy is not None:
@@ -190,9 +193,9 @@ class Gradients:
         if self.ready:
             self.ready = False
             self.prepare()
-            if self.parameters and self.places.own.size == 1:
+            if self.steps and self.places.own.size == 1:
                 self._keep_own()
-            elif self.parameters:
+            elif self.steps:
                 self._tell_planner()
                 self.optimizer.synchronize()
             if self.ruled:
@@ -237,8 +240,8 @@ class Gradients:
         self.exchange()
 
     def metrics(self) -> dict[str, float]:
-        """See :mod:`grace.session.metrics`; of a rank without parameters all is 0."""
-        return self.optimizer.metrics() if self.parameters else metrics(None, Traffic())
+        """See :mod:`grace.session.metrics`; of a rank without an optimizer all is 0."""
+        return self.optimizer.metrics() if self.steps else metrics(None, Traffic())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear this rank's gradients."""

@@ -119,7 +119,7 @@ class Meeting:
             if error is not None:
                 raise error
             return made
-        known = bool(gradients.parameters)  # others' optimizer stands in
+        known = gradients.steps  # others' optimizer stands in
         self.rates = _rates(gradients.optimizer) if known else []
         counts = gradients.handed, gradients.updates if known else -1
         rates = zlib.crc32(repr(self.rates).encode()) if known else -1

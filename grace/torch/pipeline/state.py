@@ -166,7 +166,7 @@ class StateOfStages:
         self._planned()
         mine, error = None, None
         try:
-            mine = self._own_optimizer_state() if self.parameters else None
+            mine = self._own_optimizer_state() if self.gradients.steps else None
         except Exception as raised:
             error = raised
         every = tell(self.places.backend, "a state to save", mine, error, "could not save")
@@ -221,13 +221,13 @@ class StateOfStages:
         try:
             checkpoint.check_mode(memory)
             kinds, dropped = _remembered(saved, memory)
-            if self.parameters:
+            if self.gradients.steps:
                 given, whole = self._part_of(saved, kinds)
         except Exception as raised:
             error = raised
         # All ranks are given one document: that is compared, and then each stage's ranks load their part of it.
         checkpoint.compare(backend, kinds[0] if kinds else None, memory, error)
-        if self.parameters:
+        if self.gradients.steps:
             part, name = given["grace"], optimizer._grace.exchanger.name
             if part is not None and memory == "strict" and not (whole and part["components"] == name):
                 memory = "keep"  # a stage with one replica exchanges nothing, and others exchange in other ways
@@ -241,16 +241,18 @@ class StateOfStages:
         """Return what this rank's optimizer loads of a whole model's state; and whether what is remembered is of all
         its parameters."""
         names, numbers = self._optimizer_names(), {name: i for i, name in enumerate(saved["names"])}
-        if left := [name for name in names if name not in numbers]:
+        if left := [name for name in names if name not in numbers and self.parameters[name].requires_grad]:
             raise ConfigError(f"the optimizer's state knows no parameter {left[0]!r}: it is of another model")
         groups = []
         for group in torch.optim.Optimizer.state_dict(self.gradients.optimizer)["param_groups"]:
-            firsts = [numbers[names[i]] for i in group["params"][:1]]
+            firsts = [numbers[names[i]] for i in group["params"] if names[i] in numbers][
+                :1
+            ]  # frozen ones may be left out
             found = next((one for one in saved["param_groups"] if set(firsts) & set(one["params"])), None)
             if firsts and found is None:
                 raise ConfigError(f"the optimizer's state is damaged: no group of it has {names[group['params'][0]]!r}")
             groups.append({**group, **{k: v for k, v in (found or {}).items() if k != "params"}})
-        state = {i: saved["state"][numbers[name]] for i, name in enumerate(names) if numbers[name] in saved["state"]}
+        state = {i: saved["state"][at] for i, at in enumerate(map(numbers.get, names)) if at in saved["state"]}
         part, whole = _part(kinds, names) if kinds else (None, True)
         return {"state": state, "param_groups": groups, "grace": part}, whole
 

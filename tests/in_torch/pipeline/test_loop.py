@@ -184,6 +184,36 @@ def test_a_step_that_overflows_is_skipped_in_channels_last_too():
         assert scale == 32.0
 
 
+def frozen(stages, saved, scaled=True):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    model[0].requires_grad_(False)
+    x, scaler = torch.ones(4, 4), torch.amp.GradScaler("cpu", init_scale=64.0) if scaled else None
+    replicas, cuts = 2 // stages, ["relu"] if stages == 2 else None
+    engine = grace.torch.Pipeline(
+        model, x, loss_fn, optimizer=momentum, cuts=cuts, replicas=replicas, microbatches=2, grad_scaler=scaler
+    )
+    if saved is not None:
+        engine.load_state_dict(saved[0])
+        engine.load_optimizer_state_dict(saved[1], memory="keep")
+    losses = [engine.step(x, torch.zeros(4, 1)).item() for _ in range(2)]
+    return losses, (engine.state_dict(), engine.optimizer_state_dict()), engine.gradient("0.weight").count_nonzero()
+
+
+def momentum(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.5)
+
+
+def test_a_scaler_where_nothing_of_a_stage_trains():
+    expected, _, _ = ranks_of(2).run(frozen, 2, None, False)[0]
+    (losses, saved, left), (others, _, _) = ranks_of(2).run(frozen, 2, None)
+    assert losses == others == expected
+    assert left == 0
+    (later, _, _), _ = ranks_of(2).run(frozen, 2, saved)
+    assert ranks_of(2).run(frozen, 1, saved)[0][0] == pytest.approx(later, rel=1e-5)
+    assert later[0] < losses[1]
+
+
 def test_a_scaler_in_an_own_loop():
     plain = ranks_of(4).run(unscaled)[0]
     for after, before, scale in ranks_of(4).run(scaled, False):

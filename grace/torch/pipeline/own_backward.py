@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, _get_dispatch_mode_pre_dispatch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import track_tensor_tree
@@ -102,6 +103,11 @@ class CarriedFunctions:
                     f"the autograd.Function {_named(cls)} is applied{_line()} to "
                     f"{getattr(one, '__qualname__', type(one).__name__)}, whose parameters a pipeline cannot know: "
                     "apply it to tensors alone, which are carried"
+                )
+            if isinstance(one, FakeTensor) and not any(one is arg for arg in args):
+                raise ConfigError(
+                    f"the autograd.Function {_named(cls)} is applied{_line()} to a list or dict of tensors, which a "
+                    "pipeline does not carry: give each of them as an argument of its own"
                 )
         places = [i for i, one in enumerate(args) if isinstance(one, torch.Tensor)]
         tensors = [args[i] for i in places]

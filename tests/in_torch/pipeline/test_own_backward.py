@@ -226,6 +226,11 @@ REFUSED = [
     (packed, None, r"changes what autograd saves at test_own_backward.py:\d+"),
     (lambda net, x: Writing.apply(net.a(x)), None, r"Writing, test_own_backward.py:\d+, applied at .*: let it return"),
     (lambda net, x: OfModule.apply(net.b, x), None, "applied at .* to Linear, whose parameters a pipeline cannot know"),
+    (
+        lambda net, x: Parts.apply(net.a(x), {"factor": x.mean()}, net.a.bias)[0],
+        None,
+        r"Parts, test_own_backward.py:\d+ is applied at .*:\d+ to a list or dict of tensors, which",
+    ),
     (lambda net, x: torch.vmap(net.a)(x), None, r"calls torch.vmap or torch.func at test_own_backward.py:\d+"),
     (lambda net, x: net.a(x).data, None, r"tensor.detach\(\) is taken"),
     (plain, lambda net: net.b.register_full_backward_hook(print), r"the module 'b' \(Linear\) has a backward hook"),

@@ -22,7 +22,7 @@ from grace.kernels.tensorflow.graph_numbers import refuse_xla
 from grace.planner.asked import Asked, asked, started
 from grace.planner.driver import Driver
 from grace.planner.resuming import load
-from grace.session import checkpoint, saved_form
+from grace.session import checkpoint
 from grace.session.agreement import tell
 from grace.session.exchanger import Exchanger
 from grace.session.metrics import metrics
@@ -380,13 +380,11 @@ class Session:
         return checkpoint.gather(self.exchanger) if everyone else checkpoint.save(self.exchanger)
 
     def restore(self, saved: dict[str, Any] | None, memory: str = "strict") -> None:
-        """Go on from a state; at the first exchange, if there was none yet."""
+        """Go on from a state. If there was no exchange yet: at the first one, where all ranks hear of a refusal."""
         checkpoint.check_mode(memory)
-        if self.exchanger is not None:
-            if self.exchanger.begun:
-                self.exchanger.abandon()
-            self._load(saved, memory)
-        else:
-            if saved is not None:
-                saved_form.check(saved)
+        if self.exchanger is None:
             self.saved = (saved, memory)
+            return
+        if self.exchanger.begun:
+            self.exchanger.abandon()
+        self._load(saved, memory)

@@ -108,6 +108,9 @@ def damaged(folder):
     if rank == 0:
         fresh.optimizer.load_state(model.optimizer._grace.state())
     said["one"] = caught(fit, fresh, rank)
+    bent, state = model_of(), model.optimizer.state()
+    bent.optimizer.load_state({**state, "step": -1, "pieces": 5} if rank == 1 else state)
+    said["bent"] = caught(fit, bent, rank)
     return said
 
 
@@ -126,6 +129,8 @@ def test_what_is_damaged_on_one_rank_is_refused_on_all_by_name(tmp_path):
     assert second["folder"].startswith(f"RankError: rank 0 could not save {tmp_path}/gone/model.keras: ")
     assert first["one"] == second["one"]
     assert first["one"].startswith("RankError: rank 0 loads a checkpoint of step 4, rank 1 no checkpoint")
+    assert second["bent"].startswith("ConfigError: the checkpoint's 'grace' entry is damaged: ")
+    assert first["bent"] == f"RankError: rank 1 did not load its checkpoint: {second['bent'].partition(': ')[2]}"
 
 
 class Run:

@@ -41,14 +41,16 @@ def hand_over(engine: Any, run: Callable[[], Any], later: bool = False) -> Any:
     try:
         value = run()
         found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-        new = {name: gradient.to_dense() if gradient.is_sparse else gradient for name, gradient in found.items()}
+        waiting = [{name: gradient.to_dense() if gradient.is_sparse else gradient for name, gradient in found.items()}]
     finally:
         for name, p in parameters.items():
             p.grad = before[name]
 
     @torch.no_grad()
     def hand(factor: float) -> None:
-        for name, gradient in new.items():
+        if not waiting:
+            raise ConfigError("loss.backward() was called before: a pipeline's loss can be differentiated once")
+        for name, gradient in waiting.pop().items():  # which a loss that the program keeps does not keep
             p, own = parameters[name], gradient if factor == 1.0 else gradient * factor
             p.grad = own if p.grad is None else p.grad.add_(own)
         engine.gradients.ready = True

@@ -4,6 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import grace
 from tests.support.pipelines import ROWS, alone, batch, loss_fn, made, rows, sgd
@@ -88,6 +89,28 @@ def test_gradients_accumulate(way):
         (loss_fn(model(*args), target) / factor).backward()
     expected = {key: p.grad for key, p in model.named_parameters()}
     assert all(close(own, expected) for own in ranks_of(2).run(accumulated, way))
+
+
+def differentiated_twice():
+    engine, said = engine_of("Residual"), ""
+    args, _ = own_rows(engine, "Residual", 0)
+    loss = engine(*args)
+    loss.backward()
+    kept = [StorageWeakRef(p.grad.untyped_storage()) for p in engine.parameters.values() if p.grad is not None]
+    before = gradients(engine)
+    try:
+        loss.backward()
+    except grace.ConfigError as error:
+        said = str(error)
+    same = close(before, gradients(engine), 0)
+    engine.zero_grad()
+    return said, same, len(kept), sum(not one.expired() for one in kept)
+
+
+def test_a_loss_is_differentiated_once_and_keeps_no_gradients():
+    for said, same, count, left in ranks_of(2).run(differentiated_twice):
+        assert said.startswith("loss.backward() was called before")
+        assert (same, count > 0, left) == (True, True, 0)
 
 
 def clipped(settings, most, kind):

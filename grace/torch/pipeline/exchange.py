@@ -91,13 +91,20 @@ class Gradients:
 
     def _make(self, make_optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> None:
         """The user's optimizer."""
+        own, made = list(self.parameters.values()), None
+        try:
+            made = make_optimizer(own) if self.steps else None
+        except ValueError:  # torch's, of none: it takes those that train
+            if any(p.requires_grad for p in own):
+                raise
+            self.steps = False
         if not self.steps:  # a scaler has to follow here too
             self.optimizer = torch.optim.SGD([self.stand_in], lr=0.0)
             self.optimizer.register_step_pre_hook(self._before_step)
             self.optimizer.__class__ = type("SGD", (_Stepping, torch.optim.SGD), {})
             self.optimizer._pipeline = self
         else:
-            self.optimizer = make_optimizer(list(self.parameters.values()))
+            self.optimizer = made
             if not isinstance(self.optimizer, torch.optim.Optimizer):
                 raise ConfigError(
                     f"optimizer= must make a torch optimizer of a list of parameters, and made a "

@@ -207,14 +207,14 @@ def test_a_step_that_overflows_is_skipped_in_channels_last_too():
         assert scale == 32.0
 
 
-def frozen(stages, saved, scaled=True):
+def frozen(stages, saved, scaled=True, make=None):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
     model[0].requires_grad_(False)
     x, scaler = torch.ones(4, 4), torch.amp.GradScaler("cpu", init_scale=64.0) if scaled else None
     replicas, cuts = 2 // stages, ["relu"] if stages == 2 else None
     engine = grace.torch.Pipeline(
-        model, x, loss_fn, optimizer=momentum, cuts=cuts, replicas=replicas, microbatches=2, grad_scaler=scaler
+        model, x, loss_fn, optimizer=make or momentum, cuts=cuts, replicas=replicas, microbatches=2, grad_scaler=scaler
     )
     if saved is not None:
         engine.load_state_dict(saved[0])
@@ -227,8 +227,13 @@ def momentum(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.5)
 
 
-def test_a_scaler_where_nothing_of_a_stage_trains():
+def momentum_of_some(parameters):
+    return momentum([p for p in parameters if p.requires_grad])
+
+
+def test_a_stage_in_which_nothing_trains():
     expected, _, _ = ranks_of(2).run(frozen, 2, None, False)[0]
+    assert ranks_of(2).run(frozen, 2, None, False, momentum_of_some)[1][0] == expected
     (losses, saved, left), (others, _, _) = ranks_of(2).run(frozen, 2, None)
     assert losses == others == expected
     assert left == 0

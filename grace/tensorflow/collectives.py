@@ -57,9 +57,9 @@ def allreduce(
             return _scaled(_reduced(_scaled(x, prescale_factor), reduction(op, average), backend), postscale_factor)
 
     def gradient(dy: tf.Tensor) -> tf.Tensor:
-        return _now(run, dy, dy.shape)
+        return _now(run, [dy], dy.dtype, dy.shape)
 
-    return _differentiable(run, gradient, tensor, lambda shape: shape)
+    return _differentiable(run, gradient, tensor)
 
 
 @unconverted
@@ -84,24 +84,30 @@ def allgather(tensor: Any, name: str | None = None) -> tf.Tensor:
     TensorShape([1, 2])
     >>> grace.shutdown()
     """
-    backend, counts = engine_for("tensorflow"), list[int]()
+    backend = engine_for("tensorflow")
 
-    def run(x: tf.Tensor) -> tf.Tensor:
+    def count(x: tf.Tensor) -> tf.Tensor:
         with compared(backend, "allgather", lambda: _described(x, name, rows=True), True):
-            rows = tf.reshape(x, [1]) if x.shape.rank == 0 else x
-            counts[:] = backend.allgather_object(int(rows.shape[0]))
-            return _gathered(rows, counts, backend)
+            return tf.constant(backend.allgather_object(1 if x.shape.rank == 0 else int(x.shape[0])), tf.int64)
 
-    def own_rows(dy: tf.Tensor) -> tf.Tensor:
+    def run(x: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
+        return _gathered(tf.reshape(x, [1]) if x.shape.rank == 0 else x, counts.numpy().tolist(), backend)
+
+    def own_rows(dy: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
         with compared(backend, "gradient of allgather", lambda: _described_sum(dy, name), True):
             mean = _reduced(dy, "average", backend)
-        begin = sum(counts[: backend.rank])
-        return mean[begin : begin + counts[backend.rank]]
+        return tf.split(mean, counts)[backend.rank]
 
-    def gradient(dy: tf.Tensor) -> tf.Tensor:
-        return tf.reshape(_now(own_rows, dy, [None, *dy.shape[1:]]), tf.shape(tensor))
+    @tf.custom_gradient
+    def called(x: tf.Tensor) -> Any:
+        counts = _now(count, [x], tf.int64, [backend.size])  # a tensor: one traced call may run several times
 
-    return _differentiable(run, gradient, tensor, lambda shape: [None, *(shape[1:] if shape.rank else [])])
+        def gradient(dy: tf.Tensor) -> tf.Tensor:
+            return tf.reshape(_now(own_rows, [dy, counts], dy.dtype, [None, *dy.shape[1:]]), tf.shape(x))
+
+        return _now(run, [x, counts], x.dtype, [None, *(x.shape[1:] if x.shape.rank else [])]), gradient
+
+    return called(tf.convert_to_tensor(value_of(tensor)))  # type: ignore[no-any-return]
 
 
 @unconverted
@@ -141,30 +147,26 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None) -> tf.Tensor
         return mean if backend.rank == root_rank else tf.zeros_like(mean)
 
     def gradient(dy: tf.Tensor) -> tf.Tensor:
-        return _now(roots, dy, dy.shape)
+        return _now(roots, [dy], dy.dtype, dy.shape)
 
-    return _differentiable(run, gradient, tensor, lambda shape: shape)
+    return _differentiable(run, gradient, tensor)
 
 
-def _differentiable(run: Callable, gradient: Callable, tensor: Any, shaped: Callable) -> tf.Tensor:
-    """Return ``run(tensor)``, through which gradients flow by ``gradient``.
-
-    Args:
-        shaped: the result's static shape, by the tensor's.
-    """
+def _differentiable(run: Callable, gradient: Callable, tensor: Any) -> tf.Tensor:
+    """Return ``run(tensor)``, of the same dtype and shape, through which gradients flow by ``gradient``."""
 
     @tf.custom_gradient
     def called(x: tf.Tensor) -> Any:
-        return _now(run, x, shaped(x.shape)), gradient
+        return _now(run, [x], x.dtype, x.shape), gradient
 
     return called(tf.convert_to_tensor(value_of(tensor)))
 
 
-def _now(function: Callable[[tf.Tensor], tf.Tensor], tensor: tf.Tensor, shape: Any) -> tf.Tensor:
-    """Return ``function(tensor)``, which computes eagerly; in a graph when it runs, in the order of the program."""
+def _now(function: Callable[..., tf.Tensor], tensors: list[tf.Tensor], dtype: tf.DType, shape: Any) -> tf.Tensor:
+    """Return ``function(*tensors)``, which computes eagerly; in a graph when it runs, in the order of the program."""
     if tf.executing_eagerly():
-        return function(tensor)
-    result = tf.py_function(function, [tensor], tensor.dtype)
+        return function(*tensors)
+    result = tf.py_function(function, tensors, dtype)
     result.set_shape(shape)
     return result
 

@@ -51,6 +51,13 @@ def operations():
 
         got = gradients(tf.constant([1.0, 2.0]))
         np.testing.assert_allclose(got, [2 + 2 + (10 if rank else 1) + rank] * 2)
+    gathered = tf.function(grace.allgather, input_signature=[tf.TensorSpec([None], tf.float32)])
+    first, second = tf.zeros([1 + rank]), tf.zeros([3 - 2 * rank])  # rows of ranks: 1 and 2, then 3 and 1
+    with tf.GradientTape() as tape:
+        tape.watch([first, second])
+        y = tf.reduce_sum([1.0, 2.0, 3.0] * gathered(first)) + tf.reduce_sum([1.0, 2.0, 3.0, 4.0] * gathered(second))
+    got = [gradient.numpy().tolist() for gradient in tape.gradient(y, [first, second])]
+    assert got == ([[2, 3], [4]] if rank else [[1], [1, 2, 3]])
     tf.get_logger().removeHandler(listener)
     return [text for text in said if "AutoGraph" in text]
 

@@ -308,6 +308,36 @@ def test_a_step_that_a_scaler_left_out_is_as_if_it_had_not_been(two_ranks):
             assert kept == pytest.approx(wanted, rel=1e-4), how
 
 
+def begun_late(lacks):
+    """Memories after a step that overflowed, and two in which rank 1 has zeros for the first layer, or no gradient:
+    then its exchange begins when the program waits, and that of the last layer has begun before."""
+    model = torch.nn.ModuleList([linear(), linear()])
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = grace.DistributedOptimizer(
+        plain, model.named_parameters(), compressor=TOPK, grad_scaler=scaler, bucket_bytes=1, group_bytes=1
+    )
+    for step in range(4):
+        optimizer.zero_grad()
+        x = (batch() + step) * (float("inf") if step == 1 else 1.0)
+        loss = model[1](x).sum()
+        if step < 2 or grace.rank() == 0:
+            loss = loss + model[0](x).sum()
+        elif not lacks:
+            loss = loss + model[0](0 * x).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    found = digest(optimizer.state_dict()["grace"]["state"])
+    optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("engine", ["gloo", "horovodrun-gloo"])
+def test_an_exchange_that_begins_in_synchronize_takes_nothing_from_those_before(engine):
+    assert launched(engine, 2).run(begun_late, True) == launched(engine, 2).run(begun_late, False)
+
+
 def unknown():
     """A program that updates by ``.data``: nobody tells the hook what becomes of gradients, which are used."""
     model, x = linear(), batch()

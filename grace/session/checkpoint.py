@@ -359,12 +359,14 @@ def apply(exchanger: Exchanger, loaded: Loaded) -> None:
     exchanger.resumed()
 
 
-def say_dropped(dropped: Sequence[str]) -> None:
-    """Warn of what is not loaded; two functions of Grace's lie between the user's and the one that calls this."""
+def say_dropped(dropped: Sequence[str], between: int = 2) -> None:
+    """Warn of what is not loaded; ``between`` functions of Grace's lie between the user's and the one that calls
+    this."""
     if dropped:
         more = f", and {len(dropped) - 3} things more" if len(dropped) > 3 else ""
         warnings.warn(
-            f"of what the checkpoint remembers, this was dropped: {'; '.join(dropped[:3])}{more}", stacklevel=5
+            f"of what the checkpoint remembers, this was dropped: {'; '.join(dropped[:3])}{more}",
+            stacklevel=3 + between,
         )
 
 

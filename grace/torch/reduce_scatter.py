@@ -1,5 +1,6 @@
 """FSDP2's reduce-scatter of gradients, compressed: an all-to-all of quantized parts, and float32 sums."""
 
+import itertools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -155,8 +156,8 @@ class ReduceScatterState:
                 "rank_0_of_N to rank_{N-1}_of_N into one dict, and give it here; or start without it"
             )
         calls = self.context.calls
-        states = [checkpoint.undamaged(_opened(given[f"rank_{rank}_of_{count}"]), memory, calls)[0]
-                  for rank in range(count)]  # fmt: skip
+        opened = [_opened(given[f"rank_{rank}_of_{count}"]) for rank in range(count)]
+        states, dropped = zip(*[checkpoint.undamaged(one, memory, calls) for one in opened], strict=True)
         self._check_choice(states[0], memory)
         for key in ("step", "size", "components", "seed"):
             if len({state[key] for state in states}) > 1:
@@ -168,6 +169,7 @@ class ReduceScatterState:
                 if to != self.backend.rank:
                     row = torch.cat([_part(tensor, to, size) for tensor in whole])
                     kept[f"{layout.name}/to_{to}"] = {key: row if n is None else n for key, n in beside.items()} or row
+        checkpoint.say_dropped(list(itertools.chain(*dropped)), between=3)
         of_this_run = {"rank": self.backend.rank, "size": size, "pieces": checkpoint.partitions_of(self.exchanger)}
         return saved_form.seal({**states[0], **of_this_run, "state": {"memory": kept}})
 

@@ -99,10 +99,15 @@ class ByHand:
         backend = runtime.joined()
         if self.exchanger is not None and self.exchanger.backend is not backend:
             self.free()  # of a run that has ended, or that began since
-        _compare(backend, called, 0 if self.exchanger is None else self.exchanger.context.step)
-        exchanger, bucket, given = self._known(given, called, backend)
-        if exchanger.under_way(bucket):
-            raise ConfigError(f"{bucket.ends!r} is under way already: call receive_step() before it is sent again")
+        exchanger, bucket = self.exchanger, self.buckets.get(called)
+        if exchanger is not None and bucket is not None:  # a rank refuses what it is given alone, and may try again
+            given, variables = described(given, called, backend)
+            _check_same(bucket, variables)
+            if exchanger.under_way(bucket):
+                raise ConfigError(f"{bucket.ends!r} is under way already: call receive_step() before it is sent again")
+        _compare(backend, called, 0 if exchanger is None else exchanger.context.step)
+        if exchanger is None or bucket is None:
+            exchanger, bucket, given = self._new(given, called, backend)
         begun = Begun(bucket, [variable.dtype for variable in bucket.variables], single)
         exchanger.start(bucket, given, [True] * len(given))
         self.begun.append(begun)
@@ -128,16 +133,11 @@ class ByHand:
 
     # -- the run ---------------------------------------------------------------------------------------
 
-    def _known(
+    def _new(
         self, given: list[Any], names: tuple[str, ...], backend: Backend
     ) -> tuple[Exchanger, Bucket, list[Tensor]]:
-        """The exchanger, the bucket of these names, and the tensors as it takes them. New ones are agreed on."""
-        bucket = self.buckets.get(names)
-        if self.exchanger is not None and bucket is not None:
-            tensors, variables = described(given, names, backend)
-            _check_same(bucket, variables)
-            return self.exchanger, bucket, tensors
-        tensors = []
+        """The exchanger, a bucket of names that are new, which the ranks agree on, and the tensors as it takes them."""
+        tensors: list[Tensor] = []
 
         def variables_of() -> list[Variable]:
             found, variables = described(given, names, backend)

@@ -30,7 +30,6 @@ ENGINES = {
 """The launcher, and the backend that ``grace.init()`` is to join."""
 DRAWN = [name for name in ENGINES if THOROUGH or name != "horovodrun-mpi"]  # mpirun starts Horovod over MPI as well
 
-START_SECONDS = 90
 BIN = Path(sys.executable).parent
 
 
@@ -85,8 +84,8 @@ class Launched(Ranks):
             with Listener(f"{self.folder}/socket", backlog=self.size) as listener, self.log.open("w") as log:
                 launcher = subprocess.Popen(program, env=env, stdout=log, stderr=log, start_new_session=True)
                 self.processes = [launcher]
-                listener._listener._socket.settimeout(START_SECONDS)  # type: ignore[attr-defined]
-                joined = sorted(self._accept(listener) for _ in range(self.size))
+                listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]
+                joined = sorted(self._accept(listener, launcher) for _ in range(self.size))
         except OSError as error:
             self.stop()
             raise RankFailure(f"{' '.join(program)} did not start: {error}") from error
@@ -101,10 +100,17 @@ class Launched(Ranks):
         return Path(self.folder, "log")
 
     @staticmethod
-    def _accept(listener: Listener):
-        pipe = listener.accept()
-        rank, pid = pipe.recv()
-        return rank, pid, pipe
+    def _accept(listener: Listener, launcher: subprocess.Popen):
+        for _ in range(int(HANGS)):
+            try:
+                pipe = listener.accept()
+            except TimeoutError:
+                if launcher.poll() is None:
+                    continue
+                raise
+            rank, pid = pipe.recv()
+            return rank, pid, pipe
+        raise TimeoutError(f"nobody has come for {HANGS:.0f} s")
 
     def stop(self) -> None:
         """End the launcher and its ranks; the next ``run`` starts new ones."""

@@ -19,7 +19,7 @@ from grace.core.variable import Variable
 from grace.kernels import kernels_of
 from grace.kernels.index_coding import decode
 from grace.session.sharding import uniform
-from tests.support.data import examples
+from tests.support.examples import examples
 
 SPECS = ["threshold(value=0.5)", "dgc(ratio=0.05)", "adaptive(ratio=0.05)", "inceptionn"]
 SPARSE = SPECS[:3]

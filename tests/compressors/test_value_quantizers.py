@@ -13,7 +13,7 @@ from grace.communicators import Allgather, Allreduce
 from grace.compressors.dynamic8 import TABLES
 from grace.core.registry import legal_communicators, make
 from grace.errors import ConfigError
-from tests.support.data import examples
+from tests.support.examples import examples
 
 FALSE_ALARM = 1e-6
 """Chance that one statistical test fails although the property holds."""

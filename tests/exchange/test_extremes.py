@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import grace
 from grace.core.registry import known, legal_communicators, legal_memories, make
-from tests.support.data import examples
+from tests.support.examples import examples
 from tests.support.training import copied, digest
 
 pytestmark = pytest.mark.ranks

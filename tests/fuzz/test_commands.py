@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from grace.cli.main import app
 from grace.errors import GraceError
-from tests.support.data import examples
+from tests.support.examples import examples
 from tests.support.mutations import WORDS
 
 READ = ["list", "describe", "strategy build", "strategy show", "strategy check", "strategy diff", "bench compare"]

@@ -17,7 +17,7 @@ from grace.partition import profiles
 from grace.partition.graph import Graph, Node
 from grace.partition.plan import Plan, Stage
 from grace.strategy import schema
-from tests.support.data import examples
+from tests.support.examples import examples
 from tests.support.mutations import JSON, mutated
 
 STRATEGY = {

@@ -13,7 +13,7 @@ from grace.errors import PayloadError
 from grace.kernels import arrays_by
 from grace.kernels.fused.primitives import FusedKernels
 from grace.kernels.torch import fused as torch_kernels
-from tests.support.data import examples
+from tests.support.examples import examples
 
 METHODS = (
     *("threshold(value=0.1)", "dgc(ratio=0.1)", "adaptive(ratio=0.1)", "inceptionn"),

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from grace.cli.main import app
 from grace.errors import GraceError
 from tests.support import bench_results as samples
-from tests.support.data import examples
+from tests.support.examples import examples
 from tests.support.mutations import mutated
 
 DOCUMENTS = {

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from grace.cli.main import app
-from tests.support.data import examples
+from tests.support.examples import examples
 from tests.support.mutations import JSON, mutated
 
 GROUP = {"bucket": 0, "variables": "w", "communicator": "allgather, topk, residual"}

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from grace.errors import PayloadError
 from grace.kernels import Stream
-from tests.support.data import EPSILON, REFERENCE, VECTORS, data, same
-from tests.support.kernel_cases import STREAMS, WEIGHTS, close, every, others
+from tests.support.data import EPSILON, REFERENCE, close, data, same
+from tests.support.examples import VECTORS
+from tests.support.kernel_cases import STREAMS, WEIGHTS, every, others
 
 BUCKETS = st.sampled_from([1, 3, 64, 512, 1500, 10_000])
 MAYBE = st.one_of(st.none(), STREAMS)

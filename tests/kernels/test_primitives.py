@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from grace.kernels import Stream, kernels_of
 from grace.kernels.torch.fused import FusedTorchKernels
 from grace.kernels.torch.primitives import TorchKernels
-from tests.support.data import HUGE, REFERENCE, VECTORS, data, examples, same
+from tests.support.data import HUGE, REFERENCE, close, data, same
+from tests.support.examples import VECTORS, examples
 from tests.support.implementations import ALL, OTHERS, Traced, crossed
-from tests.support.kernel_cases import FLOATS, SHAPES, STREAMS, WEIGHTS, close, every, others
+from tests.support.kernel_cases import FLOATS, SHAPES, STREAMS, WEIGHTS, every, others
 
 
 @crossed(OTHERS, ("shape", "dtype"), SHAPES, [*FLOATS, "uint8", "int32"])

@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grace.kernels import Stream
-from tests.support.data import EPSILON, NUMBERS, REFERENCE, VECTORS, data, same
-from tests.support.kernel_cases import STREAMS, WEIGHTS, close, every, others
+from tests.support.data import EPSILON, REFERENCE, close, data, same
+from tests.support.examples import NUMBERS, VECTORS
+from tests.support.kernel_cases import STREAMS, WEIGHTS, every, others
 
 
 def check_quantized(x, levels, bucket_size, stream, got, wanted):

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grace.kernels import Stream
-from tests.support.data import HUGE, REFERENCE, TINY, VECTORS, same
+from tests.support.data import HUGE, REFERENCE, TINY, same
+from tests.support.examples import VECTORS
 from tests.support.implementations import ALL
 
 

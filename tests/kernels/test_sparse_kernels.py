@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from grace.kernels import Stream
-from tests.support.data import REFERENCE, agree, examples
+from tests.support.data import REFERENCE, agree
+from tests.support.examples import examples
 from tests.support.implementations import OTHERS
 
 NUMPY = REFERENCE

@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grace.kernels import Stream
-from tests.support.data import REFERENCE, VECTORS, data, same
-from tests.support.kernel_cases import WEIGHTS, close, others
+from tests.support.data import REFERENCE, close, data, same
+from tests.support.examples import VECTORS
+from tests.support.kernel_cases import WEIGHTS, others
 
 BAD = st.sampled_from([np.nan, -np.nan, np.inf, -np.inf])
 

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from grace.kernels import Stream
-from tests.support.data import REFERENCE, data, same
+from tests.support.data import REFERENCE, close, data, same
 from tests.support.implementations import OTHERS
-from tests.support.kernel_cases import close
 
 torch = pytest.importorskip("torch")
 FOUND = [param for param in OTHERS if param.id == "triton"]

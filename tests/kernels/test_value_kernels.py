@@ -13,7 +13,8 @@ from grace.kernels import Stream
 from grace.kernels.contract.quantization import HIGHEST_POWER, LOWEST_POWER
 from grace.kernels.fused.primitives import FusedKernels
 from grace.kernels.torch.primitives import TorchKernels
-from tests.support.data import EPSILON, HUGE, REFERENCE, examples
+from tests.support.data import EPSILON, HUGE, REFERENCE
+from tests.support.examples import examples
 from tests.support.implementations import OTHERS
 
 others = pytest.mark.parametrize("it", OTHERS)

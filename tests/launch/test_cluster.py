@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import grace
 from grace.launch.cluster import SSH, Node, Resources
-from tests.support.data import examples
+from tests.support.examples import examples
 from tests.support.limits import HANGS
 
 CLUSTER = """

@@ -14,7 +14,7 @@ from grace.session.sharding import uniform as sharded
 from grace.strategy.builder import Builder, OneNode
 from grace.strategy.execution import compiled
 from grace.strategy.plan import VariablePlan
-from tests.support.data import examples
+from tests.support.examples import examples
 
 LIST = [
     Variable("emb", (12, 4), sparse=True),

@@ -13,7 +13,7 @@ from grace.core.variable import Variable
 from grace.strategy import schema
 from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
 from grace.strategy.traffic import kinds, links
-from tests.support.data import examples
+from tests.support.examples import examples
 
 PARTS = [
     ShardPlan(),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.data import examples
+from tests.support.examples import examples
 
 pytest.importorskip("pydantic", reason="pydantic is not installed")
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")

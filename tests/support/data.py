@@ -3,9 +3,6 @@
 from statistics import NormalDist
 
 import numpy as np
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.extra.numpy import arrays
 
 from grace.kernels import NumpyKernels
 
@@ -17,11 +14,6 @@ TINY = 1.5e-45  # the smallest float32, about
 SMALLEST = float(np.finfo(np.float32).tiny)  # the smallest normal float32
 HUGE = float(np.finfo(np.float32).max)
 REFERENCE = NumpyKernels()
-
-
-def examples(number: int) -> settings:
-    """For ``@given``: so many examples in ``make test``, where others have 20, and fewer in ``make check``."""
-    return settings(max_examples=max(1, number * settings.default.max_examples // 20))
 
 
 def z_limit(tests: int = 1) -> float:
@@ -49,18 +41,6 @@ def data(kind: str, shape, seed: int = 0) -> np.ndarray:
     return np.asarray(x).astype(np.float32)
 
 
-EXTREMES = [0.0, -0.0, 1e-45, -1e-45, 1e-40, 1.1754944e-38, -1e-38, 1.0, -1.0, 0.5, HUGE, -HUGE]
-NUMBERS = st.one_of(
-    st.sampled_from(EXTREMES).map(lambda value: float(np.float32(value))),
-    st.floats(width=32, allow_nan=False, allow_infinity=False),
-)
-VECTORS = st.one_of(
-    arrays(np.float32, st.integers(0, 40), elements=NUMBERS),
-    st.builds(data, st.sampled_from(KINDS), st.integers(0, 3000), st.integers(0, 2**32 - 1)),
-)
-"""1-d float32: empty, odd, zero, denormal, huge, tied."""
-
-
 def same(a, b) -> None:
     """Equal shape, element type and bits."""
     a, b = np.asarray(a), np.asarray(b)
@@ -84,3 +64,12 @@ def agree(it, method, *args, exact=True):
             else:
                 np.testing.assert_allclose(one, other, rtol=3e-7, atol=it.floor(method) / 4)
     return expected
+
+
+def close(got, wanted, scale, floor=4 * TINY) -> None:
+    """Within a few float32 roundings of numbers of magnitude ``scale``."""
+    got, wanted = np.float64(got), np.float64(wanted)
+    assert got.shape == wanted.shape
+    unequal = got != wanted  # Inf minus Inf is no number
+    error, scale = np.abs(np.subtract(got, wanted, where=unequal, out=np.zeros_like(got))), np.float64(scale)
+    assert (error <= 4 * EPSILON * scale + floor).all()

@@ -1,11 +1,9 @@
 """What implementations of the kernels are compared with, and on what."""
 
-import numpy as np
 import pytest
 from hypothesis import strategies as st
 
 from grace.kernels import Stream
-from tests.support.data import EPSILON, TINY
 from tests.support.implementations import ALL, OTHERS
 
 STREAMS = st.builds(Stream, st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**31 - 1))
@@ -15,12 +13,3 @@ FLOATS = ["float16", "float32", "float64"]
 
 others = pytest.mark.parametrize("it", OTHERS)
 every = pytest.mark.parametrize("it", ALL)
-
-
-def close(got, wanted, scale, floor=4 * TINY) -> None:
-    """Within a few float32 roundings of numbers of magnitude ``scale``."""
-    got, wanted = np.float64(got), np.float64(wanted)
-    assert got.shape == wanted.shape
-    unequal = got != wanted  # Inf minus Inf is no number
-    error, scale = np.abs(np.subtract(got, wanted, where=unequal, out=np.zeros_like(got))), np.float64(scale)
-    assert (error <= 4 * EPSILON * scale + floor).all()

@@ -1,15 +1,12 @@
-"""``grace bench kernels`` and ``step`` with ``--device cuda``: what is computed from times, with injected clocks; and,
-where there is a GPU, the commands."""
-
-import subprocess
-import sys
+"""``grace bench kernels`` and ``step`` with ``--device cuda``: what is computed from times, with injected clocks;
+tests/device runs the commands."""
 
 import pytest
 import torch
 from rich.console import Console
 
 from grace.bench.common.clocks import HostClock
-from grace.bench.common.results import Results, load
+from grace.bench.common.results import Results
 from grace.bench.kernels import device_table, on_device, rivals
 from grace.bench.kernels.timing import times_ms
 from grace.bench.step import on_device as steps_on_device
@@ -19,10 +16,6 @@ from grace.bench.step.settings import BOUND, Settings
 from grace.bench.workloads.models import Workload, workload
 from grace.core.backend import Handle
 from grace.errors import ConfigError
-from tests.support.limits import HANGS
-
-GRACE = [sys.executable, "-m", "grace.cli.main", "bench"]
-no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: torch.cuda.is_available() is False")
 
 
 class Scripted(HostClock):
@@ -78,7 +71,7 @@ def test_methods_and_rivals_are_measured_in_one_run_against_what_they_must_move(
     assert set(found) >= {*rivals.HOOKS, "torch.topk(ratio=0.01)", "GRACE's qsgd in torch", "GRACE's topk in torch"}
     fp16 = found["fp16"]  # a copy's 8 bytes an element took as long
     assert (fp16["encode_fraction"], fp16["decode_fraction"]) == (6 / 8, 10 / 8)
-    assert fp16["exchange_fraction"] == 16 / 8
+    assert fp16["exchange_fraction"] == 12 / 8  # means are written, and not read
     assert fp16["round_trip_ms"] == 4.0
     assert fp16["memory_ms"] is None  # it has none
     topk = found["topk(ratio=0.25)"]
@@ -187,29 +180,3 @@ def test_steps_on_a_gpu_are_refused_before_anything_starts(tmp_path, given, says
     with pytest.raises(ConfigError, match=says):
         step_command(**{**options, **given})
     assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.device
-@no_gpu
-def test_steps_are_measured_on_a_gpu(tmp_path):
-    args = ["--device", "cuda", "--model", "resnet", "--methods", "none,qsgd", "--rounds", "1", "-o", str(tmp_path)]
-    done = subprocess.run([*GRACE, "step", *args], capture_output=True, text=True, timeout=HANGS)
-    assert done.returncode == 0, done.stderr
-    assert "The wire is simulated" in done.stdout
-    rows = {(row["name"], row["bandwidth"]): row for row in load(tmp_path).rows}
-    assert rows["none", 1e10]["exposed_ms"] > 0
-    assert rows["qsgd", 1e10]["waits_per_step"] <= 1
-
-
-@pytest.mark.device
-@no_gpu
-def test_kernels_are_measured_on_a_gpu(tmp_path):
-    args = ["--device", "cuda", "--size", "1M", "--repeats", "5", "--methods", "fp16,qsgd,topk", "-o", str(tmp_path)]
-    done = subprocess.run([*GRACE, "kernels", *args], capture_output=True, text=True, timeout=HANGS)
-    assert done.returncode == 0, done.stderr
-    results = load(tmp_path)
-    assert torch.cuda.get_device_name() in done.stdout
-    rows = {row["method"]: row for row in results.rows}
-    for method in ("fp16", "qsgd", "topk"):
-        assert 0 < rows[method]["encode_fraction"] < 1.5
-        assert "encode" not in rows[method]["eager"]

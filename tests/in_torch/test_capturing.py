@@ -156,42 +156,6 @@ def test_replays_go_on_from_what_other_steps_and_checkpoints_left(alone):
         captured()
 
 
-@pytest.mark.device
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: torch.cuda.is_available() is False")
-@pytest.mark.parametrize("method", ["none", "qsgd", "topk(ratio=0.1)", "randomk(ratio=0.1)", "powersgd(rank=2)"])
-def test_replays_train_as_steps_do(alone, method):
-    def trained(captured):
-        torch.manual_seed(0)
-        model = torch.nn.Linear(64, 32).cuda()
-        optimizer = grace.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, method)
-        batch = torch.zeros(16, 64, device="cuda")
-
-        def step():
-            loss = model(batch).square().mean()
-            loss.backward()
-            return loss
-
-        def made():
-            optimizer.zero_grad()
-            step()
-            optimizer.step()
-
-        batch.normal_(generator=torch.Generator("cuda").manual_seed(1))
-        if captured:
-            made = capture(optimizer, step)  # three steps
-        else:
-            [made() for _ in range(3)]
-        for number in range(4):
-            batch.normal_(generator=torch.Generator("cuda").manual_seed(number))
-            made()
-        assert optimizer._grace.context.step == 7
-        optimizer.close()
-        return model.weight.detach().clone()
-
-    alone()
-    torch.testing.assert_close(trained(True), trained(False))
-
-
 def launched(method, there, step):
     """The numbers, and shapes of tensors, that the kernels of one step are started with, on the meta device."""
     from grace.core.context import Context

@@ -66,7 +66,7 @@ class DeviceClock(HostClock):
             return work, False
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream):  # which tables were copied on
                 work()
         except RuntimeError:  # it waits in a way that torch does not see
             torch.cuda.synchronize()

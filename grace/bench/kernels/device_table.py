@@ -15,7 +15,8 @@ HOW_TO_READ = (
     "of the same tensor moves in the same run; 100 % is as fast as the device's memory. Floors in bytes an element: "
     "encode reads 4 (again in each round) and writes what is sent; with memory 8 more for the residual; decode reads "
     "what was sent, and reads and writes 8 of each element that it touches. exchange: a whole bucket as the optimizer "
-    "encodes and decodes it, without a network. round trip: encode and decode; of torch's hooks the whole call.\n"
+    "encodes and decodes it, without a network: means are written, 4. round trip: encode and decode; of torch's hooks "
+    "the whole call.\n"
     "Times are CUDA's events around replays of CUDA graphs, the L2 cache flushed before each. *: it waits for the host "
     "and was timed as it runs."
 )

@@ -6,7 +6,7 @@ writes it: 1 is as fast as the device's memory.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ HELD = 40
 
 
 def floors(bits: float, kept: float = 1.0, reads: float = 1.0) -> dict[str, float]:
-    """Bytes per element that each part must move.
+    """Bytes per element that each part must move: a payload is added to what is there, and an exchange writes means.
 
     Args:
         bits: per element, that are sent.
@@ -38,11 +38,11 @@ def floors(bits: float, kept: float = 1.0, reads: float = 1.0) -> dict[str, floa
         reads: how often encoding reads an element.
 
     >>> floors(8.0), floors(0.64, kept=0.01)["decode"]
-    ({'encode': 5.0, 'decode': 9.0, 'memory': 13.0, 'exchange': 22.0}, 0.16)
+    ({'encode': 5.0, 'decode': 9.0, 'memory': 13.0, 'means': 5.0, 'exchange': 18.0}, 0.16)
     """
     sent = bits / 8
-    encode, decode = 4 * reads + sent, sent + 8 * kept
-    return {"encode": encode, "decode": decode, "memory": encode + RESIDUAL, "exchange": encode + RESIDUAL + decode}
+    encode, memory, means = 4 * reads + sent, 4 * reads + sent + RESIDUAL, sent + 4
+    return {"encode": encode, "decode": sent + 8 * kept, "memory": memory, "means": means, "exchange": memory + means}
 
 
 def floors_of(compressor: Compressor, bits: float, kept: float) -> dict[str, float]:
@@ -99,22 +99,56 @@ def row_of(
 
 
 class Exchanged:
-    """Steps of one gradient as the optimizer makes them, without a network: what encodes and decodes whole buckets."""
+    """Steps of gradients as the optimizer makes them, without a network: what encodes and decodes whole buckets.
 
-    def __init__(self, method: str, memory: str | None, x: torch.Tensor, out: torch.Tensor):
-        variable = Variable(NAME, tuple(x.shape), device=str(x.device))
+    Nobody reads whether all was in range, which makes the host wait at the end of a step.
+
+    Args:
+        method, memory: specs; the method's own memory if left out.
+        xs: gradients.
+        outs: what their means are written to.
+    """
+
+    def __init__(self, method: str, memory: str | None, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]):
+        found = [Variable(f"{NAME}{i}", tuple(x.shape), device=str(x.device)) for i, x in enumerate(xs)]
         plan = UniformPlan(method, memory, None, Limits())
-        self.exchanger = build_exchanger(lambda: [variable], lambda: plan, LocalBackend(), Context())
-        self.x, self.out = x, out
+        self.exchanger = build_exchanger(lambda: found, lambda: plan, LocalBackend(), Context())
+        self.exchanger.learn = leave_unread
+        self.tensors = {variable.name: pair for variable, pair in zip(found, zip(xs, outs, strict=True), strict=True)}
+
+    @property
+    def at_once(self) -> bool:
+        """Whether every bucket goes at once, as is known from the second step on."""
+        return all(bucket.codec for bucket in self.exchanger.buckets)
+
+    def encode(self) -> None:
+        """Encode what a step sends first, and give the step up."""
+        self._start()
+        self.exchanger.abandon()
 
     def __call__(self) -> None:
+        """Make a step."""
+        self._start()
         try:
-            for bucket in self.exchanger.buckets:
-                self.exchanger.start(bucket, [self.x], [True])
-            self.exchanger.finish(lambda bucket: [self.out])
+            self.exchanger.finish(lambda bucket: [self.tensors[variable.name][1] for variable in bucket.variables])
         except RuntimeError:  # it was to be captured, and cannot
             self.exchanger.abandon()
             raise
+
+    def _start(self) -> None:
+        try:
+            for bucket in self.exchanger.buckets:
+                mine = [self.tensors[variable.name][0] for variable in bucket.variables]
+                self.exchanger.start(bucket, mine, [True] * len(mine))
+        except RuntimeError:
+            self.exchanger.abandon()
+            raise
+
+
+def leave_unread(exchanges: Sequence[Any]) -> None:
+    """Forget what exchanges have left on a device to be read."""
+    for exchange in exchanges:
+        exchange.questions = []
 
 
 def measure(
@@ -151,7 +185,7 @@ def measure(
         del own["copy"]
         if not communicator.stateful:
             del own["memory"]
-        own["exchange"] = Exchanged(method, memory, x, out)
+        own["exchange"] = Exchanged(method, memory, [x], [out])
         for part, work in own.items():
             add(method, part, work)
     with rivals.alone(x.device.type) as group:

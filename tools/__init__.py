@@ -1,0 +1,1 @@
+"""Programs for this checkout, which are not installed."""

@@ -17,9 +17,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools.device.parts import PARTS, Part
 
 SIZES, TINY = "25M,1048576,268435456", "4096,1024"
+TRAINED = "none,qsgd,efsignsgd,topk(ratio=0.01),powersgd(rank=4)"
 PATIENCE = 20.0
 """Times as long as on a GPU the parts may take in the interpreter."""
-EVERY = 24
+EVERY = 60
 """Of the tests every so many'th is run in the interpreter."""
 NEEDED = ("torch", "triton", "numpy", "numba", "pytest", "rich")
 
@@ -32,7 +33,7 @@ def options() -> argparse.ArgumentParser:
     given = {
         "--out": ("DIR", "folder for results; default out/device"),
         "--only": ("PARTS", f"parts to run, separated by commas; default all, in this order:\n{parts}"),
-        "--methods": ("SPECS", "compressors to measure, separated by commas; default all"),
+        "--methods": ("SPECS", f"compressors, separated by commas; default all, and in steps {TRAINED}"),
         "--sizes": ("N", f"elements to measure at, that of the goal first; default {SIZES}"),
         "--patience": ("F", "times as long as usual each part may take; default 1"),
     }
@@ -76,7 +77,7 @@ def main() -> int:
     if unknown := [name for name in only if name not in names]:
         parser.error(f"--only {unknown[0]}: there is no such part; parts are {', '.join(names)}")
     try:
-        methods = read.methods(given.methods or "all")
+        methods, trained = (read.methods(given.methods or default) for default in ("all", TRAINED))
         sizes = [read.size(part) for part in read.split(given.sizes or (TINY if given.interpret else SIZES))]
         for method in methods:
             make("compressor", method)
@@ -84,7 +85,7 @@ def main() -> int:
     except (ConfigError, ValueError) as error:
         parser.error(str(error))
     chosen = [adapted(part, patience, given.interpret) for part in PARTS if part.name in only]
-    settings = {"methods": methods, "sizes": sizes, "every": EVERY if given.interpret else 1}
+    settings = {"methods": methods, "trained": trained, "sizes": sizes, "every": EVERY if given.interpret else 1}
     console, out = Console(highlight=False, soft_wrap=True), Path(given.out or "out/device")
     run = Run(chosen, settings, out, console)
     code = run()

@@ -8,7 +8,7 @@ import grace
 from grace.torch.capturing import capture
 
 pytestmark = pytest.mark.device
-METHODS = ["none", "qsgd", "topk(ratio=0.1)", "randomk(ratio=0.1)", "efsignsgd", "powersgd(rank=2)"]
+METHODS = ["none", "qsgd", "topk(ratio=0.1)", "randomk(ratio=0.1)", "powersgd(rank=2)"]
 
 
 @pytest.fixture(params=["local", "nccl"])

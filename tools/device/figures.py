@@ -103,7 +103,7 @@ def measured(method: str, x: torch.Tensor) -> dict[str, Any]:
     taken, eager = timed(works)
     copy = taken.pop("copy")
     if at_once:
-        first, last = list(made)[0], list(made)[-1]
+        first, *_, last = [*made, *made]
         floor["exchange"] = floor["encode"] + floor["means"] + RESIDUAL * (last != "none")
         floor["decode"] = floor["means"]
         found = {"exchange": taken[f"exchange {last}"]}

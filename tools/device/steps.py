@@ -19,16 +19,18 @@ from grace.bench.step.rows import Table
 from grace.bench.step.settings import Settings
 from grace.bench.step.simulated import Lane, Simulated
 from grace.core.backend import Handle
-from grace.torch.capturing import WARM_UP, capture, settled_there
+from grace.core.registry import make
+from grace.torch.capturing import WARM_UP, capture, check, settled_there
 from tools.device import place
 from tools.device.events import Log
 
-METHODS = ["none", "fp16", "qsgd", "efsignsgd", "topk(ratio=0.01)", "randomk", "powersgd(rank=4)"]
-PRETENDED = 8
+PRETENDED = 2 if place.INTERPRETED else 8
 """Ranks, whose collectives are copies."""
-WATCHED = 3
-"""Steps."""
-SHAPES = [(1000, 1024), (1000,), (33, 7)]
+WATCHED, COMPARED = (1, 2) if place.INTERPRETED else (3, 4)
+"""Steps that are watched, and others before."""
+SHAPES = [(8, 6), (5,)] if place.INTERPRETED else [(1000, 1024), (1000,), (33, 7)]
+KEPT = ("none", "residual")
+"""The memories that a graph can hold."""
 ROUNDS = 3
 
 
@@ -45,9 +47,8 @@ class Given(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        shapes = [(20, 16), (5,)] if place.INTERPRETED else SHAPES
-        self.own = nn.ParameterList([torch.zeros(shape, device=place.DEVICE) for shape in shapes])
-        self.given = [torch.zeros(shape, device=place.DEVICE) for shape in shapes]
+        self.own = nn.ParameterList([torch.zeros(shape, device=place.DEVICE) for shape in SHAPES])
+        self.given = [torch.zeros(shape, device=place.DEVICE) for shape in SHAPES]
 
     def draw(self, number: int) -> None:
         """Another step's gradients."""
@@ -61,7 +62,7 @@ class Given(nn.Module):
 
 def waits(log: Log) -> None:
     """Make steps in which torch raises where the host waits, and count waits by its profiler."""
-    for method in log.left(METHODS):
+    for method in log.left(log.settings["trained"]):
         with log.item(method) as row:
             wire = Simulated(PRETENDED, Straight() if place.INTERPRETED else Lane(), None)
             model = Given()
@@ -106,7 +107,8 @@ def engine(name: str) -> Iterator[None]:
 
 def captured(log: Log) -> None:
     """Compare the parameters after steps that are replayed with those after eager ones, bit for bit."""
-    each = {f"{method}, {name}": (method, name) for name in ("local", "process group") for method in METHODS}
+    methods, names = log.settings["trained"], ("local", "process group")
+    each = {f"{method}, {name}": (method, name) for name in names for method in methods}
     for item in log.left(list(each)):
         method, name = each[item]
         with log.item(item) as row, engine(name):
@@ -121,7 +123,9 @@ def trained(method: str, replays: bool) -> tuple[list[torch.Tensor], str]:
     is replayed is a step that ends as captured ones do."""
     model = Given()
     model.draw(0)
-    optimizer = grace.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model, method)
+    memory = None if make("compressor", method).traits.memory in KEPT else "residual"
+    plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = grace.DistributedOptimizer(plain, model, method, memory=memory)
 
     def backward() -> None:
         model().backward()
@@ -136,9 +140,10 @@ def trained(method: str, replays: bool) -> tuple[list[torch.Tensor], str]:
         step = capture(optimizer, backward)  # makes so many steps
     else:
         step = functools.partial(eager, replays)  # type: ignore[assignment]
+        check(optimizer._grace)
         for _ in range(WARM_UP):
             eager()
-    for number in range(1, 5):
+    for number in range(1, 1 + COMPARED):
         model.draw(number)
         step()
     said = watched(step)
@@ -149,7 +154,7 @@ def trained(method: str, replays: bool) -> tuple[list[torch.Tensor], str]:
 def whole(log: Log) -> None:
     """Time whole steps in one process, and of two ranks on the one GPU; methods one by one if together they fail."""
     each = {f"{model}, {of}": (model, n) for model in ("gpt2", "resnet50") for n, of in ((1, "alone"), (2, "2 ranks"))}
-    methods = [method for method in METHODS if method not in ("fp16", "randomk")]
+    methods = log.settings["trained"]
     log.left(list(each))
     for item, given in each.items():
         for together in log.left([item]):

@@ -83,10 +83,17 @@ class Log:
         self.begin(name)
         try:
             yield found
-        except Exception:
+        except BaseException as error:
             self.end(name, "failed", error=traceback.format_exc()[-LONGEST:], **found)
-            if place.broken():
-                sys.stdout.flush()
-                os._exit(BROKEN)
+            if not isinstance(error, Exception):
+                raise
+            end_if_broken()
         else:
             self.end(name, "done", **found)
+
+
+def end_if_broken() -> None:
+    """End this process if its GPU takes nothing more, so that another one goes on."""
+    if place.broken():
+        sys.stdout.flush()
+        os._exit(BROKEN)

@@ -36,7 +36,8 @@ def versions(log: Log) -> None:
                 found |= {"gpu_memory_bytes": card.total_memory, "gpu_processors": card.multi_processor_count}
                 found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
             found |= {**results.machine(), **results.versions(), "torch": torch.__version__}
-            found["transformers"] = importlib.metadata.version("transformers")
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                found["transformers"] = importlib.metadata.version("transformers")
 
 
 @functools.lru_cache(maxsize=1)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tools.device.events import LONGEST, Log
+from tools.device.events import LONGEST, Log, end_if_broken
 
 ROOT = Path(__file__).parents[2]
 HERE = ROOT / "tests/device"
@@ -39,7 +39,8 @@ class Told:
         self.log, self.state, self.error = log, "done", ""
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        names = [item.nodeid for item in items][:: self.log.settings["every"]]
+        every = self.log.settings["every"]
+        names = [item.nodeid for item in items][every // 5 :: every]
         left = set(self.log.left(names))
         items[:] = [item for item in items if item.nodeid in left]
 
@@ -60,3 +61,5 @@ class Told:
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         self.log.end(nodeid, self.state, **({"error": self.error} if self.error else {}))
+        if self.state == "failed":
+            end_if_broken()

@@ -25,8 +25,10 @@ def page(report: Row) -> str:
         [[part["name"], part["state"], counted(part), f"{part.get('seconds', 0):.0f}"] for part in report["parts"]],
     )
     for name, write in FIGURES.items():
-        if name in found and (rows := done(found[name])):
-            lines += [f"### {found[name]['about'].capitalize()}", "", *write(rows)]
+        rows = told(found[name]) if name in found else []
+        if rows:
+            about = found[name]["about"]
+            lines += [f"### {about[0].upper()}{about[1:]}", "", *write(rows)]
     for part in report["parts"]:
         alike: dict[str, list[Row]] = {}
         for item in failed(part):
@@ -54,6 +56,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def done(part: Row) -> list[Row]:
     """The items that told something to the end."""
     return [item for item in part["items"] if item["state"] == "done"]
+
+
+def told(part: Row) -> list[Row]:
+    """Those, and what others have measured before they failed."""
+    return [item for item in part["items"] if item["state"] == "done" or item.get("rows")]
 
 
 def failed(part: Row) -> list[Row]:

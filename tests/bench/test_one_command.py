@@ -12,15 +12,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.support import warm
 from tests.support.limits import HANGS
 from tools.device import tables
 from tools.device.driver import Run
 from tools.device.parts import PARTS, Part
 
 ROOT = Path(__file__).parents[2]
-# a fork would have imported Triton's own functions already, as they are compiled
-COMMAND = [warm.REAL, str(ROOT / "tools/on_device.py")]
+COMMAND = [sys.executable, str(ROOT / "tools/on_device.py")]
 PARTS_OF_TESTS = "tests.programs.device_parts"
 
 

@@ -20,7 +20,7 @@ def gpt2() -> Made:
     """GPT-2 small as transformers has it, 124.4 M parameters that nobody has trained, and 4 sequences of 512 tokens."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    tiny: dict[str, Any] = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 50, "n_positions": 16}
+    tiny: dict[str, Any] = {"n_embd": 8, "n_layer": 1, "n_head": 1, "vocab_size": 11, "n_positions": 8}
     config = GPT2Config(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, **(tiny if INTERPRETED else {}))
     length = min(LENGTH, config.n_positions - 1)
     made = torch.Generator().manual_seed(grace.rank())
@@ -38,7 +38,7 @@ def resnet50() -> Made:
     are interpreted."""
     if INTERPRETED:
         x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(grace.rank()))
-        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(288, 10))
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 4))
         return model, lambda model: model(x).square().mean(), 2
     work = models.resnet50(grace.rank(), images=IMAGES, size=SIZE)
     return work.model.to(DEVICE), work.loss, work.samples

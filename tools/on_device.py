@@ -87,7 +87,10 @@ def main() -> int:
     chosen = [adapted(part, patience, given.interpret) for part in PARTS if part.name in only]
     settings = {"methods": methods, "trained": trained, "sizes": sizes, "every": EVERY if given.interpret else 1}
     console, out = Console(highlight=False, soft_wrap=True), Path(given.out or "out/device")
-    run = Run(chosen, settings, out, console)
+    try:
+        run = Run(chosen, settings, out, console)
+    except OSError as error:
+        parser.error(f"--out {out}: {error}")
     code = run()
     for goal, (state, by) in run.report["goals"].items():
         console.print(f"{goal}: {state} ({by})", markup=False)

@@ -1,5 +1,6 @@
 """tools/on_device.py: in Triton's interpreter on the CPU, so that on a GPU only the device is new."""
 
+import doctest
 import io
 import json
 import os
@@ -13,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from tests.support.limits import HANGS
-from tools.device import tables
+from tools.device import events, tables
 from tools.device.driver import Run
 from tools.device.parts import PARTS, Part
 
@@ -127,6 +128,7 @@ def until(told):
         (["--interpret", "--methods", "topq"], "topq"),
         (["--interpret", "--sizes", "many"], "a size is a number of elements"),
         (["--interpret", "--patience", "none"], "could not convert string to float: 'none'"),
+        (["--interpret", "--out", "/dev/null/new"], "--out /dev/null/new: "),
         ([], "torch sees no GPU here"),
     ],
 )
@@ -135,7 +137,7 @@ def test_what_cannot_be_run_is_refused(tmp_path, options, says):
 
     if not options and torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    done = started(*options, "--out", str(tmp_path / "new"))
+    done = started("--out", str(tmp_path / "new"), *options)
     assert (done.returncode, says in done.stderr) == (2, True), done.stderr
     assert not (tmp_path / "new").exists()
 
@@ -144,3 +146,7 @@ def test_its_help_names_the_parts_whose_seconds_are_less_than_nine_minutes():
     shown = started("--help").stdout
     assert all(f"{part.name} " in shown and part.about in shown for part in PARTS)
     assert sum(part.seconds for part in PARTS) < 540
+
+
+def test_its_examples_are_true():
+    assert [doctest.testmod(module).failed for module in (tables, events)] == [0, 0]

@@ -178,6 +178,7 @@ class Run:
             else:
                 found["state"] = "done"
         finally:
+            end(*(worker.process for worker in workers if not worker.done))  # all of them at once
             for worker in workers:
                 if not worker.done:
                     worker.stop(f"{part.name} was ended after {time.time() - began:.0f} s")

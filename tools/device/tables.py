@@ -188,7 +188,8 @@ def steps(rows: list[Row]) -> list[str]:
             figures = [*(digits(one[key]) for key in times), of_bytes(one["sent_bytes"]), digits(one["samples_per_s"])]
             lines.append([row["model"], str(row["ranks"]), one["name"], *figures, of_bytes(row.get("peak_bytes"))])
     head = ["model", "ranks", "method", "step ms", "codec ms", "exposed ms", "sent", "samples / s", "peak of all"]
-    return table(head, lines)
+    left_out = {f"{row['model']}, {name}": why for row in rows for name, why in row.get("skipped", {}).items()}
+    return [*table(head, lines), *(f"Left out: {name}: {why}\n" for name, why in left_out.items())]
 
 
 FIGURES: dict[str, Callable[[list[Row]], list[str]]] = {

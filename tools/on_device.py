@@ -78,6 +78,8 @@ def main() -> int:
         parser.error(f"--only {unknown[0]}: there is no such part; parts are {', '.join(names)}")
     try:
         methods, trained = (read.methods(given.methods or default) for default in ("all", TRAINED))
+        if given.interpret and given.methods is None:
+            methods.remove("threshold")  # whose payloads have their room on devices only
         sizes = [read.size(part) for part in read.split(given.sizes or (TINY if given.interpret else SIZES))]
         for method in methods:
             make("compressor", method)

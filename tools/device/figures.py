@@ -109,7 +109,8 @@ def measured(method: str, x: torch.Tensor) -> dict[str, Any]:
         floor["decode"] = floor["means"]
         found = {"exchange": taken[f"exchange {last}"]}
         if compressor.traits.rounds == 1:
-            found["decode"] = max(taken[f"exchange {first}"] - taken[f"encode {first}"], 1e-6)
+            if (beside := taken[f"exchange {first}"] - taken[f"encode {first}"]) > 0:  # else it is lost in noise
+                found["decode"] = beside
             found |= {"encode" if kept == "none" else "memory": taken[f"encode {kept}"] for kept in made}
         taken = found
     elif "memory" in taken:

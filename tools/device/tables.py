@@ -46,10 +46,13 @@ ENDED = {"whole": "to the end", "interrupted": "interrupted", "cut off": "not to
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines, and an empty one.
 
-    >>> table(["a", "b"], [["1", "x | y"]])
-    ['| a | b |', '| --- | --- |', '| 1 | x / y |', '']
+    >>> print(*table(["a", "b"], [["1", "x | y"]]), sep="\\n")
+    | a | b |
+    | --- | --- |
+    | 1 | x \\| y |
+    <BLANKLINE>
     """
-    cells = [list(head), ["---"] * len(head), *([" ".join(c.replace("|", "/").split()) for c in row] for row in rows)]
+    cells = [list(head), ["---"] * len(head), *([" ".join(c.replace("|", "\\|").split()) for c in row] for row in rows)]
     return [*(f"| {' | '.join(row)} |" for row in cells), ""]
 
 
@@ -164,7 +167,10 @@ def bandwidths(rows: list[Row]) -> list[str]:
         lines.append(cells)
     fastest = {size: max(row["copy_gbps"] for row in rows if row["size"] == size) for size in sizes}
     speeds = "; ".join(f"{size:,}: {speed:,.0f} GB/s" for size, speed in fastest.items())
-    said = f"A copy moves {speeds}. Bold: below {COPY:.0%}. *: it waits for the host, and was timed as it runs."
+    said = (
+        f"A copy moves {speeds}. Bold: below {COPY:.0%}. memory: encoding with residuals. decode of a bucket: what an "
+    )
+    said += "exchange takes beside encoding. *: it waits for the host, and was timed as it runs."
     return [*table(head, lines), said, ""]
 
 

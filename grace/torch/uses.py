@@ -54,10 +54,10 @@ class GradientUses:
         self.waiting: dict[str, int] = {}
         """Exchanged and not used yet: torch's count of changes of the parameter at that time."""
         self.found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        """Whether a gradient that was not used is there still, and whether its mean was not 0: read late."""
+        """By name: True if a gradient that was not used is there still, and True if its mean was not 0; read late."""
         self.thrown: set[str] = set()
         self.means: dict[str, torch.Tensor] = {}
-        """What was brought, or whether it was not 0."""
+        """Means that were brought; of one that shares the gradient's memory, True if it was not 0."""
 
     def _held(self, optimizer: Any) -> set[str]:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}

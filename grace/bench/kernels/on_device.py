@@ -118,7 +118,7 @@ class Exchanged:
 
     @property
     def at_once(self) -> bool:
-        """Whether every bucket goes at once, as is known from the second step on."""
+        """True if every bucket goes at once, as is known from the second step on."""
         return all(bucket.codec for bucket in self.exchanger.buckets)
 
     def encode(self) -> None:

@@ -67,7 +67,7 @@ class Gradients:
         self.parameters, self.places, self.scaler, self.ruled = dict(parameters), places, scaler, False
         scaled = scaler is not None and scaler.is_enabled()  # which refuses an optimizer without gradients
         self.steps = any(p.requires_grad or not scaled for p in self.parameters.values())
-        """Whether this rank has the user's optimizer; else one of a number stands in."""
+        """True if this rank has the user's optimizer; else one of a number stands in."""
         self.holders = {
             name: tuple(stage for stage, names in enumerate(owned) if name in names)
             for name in dict.fromkeys(name for names in owned for name in names)

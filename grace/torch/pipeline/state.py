@@ -245,9 +245,8 @@ class StateOfStages:
             raise ConfigError(f"the optimizer's state knows no parameter {left[0]!r}: it is of another model")
         groups = []
         for group in torch.optim.Optimizer.state_dict(self.gradients.optimizer)["param_groups"]:
-            firsts = [numbers[names[i]] for i in group["params"] if names[i] in numbers][
-                :1
-            ]  # frozen ones may be left out
+            known = [names[i] for i in group["params"] if names[i] in numbers]  # frozen ones may be left out
+            firsts = [numbers[name] for name in known[:1]]
             found = next((one for one in saved["param_groups"] if set(firsts) & set(one["params"])), None)
             if firsts and found is None:
                 raise ConfigError(f"the optimizer's state is damaged: no group of it has {names[group['params'][0]]!r}")

@@ -20,9 +20,9 @@ from grace.core.variable import Variable
 from grace.errors import ConfigError, missing_extra
 from grace.kernels.dispatch import arrays_by
 from grace.kernels.fused.availability import missing
-from grace.session.exchanger import Exchanger
 from grace.session.plan import UniformPlan
-from grace.session.setup import build_exchanger
+from grace.session.setup import build_step_runner
+from grace.session.step_runner import StepRunner
 
 SHAPES = ((160, 110), (9, 5), (3,))
 """One from which top-k's threshold is guessed and positions take 16 bits, and smaller ones."""
@@ -83,8 +83,8 @@ def _specs() -> list[str]:
     return found
 
 
-def _exchanger(found: list[Variable], plan: UniformPlan) -> Exchanger:
-    return build_exchanger(lambda: found, lambda: plan, LocalBackend(), Context())
+def _runner(found: list[Variable], plan: UniformPlan) -> StepRunner:
+    return build_step_runner(lambda: found, lambda: plan, LocalBackend(), Context())
 
 
 def _run(spec: str) -> None:
@@ -100,11 +100,11 @@ def _run(spec: str) -> None:
             build_communicator(spec, memory, None)
             found = [Variable(f"v{i}", shape) for i, shape in enumerate(SHAPES)]
             plan = UniformPlan(spec, memory, None)
-            exchanger = _exchanger(found, plan)
+            runner = _runner(found, plan)
             for _ in range(3):
                 gradients = {v.name: rng.standard_normal(v.shape).astype(np.float32) for v in found}
-                for bucket in exchanger.buckets:
+                for bucket in runner.buckets:
                     mine = [gradients[variable.name] for variable in bucket.variables]
-                    exchanger.start(bucket, mine, [True] * len(mine))
-                exchanger.finish(lambda bucket: [None] * len(bucket.variables))
-            exchanger.close()
+                    runner.start(bucket, mine, [True] * len(mine))
+                runner.finish(lambda bucket: [None] * len(bucket.variables))
+            runner.close()

@@ -40,7 +40,7 @@ class Hand(Protocol):
 
 
 class Run(Protocol):
-    """What a communicator may ask of the exchanger that it serves."""
+    """What a communicator may ask of the runner that it serves."""
 
     backend: Backend
 
@@ -223,7 +223,7 @@ class Communicator(Component):
     def use_leaders(self, leader_of: Sequence[int]) -> None:
         """One rank of each node takes part from now on: the number of the one that speaks for each of all ranks."""
 
-    def open(self, exchanger: Run) -> None:
+    def open(self, runner: Run) -> None:
         """All ranks have agreed and are about to start; every rank comes here at the same moment."""
 
     def resumed(self, loss_scale: float) -> None:

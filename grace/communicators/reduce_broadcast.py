@@ -139,15 +139,15 @@ class ReduceBroadcast(Communicator):
         """The destination is the one that speaks for it."""
         self.root, self.led = leader_of[self.destination], True
 
-    def open(self, exchanger: Run) -> None:
+    def open(self, runner: Run) -> None:
         """Exchanges that are applied later run beside training; replication needs to know the nodes."""
         if self.delayed:
-            self.exchange_thread = exchanger.exchange_thread()
-        if self.local_replication and exchanger.backend.size > 1 and not self.led:  # one of each node takes part
-            backend = self.exchange_thread.backend if self.delayed else exchanger.backend
+            self.exchange_thread = runner.exchange_thread()
+        if self.local_replication and runner.backend.size > 1 and not self.led:  # one of each node takes part
+            backend = self.exchange_thread.backend if self.delayed else runner.backend
             if backend.pairs_by_name and backend.framework == "tensorflow":
                 raise ConfigError("reduce_broadcast: local_replication is not for Horovod with TensorFlow: use MPI")
-            self.node_groups = exchanger.node_groups(backend, self.root)
+            self.node_groups = runner.node_groups(backend, self.root)
 
     def aside(self) -> "ReduceBroadcast":
         """The same with the thread's backend, for one step: whatever step this rank is at when the others' payloads

@@ -67,7 +67,7 @@ class Channels:
 
 
 class Leases:
-    """The channels that one exchanger uses until it ends, or is collected.
+    """The channels that one runner uses until it ends, or is collected.
 
     Args:
         backend: over which the ranks compare; ``offers`` is what each of them could use.
@@ -93,6 +93,6 @@ class Leases:
         return channel
 
     def end(self) -> None:
-        """Other exchangers may use them."""
+        """Other runners may use them."""
         for end in self.ends:
             end()

@@ -30,7 +30,7 @@ class Component:
     _context: Context | None = None
     _binding: bool = False
     _owner: Callable[[], Any] | None = None
-    """Gives the exchanger that the component serves; None again when that has ended."""
+    """Gives the runner that the component serves; None again when that has ended."""
 
     @property
     def state(self) -> State:
@@ -101,7 +101,7 @@ class Component:
         return other
 
     def claim(self, owner: Any) -> None:
-        """Serve an exchanger, and no other one while it lives. What an earlier one's steps left is forgotten.
+        """Serve a runner, and no other one while it lives. What an earlier one's steps left is forgotten.
 
         Raises:
             ConfigError: the component, or a part of it, serves another one.
@@ -121,7 +121,7 @@ class Component:
             object.__setattr__(component, "_owner", weakref.ref(owner))
 
     def release(self, owner: Any) -> None:
-        """Serve this exchanger no more."""
+        """Serve this runner no more."""
         for component in self.whole().values():
             if component._owner is not None and component._owner() is owner:
                 object.__setattr__(component, "_owner", _nobody)

@@ -113,7 +113,7 @@ class GraceCallback(Chosen, TrainerCallback):
         except Exception as raised:
             error = raised
         if self.state is not None:
-            tell(self.state.exchanger.backend, "a Trainer's checkpoint", None, error, failed)
+            tell(self.state.runner.backend, "a Trainer's checkpoint", None, error, failed)
         elif error is not None:
             raise error
         return result

@@ -73,14 +73,14 @@ class Wrapped:
             for name in now
             if told.get(name, now[name]) != now[name]
         ]
-        calls = self.state.exchanger.context.calls
+        calls = self.state.runner.context.calls
         if unlike:
             why = f"the memories were saved at {unlike[0]}: they are of another checkpoint than the weights beside them"
             if self.memory_state == "strict":
                 error = ConfigError(f"{why}. Take those that were saved with them, or start with none: {calls.reset}")
             elif self.memory_state == "keep":
                 warnings.warn(why, stacklevel=3)
-        tell(self.state.exchanger.backend, "the step of a checkpoint's memories", None, error, "did not load them")
+        tell(self.state.runner.backend, "the step of a checkpoint's memories", None, error, "did not load them")
 
     def metrics(self) -> dict[str, float]:
         """What loggers take, of the steps since the last call: what is known of ``DDPState.metrics()``."""
@@ -162,7 +162,7 @@ def wrap(
         return Wrapped(None, memory_state, progress)
     state = register_ddp_hook(ddp, optimizer=_holder(ddp, optimizers), **choices)
     calls = dataclasses.replace(TORCH, save_all="the framework's own checkpoint", load=load, memory="memory_state")
-    state.exchanger.context.calls = calls
+    state.runner.context.calls = calls
     return Wrapped(state, memory_state, progress)
 
 

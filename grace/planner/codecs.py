@@ -23,8 +23,8 @@ from grace.planner.mirror import Mirror
 from grace.planner.payloads import of_all_ranks
 from grace.planner.samples import copied, dense_values, distance, numel, scale_of, share_of, shortened, square
 from grace.planner.works import codec_key
-from grace.session.exchanger import Exchanger
 from grace.session.sharding import Chooser, Shard
+from grace.session.step_runner import StepRunner
 
 Choice = str | Mapping[str, Any] | Callable[[], Communicator]
 MOST_ELEMENTS = 1 << 24
@@ -213,7 +213,7 @@ class _Timing:
             least: so many.
         """
         communicator = self.fresh()
-        with _exchanger(communicator, tensors, Mirror(ranks, _root(communicator)), self.seed) as (exchanger, mirror):
+        with _runner(communicator, tensors, Mirror(ranks, _root(communicator)), self.seed) as (runner, mirror):
             names, given = list(tensors), list(tensors.values())
             k = kernels_of(given[0])
             outs = [k.zeros(tuple(x.shape), "float32", x) for x in given] if k.mutable else [None] * len(given)
@@ -226,14 +226,14 @@ class _Timing:
                     ends = time.perf_counter() + seconds
                 row, between = [], 0
                 mirror.spent, began = 0.0, self._now()
-                exchange = exchanger.start(exchanger.buckets[0], given, [True] * len(names))
+                exchange = runner.start(runner.buckets[0], given, [True] * len(names))
                 row.append(self._now() - began - mirror.spent)
                 mirror.spent, began = 0.0, self._now()
                 while exchange.advance():
                     between += 1
                 row.append((self._now() - began - mirror.spent) / between if between else 0.0)
                 mirror.spent, began = 0.0, self._now()
-                exchanger.finish(lambda bucket: outs)
+                runner.finish(lambda bucket: outs)
                 row.append(self._now() - began - mirror.spent)
                 if step >= WARM:
                     took.append((row[0], row[1], row[2]))
@@ -271,9 +271,9 @@ class _Losses:
         taken = {name: shortened(x, max(SMALL, math.ceil(share * numel(x)))) for name, x in tensors.items()}
         drawn: list[dict[str, float]] = []
         for draw in range(DRAWS):
-            with _exchanger(self.alone(False), taken, Mirror(1), self.seed + draw) as (exchanger, _):
-                exchanger.start(exchanger.buckets[0], list(taken.values()), [True] * len(taken))
-                found = {o.variable.name: o.value for o in exchanger.finish(lambda bucket: [None] * len(taken))}
+            with _runner(self.alone(False), taken, Mirror(1), self.seed + draw) as (runner, _):
+                runner.start(runner.buckets[0], list(taken.values()), [True] * len(taken))
+                found = {o.variable.name: o.value for o in runner.finish(lambda bucket: [None] * len(taken))}
             drawn.append({name: distance(taken[name], found[name]) for name in taken})
             if draw and drawn[0] == drawn[1]:  # it draws nothing
                 break
@@ -282,26 +282,26 @@ class _Losses:
 
     def bits(self, tensors: Mapping[str, Any], steps: int = 4) -> float:
         """Of a payload, per element, with the memory."""
-        with _exchanger(self.alone(True), tensors, Mirror(1), self.seed) as (exchanger, _):
+        with _runner(self.alone(True), tensors, Mirror(1), self.seed) as (runner, _):
             for _ in range(steps):
-                exchanger.start(exchanger.buckets[0], list(tensors.values()), [True] * len(tensors))
-                exchanger.finish(lambda bucket: [None] * len(tensors))
-            sent = sum(exchanger.traffic.payload_bytes.values())
+                runner.start(runner.buckets[0], list(tensors.values()), [True] * len(tensors))
+                runner.finish(lambda bucket: [None] * len(tensors))
+            sent = sum(runner.traffic.payload_bytes.values())
         return 8 * sent / steps / sum(map(numel, tensors.values()))
 
 
 @contextlib.contextmanager
-def _exchanger(communicator: Communicator, tensors: Mapping[str, Any], mirror: Mirror, seed: int) -> Any:
-    """An exchanger of one bucket, which all travel in, and its backend."""
+def _runner(communicator: Communicator, tensors: Mapping[str, Any], mirror: Mirror, seed: int) -> Any:
+    """A runner of one bucket, which all travel in, and its backend."""
     variables = [_variable(name, x) for name, x in tensors.items()]
     shards = [Shard(variable, variable, communicator) for variable in variables]
-    exchanger = Exchanger(variables, shards, mirror, Context(seed=seed), communicator.describe())
-    exchanger.claim()
+    runner = StepRunner(variables, shards, mirror, Context(seed=seed), communicator.describe())
+    runner.claim()
     try:
-        exchanger.agree()
-        yield exchanger, mirror
+        runner.agree()
+        yield runner, mirror
     finally:
-        exchanger.close()
+        runner.close()
 
 
 def _turns(

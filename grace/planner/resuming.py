@@ -6,20 +6,20 @@ from typing import Any
 from grace.communicators.base import Communicator
 from grace.planner.driver import Driver, Resumed
 from grace.session import checkpoint
-from grace.session.exchanger import Exchanger
+from grace.session.step_runner import StepRunner
 from grace.session.switching import replaced
 from grace.strategy.execution import StrategyPlan
 
 
 def load(
-    former: Exchanger,
+    former: StepRunner,
     auto: Driver,
     saved: Any,
     memory: str,
     inside: Callable[[Any], Any],
     check: Callable[[Communicator], None],
-) -> tuple[Exchanger, Resumed | None]:
-    """The exchanger that goes on from what was saved: of the plan that it has, if it is for as many ranks; else the
+) -> tuple[StepRunner, Resumed | None]:
+    """The runner that goes on from what was saved: of the plan that it has, if it is for as many ranks; else the
     former one, with the memories that fit. Every rank must call it; nothing changes if some rank refuses.
 
     Args:
@@ -36,10 +36,10 @@ def load(
     if resumed is None:
         checkpoint.load(former, lambda: saved, "keep" if memory == "strict" else memory, inside)
         return former, None
-    exchanger = replaced(former, StrategyPlan(resumed.strategy), check)
+    runner = replaced(former, StrategyPlan(resumed.strategy), check)
     try:
-        checkpoint.load(exchanger, lambda: saved, memory, inside)
+        checkpoint.load(runner, lambda: saved, memory, inside)
     except BaseException:
-        exchanger.close()
+        runner.close()
         raise
-    return exchanger, resumed
+    return runner, resumed

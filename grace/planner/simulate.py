@@ -1,6 +1,6 @@
 """A training step, played through: what computes when, what travels when, and who waits for whom.
 
-The rules are those of the exchanges (:class:`grace.session.exchanger.Exchanger`):
+The rules are those of the exchanges (:class:`grace.session.step_runner.StepRunner`):
 
 - A bucket starts when its gradients are there and all before it have started. Then computing encodes it, and its first
   collective joins the queue of the wire, which carries one at a time (or as many as the engine does).

@@ -21,10 +21,10 @@ from grace.exchange.bucket import Bucket
 from grace.kernels import kernels_of
 from grace.session import checkpoint, saved_form
 from grace.session.agreement import agree
-from grace.session.exchanger import Exchanger
 from grace.session.plan import UniformPlan
-from grace.session.setup import build_exchanger
+from grace.session.setup import build_step_runner
 from grace.session.sharding import Shard
+from grace.session.step_runner import StepRunner
 
 _joined = itertools.count(1)
 """Counts communicators that join a run, which they do in one order on all ranks."""
@@ -61,7 +61,7 @@ class ByHand:
 
     def __init__(self, communicator: Communicator):
         self._communicator = weakref.ref(communicator)
-        self.exchanger: Exchanger | None = None
+        self.runner: StepRunner | None = None
         self.buckets: dict[tuple[str, ...], Bucket] = {}
         self.begun: list[Begun] = []
         self.first = True
@@ -97,32 +97,32 @@ class ByHand:
         single = isinstance(names, str)
         given, called = ([tensors], (names,)) if single else (list(tensors), tuple(names))
         backend = runtime.joined()
-        if self.exchanger is not None and self.exchanger.backend is not backend:
+        if self.runner is not None and self.runner.backend is not backend:
             self.free()  # of a run that has ended, or that began since
-        exchanger, bucket = self.exchanger, self.buckets.get(called)
-        if exchanger is not None and bucket is not None:  # a rank refuses what it is given alone, and may try again
+        runner, bucket = self.runner, self.buckets.get(called)
+        if runner is not None and bucket is not None:  # a rank refuses what it is given alone, and may try again
             given, variables = described(given, called, backend)
             _check_same(bucket, variables)
-            if exchanger.under_way(bucket):
+            if runner.under_way(bucket):
                 raise ConfigError(f"{bucket.ends!r} is under way already: call receive_step() before it is sent again")
-        _compare(backend, called, 0 if exchanger is None else exchanger.context.step)
-        if exchanger is None or bucket is None:
-            exchanger, bucket, given = self._new(given, called, backend)
+        _compare(backend, called, 0 if runner is None else runner.context.step)
+        if runner is None or bucket is None:
+            runner, bucket, given = self._new(given, called, backend)
         begun = Begun(bucket, [variable.dtype for variable in bucket.variables], single)
-        exchanger.start(bucket, given, [True] * len(given))
+        runner.start(bucket, given, [True] * len(given))
         self.begun.append(begun)
         return begun
 
     def finish(self, begun: Begun) -> Any:
         """The means of what was begun; they end the step for all that is under way."""
         if begun.means is None:
-            if self.exchanger is None or begun not in self.begun:
+            if self.runner is None or begun not in self.begun:
                 raise ConfigError("receive_step() is given what send_step() returned, once, in the same run")
             together, self.begun = self.begun, []
             try:
-                outcomes = self.exchanger.finish(lambda bucket: [None] * len(bucket.variables))
+                outcomes = self.runner.finish(lambda bucket: [None] * len(bucket.variables))
             except BaseException:
-                self.exchanger.abandon()
+                self.runner.abandon()
                 raise
             left = iter(outcomes)
             for other in together:
@@ -135,8 +135,8 @@ class ByHand:
 
     def _new(
         self, given: list[Any], names: tuple[str, ...], backend: Backend
-    ) -> tuple[Exchanger, Bucket, list[Tensor]]:
-        """The exchanger, a bucket of names that are new, which the ranks agree on, and the tensors as it takes them."""
+    ) -> tuple[StepRunner, Bucket, list[Tensor]]:
+        """The runner, a bucket of names that are new, which the ranks agree on, and the tensors as it takes them."""
         tensors: list[Tensor] = []
 
         def variables_of() -> list[Variable]:
@@ -144,14 +144,14 @@ class ByHand:
             tensors.extend(found)
             return variables
 
-        if self.exchanger is None:
-            self.exchanger, bucket = self._joined(variables_of, backend)
+        if self.runner is None:
+            self.runner, bucket = self._joined(variables_of, backend)
         else:
-            bucket = self._added(self.exchanger, variables_of)
+            bucket = self._added(self.runner, variables_of)
         self.buckets[names] = bucket
-        return self.exchanger, bucket, tensors
+        return self.runner, bucket, tensors
 
-    def _joined(self, variables: Any, backend: Backend) -> tuple[Exchanger, Bucket]:
+    def _joined(self, variables: Any, backend: Backend) -> tuple[StepRunner, Bucket]:
         """The first step in a run."""
         communicator = self.communicator
 
@@ -176,28 +176,28 @@ class ByHand:
 
         context.lr = lr
         plan, self.number = AsGiven(None, None, communicator), next(_joined)
-        exchanger = build_exchanger(variables, lambda: plan, backend, context, [("called", "by hand")], check)
-        (bucket,) = exchanger.buckets
+        runner = build_step_runner(variables, lambda: plan, backend, context, [("called", "by hand")], check)
+        (bucket,) = runner.buckets
         self._name(bucket)
         free = weakref.WeakMethod(self.free)
         backend.at_shutdown(lambda: (free() or bool)())
-        return exchanger, bucket
+        return runner, bucket
 
-    def _added(self, exchanger: Exchanger, variables: Any) -> Bucket:
+    def _added(self, runner: StepRunner, variables: Any) -> Bucket:
         """One more bucket."""
         found, error = [], None
         try:
             found = variables()
             for variable in found:
-                if variable.name in exchanger.shards:
+                if variable.name in runner.shards:
                     raise ConfigError(
                         f"{variable.name!r} was exchanged with other tensors before: join the same ones in every step"
                     )
         except Exception as raised:
             error = raised
-        step = ("the number of steps", str(exchanger.context.step))
-        agree(exchanger.backend, [step, *((f"the tensor {v.name!r}", v.describe()) for v in found)], error)
-        bucket = _extend(exchanger, AsGiven(None, None, self.communicator).shards(found))
+        step = ("the number of steps", str(runner.context.step))
+        agree(runner.backend, [step, *((f"the tensor {v.name!r}", v.describe()) for v in found)], error)
+        bucket = _extend(runner, AsGiven(None, None, self.communicator).shards(found))
         self._name(bucket)
         return bucket
 
@@ -206,26 +206,26 @@ class ByHand:
 
     def free(self) -> None:
         """Leave the run: nothing is remembered of it."""
-        exchanger, self.exchanger, self.buckets, self.begun = self.exchanger, None, {}, []
-        if exchanger is not None:
-            if exchanger.begun:
-                exchanger.abandon()
-            exchanger.close()
+        runner, self.runner, self.buckets, self.begun = self.runner, None, {}, []
+        if runner is not None:
+            if runner.begun:
+                runner.abandon()
+            runner.close()
 
     # -- checkpoints -----------------------------------------------------------------------------------
 
     def state_dict(self, everyone: bool = False) -> dict[str, Any]:
         """See :meth:`grace.Communicator.state_dict`."""
-        if self.exchanger is None:
+        if self.runner is None:
             raise ConfigError("nothing was exchanged yet, so that there is nothing to save")
-        saved = checkpoint.gather(self.exchanger) if everyone else checkpoint.save(self.exchanger)
+        saved = checkpoint.gather(self.runner) if everyone else checkpoint.save(self.runner)
         groups = [[[v.name, list(v.shape), v.dtype] for v in bucket.variables] for bucket in self.buckets.values()]
         return {"of": FORM, "tensors": groups, "grace": saved}
 
     def load_state_dict(self, state: dict[str, Any], memory: str = "strict") -> None:
         """See :meth:`grace.Communicator.load_state_dict`."""
         backend, groups, error = runtime.joined(), list[list[Variable]](), None
-        if self.exchanger is not None and self.exchanger.backend is not backend:
+        if self.runner is not None and self.runner.backend is not backend:
             self.free()
         try:
             groups = _groups(state)
@@ -242,19 +242,19 @@ class ByHand:
         try:
             for group in groups:
                 names = tuple(variable.name for variable in group)
-                if self.exchanger is None:
-                    self.exchanger, self.buckets[names] = self._joined(lambda group=group: group, backend)
+                if self.runner is None:
+                    self.runner, self.buckets[names] = self._joined(lambda group=group: group, backend)
                 elif names not in self.buckets:
-                    self.buckets[names] = self._added(self.exchanger, lambda group=group: group)
-            assert self.exchanger is not None
-            checkpoint.load(self.exchanger, lambda: state["grace"], memory)
+                    self.buckets[names] = self._added(self.runner, lambda group=group: group)
+            assert self.runner is not None
+            checkpoint.load(self.runner, lambda: state["grace"], memory)
         except BaseException:  # of all ranks: nothing was changed
             if not before:
                 self.free()
                 self.first = first
-            elif self.exchanger is not None:
+            elif self.runner is not None:
                 self.buckets = {names: bucket for names, bucket in self.buckets.items() if names in before}
-                _shrink(self.exchanger, {name for names in before for name in names})
+                _shrink(self.runner, {name for names in before for name in names})
             raise
 
 
@@ -322,25 +322,25 @@ def _check_same(bucket: Bucket, variables: Sequence[Variable]) -> None:
             )
 
 
-def _extend(exchanger: Exchanger, shards: Sequence[Shard]) -> Bucket:
-    """One more bucket of an exchanger's; every rank must add the same at the same moment."""
+def _extend(runner: StepRunner, shards: Sequence[Shard]) -> Bucket:
+    """One more bucket of a runner's; every rank must add the same at the same moment."""
     for shard in shards:
-        exchanger.variables.append(shard.variable)
-        exchanger.shards[shard.variable.name] = shard
-        exchanger.shards_of[shard.variable.name] = [shard]
-        exchanger.numel += shard.variable.numel
-    bucket = Bucket(len(exchanger.buckets), shards[0].communicator, [shard.variable for shard in shards])
-    exchanger.buckets.append(bucket)
+        runner.variables.append(shard.variable)
+        runner.shards[shard.variable.name] = shard
+        runner.shards_of[shard.variable.name] = [shard]
+        runner.numel += shard.variable.numel
+    bucket = Bucket(len(runner.buckets), shards[0].communicator, [shard.variable for shard in shards])
+    runner.buckets.append(bucket)
     return bucket
 
 
-def _shrink(exchanger: Exchanger, names: set[str]) -> None:
+def _shrink(runner: StepRunner, names: set[str]) -> None:
     """Take away what :func:`_extend` added, but for these names."""
-    exchanger.variables = [variable for variable in exchanger.variables if variable.name in names]
-    exchanger.shards = {name: shard for name, shard in exchanger.shards.items() if name in names}
-    exchanger.shards_of = {name: shards for name, shards in exchanger.shards_of.items() if name in names}
-    exchanger.buckets = [bucket for bucket in exchanger.buckets if names.issuperset(bucket.names)]
-    exchanger.numel = sum(variable.numel for variable in exchanger.variables)
+    runner.variables = [variable for variable in runner.variables if variable.name in names]
+    runner.shards = {name: shard for name, shard in runner.shards.items() if name in names}
+    runner.shards_of = {name: shards for name, shards in runner.shards_of.items() if name in names}
+    runner.buckets = [bucket for bucket in runner.buckets if names.issuperset(bucket.names)]
+    runner.numel = sum(variable.numel for variable in runner.variables)
 
 
 def described(given: list[Any], names: tuple[str, ...], backend: Backend) -> tuple[list[Tensor], list[Variable]]:

@@ -1,4 +1,4 @@
-"""Saving and restoring what an exchanger remembers.
+"""Saving and restoring what a runner remembers.
 
 The rules: state is keyed by variable name; what torch's wrappers put into names is no part of them. Each component
 says whether its state is the same on every rank (PowerSGD's Q), which loads anywhere, or a rank's own (residuals),
@@ -33,48 +33,48 @@ from grace.errors import ConfigError, ExchangeError, RankError
 from grace.exchange.sparse_rows import SparseRows
 from grace.session import saved_form
 from grace.session.agreement import tell
-from grace.session.exchanger import Exchanger
 from grace.session.reshard import Misfit, Partitions, Resharding, bare
+from grace.session.step_runner import StepRunner
 
 MODES = ("strict", "keep", "reset")
 WITHOUT = "the checkpoint has no 'grace' entry: it was saved by a plain optimizer. To start with empty memories call "
 
 
-def save(exchanger: Exchanger) -> dict[str, Any]:
+def save(runner: StepRunner) -> dict[str, Any]:
     """This rank's state: plain numbers, text, and tensors.
 
     Raises:
         ExchangeError: a step is under way.
     """
-    return saved_form.seal(_saved(exchanger))
+    return saved_form.seal(_saved(runner))
 
 
-def _saved(exchanger: Exchanger) -> dict[str, Any]:
-    check_settled(exchanger)
-    _say_unsaved(exchanger)
-    context = exchanger.context
-    pending = exchanger.pending()  # first: what is on its way may still change what a destination keeps
+def _saved(runner: StepRunner) -> dict[str, Any]:
+    check_settled(runner)
+    _say_unsaved(runner)
+    context = runner.context
+    pending = runner.pending()  # first: what is on its way may still change what a destination keeps
     return {
         "version": saved_form.VERSION,
-        "id": f"{exchanger.run}.{context.step}",
-        "components": exchanger.name,
-        "pieces": partitions_of(exchanger),
+        "id": f"{runner.run}.{context.step}",
+        "components": runner.name,
+        "pieces": partitions_of(runner),
         "step": context.step,
         "seed": context.seed,
         "loss_scale": context.loss_scale,
-        "rank": exchanger.backend.rank,
-        "size": exchanger.backend.size,
-        "hierarchical": exchanger.hierarchical,
-        "shared": shared(exchanger),
-        "state": exchanger.state(),
+        "rank": runner.backend.rank,
+        "size": runner.backend.size,
+        "hierarchical": runner.hierarchical,
+        "shared": shared(runner),
+        "state": runner.state(),
         "pending": [{name: plain(value) for name, value in step.items()} for step in pending],
-        **({"plan": plan} if (plan := exchanger.planned()) else {}),
+        **({"plan": plan} if (plan := runner.planned()) else {}),
     }
 
 
-def _say_unsaved(exchanger: Exchanger) -> None:
+def _say_unsaved(runner: StepRunner) -> None:
     """Warn once of what users' parts keep elsewhere than in their state."""
-    for communicator in exchanger.communicators:
+    for communicator in runner.communicators:
         for part in communicator.whole().values():
             attributes = part.unsaved() if isinstance(part, Keeping) else []
             if attributes:
@@ -86,23 +86,23 @@ def _say_unsaved(exchanger: Exchanger) -> None:
                 )
 
 
-def check_settled(exchanger: Any) -> None:
+def check_settled(runner: Any) -> None:
     """Refuse to save or load in the middle of a step.
 
     Args:
-        exchanger: or a session, which knows more.
+        runner: or a session, which knows more.
 
     Raises:
         ExchangeError: exchanges were begun, and the step that they belong to may still be dropped.
     """
-    if exchanger.begun:
+    if runner.begun:
         raise ExchangeError(
             "an exchange is under way, and what it changes is not yet part of the state. Save and load after "
-            f"optimizer.step(), or drop the step with {getattr(exchanger, 'dropping', 'optimizer.zero_grad()')} before"
+            f"optimizer.step(), or drop the step with {getattr(runner, 'dropping', 'optimizer.zero_grad()')} before"
         )
 
 
-def partitions_of(exchanger: Exchanger) -> Partitions:
+def partitions_of(runner: StepRunner) -> Partitions:
     """How each variable is cut, and what carries each shard, in plain words and numbers."""
     return {
         name: {
@@ -113,14 +113,14 @@ def partitions_of(exchanger: Exchanger) -> Partitions:
             "memories": [shard.communicator.memory.spec for shard in shards],
             "destinations": [getattr(shard.communicator, "destination", None) for shard in shards],
         }
-        for name, shards in exchanger.shards_of.items()
+        for name, shards in runner.shards_of.items()
     }
 
 
-def shared(exchanger: Exchanger) -> dict[str, list[str]]:
+def shared(runner: StepRunner) -> dict[str, list[str]]:
     """By kind of state, the shards of which any rank's copy restores all, as the components that serve them say."""
     found: dict[str, list[str]] = {}
-    for name, shard in exchanger.shards.items():
+    for name, shard in runner.shards.items():
         for kind, component in shard.communicator.keepers.items():
             names = found.setdefault(kind, [])
             if component.shared_state:
@@ -128,19 +128,19 @@ def shared(exchanger: Exchanger) -> dict[str, list[str]]:
     return found
 
 
-def own_state(exchanger: Exchanger) -> bool:
+def own_state(runner: StepRunner) -> bool:
     """Whether some component may remember something that is this rank's alone."""
-    several = exchanger.backend.size > 1
+    several = runner.backend.size > 1
     return several and any(
-        part.shared_state is False and getattr(part, "stateful", False) for _, part in exchanger.components
+        part.shared_state is False and getattr(part, "stateful", False) for _, part in runner.components
     )
 
 
-def say_whose(exchanger: Exchanger, called: str, better: str, between: int = 0) -> None:
+def say_whose(runner: StepRunner, called: str, better: str, between: int = 0) -> None:
     """Warn once, on rank 0, that a state holds this rank's memories only; ``between`` functions of Grace's lie between
     the user's and the one that calls this."""
-    if exchanger.backend.rank == 0 and not exchanger.told and own_state(exchanger):
-        exchanger.told = True
+    if runner.backend.rank == 0 and not runner.told and own_state(runner):
+        runner.told = True
         warnings.warn(
             f"{called} holds the memories of this rank alone. That is right if every rank saves its own; for one file "
             f"that rank 0 saves let every rank call {better}, which holds those of all ranks",
@@ -148,11 +148,11 @@ def say_whose(exchanger: Exchanger, called: str, better: str, between: int = 0) 
         )
 
 
-def gather(exchanger: Exchanger, settle: Callable[[], Any] = lambda: None) -> dict[str, Any]:
+def gather(runner: StepRunner, settle: Callable[[], Any] = lambda: None) -> dict[str, Any]:
     """All ranks' state in one; every rank must call it.
 
     Args:
-        settle: called first; it raises if a step is under way of which the exchanger does not know.
+        settle: called first; it raises if a step is under way of which the runner does not know.
 
     Raises:
         ExchangeError: a step is under way.
@@ -163,7 +163,7 @@ def gather(exchanger: Exchanger, settle: Callable[[], Any] = lambda: None) -> di
     error: Exception | None = None
     try:
         settle()
-        saved = _saved(exchanger)
+        saved = _saved(runner)
         shared_by = saved["shared"]
         own = {
             kind: {name: value for name, value in values.items() if name not in shared_by.get(kind, ())}
@@ -171,7 +171,7 @@ def gather(exchanger: Exchanger, settle: Callable[[], Any] = lambda: None) -> di
         }
     except Exception as raised:
         error = raised
-    return saved_form.seal({**saved, "ranks": tell(exchanger.backend, "a state to save", own, error, "could not save")})
+    return saved_form.seal({**saved, "ranks": tell(runner.backend, "a state to save", own, error, "could not save")})
 
 
 @dataclass
@@ -187,7 +187,7 @@ class Loaded:
 
 
 def load(
-    exchanger: Exchanger,
+    runner: StepRunner,
     read: Callable[[], Any],
     memory: str = "strict",
     inside: Callable[[Any], Any] = lambda saved: saved,
@@ -196,7 +196,7 @@ def load(
     """Restore, by the rules above; nothing changes if that is refused on some rank. Every rank must call it.
 
     Args:
-        read: gives what was saved; it raises if that cannot be read, or a step is under way of which the exchanger
+        read: gives what was saved; it raises if that cannot be read, or a step is under way of which the runner
             does not know.
         inside: what was saved, as the exchange computes with it.
         beside: other groups of ranks of which all load, or none; see :func:`compare_everywhere`.
@@ -210,12 +210,12 @@ def load(
     saved, loaded, error = None, None, None
     try:
         saved = read()
-        loaded = prepare(exchanger, saved, memory, inside)
+        loaded = prepare(runner, saved, memory, inside)
     except Exception as raised:
         error = raised
-    compare_everywhere([exchanger.backend, *beside], saved, memory, error)
+    compare_everywhere([runner.backend, *beside], saved, memory, error)
     assert loaded is not None
-    apply(exchanger, loaded)
+    apply(runner, loaded)
 
 
 NOTHING: dict[str, Any] = {}
@@ -279,29 +279,29 @@ def compare(
 
 
 def prepare(
-    exchanger: Exchanger,
+    runner: StepRunner,
     saved: dict[str, Any] | None,
     memory: str = "strict",
     inside: Callable[[Any], Any] = lambda saved: saved,
 ) -> Loaded:
     """What :func:`load` would load; it changes nothing."""
     check_mode(memory)
-    check_settled(exchanger)
+    check_settled(runner)
     if saved is None:
         if memory == "strict":
-            raise ConfigError(WITHOUT + exchanger.context.calls.reset)
+            raise ConfigError(WITHOUT + runner.context.calls.reset)
         dropped = [] if memory == "reset" else ["everything: it was saved by a plain optimizer"]
         return Loaded(None, dropped=dropped)
-    strict, how = memory == "strict", exchanger.context.calls.otherwise
-    saved, dropped = undamaged(saved, memory, exchanger.context.calls)
+    strict, how = memory == "strict", runner.context.calls.otherwise
+    saved, dropped = undamaged(saved, memory, runner.context.calls)
     loaded = Loaded(saved["step"], saved.get("id"), float(saved["loss_scale"]), dropped=dropped)
     if memory == "reset":
         return loaded
     saved = inside(saved)
-    saved, context, now = saved_form.renamed(saved, list(exchanger.shards_of)), exchanger.context, exchanger.name
+    saved, context, now = saved_form.renamed(saved, list(runner.shards_of)), runner.context, runner.name
     if strict:
         by_strategy = any(name.startswith("strategy ") for name in (saved["components"], now))
-        by_default = any(took_default(c, bare(saved["components"]), bare(now)) for c in exchanger.communicators)
+        by_default = any(took_default(c, bare(saved["components"]), bare(now)) for c in runner.communicators)
         if bare(saved["components"]) != bare(now) and not by_strategy and not by_default:
             raise ConfigError(
                 f"the checkpoint was saved with {saved['components']}, this run uses {now}. Use the same, {how}"
@@ -311,11 +311,11 @@ def prepare(
                 f"the checkpoint was saved with seed={saved['seed']}, this run has seed={context.seed}. Use the same, "
                 f"{how}"
             )
-    resharding = Resharding(saved, partitions_of(exchanger), exchanger, strict)
+    resharding = Resharding(saved, partitions_of(runner), runner, strict)
     loaded.values, loaded.pending = resharding.values(), resharding.pending()
     loaded.dropped += resharding.dropped
     try:
-        _check_leader(exchanger, saved, loaded.values)
+        _check_leader(runner, saved, loaded.values)
     except Misfit as why:
         if strict:
             raise ConfigError(f"{why}, {how}") from None
@@ -341,22 +341,22 @@ def undamaged(saved: Any, memory: str, calls: Calls) -> tuple[dict[str, Any], li
     return (saved_form.without(saved, spoilt) if spoilt else saved), list(spoilt.values())
 
 
-def apply(exchanger: Exchanger, loaded: Loaded) -> None:
+def apply(runner: StepRunner, loaded: Loaded) -> None:
     """Go on from what :func:`prepare` gave."""
     say_dropped(loaded.dropped)
-    for _, component in exchanger.components:  # two communicators may share one, for dense gradients and for rows
+    for _, component in runner.components:  # two communicators may share one, for dense gradients and for rows
         component.state.clear()
     for kind, values in loaded.values.items():
         for name, value in values.items():
-            exchanger.shards[name].communicator.keepers[kind].state[name] = value
-    for _, component in exchanger.components:
+            runner.shards[name].communicator.keepers[kind].state[name] = value
+    for _, component in runner.components:
         component.state.commit()
     if loaded.step is None:
         return
-    exchanger.run = f"{zlib.crc32(f'{exchanger.run} {loaded.id}'.encode()):08x}"  # what follows has other ids
-    exchanger.context.step, exchanger.context.loss_scale = loaded.step, loaded.loss_scale
-    exchanger.restore_pending([{name: rich(value) for name, value in step.items()} for step in loaded.pending])
-    exchanger.resumed()
+    runner.run = f"{zlib.crc32(f'{runner.run} {loaded.id}'.encode()):08x}"  # what follows has other ids
+    runner.context.step, runner.context.loss_scale = loaded.step, loaded.loss_scale
+    runner.restore_pending([{name: rich(value) for name, value in step.items()} for step in loaded.pending])
+    runner.resumed()
 
 
 def say_dropped(dropped: Sequence[str], between: int = 2) -> None:
@@ -386,13 +386,13 @@ def rich(value: Any) -> Any:
     return SparseRows(value["values"], value["rows"]) if isinstance(value, dict) else value
 
 
-def _check_leader(exchanger: Exchanger, saved: dict[str, Any], values: dict[str, dict[str, Any]]) -> None:
+def _check_leader(runner: StepRunner, saved: dict[str, Any], values: dict[str, dict[str, Any]]) -> None:
     """With hierarchical reduction memories live where a rank speaks for its node."""
-    hierarchy, before, now = exchanger.hierarchy, saved.get("hierarchical", False), exchanger.hierarchical
-    told = [exchanger.shards if some is True else some or () for some in (before, now)]
+    hierarchy, before, now = runner.hierarchy, saved.get("hierarchical", False), runner.hierarchical
+    told = [runner.shards if some is True else some or () for some in (before, now)]
     led = [name for some in told for name in some]
     held = any(f"{key}/".startswith(f"{name}/") for kind in values.values() for key in kind for name in led)
-    moved = hierarchy is not None and (not hierarchy.leads or saved["size"] != exchanger.backend.size)
+    moved = hierarchy is not None and (not hierarchy.leads or saved["size"] != runner.backend.size)
     if held and (moved or before != now):
         raise Misfit(
             "the checkpoint holds memories of ranks that speak for their nodes (hierarchical reduction), and the nodes "

@@ -24,14 +24,14 @@ from typing import Any
 
 from grace.exchange.bucket import Traffic
 from grace.kernels import kernels_of
-from grace.session.exchanger import Exchanger
+from grace.session.step_runner import StepRunner
 
 
-def metrics(exchanger: Exchanger | None, traffic: Traffic, waits: bool = True) -> dict[str, float]:
+def metrics(runner: StepRunner | None, traffic: Traffic, waits: bool = True) -> dict[str, float]:
     """The numbers above, of the interval that ends now.
 
     Args:
-        exchanger: whose memories count; None before there is one.
+        runner: whose memories count; None before there is one.
         traffic: what it has counted.
         waits: whether it is Grace that waits for collectives.
 
@@ -45,16 +45,16 @@ def metrics(exchanger: Exchanger | None, traffic: Traffic, waits: bool = True) -
         "bytes_sent": sent,
         "bytes_dense": dense,
         "ratio": dense / sent if sent else math.nan,
-        "residual_norm": 0.0 if exchanger is None else residual_norm(exchanger),
+        "residual_norm": 0.0 if runner is None else residual_norm(runner),
         "seconds_encode": encode,
         "seconds_wait": wait if waits else math.nan,
     }
 
 
-def residual_norm(exchanger: Exchanger) -> float:
+def residual_norm(runner: StepRunner) -> float:
     """Of all that memories hold of this rank's gradients; one number is read back from each device."""
     squares: dict[Any, list[Any]] = {}
-    for shard in exchanger.shards.values():
+    for shard in runner.shards.values():
         memory = shard.communicator.memory
         for tensor in memory.held(shard.variable.name) if memory.stateful and not shard.period else ():
             k = kernels_of(tensor)
@@ -62,4 +62,4 @@ def residual_norm(exchanger: Exchanger) -> float:
             square = k.reshape(k.matmul(column, column, transpose=True), (1,))
             squares.setdefault(str(getattr(tensor, "device", "cpu")), []).append(square)
     found = [math.fsum(kernels_of(own[0]).to_list(kernels_of(own[0]).join(own))) for own in squares.values()]
-    return math.sqrt(math.fsum(found)) / exchanger.context.loss_scale
+    return math.sqrt(math.fsum(found)) / runner.context.loss_scale

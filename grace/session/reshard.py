@@ -15,9 +15,9 @@ from typing import Any
 from grace.core.variable import equal_bounds
 from grace.errors import ConfigError
 from grace.kernels import kernels_of
-from grace.session.exchanger import Exchanger
 from grace.session.likeness import unlike, unlike_rows
 from grace.session.shard_memories import added, joined
+from grace.session.step_runner import StepRunner
 
 Partition = dict[str, Any]
 Partitions = dict[str, Partition]
@@ -46,13 +46,13 @@ class Resharding:
     Args:
         saved: what :func:`grace.session.checkpoint.save` or ``gather`` made, under this run's names.
         now: how each variable is cut in this run, as the checkpoint's "shards" are.
-        exchanger: of this run.
+        runner: of this run.
         strict: refuse what does not fit, instead of dropping it.
     """
 
-    def __init__(self, saved: dict[str, Any], now: Partitions, exchanger: Exchanger, strict: bool):
-        self.saved, self.now, self.exchanger, self.strict = saved, now, exchanger, strict
-        self.rank, self.size = exchanger.backend.rank, exchanger.backend.size
+    def __init__(self, saved: dict[str, Any], now: Partitions, runner: StepRunner, strict: bool):
+        self.saved, self.now, self.runner, self.strict = saved, now, runner, strict
+        self.rank, self.size = runner.backend.rank, runner.backend.size
         self.before: Partitions = saved.get("pieces") or {
             name: {"axis": None} for name in {*now, *(name for values in saved["state"].values() for name in values)}
         }
@@ -74,7 +74,7 @@ class Resharding:
         known = set().union(*parts_of.values())
         for name in sorted(self.before.keys() & self.now.keys()) if self.strict else ():
             self._try(self._check_shape, "something", name)
-        kept = {kind for shard in self.exchanger.shards.values() for kind in shard.communicator.keepers}
+        kept = {kind for shard in self.runner.shards.values() for kind in shard.communicator.keepers}
         for kind, names in held.items():
             if kind.partition(".")[0] not in KINDS and kind not in kept:
                 self._try(self._unknown, kind)
@@ -110,7 +110,7 @@ class Resharding:
             return take(*what)
         except Misfit as why:
             if self.strict:
-                raise ConfigError(f"{why}, {self.exchanger.context.calls.otherwise}") from None
+                raise ConfigError(f"{why}, {self.runner.context.calls.otherwise}") from None
             self.dropped.append(str(why))
             return {}
 
@@ -215,7 +215,7 @@ class Resharding:
                 raise Misfit(
                     f"the checkpoint holds the {kind} of {part!r} of rank {rank} of {size}, this is rank "
                     f"{self.rank} of {self.size}. Save one file per rank, or save "
-                    f"{self.exchanger.context.calls.save_all}, which holds all ranks and loads on any number of them"
+                    f"{self.runner.context.calls.save_all}, which holds all ranks and loads on any number of them"
                 )
             return own
         if len(self.everyone) == self.size:
@@ -226,14 +226,14 @@ class Resharding:
     def _is_shared(self, kind: str, part: str) -> bool:
         if "shared" in self.saved:
             return part in self.saved["shared"].get(kind, ())
-        shard = self.exchanger.shards.get(part)  # saved by an earlier version
+        shard = self.runner.shards.get(part)  # saved by an earlier version
         return (
             shard is not None and kind in shard.communicator.keepers and shard.communicator.keepers[kind].shared_state
         )
 
     def _fits(self, kind: str, part: str, value: Any) -> bool:
         """Whether a value is what the component keeps; False if it is not because the method's parameters changed."""
-        shard = self.exchanger.shards[part]
+        shard = self.runner.shards[part]
         component = shard.communicator.keepers.get(kind)
         if component is None or not getattr(component, "stateful", True):
             raise Misfit(f"the checkpoint holds the {kind} of {part!r}, and {shard.communicator.describe()} has none")
@@ -259,7 +259,7 @@ class Resharding:
                 raise Misfit(
                     f"the checkpoint holds what this rank kept of its answers for {name!r}, which another rank reduces "
                     "now, or in other parts. Save "
-                    f"{self.exchanger.context.calls.save_all}, which holds all ranks"
+                    f"{self.runner.context.calls.save_all}, which holds all ranks"
                 )
             return {part: value for part in parts if (value := self._picked(kind, part)) is not None}
         kept = {part: value for one in self.everyone for part, value in one.get(kind, {}).items() if part in parts}
@@ -286,7 +286,7 @@ class Resharding:
         else:
             values = _carried(name, old, cut, step, "a mean")
         for part, value in values.items():
-            variable = self.exchanger.shards[part].variable
+            variable = self.runner.shards[part].variable
             why = unlike_rows(value, variable.shape) if variable.sparse else unlike(value, variable.shape, None)
             if why:
                 raise Misfit(f"the checkpoint holds a mean of {part!r} that was still to be applied, which {why}")

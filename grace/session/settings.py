@@ -128,7 +128,7 @@ class Settings:
         }
 
     def facts(self) -> list[tuple[str, str]]:
-        """For the ranks to compare, but the seed, which every exchanger compares."""
+        """For the ranks to compare, but the seed, which every runner compares."""
         return [(name, str(value)) for name, value in self.arguments().items() if name != "seed"]
 
 

@@ -10,11 +10,11 @@ from grace.core.kept import Keeping
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.session.agreement import agree
-from grace.session.exchanger import Exchanger
 from grace.session.plan import ExchangePlan
+from grace.session.step_runner import StepRunner
 
 
-def build_exchanger(
+def build_step_runner(
     variables: Callable[[], Sequence[Variable]],
     choose: Callable[[], ExchangePlan],
     backend: Backend,
@@ -23,14 +23,14 @@ def build_exchanger(
     check: Callable[[Communicator], None] = lambda communicator: None,
     later: bool = False,
     hierarchical: bool = False,
-) -> Exchanger:
+) -> StepRunner:
     """Check everything on this rank, then compare it with the others: either every rank goes on or none.
 
     Args:
         variables: lists the variables, or raises what is wrong with them.
         choose: what the user chose, or raises why it cannot be.
         check: raises if this communicator does not suit the run.
-        later: no collective now; the ranks compare when somebody calls the exchanger's ``agree()``.
+        later: no collective now; the ranks compare when somebody calls the runner's ``agree()``.
         hierarchical: the ranks of a node reduce among themselves first.
         settings: further (what, value) facts that all ranks must share.
 
@@ -38,7 +38,7 @@ def build_exchanger(
         ConfigError: this rank's choices or variables are wrong.
         RankError: another rank's are, or they differ.
     """
-    exchanger: Exchanger | None = None
+    runner: StepRunner | None = None
     plan: ExchangePlan | None = None
     found: list[Variable] = []
     error: Exception | None = None
@@ -58,41 +58,41 @@ def build_exchanger(
         for communicator in {id(shard.communicator): shard.communicator for shard in shards}.values():
             communicator.check_world(backend.size)
             check(communicator)
-        exchanger = Exchanger(found, shards, backend, context, plan.name)
-        exchanger.claim()
-        for communicator in exchanger.communicators:
+        runner = StepRunner(found, shards, backend, context, plan.name)
+        runner.claim()
+        for communicator in runner.communicators:
             for part in communicator.whole().values():
                 if isinstance(part, Keeping):
                     part.look()
-        _check_delays(exchanger, later)
-        exchanger.settings = list(settings)
+        _check_delays(runner, later)
+        runner.settings = list(settings)
     except Exception as raised:
-        if exchanger is not None:
-            exchanger.close()
+        if runner is not None:
+            runner.close()
         if not later:
             agree(backend, [], raised)
         raise
     if not later:
         try:
-            exchanger.agree()
+            runner.agree()
         except BaseException:
-            exchanger.close()
+            runner.close()
             raise
-    return exchanger
+    return runner
 
 
-def _check_delays(exchanger: Exchanger, later: bool) -> None:
+def _check_delays(runner: StepRunner, later: bool) -> None:
     """Refuse what cannot be delayed."""
-    delayed = [shard for shard in exchanger.shards.values() if shard.communicator.delayed]
+    delayed = [shard for shard in runner.shards.values() if shard.communicator.delayed]
     delayed = [shard for shard in delayed if later or shard.hierarchical]
     if delayed:
         where = "in elastic mode" if later else "with hierarchical reduction"
         what = delayed[0].communicator.choice
         raise ConfigError(f"{what} applies means in later steps, which is not possible {where}")
-    if later and exchanger.hierarchical:
+    if later and runner.hierarchical:
         raise ConfigError("hierarchical reduction is not possible in elastic mode")
-    if exchanger.hierarchical and exchanger.backend.pairs_by_name:
-        some = exchanger.hierarchical
+    if runner.hierarchical and runner.backend.pairs_by_name:
+        some = runner.hierarchical
         who = f"variable {some[0]!r}: " if isinstance(some, list) else ""
         raise ConfigError(
             f"{who}hierarchical reduction is not for Horovod, whose ranks exchange in any order. Set "

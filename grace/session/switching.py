@@ -1,4 +1,4 @@
-"""Another plan in the middle of training: a new exchanger goes on from what the former one remembers.
+"""Another plan in the middle of training: a new runner goes on from what the former one remembers.
 
 All ranks switch after the same step. Memories go along by the rules of checkpoints (:mod:`grace.session.checkpoint`,
 "keep"). What a residual holds that the new plan has no place for is not lost: its mean over ranks is added to what the
@@ -14,25 +14,25 @@ from grace.core.memory import ErrorFeedback
 from grace.exchange.sparse_rows import add
 from grace.kernels import kernels_of
 from grace.session import checkpoint
-from grace.session.exchanger import Exchanger
 from grace.session.plan import ExchangePlan
 from grace.session.reshard import bare
-from grace.session.setup import build_exchanger
+from grace.session.setup import build_step_runner
 from grace.session.sharding import Shard, bucketed
+from grace.session.step_runner import StepRunner
 
 FOLLOWED = ("hyperparameters", "planned", "follows_scaler", "computing", "told", "traffic")
-"""What an exchanger takes over from the former one, beside what checkpoints hold."""
+"""What a runner takes over from the former one, beside what checkpoints hold."""
 
 
 def switched(
-    former: Exchanger,
+    former: StepRunner,
     plan: ExchangePlan,
     like: Callable[[str], Any],
     check: Callable[[Communicator], None] = lambda communicator: None,
-    check_plan: Callable[[Exchanger], None] = lambda made: None,
-    inside: Callable[[Exchanger, Any], Any] = lambda made, saved: saved,
-) -> Exchanger:
-    """The exchanger of the plan, for the same variables and ranks; the former one is closed. Every rank must call it,
+    check_plan: Callable[[StepRunner], None] = lambda made: None,
+    inside: Callable[[StepRunner, Any], Any] = lambda made, saved: saved,
+) -> StepRunner:
+    """The runner of the plan, for the same variables and ranks; the former one is closed. Every rank must call it,
     between two steps.
 
     Args:
@@ -42,7 +42,7 @@ def switched(
         inside: what the former one remembers, as the new one computes with it.
 
     Raises:
-        ConfigError: the plan does not suit this model or run; the former exchanger goes on as if nothing had been.
+        ConfigError: the plan does not suit this model or run; the former runner goes on as if nothing had been.
         ExchangeError: a step is under way.
         RankError: another rank refuses it.
     """
@@ -69,14 +69,14 @@ def switched(
     return made
 
 
-def replaced(former: Exchanger, plan: ExchangePlan, check: Callable[[Communicator], None]) -> Exchanger:
-    """The exchanger of a plan that remembers nothing, beside the former one: for a checkpoint to be loaded into. Every
+def replaced(former: StepRunner, plan: ExchangePlan, check: Callable[[Communicator], None]) -> StepRunner:
+    """The runner of a plan that remembers nothing, beside the former one: for a checkpoint to be loaded into. Every
     rank must call it, between two steps; the caller closes one of the two.
 
     Raises:
         ConfigError, RankError: as :func:`switched`.
     """
-    made = build_exchanger(
+    made = build_step_runner(
         lambda: former.variables, lambda: plan, former.backend, former.context, former.settings, check
     )
     for name in FOLLOWED:
@@ -85,7 +85,7 @@ def replaced(former: Exchanger, plan: ExchangePlan, check: Callable[[Communicato
 
 
 def _left(
-    former: Exchanger, made: Exchanger, like: Callable[[str], Any], mean: Callable[..., list[Any]]
+    former: StepRunner, made: StepRunner, like: Callable[[str], Any], mean: Callable[..., list[Any]]
 ) -> dict[str, Any]:
     """Means over ranks of what residuals hold that the new plan has no place for, by its shards."""
     lost: dict[str, list[Shard]] = {}

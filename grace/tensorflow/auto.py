@@ -43,14 +43,14 @@ class PlannedRun(HostRun):
 
     def in_graph(self, given: Sequence[Any], rate: tf.Tensor) -> list[Pair]:
         """An operation that does it when the graph runs."""
-        variables, like, traced, late = self.exchanger.variables, list(given), self.exchanger, self.session.late
+        variables, like, traced, late = self.runner.variables, list(given), self.runner, self.session.late
 
         def step(*tensors: Any) -> list[tf.Tensor]:
             session = self.session
-            if session.exchanger.averages or traced.averages or session.late != late:  # which the graph has around this
+            if session.runner.averages or traced.averages or session.late != late:  # which the graph has around this
                 check_current(session, traced)
             session.start_equal()
-            run = PlannedRun(session, session.exchanger, self.present)
+            run = PlannedRun(session, session.runner, self.present)
             pairs = run.run(tf.nest.pack_sequence_as(like, tensors[:-1]), tensors[-1])
             return [tensor for v, (value, _) in zip(variables, pairs, strict=True) for tensor in _flat(v, value)]
 
@@ -71,7 +71,7 @@ def _flat(variable: Variable, value: Any) -> list[tf.Tensor]:
 def driver_of(session: Any) -> Driver:
     """What follows a session's steps."""
     me = weakref.proxy(session)  # which holds the driver
-    backend, exchanger, asked = session.backend, session.exchanger, session.asked
+    backend, runner, asked = session.backend, session.runner, session.asked
 
     def do(strategy: Strategy) -> None:
         switch(me, StrategyPlan(strategy))
@@ -81,7 +81,7 @@ def driver_of(session: Any) -> Driver:
             print(line, file=sys.stderr, flush=True)
 
     threads = tf.config.threading.get_intra_op_parallelism_threads() or os.cpu_count() or 1
-    planning = Planning(asked, backend, exchanger.node_names, exchanger.variables, "tensorflow", threads)
+    planning = Planning(asked, backend, runner.node_names, runner.variables, "tensorflow", threads)
     driver = Driver(planning, backend, session.strategy, do, say, asked.options.replan)
-    exchanger.planned = driver.document
+    runner.planned = driver.document
     return driver

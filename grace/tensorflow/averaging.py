@@ -12,9 +12,9 @@ from grace.tensorflow.variables import value_of
 
 def average(session: Any) -> None:
     """After the optimizer's step: average what is due, eagerly or in a graph."""
-    exchanger = session.exchanger
-    for bucket in [] if exchanger is None else exchanger.averages:
-        shards = [exchanger.shards[variable.name] for variable in bucket.variables]
+    runner = session.runner
+    for bucket in [] if runner is None else runner.averages:
+        shards = [runner.shards[variable.name] for variable in bucket.variables]
         variables = [value_of(session.variables[session.names.index(shard.whole.name)]) for shard in shards]
 
         def write(shards=shards, variables=variables, label=f"{session.label}.average.{bucket.index}") -> int:
@@ -29,8 +29,8 @@ def average(session: Any) -> None:
 
 
 def _is_due(session: Any, bucket: Bucket) -> bool:
-    if bucket is session.exchanger.averages[0]:
-        session.due = [id(other) for other in session.exchanger.due()]
+    if bucket is session.runner.averages[0]:
+        session.due = [id(other) for other in session.runner.due()]
     return id(bucket) in session.due
 
 

@@ -13,8 +13,8 @@ from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
 from grace.exchange.sparse_rows import SparseRows, scaled
 from grace.exchange.tracing import recorder
 from grace.kernels import kernels_of
-from grace.session.exchanger import Exchanger
 from grace.session.sharding import Shard
+from grace.session.step_runner import StepRunner
 from grace.tensorflow.graph_sums import GraphSums, all_sums
 from grace.tensorflow.graph_tensors import concatenated, cut_up, dtypes_of, flags, packed, zeros
 from grace.tensorflow.sharding import Pair, cut, joined
@@ -29,25 +29,25 @@ class Run:
 
     Args:
         session: whose gradients.
-        exchanger: its exchanger.
+        runner: its runner.
         present: which variables have a gradient on this rank.
     """
 
-    def __init__(self, session: Any, exchanger: Exchanger, present: Sequence[bool]):
-        self.session, self.exchanger = session, exchanger
-        self.place = {variable.name: i for i, variable in enumerate(exchanger.variables)}
+    def __init__(self, session: Any, runner: StepRunner, present: Sequence[bool]):
+        self.session, self.runner = session, runner
+        self.place = {variable.name: i for i, variable in enumerate(runner.variables)}
         self.present = list(present)
-        self.shards = [shard for shard in exchanger.shards.values() if not shard.period]
+        self.shards = [shard for shard in runner.shards.values() if not shard.period]
         self.order = {shard.variable.name: i for i, shard in enumerate(self.shards)}
 
     def of(self, bucket: Bucket, given: Sequence[Any]) -> list[Any]:
         """A bucket's shards of the variables' gradients."""
-        shards = [self.exchanger.shards[variable.name] for variable in bucket.variables]
+        shards = [self.runner.shards[variable.name] for variable in bucket.variables]
         return [cut(shard, given[self.place[shard.whole.name]]) for shard in shards]
 
     def begin(self, bucket: Bucket, shards: Sequence[Any], rate: Any) -> Any:
         """Start a bucket, with eager tensors."""
-        wholes = [self.exchanger.shards[variable.name].whole.name for variable in bucket.variables]
+        wholes = [self.runner.shards[variable.name].whole.name for variable in bucket.variables]
         return self.session.start(bucket, shards, [self.present[self.place[name]] for name in wholes], rate)
 
     def wholes(self, pairs: dict[str, Pair], given: Sequence[Any]) -> list[Pair]:
@@ -58,12 +58,12 @@ class Run:
             return cut(shard, given[place]), self.present[place]
 
         pairs = {name: (self._scaled(name, value), found) for name, (value, found) in pairs.items()}
-        return [joined(self.exchanger.shards_of[v.name], pairs, own) for v in self.exchanger.variables]
+        return [joined(self.runner.shards_of[v.name], pairs, own) for v in self.runner.variables]
 
     def _scaled(self, name: str, value: Any) -> Any:
         """The aggregate of a shard, as a mean or a sum."""
-        votes = self.exchanger.shards[name].communicator.compressor.votes
-        factor = self.session.settings.reduction.factor(votes, self.exchanger.backend.size)
+        votes = self.runner.shards[name].communicator.compressor.votes
+        factor = self.session.settings.reduction.factor(votes, self.runner.backend.size)
         return None if value is None else scaled(value, factor)
 
     def outs(self, bucket: Bucket) -> list[Any]:
@@ -73,13 +73,13 @@ class Run:
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
         """The context of what an exchange computes; what one that fails has begun is forgotten."""
-        check_current(self.session, self.exchanger)
+        check_current(self.session, self.runner)
         try:
             with self.session.medium.computing():
                 yield
         except BaseException:
             waits.pop(id(self), None)
-            self.exchanger.abandon()
+            self.runner.abandon()
             raise
 
     def tensors(self, outcomes: Sequence[Outcome]) -> list[tf.Tensor]:
@@ -108,9 +108,9 @@ class HostRun(Run):
     def run(self, given: Sequence[Any], rate: Any) -> list[Pair]:
         """At once, eagerly; a value is None where no rank had a gradient."""
         with self.computing():
-            for bucket in self.exchanger.buckets:
+            for bucket in self.runner.buckets:
                 self.begin(bucket, self.of(bucket, given), rate)
-            outcomes = self.exchanger.finish(self.outs)
+            outcomes = self.runner.finish(self.outs)
         pairs: dict[str, Pair] = {
             o.variable.name: (None, False) if o.value is None else (self.outside(o.value), True) for o in outcomes
         }
@@ -119,7 +119,7 @@ class HostRun(Run):
     def in_graph(self, given: Sequence[Any], rate: tf.Tensor) -> list[Pair]:
         """Operations that do it when the graph runs."""
         token: list[tf.Tensor] = []
-        for bucket in self.exchanger.buckets:
+        for bucket in self.runner.buckets:
             mine = self.of(bucket, given)
 
             def start(*tensors: Any, bucket: Bucket = bucket, mine: list[Any] = mine) -> int:
@@ -133,7 +133,7 @@ class HostRun(Run):
 
         def finish() -> list[tf.Tensor]:
             with self.computing():
-                outcomes = self.exchanger.finish(self.outs)
+                outcomes = self.runner.finish(self.outs)
                 outcomes.sort(key=lambda outcome: self.order[outcome.variable.name])
                 return [*self.tensors(outcomes), tf.constant(True)]
 
@@ -161,11 +161,11 @@ class GraphRun(Run):
 
     def in_graph(self, given: Sequence[Any], rate: tf.Tensor) -> list[Pair]:
         """Operations that do it when the graph runs."""
-        if all_sums(self.exchanger):
+        if all_sums(self.runner):
             self.alone = True
-            pairs, done = self._sums(GraphSums(self.exchanger), given, rate)
+            pairs, done = self._sums(GraphSums(self.runner), given, rate)
         else:
-            groups, pairs = grouped(self.exchanger.buckets), {}
+            groups, pairs = grouped(self.runner.buckets), {}
             self.alone = len(groups) == 1
             for buckets in groups:
                 pairs.update(self._group(buckets, given, rate))
@@ -180,7 +180,7 @@ class GraphRun(Run):
         """Buckets of plain sums, and what is there when the step has ended."""
         mine = [self.of(bucket, given) for bucket in sums.buckets]
         present = [
-            [self.present[self.place[self.exchanger.shards[v.name].whole.name]] for v in bucket.variables]
+            [self.present[self.place[self.runner.shards[v.name].whole.name]] for v in bucket.variables]
             for bucket in sums.buckets
         ]
         with tf.init_scope():
@@ -207,7 +207,7 @@ class GraphRun(Run):
 
     def _group(self, buckets: Sequence[Bucket], given: Sequence[Any], rate: tf.Tensor) -> dict[str, Pair]:
         """Buckets whose functions are one: each costs as much as to compress a small variable."""
-        backend: Any = self.exchanger.backend
+        backend: Any = self.runner.backend
         with tf.init_scope():
             plans = [[] if bucket.communicator.delayed else self._rehearse(bucket) for bucket in buckets]
         mine = [self.of(bucket, given) for bucket in buckets]
@@ -248,11 +248,11 @@ class GraphRun(Run):
 
     def _start(self, bucket: Bucket, gradients: list[Any], rate: Any) -> list[tf.Tensor]:
         with self.lock:
-            if self.exchanger.under_way(bucket):  # the step before failed on its way
-                self.exchanger.abandon()
+            if self.runner.under_way(bucket):  # the step before failed on its way
+                self.runner.abandon()
                 self.outcomes = []
             self.session.start_equal()
-            backend: Any = self.exchanger.backend
+            backend: Any = self.runner.backend
             with self.computing(), backend.recording() as operations:
                 self.running[bucket.index] = self.begin(bucket, gradients, rate)
             waits.setdefault(id(self), Wait(self.running[bucket.index].place, backend.timeout, backend.give_up))
@@ -272,7 +272,7 @@ class GraphRun(Run):
         return go_on
 
     def _advanced(self, bucket: Bucket, received: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        backend: Any = self.exchanger.backend
+        backend: Any = self.runner.backend
         self._receive(bucket, received)
         with self.computing(), backend.recording() as operations:
             self.running[bucket.index].advance()
@@ -295,7 +295,7 @@ class GraphRun(Run):
                             f"the exchange of {bucket.describe()} takes more collectives than it did before"
                         )
                     outcomes = exchange.finish(self.outs(bucket))
-                    self.exchanger.with_owed(outcomes)
+                    self.runner.with_owed(outcomes)
                     brought += outcomes
                 self.outcomes += brought
                 if self.alone:
@@ -313,7 +313,7 @@ class GraphRun(Run):
 
     def _settle(self, *flags: tf.Tensor) -> int:
         with self.lock:
-            check_current(self.session, self.exchanger)
+            check_current(self.session, self.runner)
             self._end()
             return 0
 
@@ -321,16 +321,16 @@ class GraphRun(Run):
         waits.pop(id(self), None)
         outcomes = self.outcomes
         self.running, self.operations, self.outcomes = {}, {}, []
-        self.exchanger.settle(outcomes)
+        self.runner.settle(outcomes)
 
     # -- the collectives that an exchange takes ----------------------------------------------------------
 
     def _rehearse(self, bucket: Bucket) -> list[list[Any]]:
-        backend: Any = self.exchanger.backend
+        backend: Any = self.runner.backend
         sent, communicator = backend.sent_bytes, bucket.communicator
         bucket.compares = True
         empty = [self.session.inside(zeros(variable)) for variable in bucket.variables]
-        stateful = self.exchanger.stateful
+        stateful = self.runner.stateful
         plan = []
         with self.computing(), recorder.paused():
             with backend.recording() as operations:
@@ -342,7 +342,7 @@ class GraphRun(Run):
                 with backend.recording() as operations:
                     exchange.advance()
         backend.sent_bytes = sent
-        for _, component in self.exchanger.components:
+        for _, component in self.runner.components:
             component.state.rollback()
         return plan
 

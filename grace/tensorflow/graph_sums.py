@@ -12,16 +12,16 @@ from grace.compressors.none import NoCompression
 from grace.exchange.bucket import Bucket
 from grace.exchange.tracing import recorder
 from grace.kernels.tensorflow.graph_numbers import number
-from grace.session.exchanger import Exchanger
+from grace.session.step_runner import StepRunner
 from grace.tensorflow.sharding import Pair
 
 
-def all_sums(exchanger: Exchanger) -> bool:
+def all_sums(runner: StepRunner) -> bool:
     """Whether a step is sums of gradients and nothing else: no state is there that they could spoil."""
     traced = recorder._recorder is not None  # which wants each variable's times
-    if exchanger.stateful or traced or not exchanger.buckets:
+    if runner.stateful or traced or not runner.buckets:
         return False
-    return all(map(_is_plain, exchanger.buckets))
+    return all(map(_is_plain, runner.buckets))
 
 
 def _is_plain(bucket: Bucket) -> bool:
@@ -37,11 +37,11 @@ class GraphSums:
     ranks are is an exchange of its own, of a variable without elements, whose wire travels behind the first bucket.
 
     Args:
-        exchanger: one of which :func:`all_sums` holds.
+        runner: one of which :func:`all_sums` holds.
     """
 
-    def __init__(self, exchanger: Exchanger):
-        self.exchanger, self.buckets = exchanger, exchanger.buckets
+    def __init__(self, runner: StepRunner):
+        self.runner, self.buckets = runner, runner.buckets
         self.variables = [variable for bucket in self.buckets for variable in bucket.variables]
         first = self.buckets[0]
         empty = dataclasses.replace(first.variables[0], shape=(0,), dtype="float32")
@@ -52,7 +52,7 @@ class GraphSums:
 
     def count(self) -> None:
         """Count what a run of the graph sends."""
-        traffic, backend, before = self.exchanger.traffic, self.exchanger.backend, self.exchanger.backend.sent_bytes
+        traffic, backend, before = self.runner.traffic, self.runner.backend, self.runner.backend.sent_bytes
         for variable in self.variables:
             counted = traffic.payload_bytes.get(variable.name, 0)
             traffic.payload_bytes[variable.name] = counted + variable.nbytes
@@ -74,8 +74,8 @@ class GraphSums:
         """
         from grace.backends.horovod_tensorflow import Operation  # which needs Horovod
 
-        backend: Any = self.exchanger.backend
-        predivide = self.exchanger.context.predivide
+        backend: Any = self.runner.backend
+        predivide = self.runner.context.predivide
         told.set_shape([None])
         received, pairs = None, dict[str, Pair]()
         for i, bucket in enumerate(self.buckets):
@@ -95,14 +95,14 @@ class GraphSums:
             if rides:
                 received = total[held + count :]
             found = tf.unstack(total[held : held + count] > 0, count)
-            total = self._over(total[:held], self.exchanger.context.size / predivide)
+            total = self._over(total[:held], self.runner.context.size / predivide)
             for variable, value, there in zip(bucket.variables, tf.split(total, sizes), found, strict=True):
                 pairs[variable.name] = tf.reshape(value, variable.shape), there
         return received, pairs
 
     def borrow(self) -> bool:
         """Take what a checkpoint's run still had to apply to these variables; whether there is something."""
-        owed = self.exchanger.owed
+        owed = self.runner.owed
         self.owed = {v.name: owed.pop(v.name) for v in self.variables if v.name in owed}
         return bool(self.owed)
 

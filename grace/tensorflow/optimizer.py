@@ -87,8 +87,8 @@ class DistributedMixin(Once):
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Exchange the gradients, and update the variables with their means."""
-        if self._grace.exchanger is not None:
-            check_momentum(self._grace.exchanger.communicators, self, later=True)
+        if self._grace.runner is not None:
+            check_momentum(self._grace.runner.communicators, self, later=True)
         grads = list(grads)
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
@@ -256,8 +256,8 @@ class DistributedMixin(Once):
     def state(self) -> dict[str, Any] | None:
         """What this rank's compressor and memory remember: plain numbers, text and tensors; None before the
         first exchange. ``model.save`` and ``tf.train.Checkpoint`` save it by themselves."""
-        if self._grace.exchanger is not None:
-            say_whose(self._grace.exchanger, "optimizer.state()", "optimizer.full_state()")
+        if self._grace.runner is not None:
+            say_whose(self._grace.runner, "optimizer.state()", "optimizer.full_state()")
         return self._grace.state()
 
     def full_state(self) -> dict[str, Any] | None:

@@ -89,8 +89,8 @@ class Remembered(tf.train.experimental.PythonState):
     def serialize(self) -> bytes:
         """The state, and the options that the session was made with."""
         session = self.session
-        if self.everyone is None and session.exchanger is not None:
-            say_whose(session.exchanger, "saving the model", "grace.tensorflow.save_model(model, path)")
+        if self.everyone is None and session.runner is not None:
+            say_whose(session.runner, "saving the model", "grace.tensorflow.save_model(model, path)")
         state = session.state() if self.everyone is None else self.everyone
         return encode({"options": session.options(), "state": state})
 
@@ -104,12 +104,12 @@ class Remembered(tf.train.experimental.PythonState):
     def save_beside(self, store: Any) -> None:
         """Keras writes the optimizer's variables to ``store``: for BackupAndRestore put this rank's state into the same
         file, where plain Keras does not look; for whoever else saves weights alone say, once, that it is left out."""
-        exchanger, saver = self.session.exchanger, _saver_of_weights()
-        if exchanger is None or not saver:
+        runner, saver = self.session.runner, _saver_of_weights()
+        if runner is None or not saver:
             return
         if saver == "_save_model":
             store.h5_file[BESIDE] = np.frombuffer(encode({"state": self.session.state()}), np.uint8)
-        elif not self.told and any(exchanger.state().values()):
+        elif not self.told and any(runner.state().values()):
             self.told = True
             warnings.warn(WEIGHTS_ALONE, stacklevel=3)
 

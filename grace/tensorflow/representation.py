@@ -20,7 +20,7 @@ from grace.kernels import arrays_by
 from grace.kernels.fused.availability import missing
 from grace.kernels.tensorflow.host import host_kernels
 from grace.kernels.tensorflow.interop import aligned_empty, as_array, as_tensor
-from grace.session.exchanger import Exchanger
+from grace.session.step_runner import StepRunner
 
 
 class Tensors:
@@ -95,9 +95,9 @@ def inside(medium: Tensors, value: Any) -> Any:
     return [inside(medium, item) for item in value] if isinstance(value, list) else medium.inside(value)
 
 
-def medium_of(exchanger: Exchanger) -> Tensors:
-    """What an exchanger computes with."""
-    return medium_for([*exchanger.communicators, *(part for _, part in exchanger.components)])
+def medium_of(runner: StepRunner) -> Tensors:
+    """What a runner computes with."""
+    return medium_for([*runner.communicators, *(part for _, part in runner.components)])
 
 
 def medium_for(components: Iterable[Component]) -> Tensors:

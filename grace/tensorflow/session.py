@@ -1,4 +1,4 @@
-"""The variables of one model, their exchanger, and the way of gradients through it, eagerly and in graphs."""
+"""The variables of one model, their runner, and the way of gradients through it, eagerly and in graphs."""
 
 import functools
 import re
@@ -24,11 +24,11 @@ from grace.planner.driver import Driver
 from grace.planner.resuming import load
 from grace.session import checkpoint
 from grace.session.agreement import tell
-from grace.session.exchanger import Exchanger
 from grace.session.metrics import metrics
 from grace.session.plan import ExchangePlan
 from grace.session.settings import Settings
-from grace.session.setup import build_exchanger
+from grace.session.setup import build_step_runner
+from grace.session.step_runner import StepRunner
 from grace.session.versions import public
 from grace.strategy.choices import Choices
 from grace.strategy.execution import StrategyPlan
@@ -94,7 +94,7 @@ class Session:
         self.context = Context(seed=settings.seed, lr=lambda name: self.lr, predivide=predivide, calls=KERAS)
         self.variables: list[Any] = []
         self.names: list[str] = []
-        self.exchanger: Exchanger | None = None
+        self.runner: StepRunner | None = None
         self.closed = False
         self.saved: tuple[Any, str] | None = None
         self.plan: ExchangePlan | None = None
@@ -120,16 +120,16 @@ class Session:
 
     # -- start -----------------------------------------------------------------------------------------
 
-    def _prepare(self, variables: Sequence[Any], gradients: Sequence[Any]) -> Exchanger:
-        if self.exchanger is None:
+    def _prepare(self, variables: Sequence[Any], gradients: Sequence[Any]) -> StepRunner:
+        if self.runner is None:
             with tf.init_scope():  # once, also while a graph is traced
                 try:
                     self._build(variables, gradients)
                 except BaseException:
-                    self.exchanger = None
+                    self.runner = None
                     raise
-        assert self.exchanger is not None
-        return self.exchanger
+        assert self.runner is not None
+        return self.runner
 
     def _build(self, variables: Sequence[Any], gradients: Sequence[Any]) -> None:
         names = names_as_saved(names_of(variables), variables, self.saved and self.saved[0])
@@ -153,7 +153,7 @@ class Session:
             *self.facts(),
         ]
 
-        exchanger = build_exchanger(
+        runner = build_step_runner(
             described,
             lambda: self._choose(facts),
             self.backend,
@@ -162,11 +162,11 @@ class Session:
             self.check,
             hierarchical=self.settings.hierarchical,
         )
-        self.check_plan(exchanger)
+        self.check_plan(runner)
         self.variables, self.names = list(variables), names
         assert self.plan is not None
-        self.take(exchanger, self.plan)
-        exchanger.hyperparameters = lambda: [("the learning rate", f"{self.lr:g}")]
+        self.take(runner, self.plan)
+        runner.hyperparameters = lambda: [("the learning rate", f"{self.lr:g}")]
         self.auto = driver_of(self) if self.asked else None
         if self.saved is None:
             checkpoint.compare(self.backend, checkpoint.NOTHING, "strict")
@@ -175,22 +175,22 @@ class Session:
         if all(everywhere for *_, everywhere in told):
             self.start_equal()
 
-    def check_plan(self, exchanger: Exchanger) -> None:
+    def check_plan(self, runner: StepRunner) -> None:
         """Raise if what was made of a plan does not suit this."""
-        if exchanger.averages and not self.averages:
+        if runner.averages and not self.averages:
             raise ConfigError(
                 "sync none(period) averages variables after the optimizer's step, which a tape does not know: use "
                 "grace.DistributedOptimizer"
             )
 
-    def take(self, exchanger: Exchanger, plan: ExchangePlan) -> None:
-        """Go on by this exchanger, which is of this plan, between two steps."""
-        self.exchanger, self.plan = exchanger, plan
-        self.medium, self._function = medium_of(exchanger), None
-        exchanger.computing = self.medium.computing
-        self.needs_lr = any(communicator.memory.needs_lr for communicator in exchanger.communicators)
-        self.late = {id(value_of(self.variables[i])) for i in self._delayed(exchanger)}
-        for bucket in exchanger.buckets:  # Horovod's errors name operations: let them say a variable
+    def take(self, runner: StepRunner, plan: ExchangePlan) -> None:
+        """Go on by this runner, which is of this plan, between two steps."""
+        self.runner, self.plan = runner, plan
+        self.medium, self._function = medium_of(runner), None
+        runner.computing = self.medium.computing
+        self.needs_lr = any(communicator.memory.needs_lr for communicator in runner.communicators)
+        self.late = {id(value_of(self.variables[i])) for i in self._delayed(runner)}
+        for bucket in runner.buckets:  # Horovod's errors name operations: let them say a variable
             bucket.label = f"{self.label}.{bucket.index}.{re.sub('[^A-Za-z0-9_.]', '_', bucket.variables[0].name)}"
 
     def _choose(self, facts: list[tuple[str, str]]) -> ExchangePlan:
@@ -200,27 +200,27 @@ class Session:
         return self.plan
 
     def _load(self, saved: Any, memory: str) -> None:
-        former, auto = self.exchanger, self.auto
+        former, auto = self.runner, self.auto
         assert former is not None
         if auto is None:
             checkpoint.load(former, lambda: saved, memory, self.inside)
             return
-        exchanger, resumed = load(former, auto, saved, memory, self.inside, self.check)
+        runner, resumed = load(former, auto, saved, memory, self.inside, self.check)
         if resumed is not None:
             former.close()
-            self.take(exchanger, StrategyPlan(resumed.strategy))
+            self.take(runner, StrategyPlan(resumed.strategy))
             auto.resume(resumed)
 
-    def _delayed(self, exchanger: Exchanger) -> list[int]:
+    def _delayed(self, runner: StepRunner) -> list[int]:
         """The places of variables of which a step may bring nothing yet."""
-        shards = exchanger.shards_of
-        late = [any(p.communicator.delayed for p in shards[v.name]) for v in exchanger.variables]
+        shards = runner.shards_of
+        late = [any(p.communicator.delayed for p in shards[v.name]) for v in runner.variables]
         return [i for i, is_late in enumerate(late) if is_late]
 
     def close(self) -> None:
         """End the exchange: components given by the user may serve another one. No collective."""
-        if self.exchanger is not None:
-            self.exchanger.close()
+        if self.runner is not None:
+            self.runner.close()
         self.closed = True
 
     def check_open(self) -> None:
@@ -248,7 +248,7 @@ class Session:
             updates: how many steps the optimizer has made, likewise.
         """
         self.check_open()
-        exchanger = self._prepare(variables, gradients)
+        runner = self._prepare(variables, gradients)
         place = {id(value_of(v)): i for i, v in enumerate(self.variables)}
         if [place.get(id(value_of(v))) for v in variables] != list(range(len(self.variables))):
             raise ConfigError(
@@ -259,9 +259,9 @@ class Session:
         given = [self._entering(i, gradient) for i, gradient in enumerate(gradients)]
         number = 0 if updates is None else tf.cast(updates, tf.int64) % CYCLE  # which a float32 holds
         rate = tf.stack([tf.cast(1.0 if lr is None else lr, tf.float32), tf.cast(number, tf.float32)])
-        if tf.executing_eagerly() and self._driven(exchanger):
+        if tf.executing_eagerly() and self._driven(runner):
             run = HostRun if self.auto is None else PlannedRun
-            return self._leaving(run(self, exchanger, present).run(given, rate))
+            return self._leaving(run(self, runner, present).run(given, rate))
         if not tf.executing_eagerly():
             return self._in_graph(given, present, rate)
         # the engine's operations block when they are run one by one; in a graph they are under way together
@@ -271,21 +271,21 @@ class Session:
         return [Mean(m.value if bool(m.found) else None, bool(m.found)) for m in means]
 
     def _in_graph(self, given: list[Any], present: tuple[bool, ...], rate: tf.Tensor) -> list[Mean]:
-        assert self.exchanger is not None
+        assert self.runner is not None
         driven = HostRun if self.auto is None else PlannedRun
-        run = driven if self._driven(self.exchanger) else GraphRun
-        means = run(self, self.exchanger, present).in_graph(given, rate)
+        run = driven if self._driven(self.runner) else GraphRun
+        means = run(self, self.runner, present).in_graph(given, rate)
         return [Mean(*self._typed(i, value, found)) for i, (value, found) in enumerate(means)]
 
-    def _driven(self, exchanger: Exchanger) -> bool:
+    def _driven(self, runner: StepRunner) -> bool:
         """Whether Python starts one collective after the other."""
         named = self.backend.pairs_by_name
-        return not named or self.auto is not None or any(c.by_variable for c in exchanger.communicators)
+        return not named or self.auto is not None or any(c.by_variable for c in runner.communicators)
 
     def _entering(self, i: int, gradient: Any) -> Any:
         """A gradient as the exchange takes it: a tensor, or :class:`SparseRows`."""
-        assert self.exchanger is not None
-        variable = self.exchanger.variables[i]
+        assert self.runner is not None
+        variable = self.runner.variables[i]
         if variable.sparse:
             if gradient is None:
                 return SparseRows(tf.zeros([0, *variable.shape[1:]], variable.dtype), tf.zeros([0], tf.int64))
@@ -300,8 +300,8 @@ class Session:
         return [Mean(None, False) if v is None else Mean(*self._typed(i, v, f)) for i, (v, f) in enumerate(outcomes)]
 
     def _typed(self, i: int, value: Any, found: Any) -> tuple[Any, Any]:
-        assert self.exchanger is not None
-        variable = self.exchanger.variables[i]
+        assert self.runner is not None
+        variable = self.runner.variables[i]
         if isinstance(value, SparseRows):
             values = tf.cast(value.values, variable.dtype)
             return tf.IndexedSlices(values, value.rows, tf.constant(variable.shape, tf.int32)), found
@@ -334,12 +334,12 @@ class Session:
 
     def start(self, bucket: Bucket, gradients: Sequence[Any], present: Sequence[bool], rate: Any) -> Any:
         """Begin the exchange of one bucket, with eager tensors."""
-        assert self.exchanger is not None
+        assert self.runner is not None
         self.check_open()
         if self.needs_lr or bucket.carries:
             self.lr, updates = map(float, np.asarray(rate))
             self.context.updates, self.context.settings = int(updates), digest(self.lr)
-        return self.exchanger.start(bucket, [self.inside(gradient) for gradient in gradients], present)
+        return self.runner.start(bucket, [self.inside(gradient) for gradient in gradients], present)
 
     def inside(self, value: Any) -> Any:
         """A gradient, or nested dicts and lists of what was saved, as the exchange computes with it."""
@@ -353,15 +353,15 @@ class Session:
     @property
     def traffic(self) -> Traffic:
         """What was exchanged so far, counted."""
-        return Traffic() if self.exchanger is None else self.exchanger.traffic
+        return Traffic() if self.runner is None else self.runner.traffic
 
     def metrics(self) -> dict[str, float]:
         """Numbers of this rank for a logger, since the last call; see :mod:`grace.session.metrics`. No collective.
 
         Where TensorFlow's graph waits (over Horovod), ``seconds_wait`` is NaN.
         """
-        waits = self.exchanger is None or self._driven(self.exchanger)
-        return metrics(self.exchanger, self.traffic, waits)
+        waits = self.runner is None or self._driven(self.runner)
+        return metrics(self.runner, self.traffic, waits)
 
     # -- checkpoints -----------------------------------------------------------------------------------
 
@@ -373,18 +373,18 @@ class Session:
 
     def state(self, everyone: bool = False) -> dict[str, Any] | None:
         """What this rank (or, by a collective, everyone) remembers; None before anything was exchanged."""
-        if self.exchanger is None:
+        if self.runner is None:
             return None if self.saved is None else self.saved[0]
-        if self.exchanger.begun:  # in a step that failed: its state is dropped, as it never updated a variable
-            self.exchanger.abandon()
-        return checkpoint.gather(self.exchanger) if everyone else checkpoint.save(self.exchanger)
+        if self.runner.begun:  # in a step that failed: its state is dropped, as it never updated a variable
+            self.runner.abandon()
+        return checkpoint.gather(self.runner) if everyone else checkpoint.save(self.runner)
 
     def restore(self, saved: dict[str, Any] | None, memory: str = "strict") -> None:
         """Go on from a state. If there was no exchange yet: at the first one, where all ranks hear of a refusal."""
         checkpoint.check_mode(memory)
-        if self.exchanger is None:
+        if self.runner is None:
             self.saved = (saved, memory)
             return
-        if self.exchanger.begun:
-            self.exchanger.abandon()
+        if self.runner.begun:
+            self.runner.abandon()
         self._load(saved, memory)

@@ -5,8 +5,8 @@ from typing import Any
 import tensorflow as tf
 
 from grace.errors import ConfigError, ExchangeError
-from grace.session.exchanger import Exchanger
 from grace.session.plan import ExchangePlan
+from grace.session.step_runner import StepRunner
 from grace.session.switching import switched
 from grace.strategy.choices import Choices
 from grace.strategy.execution import StrategyPlan
@@ -17,16 +17,16 @@ def switch(session: Any, plan: ExchangePlan) -> None:
     """Go on by another plan; every rank must call it between two steps. See :func:`switched`, which may raise.
 
     Where the one computes with tensors, and the other with arrays, what memories hold becomes the other."""
-    variables = {variable.name: variable for variable in session.exchanger.variables}
+    variables = {variable.name: variable for variable in session.runner.variables}
 
     def like(name: str) -> Any:
         return session.inside(tf.zeros(variables[name].shape, "float32"))
 
-    def convert(made: Exchanger, value: Any) -> Any:
+    def convert(made: StepRunner, value: Any) -> Any:
         return inside(medium_of(made), value)
 
     with session.medium.computing():
-        made = switched(session.exchanger, plan, like, session.check, session.check_plan, convert)
+        made = switched(session.runner, plan, like, session.check, session.check_plan, convert)
         session.take(made, plan)
 
 
@@ -37,24 +37,24 @@ def use_strategy(session: Any, strategy: Any, resources: Any = None) -> None:
     session.check_open()
     if strategy is None:
         raise ConfigError("use_strategy needs a strategy: a file's path, a Strategy, or a builder or its spec")
-    if session.exchanger is None:
+    if session.runner is None:
         session.choices = Choices(strategy=strategy, resources=resources)
         return
-    if session.exchanger.begun:  # in a step that failed: its state is dropped, as it never updated a variable
-        session.exchanger.abandon()
+    if session.runner.begun:  # in a step that failed: its state is dropped, as it never updated a variable
+        session.runner.abandon()
     switch(session, StrategyPlan(strategy, resources=resources))
     if session.auto is not None:
         session.auto.stop()
         session.asked = None
 
 
-def check_current(session: Any, exchanger: Exchanger) -> None:
-    """Refuse a graph that was traced for another exchanger than the one that the session goes on by.
+def check_current(session: Any, runner: StepRunner) -> None:
+    """Refuse a graph that was traced for another runner than the one that the session goes on by.
 
     Raises:
         ExchangeError: it was.
     """
-    if exchanger is not session.exchanger:
+    if runner is not session.runner:
         raise ExchangeError(
             "the strategy was changed, and this graph was traced before: it would exchange by the former one. Call "
             "model.make_train_function(force=True) after use_strategy, or make your tf.function anew"

@@ -22,7 +22,7 @@ def driver_of(session: Any, asked: Asked) -> Driver:
         asked: what the user said of planning.
     """
     me = weakref.proxy(session)  # which holds the driver
-    backend = session.exchanger.backend
+    backend = session.runner.backend
 
     def switch(strategy: Strategy) -> None:
         me.switch(StrategyPlan(strategy, me.sparse_known))
@@ -31,10 +31,10 @@ def driver_of(session: Any, asked: Asked) -> Driver:
         if backend.rank == 0:
             print(line, file=sys.stderr, flush=True)
 
-    names, variables = session.exchanger.node_names, session.exchanger.variables
+    names, variables = session.runner.node_names, session.runner.variables
     planning = Planning(asked, backend, names, variables, "torch", torch.get_num_threads())
     driver = Driver(planning, backend, session.strategy, switch, say, asked.options.replan)
-    session.exchanger.planned = driver.document
+    session.runner.planned = driver.document
     return driver
 
 

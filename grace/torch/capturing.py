@@ -61,7 +61,7 @@ def capture(optimizer: Any, step: Callable[[], Any], warm_up: int = WARM_UP) -> 
         result = step()
         optimizer.step()
     counts.take_back()
-    states = [part.state for part in session.exchanger._stepping()]
+    states = [part.state for part in session.runner._stepping()]
     return CapturedStep(session.context, graph, there, counts, result, states)
 
 
@@ -73,19 +73,19 @@ def check(session: Any) -> None:
     """
     if not isinstance(session, HookedSession):
         raise ConfigError("grace.torch.capture needs what grace.DistributedOptimizer returned, not under Horovod")
-    exchanger = session.exchanger
-    backend = exchanger.backend
+    runner = session.runner
+    backend = runner.backend
     nccl = backend.name == "torch" and dist.get_backend(getattr(backend, "group", None)) == "nccl"
     said = ""
     if backend.size > 1 and not nccl:
         said = f"{backend.describe()} is not NCCL, whose collectives alone a CUDA graph can hold"
     elif session.passes > 1 or session.grad_scaler is not None or session.auto is not None:
         said = "backward_passes_per_step, a grad_scaler and strategy='auto' decide on the host what a step does"
-    elif exchanger.hierarchical or exchanger.averages or any(v.sparse for v in exchanger.variables):
+    elif runner.hierarchical or runner.averages or any(v.sparse for v in runner.variables):
         said = "hierarchical exchanges, sync none(period) and sparse gradients decide on the host what a step does"
     elif any(group.get("capturable") is False for group in session.optimizer.param_groups):
         said = f"give {type(session.optimizer).__name__} capturable=True, so that it counts its steps on the GPU"
-    for communicator in () if said else exchanger.communicators:
+    for communicator in () if said else runner.communicators:
         said = said or _refused(communicator)
     if said:
         raise ConfigError(f"this step cannot be captured as a CUDA graph: {said}. Call optimizer.step() instead")
@@ -110,7 +110,7 @@ def settled_there(session: HookedSession, there: torch.Tensor | None) -> Iterato
     Args:
         there: the step that random numbers are drawn for, which is counted on; None to draw for the host's.
     """
-    exchanger, context = session.exchanger, session.context
+    runner, context = session.runner, session.context
 
     def settle(exchanges: Any) -> None:
         left_out = [n for e in exchanges for n, here in zip(e.names, e.present, strict=True) if not here]
@@ -125,16 +125,16 @@ def settled_there(session: HookedSession, there: torch.Tensor | None) -> Iterato
         def write(kept: torch.Tensor, staged: torch.Tensor) -> None:
             kept.copy_(staged if sound is None else torch.where(sound, staged, kept))
 
-        for component in exchanger._stepping():
+        for component in runner._stepping():
             component.state.write(write)
         if there is not None:
             there.add_(1)
 
-    before, exchanger.learn, context.step_there = exchanger.learn, settle, there
+    before, runner.learn, context.step_there = runner.learn, settle, there
     try:
         yield
     finally:
-        exchanger.learn, context.step_there = before, None
+        runner.learn, context.step_there = before, None
 
 
 def judged(exchange: Any) -> list[torch.Tensor]:
@@ -159,7 +159,7 @@ class Counts:
     TRAFFIC = ("steps", "header_bytes", "sent_bytes", "dense_bytes", "elements")
 
     def __init__(self, session: HookedSession):
-        self.traffic, self.context = session.exchanger.traffic, session.context
+        self.traffic, self.context = session.runner.traffic, session.context
         self.before = self._now()
 
     def _now(self) -> tuple[list[int], list[int], dict[str, int]]:

@@ -38,7 +38,7 @@ def loss_of_all(loss: Any, session: Session) -> Any:
     A line search compares losses: with its own one each rank would go its own way. The type stays what it was. What
     is no single number, as None, does not count, and is returned as it is.
     """
-    channel = session.exchanger.channel
+    channel = session.runner.channel
     if channel.size == 1:
         return loss
     tensor = isinstance(loss, torch.Tensor)

@@ -18,14 +18,14 @@ from grace.exchange.places import digest
 from grace.exchange.statuses import learn
 from grace.exchange.tracing import recorder
 from grace.session import checkpoint
-from grace.session.exchanger import Exchanger
 from grace.session.hyperparameters import facts as in_words
 from grace.session.metrics import metrics
 from grace.session.momentum import owners
 from grace.session.plan import UniformPlan
 from grace.session.settings import check_integer
-from grace.session.setup import build_exchanger
+from grace.session.setup import build_step_runner
 from grace.session.sharding import Shard, cut
+from grace.session.step_runner import StepRunner
 from grace.session.versions import public
 from grace.strategy.choices import STRATEGY
 from grace.torch.ddp_buckets import check_no_join, gradients_of, limits_of, to_send, trainable
@@ -55,21 +55,21 @@ class DDPState(OneByOne):
     def __init__(
         self,
         parameters: Mapping[str, torch.nn.Parameter],
-        exchanger: Exchanger,
+        runner: StepRunner,
         optimizer: Any,
         grad_scaler: Any,
         bucket_bytes: int | None,
     ):
-        self.exchanger, self.optimizer, self.grad_scaler = exchanger, optimizer, grad_scaler
-        self.limits = limits_of(exchanger, bucket_bytes)
-        exchanger.follows_scaler = lambda: grad_scaler is not None and grad_scaler.is_enabled()
+        self.runner, self.optimizer, self.grad_scaler = runner, optimizer, grad_scaler
+        self.limits = limits_of(runner, bucket_bytes)
+        runner.follows_scaler = lambda: grad_scaler is not None and grad_scaler.is_enabled()
         self.names = {p: name for name, p in parameters.items()}
         self.plans: dict[tuple[bool, tuple[str, ...]], list[Bucket]] = {}
         self.exchanges: list[Exchange] = []
         """Those of this step, which tell where the ranks are."""
         self.changes = -1
         self.outcomes: list[Outcome] = []
-        self.momenta = owners(exchanger.communicators)
+        self.momenta = owners(runner.communicators)
         self.open, self.closed = False, False
         self.watched: list[Any] = []
         """Hooks of the parameters that tell when gradients arrive; none where they come one by one."""
@@ -81,21 +81,21 @@ class DDPState(OneByOne):
         self.exchange = torch.compiler.disable(lambda bucket: me.exchange_bucket(bucket))  # it may be called in one
         self.hooks = [] if optimizer is None else around_steps(optimizer, None, self._after_step)
         self.hyperparameters = () if optimizer is None else hyperparameters(optimizer)
-        exchanger.hyperparameters = lambda: in_words(type(optimizer).__name__, self.hyperparameters)
+        runner.hyperparameters = lambda: in_words(type(optimizer).__name__, self.hyperparameters)
 
     @property
     def traffic(self) -> Traffic:
         """What was exchanged so far, counted; read it between steps."""
         if not self.begun:
             self.close_step()
-        return self.exchanger.traffic
+        return self.runner.traffic
 
     def metrics(self) -> dict[str, float]:
         """Numbers of this rank for a logger, since the last call; see :mod:`grace.session.metrics`. No collective.
 
         DDP waits for what Grace has begun, and not Grace: ``seconds_wait`` is NaN.
         """
-        return metrics(self.exchanger, self.traffic, waits=False)
+        return metrics(self.runner, self.traffic, waits=False)
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank remembers.
@@ -104,14 +104,14 @@ class DDPState(OneByOne):
             ExchangeError: an optimizer may still use the gradients that were exchanged.
         """
         self._settle()
-        check_not_saved_directly(self.exchanger, "the hook's state")
-        checkpoint.say_whose(self.exchanger, "state.state_dict()", "state.full_state_dict()")
-        return checkpoint.save(self.exchanger)
+        check_not_saved_directly(self.runner, "the hook's state")
+        checkpoint.say_whose(self.runner, "state.state_dict()", "state.full_state_dict()")
+        return checkpoint.save(self.runner)
 
     def full_state_dict(self, packed: bool = False) -> Any:
         """What all ranks remember; every rank must call it. If ``packed``, as one value, bytes, which
         ``torch.distributed.checkpoint`` loads whole."""
-        saved = checkpoint.gather(self.exchanger, self._settle)
+        saved = checkpoint.gather(self.runner, self._settle)
         return packed_up(saved) if packed else saved
 
     def load_state_dict(self, state: Any, memory: str = "strict") -> None:
@@ -123,7 +123,7 @@ class DDPState(OneByOne):
             self._settle()
             return unpacked(state)
 
-        checkpoint.load(self.exchanger, read, memory, lambda saved: on_devices(saved, parameters))
+        checkpoint.load(self.runner, read, memory, lambda saved: on_devices(saved, parameters))
 
     def _settle(self) -> None:
         checkpoint.check_settled(self)
@@ -142,7 +142,7 @@ class DDPState(OneByOne):
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any, inner: bool) -> None:
         if inner:
             return
-        context = self.exchanger.context
+        context = self.runner.context
         context.updates += 1
         self.hyperparameters = hyperparameters(self.optimizer)
         context.settings = digest(self.hyperparameters)
@@ -151,14 +151,14 @@ class DDPState(OneByOne):
         """Without the optimizer: whether the parameters changed since the last step, by torch's own counts."""
         changes = sum(p._version for p in self.names)
         if self.optimizer is None and self.changes not in (-1, changes):
-            self.exchanger.context.updates += 1
+            self.runner.context.updates += 1
         self.changes = changes
 
     @property
     def begun(self) -> bool:
         """Whether a step is under way that may still be dropped: an optimizer has not used its gradients yet."""
-        if self.exchanger.begun or not self.open or not self.exchanger.stateful:
-            return self.exchanger.begun
+        if self.runner.begun or not self.open or not self.runner.stateful:
+            return self.runner.begun
         return self.uses.undecided and not self._overflowed()
 
     def _overflowed(self) -> bool:
@@ -176,7 +176,7 @@ class DDPState(OneByOne):
         self.unhook()
         for hook in [*self.watched, *self.hooks]:
             hook.remove()
-        self.exchanger.close()
+        self.runner.close()
 
     def close_step(self) -> None:
         """Commit the last step, whose futures DDP has awaited at the end of backward. What was exchanged of gradients
@@ -189,16 +189,16 @@ class DDPState(OneByOne):
             self.open, outcomes, exchanges = False, self.outcomes, self.exchanges
             self.outcomes, self.exchanges = [], []
             try:
-                self.exchanger.check_places(exchanges, self.exchanger.channel)
+                self.runner.check_places(exchanges, self.runner.channel)
             except StepError:
-                self.exchanger.abandon()
+                self.runner.abandon()
                 self.uses.end(overflowed=True)
                 raise
             thrown = self.uses.end(any([outcome.overflow for outcome in outcomes]))
             for outcome in outcomes if thrown else ():
-                if self.exchanger.shards[outcome.variable.name].whole.name in thrown:
+                if self.runner.shards[outcome.variable.name].whole.name in thrown:
                     outcome.value = None
-            self.exchanger.end_step(outcomes)
+            self.runner.end_step(outcomes)
 
     def _without_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> set[str]:
         """The names of those for which this rank has no gradient: DDP gives zeros for them, or what is left in
@@ -211,7 +211,7 @@ class DDPState(OneByOne):
 
     def _drop(self) -> None:
         """Nothing of this step is kept."""
-        self.exchanger.abandon()
+        self.runner.abandon()
         self.uses.end(overflowed=True)
         self.outcomes, self.exchanges, self.open = [], [], False
 
@@ -228,7 +228,7 @@ class DDPState(OneByOne):
         if (first, names) not in self.plans:
             kinds: dict[Any, list[Shard]] = {}
             for name in names:
-                for shard in self.exchanger.shards_of[name]:
+                for shard in self.runner.shards_of[name]:
                     kinds.setdefault((id(shard.communicator), shard.variable.dtype), []).append(shard)
             buckets: list[Bucket] = []
             for shards in kinds.values():
@@ -252,8 +252,8 @@ class DDPState(OneByOne):
             check_momentum(self.momenta, self.optimizer, later=True)
             self._count_updates()
             self.open = True
-            if self.exchanger.follows_scaler():
-                self.exchanger.rescale(self.grad_scaler.get_scale())
+            if self.runner.follows_scaler():
+                self.runner.rescale(self.grad_scaler.get_scale())
         recorder.gradient()
         names = tuple(self.names[p] for p in grad_bucket.parameters())
         views = dict(zip(names, gradients_of(grad_bucket), strict=True))
@@ -261,7 +261,7 @@ class DDPState(OneByOne):
         self.uses.exchanged(names)
         if grad_bucket.is_last():
             self.uses.arrived.clear()
-        guard, traffic, future_buffer = self.exchanger.stateful, self.exchanger.traffic, grad_bucket.buffer()
+        guard, traffic, future_buffer = self.runner.stateful, self.runner.traffic, grad_bucket.buffer()
         exchanges: list[Exchange] = []
         for bucket in self.buckets(names, grad_bucket.index() == 0):
             gradients = [to_send(views[v.name], v.name in missing) for v in bucket.variables]
@@ -315,8 +315,8 @@ class DDPState(OneByOne):
             view = views[outcome.variable.name]
             if outcome.value is not None and outcome.value is not view:
                 view.copy_(outcome.value)
-            name = self.exchanger.shards[outcome.variable.name].whole.name
-            self.uses.brought(name, outcome.value, self.shared and self.exchanger.stateful)
+            name = self.runner.shards[outcome.variable.name].whole.name
+            self.uses.brought(name, outcome.value, self.shared and self.runner.stateful)
         self.outcomes += outcomes
 
 
@@ -394,9 +394,9 @@ def register_ddp_hook(
         ("grad_scaler", "none" if grad_scaler is None else "given"),
         *([] if optimizer is None else in_words(type(optimizer).__name__, hyperparameters(optimizer))),
     ]
-    exchanger = build_exchanger(list_variables, choose, backend, context, facts, check)
+    runner = build_step_runner(list_variables, choose, backend, context, facts, check)
     recorder.note(waits="DistributedDataParallel")
-    state = DDPState(trainable(model), exchanger, optimizer, grad_scaler, bucket_bytes)
+    state = DDPState(trainable(model), runner, optimizer, grad_scaler, bucket_bytes)
     context.lr = state.lr
     state.model = weakref.ref(model)  # whose reducer holds the state, where Python cannot collect it
     if getattr(model, "_use_python_reducer", False):

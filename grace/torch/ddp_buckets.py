@@ -7,7 +7,7 @@ import torch
 from grace.core.variable import unwrapped
 from grace.errors import ConfigError
 from grace.session.bucketing import Limits
-from grace.session.exchanger import Exchanger
+from grace.session.step_runner import StepRunner
 
 
 def trainable(model: Any) -> dict[str, torch.nn.Parameter]:
@@ -53,12 +53,12 @@ def to_send(gradient: torch.Tensor, missing: bool) -> torch.Tensor:
     return torch.nan_to_num(gradient, 0.0, 0.0, 0.0) if missing else gradient.contiguous()
 
 
-def limits_of(exchanger: Exchanger, bucket_bytes: int | None) -> dict[int, Limits | None]:
+def limits_of(runner: StepRunner, bucket_bytes: int | None) -> dict[int, Limits | None]:
     """How much of one of DDP's buckets travels in one collective, by the communicator's id: of what is compressed as
     much as in a bucket of a DistributedOptimizer's, and all of what is not."""
     found: dict[int, Limits | None] = {}
-    for communicator in exchanger.communicators:
-        shards = [shard for shard in exchanger.shards.values() if shard.communicator is communicator]
+    for communicator in runner.communicators:
+        shards = [shard for shard in runner.shards.values() if shard.communicator is communicator]
         sent = sum(shard.wire_bytes for shard in shards)
         compressed = sent < sum(shard.variable.nbytes for shard in shards)
         wire = Limits(bucket_bytes).wire(sent, compressed)

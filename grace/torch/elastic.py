@@ -53,14 +53,14 @@ class OptimizerState(StateHandler):
     def sync(self) -> None:
         """Bring every rank to rank 0's state, by the rules above."""
         session = self.value._grace
-        session.exchanger.agree()
-        broadcast_optimizer_state(self.value, 0, session.exchanger.backend)
-        session.exchanger.share(0)
+        session.runner.agree()
+        broadcast_optimizer_state(self.value, 0, session.runner.backend)
+        session.runner.share(0)
         self.save()
 
     def _say(self, former: int, now: int) -> None:
         session = self.value._grace
-        kept = {c.memory.spec for c in session.exchanger.communicators if c.memory.stateful}
+        kept = {c.memory.spec for c in session.runner.communicators if c.memory.stateful}
         if former != now and session.context.rank == 0 and kept:
             what = ", ".join(sorted(kept))
             warnings.warn(

@@ -14,10 +14,10 @@ from grace.exchange.statuses import learn
 from grace.exchange.tracing import recorder
 from grace.planner.asked import asked
 from grace.session import checkpoint
-from grace.session.exchanger import Exchanger
 from grace.session.hyperparameters import facts as in_words
 from grace.session.metrics import metrics
-from grace.session.setup import build_exchanger
+from grace.session.setup import build_step_runner
+from grace.session.step_runner import StepRunner
 from grace.session.versions import public
 from grace.strategy.choices import Choices
 from grace.torch.ddp import DDPState
@@ -46,7 +46,7 @@ class FSDPState(DDPState):
     def __init__(
         self,
         layouts: Sequence[Layout],
-        exchanger: Exchanger,
+        runner: StepRunner,
         optimizer: Any,
         grad_scaler: Any,
         mesh: Any,
@@ -57,8 +57,8 @@ class FSDPState(DDPState):
             for name, param in zip(layout.names, layout.params, strict=True)
             if param.sharded_param.requires_grad
         }
-        super().__init__(params, exchanger, optimizer, grad_scaler, None)
-        self.limits = {id(communicator): None for communicator in exchanger.communicators}
+        super().__init__(params, runner, optimizer, grad_scaler, None)
+        self.limits = {id(communicator): None for communicator in runner.communicators}
         self.layouts, self.mesh = layouts, mesh
         self.shard_groups = [TorchBackend(group).duplicate() for group in mesh.get_all_groups()]
         self.spoilt: bool | None = None
@@ -66,18 +66,18 @@ class FSDPState(DDPState):
     @property
     def traffic(self) -> Traffic:
         """What this rank exchanged over the replicate axis so far, counted; read it after the optimizer's step."""
-        return self.exchanger.traffic
+        return self.runner.traffic
 
     def metrics(self) -> dict[str, float]:
         """Numbers of this rank's exchange with its replicas, for a logger, since the last call; see
         :mod:`grace.session.metrics`. No collective."""
-        return metrics(self.exchanger, self.traffic)
+        return metrics(self.runner, self.traffic)
 
     @property
     def begun(self) -> bool:
         """Whether the gradients of a step were exchanged, and no optimizer has used them yet."""
-        waiting = self.open and self.exchanger.stateful and self.uses.unused
-        return self.exchanger.begun or (waiting and not self._overflowed())
+        waiting = self.open and self.runner.stateful and self.uses.unused
+        return self.runner.begun or (waiting and not self._overflowed())
 
     def _count_updates(self) -> None:
         """The optimizer's steps are seen."""
@@ -88,7 +88,7 @@ class FSDPState(DDPState):
         if not self.uses.waiting:
             self.close_step()
         if self.optimizer is None:
-            self.exchanger.context.updates += 1
+            self.runner.context.updates += 1
 
     @property
     def dropped(self) -> bool:
@@ -97,7 +97,7 @@ class FSDPState(DDPState):
 
     def _guards(self) -> bool:
         """Whether anything is remembered, here or by reduce-scatters."""
-        return self.exchanger.stateful or any([state.communicator.stateful for state in below(self.layouts)])
+        return self.runner.stateful or any([state.communicator.stateful for state in below(self.layouts)])
 
     def close_step(self) -> None:
         """Commit what the last step changed, or drop it if a rank of the shard group overflowed. All of them must come
@@ -107,7 +107,7 @@ class FSDPState(DDPState):
             StepError: the replicas are at different steps.
         """
         if self.dropped:
-            self.outcomes.append(Outcome(self.exchanger.variables[0], None, True))
+            self.outcomes.append(Outcome(self.runner.variables[0], None, True))
             for state in below(self.layouts):
                 state.overflow = True
         self.seen.clear()
@@ -121,7 +121,7 @@ class FSDPState(DDPState):
             flag = torch.zeros(1, device=next(iter(self.names)).device)
             flag.fill_(float(any([outcome.overflow for outcome in self.outcomes])))
             for group in self.shard_groups:
-                with group.awaiting(lambda: f"the comparison of gradients at step {self.exchanger.context.step}"):
+                with group.awaiting(lambda: f"the comparison of gradients at step {self.runner.context.step}"):
                     flag = group.allreduce(flag).wait()
             self.spoilt = bool(flag)
         return self.spoilt
@@ -157,7 +157,7 @@ class FSDPState(DDPState):
             return unpacked(state[self._key])
 
         inside = lambda saved: on_devices(saved, parameters)  # noqa: E731
-        checkpoint.load(self.exchanger, read, memory, inside, self.shard_groups)
+        checkpoint.load(self.runner, read, memory, inside, self.shard_groups)
 
     @property
     def _key(self) -> str:
@@ -183,13 +183,13 @@ class FSDPState(DDPState):
         if first:
             check_momentum(self.momenta, self.optimizer, later=True)
             self.open = True
-            if self.exchanger.follows_scaler():
-                self.exchanger.rescale(self.grad_scaler.get_scale())
+            if self.runner.follows_scaler():
+                self.runner.rescale(self.grad_scaler.get_scale())
         recorder.gradient()
         pieces = layout.pieces(flat)
-        shards = [(shard, piece.of(flat)) for piece in pieces for shard in self.exchanger.shards_of[piece.name]]
+        shards = [(shard, piece.of(flat)) for piece in pieces for shard in self.runner.shards_of[piece.name]]
         views = {shard.variable.name: shard.of(whole) for shard, whole in shards}
-        guard, traffic = self._guards(), self.exchanger.traffic
+        guard, traffic = self._guards(), self.runner.traffic
         exchanges = []
         for bucket in self.buckets(tuple(piece.name for piece in pieces), first):
             gradients = [views[variable.name] for variable in bucket.variables]
@@ -288,14 +288,14 @@ def register_fsdp_hook(
         *([] if optimizer is None else in_words(type(optimizer).__name__, hyperparameters(optimizer))),
     ]
     found = [variable for layout in layouts for variable in layout.variables()]
-    exchanger = build_exchanger(lambda: found, choose, backend, context, facts, check)
-    averaged = [name for name, shard in exchanger.shards.items() if shard.period]
-    if averaged or exchanger.hierarchical:
-        exchanger.close()
+    runner = build_step_runner(lambda: found, choose, backend, context, facts, check)
+    averaged = [name for name, shard in runner.shards.items() if shard.period]
+    if averaged or runner.hierarchical:
+        runner.close()
         what = f"averages {averaged[0]!r} now and then" if averaged else "is hierarchical"
         raise ConfigError(f"the strategy {what}, which FSDP's hook cannot")
     recorder.note(waits="fully_shard")
-    state = FSDPState(layouts, exchanger, optimizer, grad_scaler, whole)
+    state = FSDPState(layouts, runner, optimizer, grad_scaler, whole)
     context.lr = state.lr
     for layout in layouts:
         layout.module.set_reduce_scatter_unused_params(True, recurse=False)

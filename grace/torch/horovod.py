@@ -14,8 +14,8 @@ from grace.errors import ConfigError, ExchangeError
 from grace.exchange.bucket import Bucket
 from grace.exchange.places import digest
 from grace.exchange.tracing import recorder
-from grace.session.exchanger import Exchanger
 from grace.session.plan import ExchangePlan
+from grace.session.step_runner import StepRunner
 from grace.strategy.choices import Choices
 from grace.torch import elastic  # noqa: F401  # Horovod's TorchState must know these optimizers
 from grace.torch.life import Closable, begin
@@ -35,23 +35,23 @@ class HorovodSession(Session):
         super().__init__(*args, **options)
         self._name_buckets()
         self.name_of = {p: name for name, p in self.parameters.items()}
-        own, me = self.exchanger.hyperparameters, weakref.proxy(self)
-        self.exchanger.hyperparameters = lambda: [*own(), ("gone on from what is called", me.exchanger.run)]
+        own, me = self.runner.hyperparameters, weakref.proxy(self)
+        self.runner.hyperparameters = lambda: [*own(), ("gone on from what is called", me.runner.run)]
         self.loaded()
         self._reset()
 
     def _name_buckets(self) -> None:
-        backend: Any = self.exchanger.backend
+        backend: Any = self.runner.backend
         number = backend.count_optimizer()  # now that the ranks agree: one that was refused counts on no rank
-        for bucket in self.exchanger.buckets:
+        for bucket in self.runner.buckets:
             bucket.label = f"grace.{number}.{bucket.index}"
-        gathered = [bucket.communicator for bucket in self.exchanger.buckets if not bucket.communicator.sums]
+        gathered = [bucket.communicator for bucket in self.runner.buckets if not bucket.communicator.sums]
         self.unsummed = gathered[0].describe() if gathered else ""
         """What is exchanged by other means than Horovod's all-reduce."""
 
-    def take(self, exchanger: Exchanger, plan: ExchangePlan) -> None:
-        """Go on by another plan's exchanger."""
-        super().take(exchanger, plan)
+    def take(self, runner: StepRunner, plan: ExchangePlan) -> None:
+        """Go on by another plan's runner."""
+        super().take(runner, plan)
         self._name_buckets()
         self.forget()
         self.loaded()
@@ -78,13 +78,13 @@ class HorovodSession(Session):
 
     def loaded(self) -> None:
         """The next exchange tells of the hyperparameters, and which state this rank goes on from."""
-        self.context.settings = digest((*self.hyperparameters, self.exchanger.run))
+        self.context.settings = digest((*self.hyperparameters, self.runner.run))
 
     def leaves(self, p: torch.nn.Parameter) -> bool:
         """Whether Horovod may exchange a parameter's sparse gradient: nothing travels with it that somebody wanted to.
         A bucket of several goes without it, as if it had none."""
         name = self.name_of[p]
-        whole = self.exchanger.shards.get(name)
+        whole = self.runner.shards.get(name)
         if whole is None or whole.variable.sparse:  # Grace exchanges it by rows
             return False
         if all(len(bucket.variables) == 1 for bucket in self.buckets_of[name]):
@@ -122,9 +122,9 @@ class HorovodSession(Session):
     def count_sparse(self, gradient: torch.Tensor) -> None:
         """Count what an exchange of a sparse gradient sends: its indices and values, to every other rank."""
         self.unsummed = "an all-gather of sparse gradients"
-        backend, before = self.exchanger.backend, self.exchanger.backend.sent_bytes
+        backend, before = self.runner.backend, self.runner.backend.sent_bytes
         backend.count((backend.size - 1) * (gradient._indices().nbytes + gradient._values().nbytes))
-        self.exchanger.traffic.sent_bytes += backend.sent_bytes - before
+        self.runner.traffic.sent_bytes += backend.sent_bytes - before
 
     def start_missing(self) -> None:
         """Begin what is not begun yet, and await sparse gradients that go Horovod's way."""
@@ -140,7 +140,7 @@ class HorovodSession(Session):
             if callable(handle):  # sparse
                 p.grad = handle()
         # ranks begin in any order, but must end in one: an end may have a collective of its own to wait for
-        self.exchanger._begun.sort(key=lambda exchange: exchange.bucket.index)
+        self.runner._begun.sort(key=lambda exchange: exchange.bucket.index)
 
     def drop(self) -> None:
         """Let exchanges under way end, and drop what they brought; every rank must call it."""
@@ -151,9 +151,9 @@ class HorovodSession(Session):
 
     def discard(self) -> None:
         """Await what was begun, and forget it."""
-        if self.exchanger.begun:
+        if self.runner.begun:
             with self.giving_up():
-                self.exchanger.discard()
+                self.runner.discard()
         self.forget()
 
     def forget(self) -> None:
@@ -166,7 +166,7 @@ class HorovodSession(Session):
 
     def end(self) -> None:
         """Await what was begun, and write the means back."""
-        for exchange in self.exchanger._begun:
+        for exchange in self.runner._begun:
             buffer = exchange.bucket.buffer
             if exchange.communicator.sums and buffer is not None and buffer.dtype == torch.bfloat16:
                 self.unsummed = f"{exchange.communicator.describe()}, in bfloat16, which Horovod does not sum itself"
@@ -176,7 +176,7 @@ class HorovodSession(Session):
             self.discard()  # so that the program may go on after zero_grad()
             raise
         for outcome in outcomes:
-            p = self.parameters[self.exchanger.shards[outcome.variable.name].whole.name]
+            p = self.parameters[self.runner.shards[outcome.variable.name].whole.name]
             # as Horovod: what nobody had a gradient for is zero, unless it was frozen since
             if p.grad is None and not outcome.pending and p.requires_grad:
                 p.grad = torch.zeros_like(p)
@@ -197,14 +197,14 @@ class HorovodSession(Session):
 
     def rejoin(self) -> None:
         """The ranks are others now: forget what was under way, and what only made sense among the former ones."""
-        backend: Any = self.exchanger.backend
+        backend: Any = self.runner.backend
         former = self.context.size
         self.abandon()
         backend.rejoin()
         self.context.rank, self.context.size = backend.rank, backend.size
-        for bucket in [*self.exchanger.buckets, *self.exchanger.averages]:  # wires have room for each rank's place
+        for bucket in [*self.runner.buckets, *self.runner.averages]:  # wires have room for each rank's place
             bucket.wire = bucket.buffer = None
-        for kind, part in self.exchanger.components:
+        for kind, part in self.runner.components:
             if kind == "shard_memory" and backend.size != former:
                 part.state.clear()
                 part.state.commit()
@@ -221,7 +221,7 @@ class HorovodSession(Session):
         if optimizer._should_synchronize and (optimizer._handles or not optimizer._synchronized):
             _synchronize(optimizer)
         optimizer._synchronized = False
-        self.unused.used(self.exchanger)
+        self.unused.used(self.runner)
 
 
 def _allreduce_grad_async(self: Any, p: torch.nn.Parameter) -> tuple[Any, None]:
@@ -262,7 +262,7 @@ def synchronize(self: Any) -> None:
     if self._grace is None or (self._synchronized and not self._handles):
         self._synchronized = True
         return
-    with self._grace.unused.left_in(self._grace.exchanger):
+    with self._grace.unused.left_in(self._grace.runner):
         _synchronize(self)
 
 
@@ -306,10 +306,10 @@ def join(self: Any) -> int:
             "'fp16', 'randomk', 'powersgd'), or give every rank as many batches and leave out join()"
         )
     last: int = mpi_ops.join()
-    backend = session.exchanger.backend
+    backend = session.runner.backend
     broadcast_parameters(session.parameters, last, backend)
     broadcast_optimizer_state(self, last, backend)
-    session.exchanger.share(last)
+    session.runner.share(last)
     return last
 
 

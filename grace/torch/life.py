@@ -84,7 +84,7 @@ def end(session: Any) -> None:
     for hook in session.hooks:
         hook.remove()
     session.hooks.clear()
-    session.exchanger.close()
+    session.runner.close()
 
 
 class Closable(Once):

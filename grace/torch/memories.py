@@ -58,7 +58,7 @@ class Memories:
         if isinstance(self.owner, DDPState):
             return {KEY: self.owner.full_state_dict(packed=True)}
         session = self.owner._grace
-        return {KEY: packed_up(checkpoint.gather(session.exchanger, lambda: checkpoint.check_settled(session)))}
+        return {KEY: packed_up(checkpoint.gather(session.runner, lambda: checkpoint.check_settled(session)))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave; every rank must call it.

@@ -13,9 +13,9 @@ from grace.core.backend import Backend
 from grace.core.given import as_in_grace, not_an_optimizer
 from grace.errors import ConfigError, ExchangeError
 from grace.exchange.tracing import recorder
-from grace.session.exchanger import Exchanger
 from grace.session.plan import ExchangePlan
 from grace.session.settings import ReduceOp, Settings
+from grace.session.step_runner import StepRunner
 from grace.strategy.choices import Choices
 from grace.torch import compiling
 from grace.torch.closures import synchronized
@@ -116,7 +116,7 @@ class HookedSession(Session):
         )
 
     def _start_next(self) -> None:
-        self.start(self.exchanger.buckets[self.next_bucket])
+        self.start(self.runner.buckets[self.next_bucket])
         self.next_bucket += 1
 
     def synchronize(self) -> None:
@@ -124,11 +124,11 @@ class HookedSession(Session):
         if self.auto is not None:
             self.auto.computed(self.copies)
         with recorder.phase("synchronize", "part"):
-            if self.next_bucket < len(self.exchanger.buckets):  # else nothing starts before finish() looks
+            if self.next_bucket < len(self.runner.buckets):  # else nothing starts before finish() looks
                 check_untouched(self)
             if not self.checked:
                 self.check()
-            while self.next_bucket < len(self.exchanger.buckets):
+            while self.next_bucket < len(self.runner.buckets):
                 self._start_next()
             self.finish()
             self._reset()
@@ -141,9 +141,9 @@ class HookedSession(Session):
         super().abandon()
         self._reset()
 
-    def take(self, exchanger: Exchanger, plan: ExchangePlan) -> None:
-        """Go on by another plan's exchanger."""
-        super().take(exchanger, plan)
+    def take(self, runner: StepRunner, plan: ExchangePlan) -> None:
+        """Go on by another plan's runner."""
+        super().take(runner, plan)
         self._reset()
 
     @property
@@ -162,16 +162,16 @@ class HookedSession(Session):
         if not self.synchronized:
             self.synchronize()
         self.synchronized = False
-        self.unused.used(self.exchanger)
+        self.unused.used(self.runner)
 
     def drop(self) -> None:
         """Let exchanges under way end, and drop what they brought; every rank must call it."""
         # every rank that has run its backward passes comes here, whether it has begun a bucket or not
         if self.passes in self.counts.values() and not self.synchronized:
-            while self.next_bucket < len(self.exchanger.buckets):
+            while self.next_bucket < len(self.runner.buckets):
                 self._start_next()
             with self.giving_up():
-                self.exchanger.discard()
+                self.runner.discard()
         self._reset()
         self.synchronized = False
 
@@ -185,7 +185,7 @@ class DistributedMixin(Closable, StateMixin):
         """Await the exchange, so that ``p.grad`` holds the means: before clipping or unscaling."""
         session = self._grace
         if not session.synchronized:
-            with session.unused.left_in(session.exchanger):
+            with session.unused.left_in(session.runner):
                 session.synchronize()
 
     @contextlib.contextmanager
@@ -212,7 +212,7 @@ class DistributedMixin(Closable, StateMixin):
         Raises:
             ConfigError: on other engines, where several ranks train.
         """
-        backend = self._grace.exchanger.backend
+        backend = self._grace.runner.backend
         if backend.size == 1:
             return 0
         raise ConfigError(
@@ -375,7 +375,7 @@ def after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in
         return
     recorder.update_ends()
     optimizer._grace.after_step()
-    if optimizer._grace.exchanger.averages:
+    if optimizer._grace.runner.averages:
         optimizer._grace.average()
     recorder.step_ends()
     if optimizer._grace.auto is not None:

@@ -20,8 +20,8 @@ from grace.exchange.wire import OVERFLOW, PRESENT, Wire
 from grace.kernels import kernels_of
 from grace.session import checkpoint, saved_form
 from grace.session.by_hand import AsGiven
-from grace.session.exchanger import Exchanger
-from grace.session.setup import build_exchanger
+from grace.session.setup import build_step_runner
+from grace.session.step_runner import StepRunner
 from grace.torch.fsdp_layout import Layout, above, before_steps, groups_of, layouts_of
 from grace.torch.state_dict import on_devices, packed_up, unpacked
 from grace.torch.uses import GradientUses
@@ -36,14 +36,14 @@ class ReduceScatterState:
     :func:`register_fsdp_hook`'s exchange brought it that NaN.
     """
 
-    def __init__(self, layouts: Sequence[Layout], exchanger: Exchanger, grad_scaler: Any):
-        self.layouts, self.exchanger, self.grad_scaler = layouts, exchanger, grad_scaler
-        self.backend: Any = exchanger.channel
-        self.context = exchanger.context
-        (self.communicator,) = exchanger.communicators
+    def __init__(self, layouts: Sequence[Layout], runner: StepRunner, grad_scaler: Any):
+        self.layouts, self.runner, self.grad_scaler = layouts, runner, grad_scaler
+        self.backend: Any = runner.channel
+        self.context = runner.context
+        (self.communicator,) = runner.communicators
         self.compressor, self.memory = self.communicator.compressor, self.communicator.memory
         self.keepers = list(self.communicator.keepers.values())
-        exchanger.follows_scaler = lambda: grad_scaler is not None and grad_scaler.is_enabled()
+        runner.follows_scaler = lambda: grad_scaler is not None and grad_scaler.is_enabled()
         self.sent_bytes = 0
         """That left this rank so far."""
         self.overflow = False
@@ -88,7 +88,7 @@ class ReduceScatterState:
     @property
     def begun(self) -> bool:
         """True if gradients were reduced that no optimizer has used yet, and something is remembered of them."""
-        return self.uses.unused and self.exchanger.stateful and not self._dropped()
+        return self.uses.unused and self.runner.stateful and not self._dropped()
 
     def _settle(self, saves: bool) -> None:
         if self.begun:
@@ -106,7 +106,7 @@ class ReduceScatterState:
             ExchangeError: gradients were reduced, and no optimizer has used them yet.
         """
         self._settle(saves=True)
-        return {self._key: packed_up(_written(checkpoint.save(self.exchanger)))}
+        return {self._key: packed_up(_written(checkpoint.save(self.runner)))}
 
     @property
     def _key(self) -> str:
@@ -134,13 +134,13 @@ class ReduceScatterState:
             return self._dealt_anew(given, memory)
 
         device = self.layouts[0].params[0].sharded_param.device
-        replicas = [state.exchanger.backend for state in above(self.layouts)]
-        checkpoint.load(self.exchanger, read, memory, lambda saved: on_devices(saved, {}, device), replicas)
+        replicas = [state.runner.backend for state in above(self.layouts)]
+        checkpoint.load(self.runner, read, memory, lambda saved: on_devices(saved, {}, device), replicas)
 
     def _check_choice(self, saved: dict[str, Any], memory: str) -> None:
-        if memory == "strict" and saved["components"] != self.exchanger.name:
+        if memory == "strict" and saved["components"] != self.runner.name:
             raise ConfigError(
-                f"this state was saved with choice {saved['components']!r}, and here it is {self.exchanger.name!r}: "
+                f"this state was saved with choice {saved['components']!r}, and here it is {self.runner.name!r}: "
                 f"what was left out belongs to the method. Start without it, {self.context.calls.otherwise}"
             )
 
@@ -170,14 +170,14 @@ class ReduceScatterState:
                     row = torch.cat([_part(tensor, to, size) for tensor in whole])
                     kept[f"{layout.name}/to_{to}"] = {key: row if n is None else n for key, n in beside.items()} or row
         checkpoint.say_dropped(list(itertools.chain(*dropped)), between=3)
-        of_this_run = {"rank": self.backend.rank, "size": size, "pieces": checkpoint.partitions_of(self.exchanger)}
+        of_this_run = {"rank": self.backend.rank, "size": size, "pieces": checkpoint.partitions_of(self.runner)}
         return saved_form.seal({**states[0], **of_this_run, "state": {"memory": kept}})
 
     def close(self) -> None:
         """From now on reduce-scatters are torch's again."""
         self.close_step()
         self.unhook()
-        self.exchanger.close()
+        self.runner.close()
         for layout, earlier in zip(self.layouts, self.earlier, strict=True):
             layout.module.set_custom_reduce_scatter(earlier)
 
@@ -186,8 +186,8 @@ class ReduceScatterState:
         """Write the sum (or mean) over the shard group of this rank's part into ``output``."""
         if name in self.seen:
             self.close_step()
-        if not self.seen and self.exchanger.follows_scaler():
-            self.exchanger.rescale(self.grad_scaler.get_scale())
+        if not self.seen and self.runner.follows_scaler():
+            self.runner.rescale(self.grad_scaler.get_scale())
         self.seen.add(name)
         self.uses.exchanged(self.trained[name])
         rank, size = self.backend.rank, self.backend.size
@@ -374,7 +374,7 @@ def compress_reduce_scatter(
     def choose() -> AsGiven:
         return AsGiven(None, None, _made(block, memory, backend.size))
 
-    state = ReduceScatterState(layouts, build_exchanger(rows, choose, backend, context, facts), grad_scaler)
+    state = ReduceScatterState(layouts, build_step_runner(rows, choose, backend, context, facts), grad_scaler)
     for layout in layouts:
         layout.module.set_reduce_scatter_unused_params(True, recurse=False)
         layout.module.set_custom_reduce_scatter(CompressedReduceScatter(layout.name, state))

@@ -1,4 +1,4 @@
-"""What every distributed optimizer needs: its parameters' exchanger, and the way of gradients in and out of it."""
+"""What every distributed optimizer needs: its parameters' runner, and the way of gradients in and out of it."""
 
 import contextlib
 import weakref
@@ -18,13 +18,13 @@ from grace.exchange.tracing import recorder
 from grace.planner.asked import Asked, asked, started
 from grace.planner.driver import Driver
 from grace.session import checkpoint
-from grace.session.exchanger import Exchanger
 from grace.session.hyperparameters import facts as in_words
 from grace.session.momentum import owners
 from grace.session.plan import ExchangePlan
 from grace.session.settings import Settings, check_integer
-from grace.session.setup import build_exchanger
+from grace.session.setup import build_step_runner
 from grace.session.sharding import Shard
+from grace.session.step_runner import StepRunner
 from grace.session.switching import replaced, switched
 from grace.session.versions import public
 from grace.strategy.choices import Choices
@@ -49,7 +49,7 @@ from grace.torch.wrappers import check_unwrapped
 
 
 class Session:
-    """The parameters of an optimizer, their exchanger, and the gradients that are on their way.
+    """The parameters of an optimizer, their runner, and the gradients that are on their way.
 
     Args:
         optimizer: the user's.
@@ -138,11 +138,11 @@ class Session:
             self.plan = (started(choices) if wanted else choices).plan(limits, together, sparse_known=known)
             return self.plan
 
-        self.exchanger = build_exchanger(
+        self.runner = build_step_runner(
             list_variables, choose, backend, self.context, facts, self._check, backend.elastic, settings.hierarchical
         )
-        self._check_plan(self.exchanger)
-        self.exchanger.follows_scaler = lambda: grad_scaler is not None and grad_scaler.is_enabled()
+        self._check_plan(self.runner)
+        self.runner.follows_scaler = lambda: grad_scaler is not None and grad_scaler.is_enabled()
         recorder.note(updates_follow=True)
         self._lay_out()
         self.param_group = {
@@ -158,7 +158,7 @@ class Session:
         """Those that the last step was made with."""
         kind = type(optimizer).__name__
         made_with = lambda: [] if (session := me()) is None else in_words(kind, session.hyperparameters)  # noqa: E731
-        self.exchanger.hyperparameters = made_with
+        self.runner.hyperparameters = made_with
         self.digest, self.made_of = digest(self.hyperparameters), simple_settings(optimizer)
         self.versions: dict[int, tuple[list[Any], list[int]]] = {}
         self.written: dict[str, torch.Tensor] = {}
@@ -184,7 +184,7 @@ class Session:
     @property
     def begun(self) -> bool:
         """Whether a step is under way: exchanges were begun, or are about to be, that may still be dropped."""
-        return self.exchanger.begun
+        return self.runner.begun
 
     def _check(self, communicator: Communicator) -> None:
         check_optimizer(communicator, self.optimizer)
@@ -200,12 +200,12 @@ class Session:
         self.checked = True
 
     def _lr(self, name: str) -> float:
-        whole = self.exchanger.shards[name].whole.name
+        whole = self.runner.shards[name].whole.name
         return float(self.optimizer.param_groups[self.param_group[whole]]["lr"])
 
     def _lay_out(self) -> None:
         """What is the same at every step: what travels in each bucket, and in which buckets each parameter does."""
-        shards, buckets = self.exchanger.shards, self.exchanger.buckets
+        shards, buckets = self.runner.shards, self.runner.buckets
         self.loads: list[list[tuple[Shard, str, torch.nn.Parameter, bool]]] = []
         self.buckets_of: dict[str, list[Bucket]] = {name: [] for name in self.parameters}
         self.waits = [0] * len(buckets)
@@ -216,13 +216,13 @@ class Session:
             for name in dict.fromkeys(name for _, name in load):
                 self.buckets_of[name].append(bucket)
                 self.waits[bucket.index] += 1
-        self.momenta = owners(self.exchanger.communicators)
-        rows = [(name, parts) for name, parts in self.exchanger.shards_of.items() if parts[0].variable.sparse]
+        self.momenta = owners(self.runner.communicators)
+        rows = [(name, parts) for name, parts in self.runner.shards_of.items() if parts[0].variable.sparse]
         self.mixed = [name for name, parts in rows if 0 < sum(shard.period > 0 for shard in parts) < len(parts)]
         """Sparse variables some of whose parts are not exchanged."""
 
-    def _check_plan(self, exchanger: Exchanger) -> None:
-        if self.grad_scaler is not None and exchanger.averages:
+    def _check_plan(self, runner: StepRunner) -> None:
+        if self.grad_scaler is not None and runner.averages:
             raise ConfigError(
                 "sync none(period): ranks that train on their own would skip different steps with a grad_scaler. "
                 "Leave it out, or synchronize every step"
@@ -231,18 +231,18 @@ class Session:
     def switch(self, plan: ExchangePlan) -> None:
         """Go on by another plan; every rank must call it between two steps. See :func:`switched`, which may raise."""
         checkpoint.check_settled(self)
-        self.unused.used(self.exchanger)
+        self.unused.used(self.runner)
         own = self.parameters.__getitem__
-        self.take(switched(self.exchanger, plan, own, self._check, self._check_plan), plan)
+        self.take(switched(self.runner, plan, own, self._check, self._check_plan), plan)
 
-    def beside(self, strategy: Any) -> tuple[Exchanger, ExchangePlan]:
-        """An exchanger of this strategy, for a state to be loaded into, and its plan; every rank must call it."""
+    def beside(self, strategy: Any) -> tuple[StepRunner, ExchangePlan]:
+        """A runner of this strategy, for a state to be loaded into, and its plan; every rank must call it."""
         plan = StrategyPlan(strategy, self.sparse_known)
-        return replaced(self.exchanger, plan, self._check), plan
+        return replaced(self.runner, plan, self._check), plan
 
-    def take(self, exchanger: Exchanger, plan: ExchangePlan) -> None:
-        """Go on by this exchanger, which is of another plan, between two steps."""
-        self.exchanger, self.plan = exchanger, plan
+    def take(self, runner: StepRunner, plan: ExchangePlan) -> None:
+        """Go on by this runner, which is of another plan, between two steps."""
+        self.runner, self.plan = runner, plan
         self._lay_out()
 
     def waiting_for(self) -> list[int]:
@@ -258,9 +258,9 @@ class Session:
     @torch.no_grad()
     def start(self, bucket: Bucket) -> None:
         """Begin a bucket's exchange, with zeros where this rank has no gradient."""
-        self.unused.next_begins(self.exchanger)
-        if not self.versions and self.exchanger.follows_scaler():
-            self.exchanger.rescale(self.grad_scaler.get_scale())
+        self.unused.next_begins(self.runner)
+        if not self.versions and self.runner.follows_scaler():
+            self.runner.rescale(self.grad_scaler.get_scale())
         gradients, held, versions = list[Any](), list[Any](), list[int]()
         for shard, name, p, dense in self.loads[bucket.index]:
             gradient = p.grad
@@ -276,7 +276,7 @@ class Session:
             versions.append(0 if gradient is None else gradient._version)
         self.versions[bucket.index] = held, versions
         with self.giving_up():
-            self.exchanger.start(bucket, gradients, [gradient is not None for gradient in held])
+            self.runner.start(bucket, gradients, [gradient is not None for gradient in held])
 
     @contextlib.contextmanager
     def giving_up(self) -> Iterator[None]:
@@ -291,7 +291,7 @@ class Session:
 
     def abandon(self) -> None:
         """Forget what was under way, which the engine has given up."""
-        self.exchanger.abandon()
+        self.runner.abandon()
 
     # -- means out -------------------------------------------------------------------------------------
 
@@ -300,14 +300,14 @@ class Session:
         """Await the exchanges begun and write what they brought into ``p.grad``."""
         check_untouched(self)
         with self.giving_up():
-            outcomes = self.exchanger.finish(self._outs)
+            outcomes = self.runner.finish(self._outs)
         rows, written = self._own_rows(), self.written
-        done = all(self._factor(communicator) == 1.0 for communicator in self.exchanger.communicators)
+        done = all(self._factor(communicator) == 1.0 for communicator in self.runner.communicators)
         for outcome in outcomes:
             value = outcome.value
             if done and value is not None and written.get(outcome.variable.name) is value:
                 continue
-            shard = self.exchanger.shards[outcome.variable.name]
+            shard = self.runner.shards[outcome.variable.name]
             p = self.parameters[shard.whole.name]
             if outcome.value is None:
                 if outcome.pending:
@@ -329,7 +329,7 @@ class Session:
         """This rank's rows of parts that are not synchronized, of sparse variables that are in other parts."""
         rows = {}
         for name in self.mixed:
-            own, p = [shard for shard in self.exchanger.shards_of[name] if shard.period], self.parameters[name]
+            own, p = [shard for shard in self.runner.shards_of[name] if shard.period], self.parameters[name]
             if p.grad is not None:
                 rows[name] = [shard.back(shard.of(rows_of(name, p))) for shard in own]
         return rows
@@ -346,13 +346,13 @@ class Session:
 
     def _factor(self, communicator: Communicator) -> float:
         """What a communicator's aggregates are multiplied with."""
-        return self.settings.reduction.factor(communicator.compressor.votes, self.exchanger.backend.size)
+        return self.settings.reduction.factor(communicator.compressor.votes, self.runner.backend.size)
 
     def _wipe(self, shard: Shard, p: torch.nn.Parameter) -> None:
         """Nothing has come for a shard yet: this rank's own gradient must not be taken for the mean."""
         if shard.axis is None or p.grad is None or p.grad.layout is not torch.strided:
             # a GradScaler refuses to step where it finds no gradient at all
-            p.grad = torch.zeros_like(p) if self.exchanger.follows_scaler() else None
+            p.grad = torch.zeros_like(p) if self.runner.follows_scaler() else None
         else:
             shard.of(p.grad).zero_()
 
@@ -371,7 +371,7 @@ class Session:
 
     def gradients_cleared(self) -> None:
         """Gradients were cleared."""
-        self.unused.cleared(self.exchanger)
+        self.unused.cleared(self.runner)
         if self.idle and self.context.updates:
             self.context.left_out += 1
         self.idle = True
@@ -379,9 +379,9 @@ class Session:
     @torch.no_grad()
     def average(self) -> None:
         """After the optimizer's step: average what ranks train on their own, if it is time to."""
-        for bucket in self.exchanger.due():
-            views = self.exchanger.views(bucket, lambda name: self.parameters[name].data)
-            for view, mean in zip(views, self.exchanger.mean(bucket, views), strict=True):
+        for bucket in self.runner.due():
+            views = self.runner.views(bucket, lambda name: self.parameters[name].data)
+            for view, mean in zip(views, self.runner.mean(bucket, views), strict=True):
                 view.copy_(mean)
 
     def _outs(self, bucket: Bucket) -> list[torch.Tensor | None]:

@@ -54,10 +54,10 @@ class StateMixin:
         checkpoint.check_settled(self._grace)
         asking = _asking()
         if asking is None:
-            check_not_saved_directly(self._grace.exchanger, "the optimizer")
+            check_not_saved_directly(self._grace.runner, "the optimizer")
             between = sys._getframe(1).f_code.co_name == "state_dict"  # under Horovod
             better = "optimizer.full_state_dict()"
-            checkpoint.say_whose(self._grace.exchanger, "optimizer.state_dict()", better, between)
+            checkpoint.say_whose(self._grace.runner, "optimizer.state_dict()", better, between)
             return rank_state(self)
         state = super().state_dict()  # type: ignore[misc]
         if self._memories_apart:
@@ -69,7 +69,7 @@ class StateMixin:
                 stacklevel=2,
             )
             return state
-        saved = checkpoint.save(self._grace.exchanger)
+        saved = checkpoint.save(self._grace.runner)
         state["param_groups"][0][f"{KEY}{saved['rank']}"] = packed_up(saved)
         return state
 
@@ -84,7 +84,7 @@ class StateMixin:
         Raises:
             ExchangeError: a step is under way.
         """
-        saved = checkpoint.gather(self._grace.exchanger, lambda: checkpoint.check_settled(self._grace))
+        saved = checkpoint.gather(self._grace.runner, lambda: checkpoint.check_settled(self._grace))
         state = super().state_dict()  # type: ignore[misc]
         state["grace"] = packed_up(saved) if packed else saved
         return state
@@ -145,21 +145,21 @@ class StateMixin:
     @property
     def traffic(self) -> Traffic:
         """What was exchanged so far, counted."""
-        return self._grace.exchanger.traffic
+        return self._grace.runner.traffic
 
     def metrics(self) -> dict[str, float]:
         """Numbers of this rank for a logger, since the last call; see :mod:`grace.session.metrics`. No collective."""
-        return metrics(self._grace.exchanger, self.traffic)
+        return metrics(self._grace.runner, self.traffic)
 
 
-def check_not_saved_directly(exchanger: Any, what: str) -> None:
+def check_not_saved_directly(runner: Any, what: str) -> None:
     """Refuse to be part of a checkpoint of ``torch.distributed.checkpoint``'s, which would keep one rank's memories.
 
     Raises:
         ConfigError: its ``save`` or ``load`` calls the method that calls this.
     """
     caller = sys._getframe(2).f_globals.get("__name__", "")
-    if caller.startswith(f"{DCP}_") and checkpoint.own_state(exchanger):
+    if caller.startswith(f"{DCP}_") and checkpoint.own_state(runner):
         raise ConfigError(
             f"{what} has memories that are each rank's own, of which torch.distributed.checkpoint would keep one "
             "rank's: save grace.torch.Memories(...) of it, and get_state_dict(model, optimizer) for torch's part"
@@ -168,7 +168,7 @@ def check_not_saved_directly(exchanger: Any, what: str) -> None:
 
 def rank_state(optimizer: Any) -> dict[str, Any]:
     """What ``state_dict()`` gives for this rank."""
-    return {**super(StateMixin, optimizer).state_dict(), "grace": checkpoint.save(optimizer._grace.exchanger)}
+    return {**super(StateMixin, optimizer).state_dict(), "grace": checkpoint.save(optimizer._grace.runner)}
 
 
 def load_state(
@@ -183,8 +183,8 @@ def load_state(
             stages).
     """
     session, before = optimizer._grace, dict(vars(optimizer))
-    former, saved, loaded, error = session.exchanger, None, None, None
-    exchanger, resumed, plan = former, None, session.plan
+    former, saved, loaded, error = session.runner, None, None, None
+    runner, resumed, plan = former, None, session.plan
     try:
         try:
             checkpoint.check_settled(session)
@@ -200,12 +200,12 @@ def load_state(
                 resumed = session.auto.found(saved)
                 memory = "keep" if resumed is None and memory == "strict" else memory
                 if resumed is not None:
-                    exchanger, plan = session.beside(resumed.strategy)
+                    runner, plan = session.beside(resumed.strategy)
             except Exception as raised:  # of all ranks that exchange; those beside are yet to hear of it
                 error = raised
         try:
             if error is None:
-                loaded = checkpoint.prepare(exchanger, saved, memory, lambda s: on_devices(s, session.parameters))
+                loaded = checkpoint.prepare(runner, saved, memory, lambda s: on_devices(s, session.parameters))
                 with _plainly():
                     super(StateMixin, optimizer).load_state_dict(plain)
         except Exception as raised:
@@ -214,14 +214,14 @@ def load_state(
             checkpoint.compare_everywhere([former.backend, *beside], saved, memory, error, alike=False)
         elif error is not None:
             raise error
-        checkpoint.apply(exchanger, cast(checkpoint.Loaded, loaded))
+        checkpoint.apply(runner, cast(checkpoint.Loaded, loaded))
     except BaseException:
         vars(optimizer).update(before)
-        if exchanger is not former:
-            exchanger.close()
+        if runner is not former:
+            runner.close()
         raise
     if resumed is not None:
-        session.take(exchanger, plan)
+        session.take(runner, plan)
         former.close()
         session.auto.resume(resumed)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from grace.session.exchanger import Exchanger
+from grace.session.step_runner import StepRunner
 
 UNKNOWN = (
     "gradients were cleared, and Grace saw no optimizer that used them, nor that the parameters changed: what a memory "
@@ -169,44 +169,44 @@ class UnusedMeans:
         """References to them; None as soon as it is known what became of them."""
 
     @contextlib.contextmanager
-    def left_in(self, exchanger: Exchanger) -> Iterator[None]:
+    def left_in(self, runner: StepRunner) -> Iterator[None]:
         """What is exchanged in this context is not used yet."""
-        self.next_begins(exchanger)
-        exchanger.waits_for_step = exchanger.stateful
+        self.next_begins(runner)
+        runner.waits_for_step = runner.stateful
         try:
             yield
         except BaseException:
-            exchanger.waits_for_step = False
+            runner.waits_for_step = False
             raise
-        if exchanger.stateful:
+        if runner.stateful:
             grads = [(name, p.grad) for name, p in self.parameters.items()]
             self.means = {name: weakref.ref(grad) for name, grad in grads if grad is not None}
 
-    def next_begins(self, exchanger: Exchanger) -> None:
+    def next_begins(self, runner: StepRunner) -> None:
         """The next exchange begins: a gradient that is another tensor now was cleared in between."""
         if self.means is not None:
-            self._settle(exchanger, [name for name, mean in self.means.items() if self._grad(name) is not mean()])
+            self._settle(runner, [name for name, mean in self.means.items() if self._grad(name) is not mean()])
 
-    def used(self, exchanger: Exchanger) -> None:
+    def used(self, runner: StepRunner) -> None:
         """``step()`` uses the gradients that are there."""
         if self.means is not None:
-            self._settle(exchanger, [name for name in self.means if self._grad(name) is None])
+            self._settle(runner, [name for name in self.means if self._grad(name) is None])
 
-    def cleared(self, exchanger: Exchanger) -> None:
+    def cleared(self, runner: StepRunner) -> None:
         """All of them were cleared."""
         if self.means is not None:
-            self._settle(exchanger, list(self.means))
+            self._settle(runner, list(self.means))
 
     def _grad(self, name: str) -> torch.Tensor | None:
         return self.parameters[name].grad
 
-    def _settle(self, exchanger: Exchanger, thrown: Collection[str]) -> None:
-        for component in exchanger._stepping():
+    def _settle(self, runner: StepRunner, thrown: Collection[str]) -> None:
+        for component in runner._stepping():
             for name in thrown:
-                for shard in exchanger.shards_of[name]:
+                for shard in runner.shards_of[name]:
                     component.state.rollback(shard.variable.name)
             component.state.commit()
-        exchanger.waits_for_step, self.means = False, None
+        runner.waits_for_step, self.means = False, None
 
 
 class _Arrival:

@@ -96,7 +96,7 @@ def kept():
         backward(model, gradients(step, grace.rank(), 2))
         optimizer.step()
         if step == 1:
-            optimizer._grace.exchanger.close()
+            optimizer._grace.runner.close()
         del optimizer, model
         gc.collect()
         found.append(len(channels.made))
@@ -126,7 +126,7 @@ def ended_at_different_moments():
         if step == 0 and grace.rank() == 0:
             alive.append(optimizer)
         else:
-            optimizer._grace.exchanger.close()
+            optimizer._grace.runner.close()
     return len(channels.made) - before
 
 
@@ -150,8 +150,8 @@ def among_some():
             optimizer.synchronize()
             if strategy is None:
                 check(model, 0, number, [0, 2])
-            optimizer._grace.exchanger.pending()
-            optimizer._grace.exchanger.close()
+            optimizer._grace.runner.pending()
+            optimizer._grace.runner.close()
             gc.collect()
     return True
 

@@ -43,7 +43,7 @@ def train(compressor: str, communicator: str, steps: int = 4) -> dict[str, tuple
         optimizer.zero_grad()
         model.backward(gradients)
         optimizer.step()
-    sums = {v.name: g.communicator.sums for g in optimizer._grace.exchanger.buckets for v in g.variables}
+    sums = {v.name: g.communicator.sums for g in optimizer._grace.runner.buckets for v in g.variables}
     return {name: (sums[name], p.detach().numpy().copy()) for name, p in model.named_parameters()}
 
 

@@ -83,7 +83,7 @@ def chosen(hierarchical: bool) -> tuple[str, str]:
     model = torch.nn.Linear(6, 50)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     opt = grace.DistributedOptimizer(opt, model.named_parameters(), "qsgd", hierarchical=hierarchical)
-    return opt._grace.exchanger.name, opt._grace.plan.options()["communicator"]
+    return opt._grace.runner.name, opt._grace.plan.options()["communicator"]
 
 
 def test_optimizers_take_it_by_the_number_of_ranks_that_exchange():
@@ -95,8 +95,8 @@ def test_optimizers_take_it_by_the_number_of_ranks_that_exchange():
 def saved(compressor: str, memory: str | None, communicator: str | None) -> dict:
     model, opt = optimizer(compressor, memory, communicator)
     weights = steps(model, opt, 0, 3)
-    exchanger = opt._grace.exchanger
-    return {"file": opt.full_state_dict(), "weights": weights, "state": exchanger.state(), "name": exchanger.name}
+    runner = opt._grace.runner
+    return {"file": opt.full_state_dict(), "weights": weights, "state": runner.state(), "name": runner.name}
 
 
 def resumed(compressor: str, memory: str | None, communicator: str | None, file: dict) -> dict:
@@ -105,9 +105,9 @@ def resumed(compressor: str, memory: str | None, communicator: str | None, file:
         opt.load_state_dict(file)
     except grace.ConfigError as error:
         return {"error": str(error)}
-    exchanger = opt._grace.exchanger
-    kept = exchanger.state()
-    return {"state": kept, "name": exchanger.name, "weights": steps(model, opt, 3, 2)}
+    runner = opt._grace.runner
+    kept = runner.state()
+    return {"state": kept, "name": runner.name, "weights": steps(model, opt, 3, 2)}
 
 
 def owed(results: list[dict], name: str) -> np.ndarray:
@@ -149,7 +149,7 @@ def test_a_name_is_compared_with_the_checkpoint_as_before():
 def own_file(communicator: str | None) -> dict:
     model, opt = optimizer("efsignsgd", "residual", communicator)
     weights = steps(model, opt, 0, 3)
-    return {"file": opt.state_dict(), "weights": weights, "state": opt._grace.exchanger.state()}
+    return {"file": opt.state_dict(), "weights": weights, "state": opt._grace.runner.state()}
 
 
 def own_resumed(files: list[dict], communicator: str | None) -> dict:

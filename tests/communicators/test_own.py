@@ -196,7 +196,7 @@ def uneven():
     """Rank 1 has no gradient of one variable, no rank of another, and one of rank 1's overflows in the second step."""
     model = Given({"a": (30, 20), "b": (400,), "c": (300,)})
     optimizer = distributed(model, communicator=Halving("topk(ratio=0.5)", "residual"))
-    own = optimizer._grace.exchanger.communicators[0]
+    own = optimizer._grace.runner.communicators[0]
     found = []
     for spoilt in (False, True, False):
         optimizer.zero_grad()

@@ -133,7 +133,7 @@ def skewed(rank: int, ranks: int) -> np.ndarray:
 def one_owner() -> tuple[np.ndarray, np.ndarray, int]:
     communicator = joined(grace.torch.ScatterMerge(f"topk(ratio={RATIO})"))
     mean = communicator.step(torch.from_numpy(skewed(grace.rank(), grace.size())), "w")
-    sent = communicator.by_hand.exchanger.traffic.sent_bytes
+    sent = communicator.by_hand.runner.traffic.sent_bytes
     return mean.numpy(), communicator.memory.state["w"].numpy(), sent
 
 
@@ -153,7 +153,7 @@ def test_what_is_beyond_an_owners_room_stays(ranks):
 def sent_bytes(kind: str) -> int:
     communicator = joined(getattr(grace.torch, kind)("topk"))
     communicator.step(torch.randn(500, 400), "w")
-    return communicator.by_hand.exchanger.traffic.sent_bytes
+    return communicator.by_hand.runner.traffic.sent_bytes
 
 
 def test_traffic_does_not_grow_with_the_number_of_ranks():

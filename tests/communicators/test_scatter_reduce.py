@@ -23,7 +23,7 @@ def gradient(rank: int, step: int, shape: tuple[int, ...]) -> torch.Tensor:
 def exchange(kind: str, spec: str, shape: tuple[int, ...], steps: int = 1) -> tuple[list[np.ndarray], int]:
     communicator = joined(getattr(grace.torch, kind)(spec))
     values = [communicator.step(gradient(grace.rank(), step, shape), "w").numpy() for step in range(steps)]
-    return values, communicator.by_hand.exchanger.traffic.sent_bytes
+    return values, communicator.by_hand.runner.traffic.sent_bytes
 
 
 def from_formula(spec: str, shape: tuple[int, ...], size: int) -> np.ndarray:

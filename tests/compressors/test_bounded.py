@@ -14,7 +14,7 @@ from grace.core.variable import Variable
 from grace.errors import PayloadError
 from grace.kernels.contract.primitives import Kernels
 from grace.session.by_hand import AsGiven
-from grace.session.exchanger import Exchanger
+from grace.session.step_runner import StepRunner
 from tests.support.data import REFERENCE
 from tests.support.far import as_far
 from tests.support.methods import make
@@ -101,8 +101,8 @@ def test_values_that_are_compressed_again_are_those_that_are_sent(spec):
 def place(spec, device):
     """What a rank whose gradients are there tells the others before the first step."""
     variables = [Variable("w", (100,), device=device)]
-    exchanger = Exchanger(variables, AsGiven(spec, None, None).shards(variables), LocalBackend(), Context())
-    return dict(exchanger.facts()).get("the place of gradients")
+    runner = StepRunner(variables, AsGiven(spec, None, None).shards(variables), LocalBackend(), Context())
+    return dict(runner.facts()).get("the place of gradients")
 
 
 def test_ranks_agree_on_where_gradients_are_as_sizes_follow_from_it():

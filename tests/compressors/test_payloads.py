@@ -13,8 +13,8 @@ from grace.core.backend import LocalBackend
 from grace.core.context import Context
 from grace.core.variable import Variable
 from grace.exchange.bucket import Traffic
-from grace.session.exchanger import Exchanger
 from grace.session.sharding import uniform
+from grace.session.step_runner import StepRunner
 from tests.support.data import EPSILON, TINY, data, same
 from tests.support.methods import SHAPES, SPECS, communicator_of, decoded, make, sent
 from tests.support.pairwise import pairwise
@@ -58,12 +58,12 @@ def test_powersgd_takes_rank_rows_and_columns():
 def test_traffic_counts_the_bytes_of_wire_bits_and_a_small_header(spec):
     communicator = communicator_of(spec)
     variables = [Variable("a", (40, 30)), Variable("b", (30, 20, 2))]
-    exchanger = Exchanger(variables, uniform(variables, communicator), LocalBackend(), Context())
+    runner = StepRunner(variables, uniform(variables, communicator), LocalBackend(), Context())
     for _ in range(3):
-        (group,) = exchanger.buckets
-        exchanger.start(group, [data("gaussian", v.shape) for v in group.variables], [True, True])
-        exchanger.finish(lambda group: [None, None])
-    traffic: Traffic = exchanger.traffic
+        (group,) = runner.buckets
+        runner.start(group, [data("gaussian", v.shape) for v in group.variables], [True, True])
+        runner.finish(lambda group: [None, None])
+    traffic: Traffic = runner.traffic
     for variable in variables:
         bits = communicator.compressor.wire_bits(variable.shape) * variable.numel
         assert traffic.payload_bytes[variable.name] == pytest.approx(3 * bits / 8)

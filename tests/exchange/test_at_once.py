@@ -116,7 +116,7 @@ def test_numbers_that_are_not_summed_on_their_way_are_summed_at_once(spec, memor
 def a_damaged_position():
     trained, rng = Trained("topk", None, [BIG], apart=False, backend=runtime.current()), np.random.default_rng(1)
     trained.step(*drawn(rng, [BIG], torch.float32))
-    (bucket,) = trained.exchanger.buckets
+    (bucket,) = trained.runner.buckets
     before = trained.remembered()
     if grace.rank():
         encode, (_, coded) = bucket.codec.codec.encode, bucket.wire.placed()[0]
@@ -144,11 +144,11 @@ def test_what_was_saved_stays_as_it_was():
     trained, gradients = Trained("topk(ratio=0.1)", None, [(1000,)], apart=False), [torch.randn(1000)]
     for _ in range(2):
         trained.step(gradients, [True])
-    saved = trained.exchanger.state()["memory"]["v0"]
+    saved = trained.runner.state()["memory"]["v0"]
     before = bits(saved)
     for _ in range(3):
         trained.step(gradients, [True])
-    assert bits(saved) == before != bits(trained.exchanger.state()["memory"]["v0"])
+    assert bits(saved) == before != bits(trained.runner.state()["memory"]["v0"])
 
 
 @pytest.mark.parametrize(
@@ -157,11 +157,11 @@ def test_what_was_saved_stays_as_it_was():
 )
 def test_steps_take_no_new_memory(spec):
     trained, gradients = Trained(spec, None, [(4 << 20,)], apart=False), [torch.randn(4 << 20)]
-    (bucket,) = trained.exchanger.buckets
+    (bucket,) = trained.runner.buckets
 
     def step():
-        trained.exchanger.start(bucket, gradients, [True])
-        trained.exchanger.finish(lambda bucket: gradients)
+        trained.runner.start(bucket, gradients, [True])
+        trained.runner.finish(lambda bucket: gradients)
 
     for _ in range(4):
         step()

@@ -188,7 +188,7 @@ def stepped(make, damage, at: int, sparse: bool) -> tuple[list[str], bool, bool]
         optimizer.step()
         optimizer.zero_grad()
         if spoilt:
-            with damaging(optimizer._grace.exchanger.channel, damage, at):
+            with damaging(optimizer._grace.runner.channel, damage, at):
                 backward(20)
                 for _ in range(2):
                     try:
@@ -236,7 +236,7 @@ def by_nodes() -> str:
         table = torch.nn.Embedding(ROWS, 2)
         plain = torch.optim.SGD(table.parameters(), lr=0.1)
         optimizer = grace.DistributedOptimizer(plain, table, "topk", hierarchical=True)
-        leaders = optimizer._grace.exchanger.hierarchy.backend
+        leaders = optimizer._grace.runner.hierarchy.backend
         with damaging(leaders, DAMAGES["far"]) if grace.rank() == 2 else contextlib.nullcontext():
             table(torch.arange(20)).square().sum().backward()
             try:

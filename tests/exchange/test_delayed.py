@@ -116,7 +116,7 @@ def leads_of(staleness: int, late: int, folder: str) -> list[int]:
             leads.append(max(steps_of(folder, r) for r in others) - step)
         one_step(model, optimizer, step)
         Path(folder, f"{grace.rank()}-{step}").touch()
-    optimizer._grace.exchanger.pending()  # so that nobody is still at it when the next test begins
+    optimizer._grace.runner.pending()  # so that nobody is still at it when the next test begins
     return leads
 
 
@@ -133,7 +133,7 @@ METHODS = ("topk(ratio=0.3)", "qsgd(levels=7)", "signsgd", "threshold(value=0.05
 def bits_of(method: str, staleness: int) -> tuple[str, bool]:
     model, optimizer, _ = trained(range(6), compressor=method, staleness=staleness)
     finite = all(bool(torch.isfinite(p).all()) for p in model.parameters())
-    optimizer._grace.exchanger.pending()
+    optimizer._grace.runner.pending()
     return digest(strategies.weights(model)), finite
 
 
@@ -147,7 +147,7 @@ def test_ranks_that_run_ahead_end_with_the_same_bits(ranks, method):
 def resumed(method: str, staleness: int, everyone: bool) -> bool:
     """Eight steps at once, and five, a new model and optimizer with what was saved, and three."""
     whole, optimizer, _ = trained(range(8), compressor=method, staleness=staleness, destination=1)
-    optimizer._grace.exchanger.pending()
+    optimizer._grace.runner.pending()
     part, optimizer, _ = trained(range(5), compressor=method, staleness=staleness, destination=1)
     saved = copied(optimizer.full_state_dict() if everyone else optimizer.state_dict())
     again = Quadratic()
@@ -155,7 +155,7 @@ def resumed(method: str, staleness: int, everyone: bool) -> bool:
     optimizer = made(ReduceBroadcast(method, destination=1, staleness=staleness), again)
     optimizer.load_state_dict(saved)
     trained(range(5, 8), again, optimizer)
-    optimizer._grace.exchanger.pending()
+    optimizer._grace.runner.pending()
     return digest(strategies.weights(whole)) == digest(strategies.weights(again))
 
 
@@ -182,7 +182,7 @@ def under_less(staleness: int, strategy: bool) -> tuple:
     )
     optimizer.load_state_dict(saved)
     trained(range(4, 6), after, optimizer)
-    pending = [dict(step) for step in optimizer._grace.exchanger.pending()]
+    pending = [dict(step) for step in optimizer._grace.runner.pending()]
     return strategies.weights(after), pending
 
 
@@ -221,7 +221,7 @@ def within_the_bound(folder: str) -> torch.Tensor:
     saved = copied(optimizer.state_dict())  # waits for what is on its way
     optimizer.close()
     optimizer = made(ReduceBroadcast("none"), model, broadcast=False)
-    optimizer._grace.exchanger.restore_pending(saved["grace"]["pending"])
+    optimizer._grace.runner.restore_pending(saved["grace"]["pending"])
     one_step(model, optimizer, 6)
     return model.w.detach().clone()
 
@@ -236,7 +236,7 @@ def far_ahead(steps: int, ahead: int, folder: str) -> tuple[int, torch.Tensor]:
     model = Quadratic()
     model.gradients = lambda step, rank: (TARGETS * (rank + 1), torch.ones(2))
     optimizer, most = made(ReduceBroadcast("none", sync=False, ahead=ahead), model), 0
-    group = optimizer._grace.exchanger.buckets[0]
+    group = optimizer._grace.runner.buckets[0]
     for step in range(steps):
         if grace.rank() == 0 and step == 0:  # the destination begins when the other one can go no further
             wait_until(lambda: steps_of(folder, 1) >= ahead)
@@ -244,7 +244,7 @@ def far_ahead(steps: int, ahead: int, folder: str) -> tuple[int, torch.Tensor]:
         Path(folder, f"{grace.rank()}-{step}").touch()
         most = max(most, len(group.communicator.pending_exchanges[group.variables[0].name]))
     weights = model.w.detach().clone()
-    for step in optimizer._grace.exchanger.pending():
+    for step in optimizer._grace.runner.pending():
         weights -= LR * step["w"]
     return most, weights
 
@@ -267,8 +267,8 @@ def spoilt() -> tuple[list[bool], bool]:
         if not finite[-1]:
             for name, p in model.named_parameters():
                 p.data.copy_(before[name])  # what a scaler does: the step is skipped
-    optimizer._grace.exchanger.pending()
-    state = optimizer._grace.exchanger.state()
+    optimizer._grace.runner.pending()
+    state = optimizer._grace.runner.state()
     kept = [value for values in state.values() for value in values.values()]
     return finite, all(bool(torch.isfinite(value).all()) for value in kept)
 
@@ -290,8 +290,8 @@ def absent() -> tuple[torch.Tensor, torch.Tensor]:
         elif step >= 4:  # zeros: what is left comes out
             (model.w * 0).sum().backward()
         optimizer.step()
-    left = optimizer._grace.exchanger.pending()
-    state = optimizer._grace.exchanger.state()
+    left = optimizer._grace.runner.pending()
+    state = optimizer._grace.runner.state()
     owed = sum((step["w"] for step in left if "w" in step), torch.zeros(3, 4))
     kept = state["memory"].get("w", torch.zeros(3, 4))
     return model.w.detach() - LR * owed, LR * kept, LR * state["answer_memory"].get("w", torch.zeros(3, 4))
@@ -313,7 +313,7 @@ def dropped() -> torch.Tensor:
     optimizer.zero_grad()  # the exchange is under way
     for step in range(3):
         one_step(model, optimizer, step)
-    optimizer._grace.exchanger.pending()
+    optimizer._grace.runner.pending()
     return model.w.detach().clone()
 
 
@@ -327,12 +327,12 @@ def scaled() -> torch.Tensor:
     model = Quadratic()
     model.gradients = lambda step, rank: (TARGETS * (4 if step < 2 else 8), torch.ones(2))
     optimizer = made(ReduceBroadcast("none", staleness=2), model)
-    exchanger, got = optimizer._grace.exchanger, []
+    runner, got = optimizer._grace.runner, []
     for step in range(4):
-        exchanger.rescale(4.0 if step < 2 else 8.0)
+        runner.rescale(4.0 if step < 2 else 8.0)
         one_step(model, optimizer, step)
         got.append(None if model.w.grad is None else model.w.grad.clone())
-    exchanger.pending()
+    runner.pending()
     return got[2]
 
 

@@ -15,7 +15,7 @@ from grace.core.variable import Variable
 from grace.errors import PayloadError
 from grace.exchange.scatter_at_once import ScatterCodec
 from grace.session.plan import UniformPlan
-from grace.session.setup import build_exchanger
+from grace.session.setup import build_step_runner
 from tests.support.trained import remembered
 
 pytest.importorskip("numba", reason="codecs of whole buckets are compiled")
@@ -33,7 +33,7 @@ STEPS, OVERFLOWS, DISCARDED, SCALED = 9, 4, 6, 7
 
 
 class Trained:
-    """An exchanger over ScatterReduce, whose gradients are drawn."""
+    """A runner over ScatterReduce, whose gradients are drawn."""
 
     def __init__(self, spec, memory, apart, shapes=SHAPES):
         backend, self.lr = runtime.current(), 1.0
@@ -41,8 +41,8 @@ class Trained:
         found = [Variable(f"v{i}", shape, "float32", device="cpu") for i, shape in enumerate(shapes)]
         context = Context(lr=lambda name: self.lr, rank=backend.rank, size=backend.size)
         plan = UniformPlan(spec, memory, "scatter_reduce")
-        self.exchanger = build_exchanger(lambda: found, lambda: plan, backend, context)
-        for bucket in self.exchanger.buckets:
+        self.runner = build_step_runner(lambda: found, lambda: plan, backend, context)
+        for bucket in self.runner.buckets:
             bucket.codec = False if apart else None
 
     def drawn(self, shape, scale=1.0):
@@ -50,24 +50,24 @@ class Trained:
 
     def step(self, gradients=None, absent=(), discard=False):
         """The means' bits, by name."""
-        gradients = gradients or {v.name: self.drawn(v.shape) for b in self.exchanger.buckets for v in b.variables}
-        for bucket in self.exchanger.buckets:
+        gradients = gradients or {v.name: self.drawn(v.shape) for b in self.runner.buckets for v in b.variables}
+        for bucket in self.runner.buckets:
             names = [variable.name for variable in bucket.variables]
             given = [torch.zeros_like(gradients[name]) if name in absent else gradients[name] for name in names]
-            self.exchanger.start(bucket, given, [name not in absent for name in names])
+            self.runner.start(bucket, given, [name not in absent for name in names])
         if discard:
-            return self.exchanger.discard()
-        outcomes = self.exchanger.finish(
+            return self.runner.discard()
+        outcomes = self.runner.finish(
             lambda bucket: [torch.ones(v.shape) if len(v.shape) == 2 else None for v in bucket.variables]
         )
         return {o.variable.name: (o.overflow, None if o.value is None else bits(o.value)) for o in outcomes}
 
     def remembered(self):
-        return remembered(self.exchanger, bits)
+        return remembered(self.runner, bits)
 
     @property
     def codecs(self):
-        carried = [b for b in self.exchanger.buckets if b.communicator.name == "scatter_reduce"]
+        carried = [b for b in self.runner.buckets if b.communicator.name == "scatter_reduce"]
         return [bucket.codec for bucket in carried]
 
 
@@ -85,7 +85,7 @@ def trained(spec, memory, apart):
     try:
         for step in range(STEPS):
             one.lr = [0.5, 0.5, 0.25, 0.0, 0.3, 0.3, 0.3, 0.2, 0.2][step]
-            one.exchanger.context.loss_scale = 8.0 if step >= SCALED else 1.0
+            one.runner.context.loss_scale = 8.0 if step >= SCALED else 1.0
             scale = 10.0 ** one.rng.integers(-6, 3)
             gradients = {f"v{i}": one.drawn(shape, scale) for i, shape in enumerate(SHAPES)}
             gradients["v3"] = torch.stack([gradients["v3"]] * 2, -1)[..., 0]  # with strides
@@ -97,7 +97,7 @@ def trained(spec, memory, apart):
     finally:
         for method in METHODS:
             setattr(ScatterCodec, method, getattr(ScatterCodec, method).__wrapped__)
-    traffic = one.exchanger.traffic
+    traffic = one.runner.traffic
     counted = traffic.payload_bytes, traffic.header_bytes, traffic.sent_bytes
     return found, counted, [isinstance(codec, ScatterCodec) for codec in one.codecs], used
 
@@ -180,7 +180,7 @@ def refused(collective):
     codec.decode = watched(codec.decode, "decode", used)
     with pytest.raises(PayloadError) as caught:
         one.step({"v0": torch.ones(BIG)})
-    one.exchanger.abandon()
+    one.runner.abandon()
     assert one.remembered() == before
     said, tried = str(caught.value), list(used)
     same = {"v0": one.drawn(BIG)}

@@ -42,12 +42,12 @@ def counted(compressor, communicator, group_bytes):
         optimizer.zero_grad()
         model.backward(made_up(SHAPES, step, grace.rank()))
         optimizer.step()
-    groups = [[v.name for v in group.variables] for group in optimizer._grace.exchanger.buckets]
+    groups = [[v.name for v in group.variables] for group in optimizer._grace.runner.buckets]
     dense = [
         v.name
-        for group in optimizer._grace.exchanger.buckets
+        for group in optimizer._grace.runner.buckets
         for v in group.variables
-        if group.communicator.describe() != optimizer._grace.exchanger.name
+        if group.communicator.describe() != optimizer._grace.runner.name
     ]
     return optimizer.traffic, backend.handed, groups, dense
 

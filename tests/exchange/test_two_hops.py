@@ -46,10 +46,10 @@ def test_the_mean_is_that_of_the_formula(compressor, dtype, shape):
 def kinds(nbytes: int) -> str:
     communicator = grace.torch.Allreduce("none")
     communicator.step(torch.ones(nbytes // 4), "w")
-    exchanger = communicator.by_hand.exchanger
-    exchange = exchanger.start(exchanger.buckets[0], [torch.ones(nbytes // 4)], [True])
+    runner = communicator.by_hand.runner
+    exchange = runner.start(runner.buckets[0], [torch.ones(nbytes // 4)], [True])
     halfway = getattr(exchange, "halfway", False)
-    exchanger.finish(lambda bucket: [None])
+    runner.finish(lambda bucket: [None])
     return f"{type(exchange).__name__} {halfway}"
 
 
@@ -80,7 +80,7 @@ def collectives(compressor: str, steps: int) -> tuple[list[bytes], int]:
     optimizer = grace.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compressor
     )
-    channel = optimizer._grace.exchanger.channel
+    channel = optimizer._grace.runner.channel
     for step in range(steps):
         before = channel.started
         optimizer.zero_grad()

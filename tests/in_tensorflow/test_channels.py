@@ -40,7 +40,7 @@ def side_by_side():
                 wanted = sum(value(i, other) for other in range(1 if absent else size)) / size
                 np.testing.assert_allclose(mean, wanted, rtol=1e-4)
             assert MPI.COMM_WORLD.allreduce(rank + 1) == size * (size + 1) // 2
-    channels = [session.exchanger.channel for session in (optimizers[0]._grace, optimizers[1]._grace, exchange)]
+    channels = [session.runner.channel for session in (optimizers[0]._grace, optimizers[1]._grace, exchange)]
     return len({id(channel) for channel in channels}), grace.init() in channels
 
 

@@ -144,12 +144,12 @@ class Run:
         self.entry = self.session.state()
 
     def state(self):
-        return self.session.exchanger.state()
+        return self.session.runner.state()
 
     def bits(self):
         context = self.session.context
         variables = [np.asarray(v).tobytes() for v in self.model.optimizer.variables]
-        return raw(self.state()), variables, context.step, context.loss_scale, self.session.exchanger.run
+        return raw(self.state()), variables, context.step, context.loss_scale, self.session.runner.run
 
     def tried(self, entry, memory="strict"):
         load = partial(self.model.optimizer.load_state, memory=memory)
@@ -190,7 +190,7 @@ def test_a_checkpoint_of_other_shapes_changes_nothing_of_graces(run, tmp_path, s
         fit(one)
     path = tf.train.Checkpoint(model=other, optimizer=other.optimizer).write(str(tmp_path / "other"))
     session = model.optimizer._grace
-    before = raw(session.exchanger.state()), session.context.step
+    before = raw(session.runner.state()), session.context.step
     with pytest.raises(grace.ConfigError, match="and in this run it has the shape"):
         tf.train.Checkpoint(model=model, optimizer=model.optimizer).read(path)
-    assert (raw(session.exchanger.state()), session.context.step) == before
+    assert (raw(session.runner.state()), session.context.step) == before

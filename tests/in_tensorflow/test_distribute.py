@@ -48,7 +48,7 @@ def test_a_strategy_is_refused_where_it_is_first_used():
         model.compile(optimizer(), "mse", jit_compile=False)
         with pytest.raises(grace.ConfigError, match="MirroredStrategy"):
             model.fit(X, X[:, :2], verbose=0, callbacks=callbacks)
-        assert model.optimizer._grace.exchanger is None
+        assert model.optimizer._grace.runner is None
     with pytest.raises(grace.ConfigError, match="MirroredStrategy"):
         grace.tensorflow.broadcast_variables(model.variables)
     gradients = [tf.ones(v.shape) for v in model.trainable_variables]

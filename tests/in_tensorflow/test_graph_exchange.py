@@ -60,12 +60,12 @@ def both(compressor, dtype, apart, options):
         answers.append((digest(values), found, traffic.payload_bytes, traffic.steps, session.context.step))
         for name, value in before.items():
             setattr(graph_exchange, name, value)
-        assert len(session.exchanger.buckets) > 1 or not options.get("bucket_bytes")
+        assert len(session.runner.buckets) > 1 or not options.get("bucket_bytes")
         session.close()
     return answers
 
 
-APART = {"all_sums": lambda exchanger: False, "grouped": lambda buckets: [[bucket] for bucket in buckets]}
+APART = {"all_sums": lambda runner: False, "grouped": lambda buckets: [[bucket] for bucket in buckets]}
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def owing():
 
     ones = [tf.ones(3)]
     exchange(ones)
-    session.exchanger.restore_pending([{"a": np.float32([1, 2, 3]), "b": np.float32([4, 5])}])
+    session.runner.restore_pending([{"a": np.float32([1, 2, 3]), "b": np.float32([4, 5])}])
     return [[(np.asarray(value).tolist(), bool(found)) for value, found in exchange(ones)] for _ in range(2)]
 
 

@@ -147,7 +147,7 @@ def refused():
         with pytest.raises((grace.ConfigError, grace.RankError)) as error:
             fit(model, [warmup, broadcast], **options)
         said.append(str(error.value))
-        assert model.optimizer._grace.exchanger is None
+        assert model.optimizer._grace.runner is None
     model = compiled(sgd(0.1))
     with pytest.raises(grace.ConfigError) as error:
         model.fit(endless, verbose=0, callbacks=[callback()])

@@ -34,13 +34,11 @@ def steps(spec, there):
                 given["vector"].flat[3] = BAD[number]
             parts = dict(model.named_parameters())
             sum((parts[n] * torch.from_numpy(g)).sum() for n, g in given.items()).backward()
-            kept = {n: id(v) for c in optimizer._grace.exchanger._stepping() for n, v in c.state.kept.items()}
+            kept = {n: id(v) for c in optimizer._grace.runner._stepping() for n, v in c.state.kept.items()}
             with settled_there(optimizer._grace, None) if there and number > 1 else contextlib.nullcontext():
                 optimizer.synchronize()
             if there and number > 1:  # in place, as a graph needs it
-                assert kept == {
-                    n: id(v) for c in optimizer._grace.exchanger._stepping() for n, v in c.state.kept.items()
-                }
+                assert kept == {n: id(v) for c in optimizer._grace.runner._stepping() for n, v in c.state.kept.items()}
             means = {n: torch.nan_to_num(g, nan=1234.5) for n, g in gradients(model).items()}  # NaNs have many bits
             optimizer.step()
             found.append((digest(means), digest(state_of(optimizer))))
@@ -126,7 +124,7 @@ def test_replays_are_counted_as_steps_and_the_capture_is_not(alone):
 def test_replays_go_on_from_what_other_steps_and_checkpoints_left(alone):
     optimizer = alone("topk(ratio=0.1)")
     session = optimizer._grace
-    (state,) = [part.state for part in session.exchanger._stepping() if part.kind == "memory"]
+    (state,) = [part.state for part in session.runner._stepping() if part.kind == "memory"]
     parameters, seen, finished = [p for group in optimizer.param_groups for p in group["params"]], [], []
 
     def step():

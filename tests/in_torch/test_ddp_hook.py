@@ -189,7 +189,7 @@ def one_late(folder):
         while not done.exists():
             time.sleep(0.01)
         return None
-    exchanges = state.exchanger.channel
+    exchanges = state.runner.channel
     exchanges.timeout = 0.5  # all that the ranks do together before may take its time
     _set_pg_timeout(timedelta(seconds=exchanges.timeout), exchanges.group)
     with pytest.raises(RuntimeError) as raised:

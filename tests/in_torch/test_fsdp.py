@@ -114,7 +114,7 @@ def both(body, policy, compressor="none", memory=None):
     net = built(mesh["shard"], **options)
     state = grace.torch.register_fsdp_hook(net, mesh["replicate"], compressor, memory)
     got = trained(net, 4, BODIES[body])
-    steps = state.exchanger.context.step
+    steps = state.runner.context.step
     state.close()
     return [(name, float((got[name] - wanted[name]).abs().max())) for name in wanted], same_bits(got), steps
 
@@ -138,7 +138,7 @@ def many(compressor, strategy, steps):
     net = built(mesh["shard"])
     state = grace.torch.register_fsdp_hook(net, mesh["replicate"], compressor, strategy=strategy)
     weights = trained(net, steps)
-    sent, names = state.traffic.bits_per_element, sorted(state.exchanger.state()["memory"])
+    sent, names = state.traffic.bits_per_element, sorted(state.runner.state()["memory"])
     state.close()
     return same_bits(weights), sent, names
 
@@ -152,7 +152,7 @@ def forgotten():
     del states[:2]
     gc.collect()
     weights = trained(net, 3)
-    steps = [state.exchanger.context.step for state in states]
+    steps = [state.runner.context.step for state in states]
     for state in states:
         state.close()
     return same_bits(weights), steps
@@ -199,7 +199,7 @@ def identity(steps):
 
     def kept():
         found = {}
-        for name, value in state.exchanger.state().get("memory", {}).items():
+        for name, value in state.runner.state().get("memory", {}).items():
             found[name] = value.double().clone()
             dist.all_reduce(found[name], group=group)
         return found
@@ -245,7 +245,7 @@ def overflowed():
         scaler.step(opt)
         scaler.update()
         state.close_step()
-        kept = state.exchanger.state()["memory"]
+        kept = state.runner.state()["memory"]
         finite = all(bool(value.isfinite().all()) for value in kept.values())
         found.append((finite, float(sum(value.abs().sum() for value in kept.values())), scaler.get_scale()))
     weights = whole(net)

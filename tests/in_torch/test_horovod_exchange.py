@@ -87,7 +87,7 @@ def grouped(method, groups, skip=()):
         optimizer.zero_grad()
         model.backward({name: g for name, g in given.items() if grace.rank() == 0 or name not in skip})
         optimizer.step()
-    members = {tuple(variable.name for variable in group.variables) for group in optimizer._grace.exchanger.buckets}
+    members = {tuple(variable.name for variable in group.variables) for group in optimizer._grace.runner.buckets}
     return members, digest(weights(model))
 
 
@@ -253,7 +253,7 @@ def beside_a_shared_bucket(method, known):
         model(torch.tensor([step, grace.rank() + 2])).square().sum().backward()
         optimizer.step()
         assert model.table.grad.is_sparse
-    return [[variable.name for variable in bucket.variables] for bucket in optimizer._grace.exchanger.buckets], weights(
+    return [[variable.name for variable in bucket.variables] for bucket in optimizer._grace.runner.buckets], weights(
         model
     )
 
@@ -329,7 +329,7 @@ def uneven(method):
         optimizer.zero_grad()
         model.backward(made_up(SHAPES, step, grace.rank()))
         optimizer.step()
-    shared = {k: dict(c.state) for k, c in optimizer._grace.exchanger.components if c.shared_state}
+    shared = {k: dict(c.state) for k, c in optimizer._grace.runner.components if c.shared_state}
     ends = optimizer.state_dict()["state"], optimizer.param_groups[0]["lr"]
     return last, joined, (optimizer._grace.context.step, digest(shared), digest(weights(model)), digest(ends))
 

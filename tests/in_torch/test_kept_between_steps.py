@@ -88,7 +88,7 @@ def test_residuals_are_right_after_a_step_that_was_dropped():
         for number, factor in enumerate((1.0, 1.0, float("inf"), 1.0, 2.0, float("nan"), 1.0)):
             before = [p.detach().clone() for p in model.parameters()]
             if not fused:
-                for bucket in optimizer._grace.exchanger.buckets:
+                for bucket in optimizer._grace.runner.buckets:
                     bucket.codec = False
             step(model, optimizer, factor)
             if factor not in (1.0, 2.0):
@@ -102,7 +102,7 @@ def test_residuals_are_right_after_a_step_that_was_dropped():
 
 
 def residuals(optimizer):
-    (memory,) = [c.memory for c in optimizer._grace.exchanger.communicators if c.memory.stateful]
+    (memory,) = [c.memory for c in optimizer._grace.runner.communicators if c.memory.stateful]
     return [memory.state[name] for name in sorted(memory.state)]
 
 
@@ -126,7 +126,7 @@ def test_a_part_that_a_users_memory_gets_later_is_found():
     optimizer = grace.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model, "topk(ratio=0.1)", memory
     )
-    communicator = optimizer._grace.exchanger.communicators[0]
+    communicator = optimizer._grace.runner.communicators[0]
     before = keepers.of(communicator)
     for _ in range(2):
         step(model, optimizer)

@@ -31,7 +31,7 @@ def deleted(group_bytes):
                 loss_of(model, 5).backward()
             elif moment == "after zero_grad":
                 optimizer.zero_grad()
-            gone = [weakref.ref(optimizer), weakref.ref(optimizer._grace), weakref.ref(optimizer._grace.exchanger)]
+            gone = [weakref.ref(optimizer), weakref.ref(optimizer._grace), weakref.ref(optimizer._grace.runner)]
             del optimizer
             assert [ref() for ref in gone] == [None] * len(gone)
     finally:

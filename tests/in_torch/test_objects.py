@@ -75,7 +75,7 @@ def users_parts(communicator, save_to):
     model = net()
     grc = communicator(Half(), Decaying())
     optimizer = distributed(model, communicator=grc)
-    assert grc in optimizer._grace.exchanger.communicators
+    assert grc in optimizer._grace.runner.communicators
     train(model, optimizer, range(4))
     if save_to:
         torch.save(optimizer.state_dict(), f"{save_to}/{grace.rank()}.pt")

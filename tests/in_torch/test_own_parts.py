@@ -128,7 +128,7 @@ def test_a_component_serves_one_optimizer():
     kept = grace.DistributedOptimizer(torch.optim.SGD(first.parameters(), lr=1.0), first, "topk(ratio=0.2)", memory)
     first.backward({"w": range(8)})
     kept.step()
-    for choice in ({"compressor": "topk", "memory": memory}, {"communicator": kept._grace.exchanger.communicators[0]}):
+    for choice in ({"compressor": "topk", "memory": memory}, {"communicator": kept._grace.runner.communicators[0]}):
         second = Given({"w": (8,)})
         with pytest.raises(grace.ConfigError, match=r"(residual|allgather) is in use by .*the spec '\1'"):
             grace.DistributedOptimizer(torch.optim.SGD(second.parameters(), lr=1.0), second, **choice)
@@ -145,7 +145,7 @@ def test_what_one_optimizer_left_in_a_memory_does_not_reach_the_next_one():
         model.backward({"w": range(8)})
         optimizer.step()
         assert float(memory.state["w"].sum()) == sum(range(6))
-        optimizer._grace.exchanger.close()
+        optimizer._grace.runner.close()
 
 
 def test_components_are_copied_and_pickled_without_the_run_they_are_in():

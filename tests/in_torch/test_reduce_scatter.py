@@ -298,7 +298,7 @@ def alone():
     state = grace.torch.register_fsdp_hook(net, compressor="topk(ratio=0.1)")
     weights = trained(net, 5)
     state.close()
-    return same_bits(weights), state.exchanger.context.size, batch(0)[0].shape
+    return same_bits(weights), state.runner.context.size, batch(0)[0].shape
 
 
 def test_a_shard_axis_of_one_rank_is_data_parallelism(four):

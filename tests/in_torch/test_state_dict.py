@@ -33,7 +33,7 @@ def through_state_dicts(folder, compressor):
 
     other = net(seed=9)
     again = distributed(other, compressor)
-    channel = again._grace.exchanger.channel
+    channel = again._grace.runner.channel
     before = channel.sent_bytes, channel.started
     mine, theirs = get_state_dict(other, again)  # torch makes the optimizer's state by a step of its own
     assert again._grace.context.step == 0
@@ -165,7 +165,7 @@ def test_wrappers_rename_nothing(two_ranks):
 def hooks_names():
     """A hook's state does not know that the model was compiled."""
     hook = grace.torch.register_ddp_hook(ddp(torch.compile(net())), "topk")
-    return [variable.name for variable in hook.exchanger.variables] == [name for name, _ in net().named_parameters()]
+    return [variable.name for variable in hook.runner.variables] == [name for name, _ in net().named_parameters()]
 
 
 def test_the_ddp_hook_names_parameters_likewise(two_ranks):

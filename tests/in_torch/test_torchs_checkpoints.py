@@ -215,8 +215,8 @@ def replicas_of(ranks):
 def kept(run):
     """What this rank remembers."""
     owner = getattr(run.memories.get("grace"), "owner", run.memories.get("grace_replicas"))
-    exchanger = owner.exchanger if hasattr(owner, "exchanger") else owner._grace.exchanger
-    return {name: value.clone() for name, value in exchanger.state()["memory"].items()}
+    runner = owner.runner if hasattr(owner, "runner") else owner._grace.runner
+    return {name: value.clone() for name, value in runner.state()["memory"].items()}
 
 
 def saves(make, args, folder):

@@ -99,7 +99,7 @@ def stopped_and_resumed(folder: Path) -> tuple[str, dict[str, torch.Tensor]]:
         resumed = Run(seed=1).load(folder).train()
         assert resumed.bits() == whole.bits()
         assert kept(resumed.state) == kept(whole.state)
-        assert resumed.state.exchanger.context.step == 8
+        assert resumed.state.runner.context.step == 8
         return whole.bits(), remembered
 
 
@@ -113,7 +113,7 @@ def resumed_on_others(folder: Path) -> tuple[str, dict[str, torch.Tensor]]:
 def empty_after_one_process(folder: Path) -> None:
     with torchrun():
         run = Run(seed=1).load(folder)
-        assert run.state.exchanger.context.step == 0
+        assert run.state.runner.context.step == 0
         assert residuals(run.state) == {}
         run.train(batches=2)
 

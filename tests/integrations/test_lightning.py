@@ -111,7 +111,7 @@ def stopped_and_resumed(folder: Path) -> list[str]:
                 resumed.save_checkpoint(folder / "late.ckpt")
         resumed.fit_loop.epoch_loop.max_steps = 14
         resumed.fit(other, *loaders())  # once more, with a new wrapper
-        assert second.state.exchanger.context.step == 2
+        assert second.state.runner.context.step == 2
         return [*after[:1], bits(other)]
 
 
@@ -220,7 +220,7 @@ def tuned(folder: Path) -> list[str]:
             search(Tuner(made), model)
             model.load_state_dict(net().state_dict())
         made.fit(model, *loaders())
-        return bits(model), own.state.exchanger.context.step
+        return bits(model), own.state.runner.context.step
 
     def find(tuner: Any, model: Any) -> None:
         tuner.lr_find(model, *loaders(), num_training=3, update_attr=False)

@@ -100,13 +100,13 @@ def stopped_and_resumed(folder: Path) -> list[Any]:
         resumed = trainer(folder, second := callback(), model=gpt(seed=1), save_total_limit=2)
         resumed.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
         assert (bits(resumed), kept(second.state)) == after
-        steps = second.state.exchanger.context.step
+        steps = second.state.runner.context.step
         for again, memories in ((whole, first), (resumed, second)):
             gpt()  # the random numbers of dropout
             again.train()
             own.append((bits(again), kept(memories.state)))
         assert own[0] == own[1]
-        assert second.state.exchanger.context.step == steps + 6  # it is the same hook
+        assert second.state.runner.context.step == steps + 6  # it is the same hook
         return [after[0], own[0][0]]
 
 
@@ -221,7 +221,7 @@ def otherwise(folder: Path) -> None:
         made.model_init = lambda: gpt()  # a new model, and so a new hook, for each train()
         for _ in range(2):
             made.train()
-            assert own.state.exchanger.context.step == 1
+            assert own.state.runner.context.step == 1
         compiled = trainer(folder, own := callback(), max_steps=2, torch_compile=True, torch_compile_backend="eager")
         compiled.train()
         assert not any("_orig_mod" in name for name in kept(own.state))

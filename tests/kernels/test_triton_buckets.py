@@ -139,7 +139,7 @@ def test_what_is_above_a_threshold_has_its_wire_too(monkeypatch):
     shapes, rng, counts = [(5003,), (), (23, 7), (7,), (4095,)], np.random.default_rng(1), []
     given = "threshold(value=0.5, capacity=0.1)", "none", shapes
     there, here = (Trained(*given, apart) for apart in (False, True))
-    mine, other = (max(one.exchanger.buckets, key=lambda bucket: len(bucket.variables)) for one in (there, here))
+    mine, other = (max(one.runner.buckets, key=lambda bucket: len(bucket.variables)) for one in (there, here))
     for kind, draw in {"first": ABOVE["few"], **ABOVE}.items():
         gradients = [torch.tensor(draw(rng, shape)).float() for shape in shapes]
         present = [True, kind != "ties", True, kind != "few", True]
@@ -165,36 +165,36 @@ def the_whole(trained):
 
 
 def of_one(trained):
-    residual = trained.exchanger.communicators[0].memory.recall("v2")[1]
+    residual = trained.runner.communicators[0].memory.recall("v2")[1]
     return None if residual is None else bits(residual)
 
 
 def a_copy(trained):
-    memory = copy.deepcopy(trained.exchanger.communicators[0].memory)
+    memory = copy.deepcopy(trained.runner.communicators[0].memory)
     return sorted(memory.state), bits(memory.held("v2")[0])
 
 
 def restored(trained):
-    saved = trained.exchanger.state()
-    for kind, component in trained.exchanger.components:
+    saved = trained.runner.state()
+    for kind, component in trained.runner.components:
         component.state.clear()
         component.state.update(saved.get(kind, {}))
         component.state.commit()
 
 
 def rescaled(trained):
-    trained.exchanger.rescale(2 * trained.exchanger.context.loss_scale)
+    trained.runner.rescale(2 * trained.runner.context.loss_scale)
 
 
 def rejoined(trained):
     """Wires are laid out anew, and the next codec has buffers of its own."""
-    for bucket in trained.exchanger.buckets:
+    for bucket in trained.runner.buckets:
         bucket.wire = bucket.buffer = None
 
 
 def apart(trained):
     """As a step that is traced."""
-    for bucket in trained.exchanger.buckets:
+    for bucket in trained.runner.buckets:
         bucket.codec = False
 
 
@@ -230,14 +230,14 @@ def test_residuals_of_signs_are_finished_before_anybody_else_reads_them(reader, 
             gradients[0][0, 0], present[0] = np.nan, True
         for one in (there, here):
             one.lr = 0.5 if step % 3 else 0.25
-            codecs = [bucket.codec for bucket in one.exchanger.buckets]
+            codecs = [bucket.codec for bucket in one.runner.buckets]
             with monkeypatch.context() as patched:
                 by_triton(patched) if one is there else None
                 told = [act(one) for act in done if callable(act)]
                 mine = elsewhere(gradients, shifted=step == 3) if one is there else gradients
                 means = one.step(mine, present, discard="dropped" in done)
             if apart in done:
-                for bucket, codec in zip(one.exchanger.buckets, codecs, strict=True):
+                for bucket, codec in zip(one.runner.buckets, codecs, strict=True):
                     bucket.codec = codec
             if "overflow" in done:  # which of several NaN it is says nothing
                 means.pop("v0")
@@ -251,7 +251,7 @@ def test_residuals_of_signs_are_finished_before_anybody_else_reads_them(reader, 
 def test_residuals_of_signs_are_the_cpus_where_steps_are_settled_on_the_device(settled, reads, monkeypatch):
     """As in CUDA graphs, which subtract whether somebody has read residuals in between or not."""
     there, here = (Trained("onebit", None, SHAPES, apart=False) for _ in range(2))
-    session = SimpleNamespace(exchanger=there.exchanger, context=there.exchanger.context)
+    session = SimpleNamespace(runner=there.runner, context=there.runner.context)
     rng, everyone = np.random.default_rng(1), [True] * len(SHAPES)
     for step in range(7):
         gradients, _ = drawn(rng, SHAPES, torch.float32)
@@ -327,7 +327,7 @@ def test_memory_traffic_and_launches_are_within_budgets(method, monkeypatch):
     searches = "threshold" in spec or ("topk" in spec and "chunk" not in spec)
     n = 4 * N if searches else N  # of samples, as on GPUs, little
     trained = Trained(spec, memory or None, [(n,)], apart=False)
-    (bucket,) = trained.exchanger.buckets
+    (bucket,) = trained.runner.buckets
     (gradient,), _ = drawn(np.random.default_rng(1), [(n,)], torch.float32)
 
     def tables():
@@ -337,9 +337,9 @@ def test_memory_traffic_and_launches_are_within_budgets(method, monkeypatch):
         for _ in range(2):
             trained.step([gradient.clone()], [True])  # after which residuals have been kept
         with counted(tables) as encoding:
-            trained.exchanger.start(bucket, [gradient], [True])
+            trained.runner.start(bucket, [gradient], [True])
         with counted(tables) as decoding:
-            trained.exchanger.finish(lambda bucket: [gradient])
+            trained.runner.finish(lambda bucket: [gradient])
     assert 0 < encoding.launches <= (7 if searches else 3)
     assert 0 < decoding.launches <= 2 + (spec == "randomk")
     most = TRAFFIC[method]
@@ -358,10 +358,10 @@ def test_what_fills_the_room_of_a_payload_is_not_read(monkeypatch):
     with as_far():
         for _ in range(2):
             trained.step([gradient.clone()], [True])
-        (bucket,) = trained.exchanger.buckets
-        trained.exchanger.start(bucket, [gradient], [True])
+        (bucket,) = trained.runner.buckets
+        trained.runner.start(bucket, [gradient], [True])
         with counted() as decoding:
-            trained.exchanger.finish(lambda bucket: [gradient])
+            trained.runner.finish(lambda bucket: [gradient])
     assert isinstance(bucket.codec, BucketCodec)
     assert 4 < decoding.nbytes / gradient.numel() < 4.5
 

@@ -200,11 +200,11 @@ def test_memory_traffic_is_within_budgets(spec, most, monkeypatch):
     by_triton(monkeypatch)
     shape = (256, 256)
     trained = Trained(spec, None, [shape], apart=False)
-    (bucket,), gradient = trained.exchanger.buckets, torch.from_numpy(data("gaussian", shape))
+    (bucket,), gradient = trained.runner.buckets, torch.from_numpy(data("gaussian", shape))
     for _ in range(2):
         trained.step([gradient.clone()], [True])
     with counted() as traffic:
-        trained.exchanger.start(bucket, [gradient], [True])
-        trained.exchanger.finish(lambda bucket: [gradient])
+        trained.runner.start(bucket, [gradient], [True])
+        trained.runner.finish(lambda bucket: [gradient])
     assert 9 <= traffic.launches - 2 <= 10  # but for two of statuses, which flags tell of where they are put off
     assert 28 < traffic.nbytes / gradient.numel() <= most

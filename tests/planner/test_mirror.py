@@ -9,7 +9,7 @@ from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.planner.mirror import Mirror
 from grace.session.plan import UniformPlan
-from grace.session.setup import build_exchanger
+from grace.session.setup import build_step_runner
 
 
 def made(framework, values, dtype):
@@ -96,10 +96,10 @@ def test_exchanges_over_it_give_what_one_rank_alone_gets(spec, ranks):
     def mean(size):
         mirror, variable = Mirror(size), Variable("w", x.shape)
         plan = UniformPlan(spec, None, "allgather" if spec == "efsignsgd" else None)
-        exchanger = build_exchanger(lambda: [variable], lambda: plan, mirror, Context(seed=3))
-        exchanger.start(exchanger.buckets[0], [x.copy()], [True])
-        (outcome,) = exchanger.finish(lambda bucket: [None])
-        exchanger.close()
+        runner = build_step_runner(lambda: [variable], lambda: plan, mirror, Context(seed=3))
+        runner.start(runner.buckets[0], [x.copy()], [True])
+        (outcome,) = runner.finish(lambda bucket: [None])
+        runner.close()
         return outcome.value, mirror.sent_bytes
 
     (alone, nothing), (together, sent) = mean(1), mean(ranks)

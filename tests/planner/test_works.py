@@ -17,8 +17,8 @@ from grace.planner.network import Links, Measured
 from grace.planner.simulate import most_sent
 from grace.planner.works import DENSE, Costs, codec_key, works, works_of
 from grace.session.bucketing import Limits
-from grace.session.exchanger import Exchanger
 from grace.session.sharding import uniform
+from grace.session.step_runner import StepRunner
 from grace.strategy.builder import OneNode
 from grace.strategy.execution import compiled
 from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
@@ -57,28 +57,28 @@ def gradients_of(variables, step):
 
 
 def exchanged(shards, variables, ranks, rank, nodes=None, by_ring=False, steps=4, concatenates=False):
-    """Bytes that leave a rank in a step, those of payloads, and the exchanger."""
+    """Bytes that leave a rank in a step, those of payloads, and the runner."""
     backend = Pretended(ranks, rank, by_ring, concatenates)
-    exchanger = Exchanger(variables, shards, backend, Context(rank=rank, size=ranks))
-    exchanger._nodes = ["here" if nodes is None else f"node {node}" for node in (nodes or range(ranks))]
-    exchanger.agree()
+    runner = StepRunner(variables, shards, backend, Context(rank=rank, size=ranks))
+    runner._nodes = ["here" if nodes is None else f"node {node}" for node in (nodes or range(ranks))]
+    runner.agree()
     sent, payloads = [], []
     for step in range(steps):
-        before = exchanger.traffic.sent_bytes, sum(exchanger.traffic.payload_bytes.values())
+        before = runner.traffic.sent_bytes, sum(runner.traffic.payload_bytes.values())
         gradients = gradients_of(variables, step)
-        for bucket in exchanger.buckets:
-            views = exchanger.views(bucket, gradients.__getitem__)
-            exchanger.start(bucket, views, [True] * len(views))
+        for bucket in runner.buckets:
+            views = runner.views(bucket, gradients.__getitem__)
+            runner.start(bucket, views, [True] * len(views))
         try:
-            exchanger.finish(lambda bucket: [None] * len(bucket.variables))
+            runner.finish(lambda bucket: [None] * len(bucket.variables))
         except PayloadError:  # what others are said to have broadcast need not be a payload
-            exchanger.abandon()
-        for bucket in exchanger.due():
-            exchanger.mean(bucket, exchanger.views(bucket, gradients.__getitem__))
-        sent.append(exchanger.traffic.sent_bytes - before[0])
-        payloads.append(sum(exchanger.traffic.payload_bytes.values()) - before[1])
-    exchanger.close()
-    return sent[-1], payloads[-1], exchanger
+            runner.abandon()
+        for bucket in runner.due():
+            runner.mean(bucket, runner.views(bucket, gradients.__getitem__))
+        sent.append(runner.traffic.sent_bytes - before[0])
+        payloads.append(sum(runner.traffic.payload_bytes.values()) - before[1])
+    runner.close()
+    return sent[-1], payloads[-1], runner
 
 
 def costs_for(shards, bits=None, **more):
@@ -87,11 +87,11 @@ def costs_for(shards, bits=None, **more):
     return Costs(more.pop("network", LINKS), {key: Codec(bits=bits) for key in keys}, **more)
 
 
-def bits_of(exchanger, payload):
+def bits_of(runner, payload):
     """What was sent per element of what the data decide, over what the method shrinks."""
-    varying = [s for s in exchanger.shards.values() if s.communicator.compressor.traits.varies and not s.period]
+    varying = [s for s in runner.shards.values() if s.communicator.compressor.traits.varies and not s.period]
     n = sum(s.variable.numel for s in varying)
-    dense = sum(s.variable.nbytes for s in exchanger.shards.values() if s not in varying)
+    dense = sum(s.variable.nbytes for s in runner.shards.values() if s not in varying)
     return 8 * (payload - dense) / n if n else None
 
 
@@ -99,34 +99,34 @@ def bits_of(exchanger, payload):
 @pytest.mark.parametrize(("ranks", "rank"), [(2, 0), (4, 3)])
 def test_every_method_sends_the_bytes_that_are_predicted(method, kind, ranks, rank):
     shards = uniform(VARIABLES, quiet(method, kind), Limits(2000))
-    sent, payload, exchanger = exchanged(shards, VARIABLES, ranks, rank)
+    sent, payload, runner = exchanged(shards, VARIABLES, ranks, rank)
     root = kind == "reduce_broadcast" and rank == 0
-    bits = bits_of(exchanger, payload)
+    bits = bits_of(runner, payload)
     costs = costs_for(shards, None if bits is None else bits / (2 if root else 1))
     found = works_of(shards, ranks, costs)
     varies = bits is not None
     # every collective is counted in whole bytes; what the data decide is padded, and differs by variable
     slack = (8 + len(VARIABLES)) * ranks * len(found) * 2 if varies else 2 * sum(len(w.transfers) for w in found)
     assert sent_by(found, rank) == pytest.approx(sent, abs=slack, rel=0.02 if varies else 1e-12)
-    assert [work.names for work in found] == [tuple(bucket.names) for bucket in exchanger.buckets]
+    assert [work.names for work in found] == [tuple(bucket.names) for bucket in runner.buckets]
 
 
-def collectives(exchanger):
+def collectives(runner):
     """Kinds of the last step's collectives, sorted, without those of starting up."""
-    return sorted(kind for kind, _ in exchanger.channel.log)
+    return sorted(kind for kind, _ in runner.channel.log)
 
 
 @pytest.mark.parametrize("method", ["none", "fp16", "powersgd", "randomk"])
 @pytest.mark.parametrize(("ranks", "rank"), [(3, 1), (4, 2), (5, 0)])
 def test_small_sums_are_made_in_two_hops_where_the_engine_has_a_ring(method, ranks, rank):
     shards = uniform(VARIABLES, quiet(method, "allreduce"), Limits(2000))
-    sent, _, exchanger = exchanged(shards, VARIABLES, ranks, rank, by_ring=True)
+    sent, _, runner = exchanged(shards, VARIABLES, ranks, rank, by_ring=True)
     found = works_of(shards, ranks, costs_for(shards, by_ring=True))
     transfers = [transfer for work in found for transfer in work.transfers]
     assert sent_by(found, rank) == pytest.approx(sent, abs=len(transfers))
     kinds = {transfer.kind for transfer in transfers}
     assert kinds == ({"allreduce"} if ranks < 4 else {"alltoall", "allgather"})
-    assert collectives(exchanger) == sorted(4 * [transfer.kind for transfer in transfers])
+    assert collectives(runner) == sorted(4 * [transfer.kind for transfer in transfers])
 
 
 VARYING = [(*pair, False) for pair in pairs() if make("compressor", pair[0]).traits.varies]
@@ -138,15 +138,15 @@ def test_no_sizes_go_ahead_where_the_engine_gathers_unequal_payloads(method, kin
     variables, counts = [replace(v, sparse=sparse) for v in LARGE if len(v.shape) > 1], []
     for concatenates in (False, True):
         shards = uniform(variables, quiet(method, kind), Limits(2000))
-        sent, payload, exchanger = exchanged(shards, variables, 3, 1, concatenates=concatenates)
-        bits = None if sparse else bits_of(exchanger, payload)
+        sent, payload, runner = exchanged(shards, variables, 3, 1, concatenates=concatenates)
+        bits = None if sparse else bits_of(runner, payload)
         rows = {v.name: 3.0 for v in variables if sparse}
         found = works_of(shards, 3, costs_for(shards, bits or 64.0, concatenates=concatenates, rows=rows))
         kinds = [transfer.kind for work in found for transfer in work.transfers]
         counts.append(len(kinds))
         turns = 3 if kind == "broadcast" else 1  # which is one from each rank
         each = [kind for kind in kinds for _ in range(turns if kind == "broadcast" else 1)]
-        last = exchanger.channel.log[-len(each) :]  # the first step compares where nobody promised sizes
+        last = runner.channel.log[-len(each) :]  # the first step compares where nobody promised sizes
         assert sorted(kind for kind, _ in last) == sorted(each)
         assert sent_by(found, 1) == pytest.approx(sent, abs=100 * len(found), rel=0.02)
     assert counts[1] == (counts[0] / 2 if kind == "allgather" else counts[0])

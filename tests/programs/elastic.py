@@ -27,7 +27,7 @@ def main(folder: Path) -> None:
             log.write(" ".join(map(str, words)) + "\n")
 
     def residual() -> str:
-        return digest(first._grace.exchanger.state()["memory"])
+        return digest(first._grace.runner.state()["memory"])
 
     torch.set_num_threads(1)
     grace.init()
@@ -61,7 +61,7 @@ def main(folder: Path) -> None:
                 state.residual = residual()
                 state.commit()
             time.sleep(0.1)  # the launcher looks for new hosts every second
-        factors = digest(second._grace.exchanger.state()["compressor"])
+        factors = digest(second._grace.runner.state()["compressor"])
         weights = digest({name: p.detach() for name, p in model.named_parameters()})
         steps = [optimizer._grace.context.step for optimizer in (first, second)]
         say("end", os.getpid(), grace.size(), *steps, weights, factors)

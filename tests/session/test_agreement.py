@@ -9,7 +9,7 @@ from grace.core.variable import Variable
 from grace.session.agreement import agree
 from grace.session.bucketing import Limits
 from grace.session.plan import UniformPlan
-from grace.session.setup import build_exchanger
+from grace.session.setup import build_step_runner
 
 
 class Disagreeing(LocalBackend):
@@ -71,7 +71,7 @@ def test_a_rank_that_fails_still_takes_part_in_the_comparison():
         raise ConfigError("no names")
 
     with pytest.raises(ConfigError, match="no names"):
-        build_exchanger(variables, lambda: UniformPlan("topk", None, None), backend, Context())
+        build_step_runner(variables, lambda: UniformPlan("topk", None, None), backend, Context())
     assert backend.calls == 1
 
 
@@ -81,7 +81,7 @@ def test_whatever_ranks_must_share_is_a_fact(change):
         listed, backend, sent = [Variable(name, shape, dtype) for name, shape in variables], LocalBackend(), []
         backend.allgather_object = lambda value: sent.append(value["value"][0]) or [value]
         uniform = UniformPlan(compressor, None, None, Limits(group_bytes=size))
-        build_exchanger(lambda: listed, lambda: uniform, backend, Context(seed=seed), list(s.items()))
+        build_step_runner(lambda: listed, lambda: uniform, backend, Context(seed=seed), list(s.items()))
         return sent
 
     changed = {

@@ -52,7 +52,7 @@ class Run:
             self.optimizer.zero_grad()
             model.backward(gradients)
             self.optimizer.step()
-        self.parts = [part for _, part in self.optimizer._grace.exchanger.components]
+        self.parts = [part for _, part in self.optimizer._grace.runner.components]
         self.own, self.full = copied(self.optimizer.state_dict()), copied(self.optimizer.full_state_dict())
         entry = self.full["grace"]
         self.two = {**self.full, "grace": saved_form.seal({**entry, "size": 2, "ranks": entry["ranks"] * 2})}
@@ -62,9 +62,9 @@ class Run:
 
     def bits(self):
         """Of everything that loading changes."""
-        exchanger = self.optimizer._grace.exchanger
-        counters = exchanger.context.step, exchanger.context.loss_scale, exchanger.run, self.optimizer.param_groups
-        pending = [dict(step) for step in exchanger.pending()]
+        runner = self.optimizer._grace.runner
+        counters = runner.context.step, runner.context.loss_scale, runner.run, self.optimizer.param_groups
+        pending = [dict(step) for step in runner.pending()]
         return raw([[part.state.kept for part in self.parts], pending, list(self.optimizer.state.values())]), counters
 
     def tried(self, entry, memory="strict"):

@@ -122,7 +122,7 @@ def lacking_on_one():
     model, optimizer = made()
     steps(model, optimizer, range(1))
     if grace.rank() == 1:
-        optimizer._grace.exchanger.pending = lambda: 1 / 0
+        optimizer._grace.runner.pending = lambda: 1 / 0
     with pytest.raises((grace.RankError, ZeroDivisionError)) as caught:
         optimizer.full_state_dict()
     return str(caught.value)

@@ -119,7 +119,7 @@ def overflowed() -> tuple[list[bool], list[bool]]:
         present.append(model.weight.grad is not None)
         finite.append(not present[-1] or bool(torch.isfinite(model.weight.grad).all()))
         used(model, optimizer)
-    state = optimizer._grace.exchanger.state()["memory"]
+    state = optimizer._grace.runner.state()["memory"]
     return [*finite, all(bool(torch.isfinite(value).all()) for value in state.values())], present
 
 
@@ -217,7 +217,7 @@ def votes(options: dict) -> list[float]:
     optimizer = made(model, compressor="signsgd", **options)
     seen = []
     for scale in (1.0, 8.0):
-        optimizer._grace.exchanger.rescale(scale)
+        optimizer._grace.runner.rescale(scale)
         optimizer.zero_grad()
         model(torch.ones(1, 40)).sum().backward()
         optimizer.synchronize()

@@ -58,7 +58,7 @@ def resumed(before, after, method, everyone):
     second.model.load_state_dict(first.model.state_dict())
     second.optimizer.load_state_dict(copied(saved))
     scale = second.optimizer._grace.context.loss_scale
-    assert scale == (before if second.optimizer._grace.exchanger.follows_scaler() else 1.0)
+    assert scale == (before if second.optimizer._grace.runner.follows_scaler() else 1.0)
     second.train(range(STOP, END))
     return weights(second.model), digest(weights(second.model))
 
@@ -89,7 +89,7 @@ def owed():
         first.train(range(STOP))
         second.model.load_state_dict(first.model.state_dict())
         second.optimizer.load_state_dict(copied(first.optimizer.full_state_dict()))
-        assert second.optimizer._grace.exchanger.owed
+        assert second.optimizer._grace.runner.owed
         second.train(range(STOP, END))
         ends.add(digest(weights(second.model)))
     return len(ends)

@@ -171,7 +171,7 @@ def loaded_under(kind, checkpoints, compressor=TOPK, memory=None, reset=False):
     except grace.GraceError as error:
         refused = str(error)
     state = state_of(optimizer)
-    if any(optimizer._grace.exchanger.backend.allgather_object(refused)):
+    if any(optimizer._grace.runner.backend.allgather_object(refused)):
         return refused
     steps(model, optimizer, range(3, 5))
     return {"state": state, "step": optimizer._grace.context.step, "weights": digest(weights(model))}

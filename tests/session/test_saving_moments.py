@@ -120,7 +120,7 @@ def copies():
         with pytest.raises(grace.ConfigError, match=r"cannot be copied or pickled.*state_dict\(\)"):
             attempt()
     steps(model, optimizer, range(1))  # which was not harmed
-    parts = optimizer._grace.exchanger.buckets[0].communicator
+    parts = optimizer._grace.runner.buckets[0].communicator
     alike = pickle.loads(pickle.dumps(copy.deepcopy(parts)))
     assert alike.describe() == parts.describe()
 

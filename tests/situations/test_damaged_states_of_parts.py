@@ -146,8 +146,8 @@ def hooks():
     train(model, range(3, 4))
 
     def bits():
-        kept = state.exchanger.state()["memory"]
-        return state.exchanger.context.step, [(name, value.tolist()) for name, value in kept.items()]
+        kept = state.runner.state()["memory"]
+        return state.runner.context.step, [(name, value.tolist()) for name, value in kept.items()]
 
     key = next(iter(saved))
     wrongs = {}, [], {key: saved[key][:-50]}, {key: b""}, None
@@ -211,7 +211,7 @@ def stages(settings):
         inner = engine.optimizer
         own = [(name, p.tolist()) for name, p in engine.parameters.items()]
         momenta = [value.tolist() for one in inner.state.values() for value in one.values()]
-        return own, momenta, [(g["lr"], g["momentum"]) for g in inner.param_groups], str(inner._grace.exchanger.state())
+        return own, momenta, [(g["lr"], g["momentum"]) for g in inner.param_groups], str(inner._grace.runner.state())
 
     models = {
         "a dict": at(model, ["0.weight"], {}),

@@ -143,7 +143,7 @@ def nested():
             optimizer.zero_grad()
             (model(batch()) + 1).square().sum().backward()
             optimizer.step()
-        found.append((digest(whole(model)), state.exchanger.context.step, state.exchanger.context.updates))
+        found.append((digest(whole(model)), state.runner.context.step, state.runner.context.updates))
         state.close()
     return found
 

@@ -176,7 +176,7 @@ def who_answers(strategy):
     optimizer = executed(model, strategy if grace.rank() == 0 else "ps")
     mixed_loss(model, 0).backward()
     optimizer.step()
-    return bool(optimizer._grace.exchanger.state().get("answer_memory"))
+    return bool(optimizer._grace.runner.state().get("answer_memory"))
 
 
 PORTABLE = {

@@ -138,7 +138,7 @@ def overflowed():
         optimizer.synchronize()
         finite = [bool(torch.isfinite(p.grad).all()) for p in model.parameters()]
         used(model, optimizer)
-        state = optimizer._grace.exchanger.state()["memory"]
+        state = optimizer._grace.runner.state()["memory"]
         found.append([*finite, not any(map(len, state.values()))])
         optimizer.close()
     return found

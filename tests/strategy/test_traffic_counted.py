@@ -74,8 +74,8 @@ def counted(strategy, dense_only):
     else:
         model = mixed()
     optimizer = executed(model, strategy)
-    exchanger = optimizer._grace.exchanger
-    log, before = Log(exchanger.channel), exchanger.channel.sent_bytes
+    runner = optimizer._grace.runner
+    log, before = Log(runner.channel), runner.channel.sent_bytes
     if dense_only:
         for step in range(STEPS):
             optimizer.zero_grad()
@@ -84,7 +84,7 @@ def counted(strategy, dense_only):
     else:
         train(model, optimizer, range(STEPS))
     traffic = optimizer.traffic
-    assert traffic.sent_bytes == exchanger.channel.sent_bytes - before
+    assert traffic.sent_bytes == runner.channel.sent_bytes - before
     assert traffic.steps == STEPS
     return traffic.payload_bytes, traffic.sent_bytes / STEPS, log.sent / STEPS, traffic.header_bytes / STEPS
 

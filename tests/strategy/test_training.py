@@ -188,7 +188,7 @@ def with_priorities(priorities):
     optimizer = executed(model, strategy_of(*plans))
     model.backward({name: torch.full((4,), float(grace.rank() + i)) for i, name in enumerate("abc")})
     optimizer.step()
-    order = [v.name for group in optimizer._grace.exchanger.buckets for v in group.variables]
+    order = [v.name for group in optimizer._grace.runner.buckets for v in group.variables]
     return order, {name: p.tolist() for name, p in model.named_parameters()}
 
 
@@ -211,7 +211,7 @@ def given(strategy, environment=None, **choices):
         options = {} if strategy is None else {"strategy": strategy}
         optimizer = grace.DistributedOptimizer(sgd(model.parameters()), model, **options, **choices)
         train(model, optimizer, range(2))
-        return digest(weights(model)), optimizer._grace.exchanger.name
+        return digest(weights(model)), optimizer._grace.runner.name
     except grace.ConfigError as error:
         return str(error), None
     finally:
@@ -267,7 +267,7 @@ def shards(strategy):
     optimizer = executed(mixed(), strategy)
     return {
         name: f"{shard.communicator.spec}".replace("RowReduceBroadcast", "reduce_broadcast")
-        for name, shard in sorted(optimizer._grace.exchanger.shards.items(), key=lambda item: item[0] != "words.weight")
+        for name, shard in sorted(optimizer._grace.runner.shards.items(), key=lambda item: item[0] != "words.weight")
     }
 
 

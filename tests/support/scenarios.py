@@ -215,7 +215,7 @@ class Script:
         self.schedulers = [
             torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7) for optimizer in self.optimizers if s.scheduler
         ]
-        self.gather = self.optimizers[0]._grace.exchanger.backend.allgather_object
+        self.gather = self.optimizers[0]._grace.runner.backend.allgather_object
 
     # -- a step ----------------------------------------------------------------------------------------
 
@@ -317,7 +317,7 @@ class Script:
         """What memories hold, by kind, variable and field; in units of the gradient."""
         found = {}
         for optimizer in self.optimizers:
-            for kind, values in optimizer._grace.exchanger.state().items():
+            for kind, values in optimizer._grace.runner.state().items():
                 scale = optimizer._grace.context.loss_scale if "memory" in kind else 1.0
                 for name, value in values.items():
                     for key, item in value.items() if isinstance(value, dict) else [("", value)]:

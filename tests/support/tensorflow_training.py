@@ -55,7 +55,7 @@ def variables_of(shapes: dict[str, tuple[int, ...]], dtype: str = "float32") -> 
 
 def state_of(session: Any) -> dict[str, dict[str, Any]]:
     """Copies of what the compressor and the memory remember, as arrays."""
-    return {kind: _arrays(values) for kind, values in session.exchanger.state().items()}
+    return {kind: _arrays(values) for kind, values in session.runner.state().items()}
 
 
 def _arrays(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Exchangers of tensors of some shapes, whose buckets are exchanged at once or variable by variable."""
+"""Step runners of tensors of some shapes, whose buckets are exchanged at once or variable by variable."""
 
 import torch
 
@@ -7,11 +7,11 @@ from grace.core.backend import LocalBackend
 from grace.core.context import Context
 from grace.core.variable import Variable
 from grace.session.plan import UniformPlan
-from grace.session.setup import build_exchanger
+from grace.session.setup import build_step_runner
 
 
 class Trained:
-    """An exchanger of tensors of some shapes, and its gradients; the means go to tensors with strides if it says so."""
+    """A runner of tensors of some shapes, and its gradients; the means go to tensors with strides if it says so."""
 
     strided = False
 
@@ -21,8 +21,8 @@ class Trained:
         self.lr, self.method = 1.0, grace.make("compressor", spec).name
         context = Context(lr=lambda name: self.lr, rank=backend.rank, size=backend.size)
         plan = UniformPlan(spec, memory, communicator)
-        self.exchanger = build_exchanger(lambda: found, lambda: plan, backend, context)
-        for bucket in self.exchanger.buckets:
+        self.runner = build_step_runner(lambda: found, lambda: plan, backend, context)
+        for bucket in self.runner.buckets:
             bucket.codec = False if apart else None
 
     def step(self, gradients, present, discard=False):
@@ -30,26 +30,26 @@ class Trained:
         outs = {name: gradient.clone() for name, (gradient, _) in by_name.items() if gradient.is_contiguous()}
         if self.strided:
             outs = {name: torch.stack([out, out], -1)[..., 0] for name, out in outs.items()}
-        for bucket in self.exchanger.buckets:
+        for bucket in self.runner.buckets:
             mine = [by_name[v.name] for v in bucket.variables]
-            self.exchanger.start(bucket, [gradient for gradient, _ in mine], [here for _, here in mine])
+            self.runner.start(bucket, [gradient for gradient, _ in mine], [here for _, here in mine])
         if discard:
-            return self.exchanger.discard()
+            return self.runner.discard()
 
         def out(bucket):
             found = [outs.get(v.name) for v in bucket.variables]
             return [None if o is None or o.dtype != torch.float32 else o for o in found]
 
-        outcomes = self.exchanger.finish(out)
+        outcomes = self.runner.finish(out)
         return {o.variable.name: None if o.value is None else bits(o.value) for o in outcomes}
 
     def remembered(self):
-        return remembered(self.exchanger, bits)
+        return remembered(self.runner, bits)
 
     @property
     def codecs(self):
         """Of the buckets that the method carries; without one, "none" sends other dtypes as they are."""
-        mine = [b for b in self.exchanger.buckets if b.communicator.compressor.name == self.method]
+        mine = [b for b in self.runner.buckets if b.communicator.compressor.name == self.method]
         return [b.codec for b in mine if self.method != "none" or b.variables[0].dtype == "float32"]
 
 
@@ -67,10 +67,10 @@ def drawn(rng, shapes, dtype):
     return [g if here else torch.zeros_like(g) for g, here in zip(gradients, present, strict=True)], present.tolist()
 
 
-def remembered(exchanger, bits):
-    """The bits of all that an exchanger's parts keep."""
+def remembered(runner, bits):
+    """The bits of all that a runner's parts keep."""
     flat = {}
-    for kind, values in exchanger.state().items():
+    for kind, values in runner.state().items():
         for name, value in values.items():
             parts = value if isinstance(value, dict) else {"": value}
             flat |= {(kind, name, key): bits(part) for key, part in parts.items()}

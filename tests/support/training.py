@@ -161,7 +161,7 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor | None]:
 
 def state_of(optimizer: Any) -> dict[str, dict[str, Any]]:
     """Copies of what the compressor and the memory remember."""
-    return copied(optimizer._grace.exchanger.state())
+    return copied(optimizer._grace.runner.state())
 
 
 def used(model: torch.nn.Module, optimizer: Any) -> None:

@@ -21,7 +21,7 @@ from grace.core.context import Context
 from grace.core.variable import Variable
 from grace.session.bucketing import Limits
 from grace.session.plan import UniformPlan
-from grace.session.setup import build_exchanger
+from grace.session.setup import build_step_runner
 
 RESIDUAL = 8.0
 """Bytes of an element that error feedback adds: a residual that is read and written."""
@@ -112,36 +112,36 @@ class Exchanged:
     def __init__(self, method: str, memory: str | None, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]):
         found = [Variable(f"{NAME}{i}", tuple(x.shape), device=str(x.device)) for i, x in enumerate(xs)]
         plan = UniformPlan(method, memory, None, Limits())
-        self.exchanger = build_exchanger(lambda: found, lambda: plan, LocalBackend(), Context())
-        self.exchanger.learn = leave_unread
+        self.runner = build_step_runner(lambda: found, lambda: plan, LocalBackend(), Context())
+        self.runner.learn = leave_unread
         self.tensors = {variable.name: pair for variable, pair in zip(found, zip(xs, outs, strict=True), strict=True)}
 
     @property
     def at_once(self) -> bool:
         """True if every bucket goes at once, as is known from the second step on."""
-        return all(bucket.codec for bucket in self.exchanger.buckets)
+        return all(bucket.codec for bucket in self.runner.buckets)
 
     def encode(self) -> None:
         """Encode what a step sends first, and give the step up."""
         self._start()
-        self.exchanger.abandon()
+        self.runner.abandon()
 
     def __call__(self) -> None:
         """Make a step."""
         self._start()
         try:
-            self.exchanger.finish(lambda bucket: [self.tensors[variable.name][1] for variable in bucket.variables])
+            self.runner.finish(lambda bucket: [self.tensors[variable.name][1] for variable in bucket.variables])
         except RuntimeError:  # it was to be captured, and cannot
-            self.exchanger.abandon()
+            self.runner.abandon()
             raise
 
     def _start(self) -> None:
         try:
-            for bucket in self.exchanger.buckets:
+            for bucket in self.runner.buckets:
                 mine = [self.tensors[variable.name][0] for variable in bucket.variables]
-                self.exchanger.start(bucket, mine, [True] * len(mine))
+                self.runner.start(bucket, mine, [True] * len(mine))
         except RuntimeError:
-            self.exchanger.abandon()
+            self.runner.abandon()
             raise
 
 

@@ -21,7 +21,7 @@ from grace.core.context import Context
 from grace.core.variable import Variable
 from grace.session.bucketing import Limits
 from grace.session.plan import UniformPlan
-from grace.session.setup import build_exchanger
+from grace.session.setup import build_step_runner
 
 METHODS = "none,fp16,fp16/residual,topk(ratio=0.01),efsignsgd,signsgd,qsgd,qsgd/residual,powersgd(rank=4)"
 WARMING = 3
@@ -39,21 +39,21 @@ class Steps:
         compressor, _, memory = method.partition("/")
         found = [Variable(f"v{i}", shape, device="cpu") for i, shape in enumerate(shapes)]
         plan = UniformPlan(compressor, memory or None, None, Limits())
-        self.exchanger = build_exchanger(lambda: found, lambda: plan, LocalBackend(), Context())
+        self.runner = build_step_runner(lambda: found, lambda: plan, LocalBackend(), Context())
         generator = torch.Generator().manual_seed(0)
         self.fresh = [torch.randn(shape, generator=generator) * 0.01 for shape in shapes]
         self.gradients = {v.name: x.clone() for v, x in zip(found, self.fresh, strict=True)}
-        for bucket in self.exchanger.buckets:
+        for bucket in self.runner.buckets:
             bucket.codec = None if at_once else False
 
     def step(self) -> tuple[float, float]:
         """Milliseconds to encode, memory included, and to decode."""
         began = time.perf_counter()
-        for bucket in self.exchanger.buckets:
+        for bucket in self.runner.buckets:
             mine = [self.gradients[variable.name] for variable in bucket.variables]
-            self.exchanger.start(bucket, mine, [True] * len(mine))
+            self.runner.start(bucket, mine, [True] * len(mine))
         half = time.perf_counter()
-        self.exchanger.finish(lambda bucket: [self.gradients[variable.name] for variable in bucket.variables])
+        self.runner.finish(lambda bucket: [self.gradients[variable.name] for variable in bucket.variables])
         ended = time.perf_counter()
         for gradient, x in zip(self.gradients.values(), self.fresh, strict=True):
             gradient.copy_(x)

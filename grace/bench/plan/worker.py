@@ -163,13 +163,13 @@ class Run:
 
 
 def _runs(trainer: Trainer, trials: Sequence[Trial], expected: Sequence[float]) -> list[Run]:
-    """An exchanger for each, so that each remembers its own residuals; all have made their first steps."""
+    """A runner for each, so that each remembers its own residuals; all have made their first steps."""
     session, found = trainer.session, list[Run]()
     for number, ((_, strategy), seconds) in enumerate(zip(trials, expected, strict=True)):
-        exchanger, plan = session.exchanger, session.plan
+        runner, plan = session.runner, session.plan
         if number:  # the first is what the run has begun with
-            exchanger, plan = session.beside(strategy)
-        found.append(Run(lambda e=exchanger, p=plan: session.take(e, p), seconds))  # type: ignore[misc]
+            runner, plan = session.beside(strategy)
+        found.append(Run(lambda e=runner, p=plan: session.take(e, p), seconds))  # type: ignore[misc]
     for run in found[1:]:
         run.take()
         took = [trainer.step() for _ in range(1 if run.seconds > SLOW else 2)]
@@ -197,7 +197,7 @@ def _block(run: Run, trainer: Trainer, settling: bool, steps: int) -> None:
     for _ in range(settling):
         trainer.step()
     trainer.backend.allgather_object(None)  # nobody starts before what came earlier is done
-    traffic = trainer.session.exchanger.traffic
+    traffic = trainer.session.runner.traffic
     codec, sent = traffic.codec_seconds, traffic.sent_bytes
     took = [trainer.step() for _ in range(steps)]
     run.codec.append((traffic.codec_seconds - codec) / steps)

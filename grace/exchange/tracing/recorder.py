@@ -203,7 +203,7 @@ def _plain(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def begin(backend: Any, shards: Iterable[Any]) -> None:
-    """An exchanger is made: start to record if GRACE_TRACE says so, and note what it exchanges.
+    """A runner is made: start to record if GRACE_TRACE says so, and note what it exchanges.
 
     Args:
         backend: whose rank this is.

@@ -228,7 +228,7 @@ class StateOfStages:
         # All ranks are given one document: that is compared, and then each stage's ranks load their part of it.
         checkpoint.compare(backend, kinds[0] if kinds else None, memory, error)
         if self.gradients.steps:
-            part, name = given["grace"], optimizer._grace.exchanger.name
+            part, name = given["grace"], optimizer._grace.runner.name
             if part is not None and memory == "strict" and not (whole and part["components"] == name):
                 memory = "keep"  # a stage with one replica exchanges nothing, and others exchange in other ways
             load_state(optimizer, given, memory, beside=[backend])
@@ -290,7 +290,7 @@ def _checksum(tensor: torch.Tensor) -> int:
 
 
 def _remembered(saved: Any, memory: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return what the exchangers of a whole model's stages remember, which is what was saved, and what was left out for
+    """Return what the runners of a whole model's stages remember, which is what was saved, and what was left out for
     being damaged.
 
     Raises:
@@ -321,7 +321,7 @@ def _remembered(saved: Any, memory: str) -> tuple[list[dict[str, Any]], list[str
 
 
 def _together(saved: Sequence[Any]) -> Any:
-    """What the exchangers of all stages remember, as one's; as a list of several where stages exchange in different
+    """What the runners of all stages remember, as one's; as a list of several where stages exchange in different
     ways. Stages with one replica have nothing to remember, unless all do."""
     several = [one for one in saved if one["size"] > 1] or list(saved)
     found = list[dict[str, Any]]()
@@ -340,7 +340,7 @@ def _together(saved: Sequence[Any]) -> Any:
 
 
 def _alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether what two exchangers remember may be one's: a plan that was chosen is of one stage's variables."""
+    """Whether what two runners remember may be one's: a plan that was chosen is of one stage's variables."""
     same = one["components"] == other["components"] and one["size"] == other["size"]
     return same and "plan" not in one and "plan" not in other
 
@@ -355,7 +355,7 @@ def _open(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _part(kinds: Sequence[dict[str, Any]], names: Sequence[str]) -> tuple[dict[str, Any], bool]:
-    """What is remembered of these parameters, by the exchanger that had most of them; and whether it had all."""
+    """What is remembered of these parameters, by the runner that had most of them; and whether it had all."""
     part = _open(max(kinds, key=lambda one: sum(name in one["pieces"] for name in names)))
     own = {name for name in part["pieces"] if name in names}
     if own != part["pieces"].keys() or len(own) < len(names):

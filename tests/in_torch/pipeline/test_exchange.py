@@ -114,7 +114,7 @@ def feedback(name, compressor, steps):
         engine.step(*args, target, **kwargs)
         for key, p in engine.parameters.items():
             applied[key] += p.grad
-    memories = [part for kind, part in engine.optimizer._grace.exchanger.components if kind.startswith("memory")]
+    memories = [part for kind, part in engine.optimizer._grace.runner.components if kind.startswith("memory")]
     left = {key: torch.as_tensor(value).clone() for one in memories for key, value in one.state.items()}
     nbytes = sum(p.nbytes for p in engine.parameters.values())
     return applied, left, (engine.stage, engine.replica), (engine.metrics(), nbytes)

@@ -1,4 +1,4 @@
-"""The exchanger: plans the buckets of one model, and runs a step's exchanges in one fixed order."""
+"""The runner: plans the buckets of one model, and runs a step's exchanges in one fixed order."""
 
 import contextlib
 import copy
@@ -30,7 +30,7 @@ from grace.session.sharding import Shard, bucketed, hierarchical
 from grace.session.versions import versions
 
 
-class Exchanger:
+class StepRunner:
     """Assigns shards of variables to buckets, and exchanges them step by step.
 
     All ranks start bucket 0, 1, 2, ... in that order whatever becomes ready first.
@@ -348,7 +348,7 @@ class Exchanger:
             component.state.rollback()
 
     def claim(self) -> None:
-        """Have the components for this exchanger alone.
+        """Have the components for this runner alone.
 
         Raises:
             ConfigError: one of them serves another one.
@@ -360,7 +360,7 @@ class Exchanger:
         """The optimizer has ended: its components may serve another one."""
         for communicator in self.communicators:
             communicator.release(self)
-        if self._thread is None or self._thread.drain(0):  # else that holds this exchanger until it is done
+        if self._thread is None or self._thread.drain(0):  # else that holds this runner until it is done
             self._leases.end()
 
     def _stepping(self) -> list[Component]:

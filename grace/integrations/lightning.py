@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 import grace.backends.openmpi  # noqa: F401 - wherever mpi4py is installed, a Trainer asks MPI who started the process
 from grace.integrations.wrapped import KEY, NOTHING, Chosen, wrap
-from grace.torch.early_hook import EarlyState, grace_hook
+from grace.torch.ddp import EarlyState, grace_hook
 
 WAY = 'Give Trainer(strategy="ddp")'
 

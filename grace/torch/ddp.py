@@ -29,7 +29,6 @@ from grace.session.step_runner import StepRunner
 from grace.session.versions import public
 from grace.strategy.choices import STRATEGY
 from grace.torch.ddp_buckets import check_no_join, gradients_of, limits_of, to_send, trainable
-from grace.torch.early_hook import given_to_early, grace_hook
 from grace.torch.fsdp_layout import before_steps
 from grace.torch.one_by_one import OneByOne
 from grace.torch.parameters import check_momentum, check_optimizer, check_prompt, hyperparameters, variables
@@ -37,6 +36,36 @@ from grace.torch.state_dict import check_not_saved_directly, on_devices, packed_
 from grace.torch.step_hooks import around_steps
 from grace.torch.uses import GradientUses
 from grace.torch.wrappers import bare, check_unwrapped, check_whole
+
+
+class EarlyState:
+    """A stand-in for a hook's state, registered by a framework before ``register_ddp_hook`` is called for the model."""
+
+    state: Any = None
+
+
+def grace_hook(state, bucket):  # DDP inspects the names and annotations, and wants real types or none
+    """Exchange a bucket of DistributedDataParallel's: its communication hook, for a state or a stand-in.
+
+    Raises:
+        ConfigError: the stand-in was never given a state.
+    """
+    if isinstance(state, EarlyState):
+        if state.state is None:
+            raise ConfigError(
+                "the model has Grace's hook without its state: call grace.torch.register_ddp_hook for it (under "
+                "Lightning, give the Trainer callbacks=[callback] as well as the hook)"
+            )
+        state = state.state
+    return None if isinstance(bucket, tuple) else state.exchange(bucket)  # one by one: the parameters' own hooks do it
+
+
+def given_to_early(model: Any, state: Any) -> bool:
+    """Give the state to the stand-ins that the model was registered with; return True if there are any."""
+    early = [given for _, given in model._comm_hooks if isinstance(given, EarlyState)]
+    for given in early:
+        given.state = state
+    return bool(early)
 
 
 class DDPState(OneByOne):

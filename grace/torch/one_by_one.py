@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from grace.torch import compiling
+from grace.torch.hooks import enlist, gradient_hook
 
 
 class OneGradient:
@@ -35,9 +35,9 @@ class OneByOne:
         self.parameters = {name: p for p, name in self.names.items()}
         self.left: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
         """The gradients that were exchanged, and torch's counts of their changes then."""
-        number = compiling.enlist(self)
+        number = enlist(self)
         for name, p in self.parameters.items():
-            p.register_post_accumulate_grad_hook(compiling.hook(number, name))
+            p.register_post_accumulate_grad_hook(gradient_hook(number, name))
 
     def offer(self, name: str, gradient: torch.Tensor | None) -> None:
         """A gradient has accumulated."""

@@ -17,9 +17,9 @@ from grace.session.plan import ExchangePlan
 from grace.session.settings import ReduceOp, Settings
 from grace.session.step_runner import StepRunner
 from grace.strategy.choices import Choices
-from grace.torch import compiling
 from grace.torch.closures import synchronized
 from grace.torch.gradients import check_untouched
+from grace.torch.hooks import enlist, gradient_hook
 from grace.torch.life import Closable, begin
 from grace.torch.session import Session
 from grace.torch.state_dict import StateMixin, initializing
@@ -38,10 +38,10 @@ class HookedSession(Session):
         self.passes = passes
         self.paused = False
         self.synchronized = False
-        self.number = compiling.enlist(self)
+        self.number = enlist(self)
         self._reset()
-        hooks = {name: compiling.hook(self.number, name) for name in self.parameters}
-        self.hooks += [p.register_post_accumulate_grad_hook(hooks[name]) for name, p in self.parameters.items()]
+        for name, p in self.parameters.items():
+            self.hooks.append(p.register_post_accumulate_grad_hook(gradient_hook(self.number, name)))
 
     def _reset(self) -> None:
         self.counts: dict[str, int] = {}

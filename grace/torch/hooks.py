@@ -1,9 +1,10 @@
-"""What torch.compile sees of an exchange in backward: an operation of Grace's for each gradient, which breaks no graph.
+"""The hook of every gradient: it offers a gradient to its session when the backward pass has made it.
 
 Compiled autograd traces the hooks of parameters too. What a hook does at each step it cannot trace: so that is an
-operation, which a graph calls where the gradient is there, and exchanges overlap the rest of the graph as they do
-without one. The operation is said to change the gradient, as an exchange does, so that no graph leaves it out. Who
-changes gradients after such a backward and before ``synchronize()`` is not told so: the graph's end changes them too.
+operation of Grace's, which a graph calls where the gradient is there and which breaks no graph, and exchanges overlap
+the rest of the graph as they do without one. The operation is said to change the gradient, as an exchange does, so
+that no graph leaves it out. A program that changes gradients after such a backward and before ``synchronize()`` is
+not told so: the graph's end changes them too.
 """
 
 import itertools
@@ -18,14 +19,14 @@ _numbers = itertools.count()
 
 
 def enlist(session: Any) -> int:
-    """A number by which graphs know a session, which they must not keep alive."""
+    """Return a number by which graphs know a session, which they must not keep alive."""
     number = next(_numbers)
     _sessions[number] = session
     return number
 
 
-def hook(number: int, name: str) -> Callable[[torch.nn.Parameter], None]:
-    """A hook of a parameter that offers its gradient to a session as long as there is one."""
+def gradient_hook(number: int, name: str) -> Callable[[torch.nn.Parameter], None]:
+    """Return the hook of a parameter that offers its gradient to a session as long as there is one."""
     session = weakref.ref(_sessions[number])  # Python does not collect what a parameter's hook holds
 
     def take(parameter: torch.nn.Parameter) -> None:
@@ -47,7 +48,7 @@ def hook(number: int, name: str) -> Callable[[torch.nn.Parameter], None]:
 
 @torch.library.custom_op("grace::offer", mutates_args=("gradient",))
 def offer(gradient: torch.Tensor, session: int, name: str) -> None:
-    """A parameter's gradient is there."""
+    """Offer a parameter's gradient to a session, from a graph."""
     alive = _sessions.get(session)
     if alive is not None:
         alive.offer_in_graph(name, gradient)
@@ -55,4 +56,4 @@ def offer(gradient: torch.Tensor, session: int, name: str) -> None:
 
 @offer.register_fake
 def _nothing(gradient: torch.Tensor, session: int, name: str) -> None:
-    """Of tensors without numbers."""
+    """Do nothing to tensors without numbers."""

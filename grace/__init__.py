@@ -13,10 +13,10 @@ from typing import Any
 from grace.backends.horovod import INSTEAD, Compression
 from grace.backends.runtime import init, is_initialized, local_rank, local_size, rank, shutdown, size
 from grace.backends.together import allgather_object, barrier, broadcast_object, from_root
-from grace.communicators.base import Communicator
 from grace.communicators.compat import from_params
 from grace.core.backend import Backend, Handle
-from grace.core.compressor import Compressor, Traits
+from grace.core.communicator import Communicator
+from grace.core.compressor import Compressor, TensorSpec, Traits
 from grace.core.context import Context
 from grace.core.given import keras_backend, keras_runs_on, not_an_optimizer, unconverted
 from grace.core.memory import Memory
@@ -50,6 +50,7 @@ __all__ = [
     "RankError",
     "State",
     "Sum",
+    "TensorSpec",
     "Traits",
     "Variable",
     "__version__",

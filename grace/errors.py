@@ -50,6 +50,8 @@ class PayloadError(ExchangeError):
 
     place: int | None = None
     """Which of the payloads that were decoded together it was: the rank that sent it."""
+    variable: str = ""
+    """Whose it was."""
 
 
 @contextlib.contextmanager

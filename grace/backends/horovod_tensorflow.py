@@ -172,14 +172,6 @@ class HorovodBackend(OverHorovod):
         gathered = hvd.allgather(tf.bitcast(total, tf.int16), **{**options, "name": f"{options['name']}.totals"})
         return tf.reshape(tf.bitcast(gathered, tf.bfloat16)[:n], tf.shape(tensor))
 
-    def rehearse(self, operation: Operation) -> tf.Tensor:
-        """What a run of it would bring if all ranks sent the same; nothing is sent."""
-        copies = self.size if operation.kind in ("allgather", "gather") else 1
-        k = kernels_of(operation.tensor)
-        if operation.kind == "gather" and operation.root != self.rank:
-            return operation.tensor[:0]
-        return k.join([operation.tensor] * copies) if copies > 1 else operation.tensor
-
     def allgather_object(self, value: Any) -> list[Any]:
         with self.asking("allgather_object"), tf.init_scope():  # at once, also while a graph is traced
             return self.all_objects(value)

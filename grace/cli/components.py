@@ -21,6 +21,12 @@ from grace.errors import ConfigError
 
 LIST_SHAPE = (1000, 1000)
 DESCRIBE_SHAPES = ((1000, 1000), (512, 64), (64, 3, 7, 7), (10, 512), (512,))
+SIZES = {
+    "by shape": "payload size by shape: the same on every rank and at every step",
+    "by shape and step": "payload size by shape and step: the same on every rank, and another until the warm-up ends",
+    "by data": "payload size by data: it differs by rank, so sizes travel first",
+    None: "payload size unknown: ranks compare sizes at the first step",
+}
 Row = tuple[list[str], str]
 """Cells of a table, and the explanation below them."""
 
@@ -67,10 +73,11 @@ def _list_short(console: Console) -> None:
 
 
 def _list_all(console: Console) -> None:
-    header = ("compressor", "category", "unbiased", "bits", "communicator", "memory")
+    header = ("compressor", "category", "unbiased", "size", "bits", "communicator", "memory")
     _rows(console, header, [_compressor_row(name) for name in known("compressor")])
     shape = " x ".join(map(str, LIST_SHAPE))
-    console.print(f"\nbits: on the wire, per element of a {shape} tensor (float32 has 32)", style="dim")
+    console.print("\nsize: what the size of a payload depends on", style="dim")
+    console.print(f"bits: on the wire, per element of a {shape} tensor (float32 has 32)", style="dim")
     console.print("communicator, memory: the defaults", style="dim")
     short = "; ".join(f"{alias} = {_text(spec)}" for alias, spec in aliases("compressor").items())
     console.print(f"short names: {short}\n", style="dim")
@@ -92,13 +99,14 @@ def _list_all(console: Console) -> None:
 def _compressor_row(name: str) -> Row:
     cls = known("compressor")[name]
     if dataclasses.MISSING in cls.parameters().values():
-        return [name, "?", "?", "?", "?", "?"], f"{_summary(cls)} To be used as {signature(cls)}."
+        return [name, *["?"] * 6], f"{_summary(cls)} To be used as {signature(cls)}."
     compressor = make("compressor", name)
     traits = compressor.traits
     row = [
         name,
         traits.category,
         "yes" if traits.unbiased else "no",
+        traits.fixed_size or "unknown",
         _bits(compressor.wire_bits(LIST_SHAPE)),
         traits.communicator,
         traits.memory,
@@ -200,11 +208,12 @@ def _describe_compressor(console: Console, compressor: Any) -> None:
         f"{name}{' (default)' if name == default else ''}: {_cost(classes[name])}" for name in default_first(compressor)
     ]
     _section(console, "Communicators, and what they cost each rank (p: bytes of payload; W: ranks)", lines)
-    _section(console, "Wire bits per element", [_bits_line(compressor, shape) for shape in DESCRIBE_SHAPES])
+    when = ", after the warm-up" if compressor.traits.fixed_size == "by shape and step" else ""
+    _section(console, f"Wire bits per element{when}", [_bits_line(compressor, shape) for shape in DESCRIBE_SHAPES])
 
 
 def _cost(communicator: Any) -> str:
-    """What an exchange costs a rank, and whether that grows with the number of ranks.
+    """Return the cost of an exchange per rank, with a word on its growth with the number of ranks.
 
     >>> classes = known("communicator")
     >>> _cost(classes["allgather"]), _cost(classes["scatter_reduce"])
@@ -244,7 +253,7 @@ def _trait_words(compressor: Any) -> list[str]:
         *([] if t.exact else [shrinks if t.contraction else grows]),
         "payloads can be summed by the engine" if t.summable else "payloads cannot be summed by the engine",
         "a NaN or Inf travels in the payload" if t.carries_nonfinite else "a NaN or Inf is flagged beside the payload",
-        "payload sizes differ by rank" if t.varies else "payloads have the same size on every rank",
+        SIZES[t.fixed_size],
     ]
     if t.rounds > 1:
         words.append(f"takes {t.rounds} dependent reductions per exchange")

@@ -14,9 +14,10 @@ HEAD = """# Methods
 Made by `python -m grace.cli.methods_page > docs/methods.md` from the code; a test keeps it current.
 
 A spec is text, `topk(ratio=0.01)`, or a dict, `{"name": "topk", "ratio": 0.01}`; a sparsifier and a value compressor
-compose: `topk(ratio=0.01) | qsgd(levels=7)`. "Bits" are wire bits per element of a 1000 x 1000 gradient. Where a number
-of ranks is given, `scatter_reduce` is the default from so many on, because it then sends less than `allgather`; say
-`communicator=` to have another.
+compose: `topk(ratio=0.01) | qsgd(levels=7)`. "Size" is what the size of a payload depends on. Where the data decide it,
+ranks send their sizes first; in a warm-up, `topk(warmup_steps=1000)`, it is "by shape and step", which all ranks know.
+"Bits" are wire bits per element of a 1000 x 1000 gradient. Where a number of ranks is given, `scatter_reduce` is the
+default from so many on, because it then sends less than `allgather`; say `communicator=` to have another.
 """
 SHAPE = (1000, 1000)
 
@@ -42,8 +43,8 @@ def _own(kind: str) -> dict[str, Any]:
 
 def _table() -> str:
     rows = [
-        "| compressor | category | bits | unbiased | communicators (default first) | memory |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| compressor | category | size | bits | unbiased | communicators (default first) | memory |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, cls in _own("compressor").items():
         compressor: Any = cls()
@@ -55,8 +56,9 @@ def _table() -> str:
             legal = [f"{name} (from {least} ranks on)" if name == SCATTER else name for name in legal]
         memory = f"{traits.memory} (required)" if traits.needs_memory else traits.memory
         rows.append(
-            f"| [`{name}`](#{name}) | {traits.category} | {'by the data' if bits is None else f'{bits:.4g}'} "
-            f"| {'yes' if traits.unbiased else 'no'} | {', '.join(legal)} | {memory} |"
+            f"| [`{name}`](#{name}) | {traits.category} | {traits.fixed_size} "
+            f"| {'' if bits is None else f'{bits:.4g}'} | {'yes' if traits.unbiased else 'no'} "
+            f"| {', '.join(legal)} | {memory} |"
         )
     return "\n".join(rows) + "\n"
 

@@ -15,7 +15,7 @@ from grace.cli.model_variables import from_spec
 from grace.core.registry import make
 from grace.strategy.builder import OneNode
 from grace.strategy.plan import FIELDS, ShardPlan, Strategy
-from grace.strategy.traffic import kinds, like, links, payload
+from grace.strategy.traffic import collectives_of, kinds, links, payload
 
 app = typer.Typer(no_args_is_help=True, help="Build, show, check and compare strategies.")
 
@@ -64,8 +64,9 @@ def show(strategy: File, model: Model = None, resources: Resources = None, ranks
     console.print(table)
     console.print(f"\n{escape(_about(read))}; id {read.id[:12]}")
     console.print("wire bytes: one rank's payload in a step; ~: at most, the data decide", style="dim")
-    for own in sorted({part.sync.type for plan in read.plans for part in plan.parts} - FIELDS.keys()):
-        console.print(f"{own}: counted as {like(own)}", style="dim")
+    own = {part.sync.type: part for plan in read.plans for part in plan.parts if part.sync.type not in FIELDS}
+    for kind, part in sorted(own.items()):
+        console.print(f"{kind}: counted as {', '.join(collectives_of(part))}", style="dim")
     found = kinds(read)
     if read.world_size <= MOST_ROWS:
         ways = links(read)
@@ -151,7 +152,7 @@ def _about(strategy: Strategy) -> str:
 def _table(strategy: Strategy) -> Iterator[list[str]]:
     for plan in strategy.plans:
         for part, variable in zip(plan.parts, plan.part_variables(), strict=True):
-            traffic = payload(part, variable)
+            traffic = payload(part, variable, strategy.world_size)
             cut = "" if plan.axis is None else f"axis {plan.axis}"
             shape = " x ".join(map(str, variable.shape)) or "scalar"
             chosen = part.to_dict()

@@ -1,8 +1,7 @@
 """Allgather: every rank receives and decodes every payload."""
 
-from grace.communicators.base import Communicator
-from grace.core.backend import Handle
-from grace.core.compressor import Tensor
+from grace.core.communicator import Communicator
+from grace.core.route import ALL_GATHER, Carries, EngineTraits, Leg, Route
 
 
 class Allgather(Communicator):
@@ -13,8 +12,6 @@ class Allgather(Communicator):
     """
 
     name = "allgather"
-    gathers = True
-    cost = "(W-1)p"
 
-    def communicate(self, wire: Tensor) -> Handle:
-        return self.backend.allgather(wire)
+    def legs(self, nbytes: float, engine: EngineTraits) -> Route:
+        return [Leg(ALL_GATHER, Carries.GRADIENTS)]

@@ -1,15 +1,16 @@
 """Allreduce: the engine adds payloads up."""
 
-from grace.communicators.base import Communicator
-from grace.core.backend import Handle
-from grace.core.compressor import Tensor
-from grace.exchange.base import Exchange
-from grace.exchange.bucket import Contribution
-from grace.exchange.two_hops import TwoHopExchange
+from grace.core.communicator import Communicator
+from grace.core.route import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Carries, EngineTraits, Leg, Route
+
+FEWEST_RANKS, MOST_BYTES = 4, 1 << 18
+"""A sum of a wire in two hops, on engines whose own go round a ring: beyond, bytes matter and not hops."""
 
 
 class Allreduce(Communicator):
     """Sums payloads in the engine, in their own dtype; for summable payloads only.
+
+    Small wires go in two hops: each rank adds up a part, in float32 and in the order of ranks, and hands it round.
 
     >>> Allreduce("fp16").describe()
     'allreduce, cast, none'
@@ -17,10 +18,8 @@ class Allreduce(Communicator):
 
     name = "allreduce"
     sums = True
-    cost = "~2p"
 
-    def begin(self, contribution: Contribution) -> Exchange:
-        return (TwoHopExchange if TwoHopExchange.suits(contribution) else Exchange)(contribution)
-
-    def communicate(self, wire: Tensor) -> Handle:
-        return self.backend.allreduce(wire).map(lambda total: [total])
+    def legs(self, nbytes: float, engine: EngineTraits) -> Route:
+        if engine.by_ring and engine.on_cpu and engine.ranks >= FEWEST_RANKS and nbytes <= MOST_BYTES:
+            return [Leg(ALL_TO_ALL, Carries.GRADIENTS, in_parts=True), Leg(ALL_GATHER, Carries.SUMS)]
+        return [Leg(ALL_REDUCE, Carries.GRADIENTS)]

@@ -1,9 +1,7 @@
 """Broadcast: each rank broadcasts its payload in turn."""
 
-from grace.communicators.base import Communicator
-from grace.core.backend import Handle
-from grace.core.compressor import Tensor
-from grace.kernels import kernels_of
+from grace.core.communicator import Communicator
+from grace.core.route import EACH_BROADCASTS, Carries, EngineTraits, Leg, Route
 
 
 class Broadcast(Communicator):
@@ -14,12 +12,6 @@ class Broadcast(Communicator):
     """
 
     name = "broadcast"
-    cost = "(W-1)p"
 
-    def communicate(self, wire: Tensor) -> Handle:
-        k = kernels_of(wire)
-        handles = []
-        for root in range(self.backend.size):
-            buffer = wire if root == self.backend.rank else k.zeros(tuple(wire.shape), k.dtype(wire), wire)
-            handles.append(self.backend.broadcast(buffer, root))
-        return Handle.all(handles)
+    def legs(self, nbytes: float, engine: EngineTraits) -> Route:
+        return [Leg(EACH_BROADCASTS, Carries.GRADIENTS)]

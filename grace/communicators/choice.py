@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from grace.communicators.base import Communicator
 from grace.core import specs
+from grace.core.communicator import Communicator
 from grace.core.compressor import Compressor
 from grace.core.kept import is_ours
 from grace.core.memory import Memory

@@ -4,8 +4,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from grace.communicators.base import Communicator
 from grace.communicators.choice import build_communicator
+from grace.core.communicator import Communicator
 from grace.core.registry import known, make
 from grace.errors import ConfigError
 

@@ -1,23 +1,18 @@
 """ReduceBroadcast: a parameter server. One rank reduces, and sends the mean round; compressed both ways."""
 
 import copy
-import dataclasses
-from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
-from grace.communicators.base import Communicator, Nodes, Run
+from grace.backends.topology import NodeGroups
 from grace.core.backend import Backend, Handle
+from grace.core.communicator import Communicator
 from grace.core.component import Component
 from grace.core.compressor import Compressor, Tensor
 from grace.core.context import Context
 from grace.core.memory import Memory
+from grace.core.route import BROADCAST, GATHER, Carries, Collective, EngineTraits, Leg, Route, as_bytes
 from grace.errors import ConfigError
-from grace.exchange.background import PendingExchange
-from grace.exchange.base import Exchange
-from grace.exchange.bucket import Contribution
-from grace.exchange.delayed import DelayedExchange
-from grace.exchange.reduce_broadcast import ReduceBroadcastExchange
 from grace.kernels import kernels_of
 
 AHEAD = 8
@@ -57,9 +52,10 @@ class ReduceBroadcast(Communicator):
     """
 
     name = "reduce_broadcast"
-    cost = "p; 2(W-1)p in and out of the destination"
     answer_memory: Memory | None = None
-    round_trip: ClassVar[type[Exchange]] = ReduceBroadcastExchange
+    rooted = True
+    node_groups: NodeGroups | None = None
+    """The nodes that means are replicated in, and their leaders; None to send means to every rank."""
 
     def __init__(
         self,
@@ -102,10 +98,7 @@ class ReduceBroadcast(Communicator):
         self.answer_context = Context()
         """Of the last answer: the loss scale whose units the memory of the answers is in."""
         self._dense: ReduceBroadcast | None = None
-        self.pending_exchanges: dict[str, deque[PendingExchange]] = defaultdict(deque)
-        self.exchange_thread: Any = None
         self.led = False
-        self.node_groups: Nodes | None = None
         self.bind(self.context)
 
     @property
@@ -139,25 +132,22 @@ class ReduceBroadcast(Communicator):
         """The destination is the one that speaks for it."""
         self.root, self.led = leader_of[self.destination], True
 
-    def open(self, runner: Run) -> None:
-        """Exchanges that are applied later run beside training; replication needs to know the nodes."""
-        if self.delayed:
-            self.exchange_thread = runner.exchange_thread()
-        if self.local_replication and runner.backend.size > 1 and not self.led:  # one of each node takes part
-            backend = self.exchange_thread.backend if self.delayed else runner.backend
-            if backend.pairs_by_name and backend.framework == "tensorflow":
-                raise ConfigError("reduce_broadcast: local_replication is not for Horovod with TensorFlow: use MPI")
-            self.node_groups = runner.node_groups(backend, self.root)
+    @property
+    def second(self) -> Any:  # type: ignore[override]
+        """The method and the memory of answers, and the label of their random numbers."""
+        return None if self.sums else (self.answers, self.answer_memory, "answer")
 
-    def aside(self) -> "ReduceBroadcast":
-        """The same with the thread's backend, for one step: whatever step this rank is at when the others' payloads
-        and the answer are there, they are decoded as they were encoded."""
-        other = self.at(dataclasses.replace(self.context))
-        other.backend = self.exchange_thread.backend
-        return other
+    def legs(self, nbytes: float, engine: EngineTraits) -> Route:
+        """Return the way to the destination, and the way back: at once to all, or through one rank of each node."""
+        back = BROADCAST
+        if self.node_groups is not None:
+            replication = Replication(self.node_groups)
+            back = Collective(BROADCAST.name, replication.start, replication.sent, of_root=BROADCAST.of_root)
+        carries = Carries.SUMS if self.sums else Carries.MEANS
+        return [Leg(GATHER, Carries.GRADIENTS, self.root), Leg(back, carries, self.root)]
 
-    def rescale_answers(self, loss_scale: float) -> None:
-        """The memory of the answers follows the loss scale when it answers a step that has another."""
+    def rescale_second(self, loss_scale: float) -> None:
+        """Let the memory of the answers follow the loss scale when it answers a step that has another one."""
         if self.answer_memory is not None and loss_scale != self.answer_context.loss_scale:
             self.answer_memory.rescale(loss_scale / self.answer_context.loss_scale)
             self.answer_context.loss_scale = loss_scale
@@ -165,30 +155,7 @@ class ReduceBroadcast(Communicator):
     def resumed(self, loss_scale: float) -> None:
         """The memory of the answers is in the units of the checkpoint."""
         self.answer_context.loss_scale = loss_scale
-        self.rescale_answers(self.context.loss_scale)
-
-    def broadcast(self, wire: Tensor) -> Handle:
-        """The way back."""
-        return moved(wire, self._broadcast)
-
-    def _broadcast(self, wire: Any) -> Handle:
-        """To all, or to one rank of each node, which hands it on."""
-        if self.node_groups is None:
-            return self.backend.broadcast(wire, self.root)
-        way, answer, arrived, ahead = self.node_groups, wire, False, None
-        if way.leaders is not None:
-            before = way.leaders.sent_bytes
-            ahead = way.leaders.broadcast(wire, way.leader_of[self.root])
-            self.backend.count(way.leaders.sent_bytes - before)
-            self.backend.count((way.node.size - 1) * kernels_of(wire).nbytes(wire))
-
-        def wait() -> None:
-            nonlocal answer, arrived
-            if not arrived:
-                arrived = True
-                answer = way.node.broadcast(wire if ahead is None else ahead.wait(), way.first).wait()
-
-        return Handle(wait, later=lambda: answer)
+        self.rescale_second(self.context.loss_scale)
 
     def dense(self, usual: Communicator) -> Communicator:
         """The same destination, uncompressed."""
@@ -200,35 +167,66 @@ class ReduceBroadcast(Communicator):
         return self._dense
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: these are in no run yet, and have nothing under way."""
-        return {
-            **super().__getstate__(),
-            "pending_exchanges": defaultdict(deque),
-            "exchange_thread": None,
-            "node_groups": None,
-        }
+        """Return the attributes of copies and pickles, which are in no run yet."""
+        return {**super().__getstate__(), "node_groups": None}
 
     def options(self) -> dict[str, Any]:
-        """Its parameters, as they were given."""
+        """Return its parameters, as they were given."""
         return {key: getattr(self, key) for key in self.parameters()}
 
-    def begin(self, contribution: Contribution) -> Exchange:
-        kind = self.round_trip
-        return DelayedExchange(kind, contribution) if self.delayed else kind(contribution)
 
-    def communicate(self, wire: Tensor) -> Handle:
-        """The way to the destination."""
-        return moved(wire, lambda raw: self.backend.gather(raw, self.root))
+class Replication:
+    """The broadcast that crosses the network once for each node: from the root to the nodes' leaders, and from each
+    leader to the ranks of its node.
+
+    Args:
+        node_groups: the backends over this rank's node and over the leaders, of whom the root is one.
+    """
+
+    def __init__(self, node_groups: NodeGroups):
+        self.node_groups = node_groups
+
+    def start(self, backend: Backend, wire: Tensor, root: int | None) -> Handle:
+        """Start the broadcast; bfloat16, which engines may not know, travels as bytes."""
+
+        def to_leaders(raw: Tensor) -> Handle:
+            broadcast = ReplicatedBroadcast(self.node_groups, backend, raw, root)
+            return Handle(broadcast.wait, later=broadcast.result)
+
+        return as_bytes(wire, to_leaders).map(lambda received: [received])
+
+    def sent(self, nbytes: float, ranks: int, rank: int, root: int | None) -> float:
+        """Return the bytes that leave a rank."""
+        leader_of = self.node_groups.leader_of
+        node = [other for other in range(ranks) if leader_of[other] == leader_of[rank]]
+        leader = root if root in node else node[0]
+        if rank != leader:
+            return 0.0
+        other_leaders = self.node_groups.nodes - 1 if rank == root else 0
+        return (other_leaders + len(node) - 1) * nbytes
 
 
-def moved(wire: Any, collective: Callable[[Any], Handle]) -> Handle:
-    """A collective that only moves numbers, as bytes if engines may not know them (bfloat16)."""
-    k = kernels_of(wire)
-    dtype = k.dtype(wire)
-    if dtype != "bfloat16":
-        return collective(wire)
+class ReplicatedBroadcast:
+    """A broadcast of a :class:`Replication` under way. The hop within the node starts in :meth:`wait`."""
 
-    def numbers(raw: Any) -> Any:
-        return [numbers(one) for one in raw] if isinstance(raw, list) else k.from_bytes(raw, dtype, tuple(wire.shape))
+    def __init__(self, node_groups: NodeGroups, backend: Backend, wire: Tensor, root: int | None):
+        self.node_groups, self.wire = node_groups, wire
+        self.received: Tensor | None = None
+        self.from_root: Handle | None = None
+        leaders = node_groups.leaders
+        if leaders is not None and root is not None:
+            before = leaders.sent_bytes
+            self.from_root = leaders.broadcast(wire, node_groups.leader_of[root])
+            # counted where the bucket's traffic is read: neither hop goes over that backend
+            backend.count(leaders.sent_bytes - before)
+            backend.count((node_groups.node.size - 1) * kernels_of(wire).nbytes(wire))
 
-    return collective(k.to_bytes(wire)).map(numbers)
+    def wait(self) -> None:
+        """Block until this rank has the root's buffer."""
+        if self.received is None:  # else the second hop is done, and would be started twice
+            wire = self.wire if self.from_root is None else self.from_root.wait()
+            self.received = self.node_groups.node.broadcast(wire, self.node_groups.first).wait()
+
+    def result(self) -> Tensor:
+        """Return the root's buffer."""
+        return self.received

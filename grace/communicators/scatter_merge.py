@@ -2,11 +2,10 @@
 
 from typing import Any
 
-from grace.communicators.base import Communicator
-from grace.core.backend import Handle
-from grace.core.compressor import Compressor, Sparsifier, Tensor
-from grace.exchange.bucket import Contribution
-from grace.exchange.scatter_merge import ScatterMergeExchange
+from grace.core.communicator import Communicator
+from grace.core.compressor import Compressor, Sparsifier
+from grace.core.route import ALL_GATHER, ALL_TO_ALL, Carries, EngineTraits, Leg, Route
+from grace.exchange.merge_codec import MergeCodec
 
 
 class ScatterMerge(Communicator):
@@ -34,21 +33,20 @@ class ScatterMerge(Communicator):
     """
 
     name = "scatter_merge"
-    cost = "~2p"
+    cuts, codec = True, MergeCodec
 
     def __init__(self, compressor: Any = "topk", memory: Any = None, world_size: int | None = None):
         super().__init__(compressor, memory, world_size)
 
     @classmethod
     def accepts(cls, compressor: Compressor) -> str | None:
-        counted = (
-            isinstance(compressor, Sparsifier) and compressor.traits.fixed_size and compressor.count((1,)) is not None
-        )
-        return None if counted else "it does not send a fixed number of values and positions"
+        if not isinstance(compressor, Sparsifier) or compressor.count((1,)) is None:
+            return "it does not send a fixed number of values and positions"
+        if compressor.traits.fixed_size == "by shape and step":  # owners' shares are dealt out once
+            return "it does not send the same number of values and positions at every step"
+        if compressor.traits.fixed_size != "by shape":
+            return "it does not send a fixed number of values and positions"
+        return None
 
-    def begin(self, contribution: Contribution) -> ScatterMergeExchange:
-        return ScatterMergeExchange(contribution)
-
-    def communicate(self, wire: Tensor) -> Handle:
-        """The second half: hand the largest sums round."""
-        return self.backend.allgather(wire)
+    def legs(self, nbytes: float, engine: EngineTraits) -> Route:
+        return [Leg(ALL_TO_ALL, Carries.GRADIENTS), Leg(ALL_GATHER, Carries.MEANS)]

@@ -2,14 +2,12 @@
 
 from typing import Any, cast
 
-from grace.communicators.base import Communicator
-from grace.core.backend import Handle
+from grace.core.communicator import Communicator
 from grace.core.component import Component
-from grace.core.compressor import Compressor, Tensor
+from grace.core.compressor import Compressor
 from grace.core.memory import Memory
 from grace.core.registry import make
-from grace.exchange.bucket import Contribution
-from grace.exchange.scatter_reduce import ScatterReduceExchange
+from grace.core.route import ALL_GATHER, ALL_TO_ALL, Carries, EngineTraits, Leg, Route
 
 
 class ScatterReduce(Communicator):
@@ -27,7 +25,7 @@ class ScatterReduce(Communicator):
     """
 
     name = "scatter_reduce"
-    cost = "~2p"
+    cuts = True
     shard_memory: Memory | None = None
 
     def __init__(self, compressor: Any = "none", memory: Any = None, world_size: int | None = None):
@@ -48,9 +46,10 @@ class ScatterReduce(Communicator):
         """Both parts, and the memory of the second compression."""
         return {**super().components, "shard_memory": cast(Component, self.shard_memory)}
 
-    def begin(self, contribution: Contribution) -> ScatterReduceExchange:
-        return ScatterReduceExchange(contribution)
+    @property
+    def second(self) -> Any:  # type: ignore[override]
+        """The same method, with a memory of its own."""
+        return self.compressor, self.shard_memory, f"mean_{self.context.rank}"
 
-    def communicate(self, wire: Tensor) -> Handle:
-        """The second half: hand the compressed means round."""
-        return self.backend.allgather(wire)
+    def legs(self, nbytes: float, engine: EngineTraits) -> Route:
+        return [Leg(ALL_TO_ALL, Carries.GRADIENTS), Leg(ALL_GATHER, Carries.MEANS)]

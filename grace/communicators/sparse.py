@@ -3,13 +3,12 @@
 from typing import Any
 
 from grace.communicators.allgather import Allgather
-from grace.communicators.base import Communicator
 from grace.communicators.reduce_broadcast import ReduceBroadcast
+from grace.core.communicator import Communicator
 from grace.core.compressor import Compressor
 from grace.core.memory import Memory
-from grace.exchange.bucket import Contribution
+from grace.exchange.row_codec import RowCodec
 from grace.exchange.sparse_codec import by_rows
-from grace.exchange.sparse_exchange import RowExchange, RowReduceBroadcastExchange
 
 
 class RowReduceBroadcast(ReduceBroadcast):
@@ -19,7 +18,7 @@ class RowReduceBroadcast(ReduceBroadcast):
         ConfigError: they cannot serve sparse gradients; the message says why, and what can.
     """
 
-    round_trip = RowReduceBroadcastExchange
+    codec, can_defer = RowCodec, False
 
     def __init__(self, compressor: Compressor, memory: Memory, name: str, options: dict[str, Any]):
         super().__init__(*by_rows(compressor, memory, name), **options)
@@ -49,6 +48,8 @@ class RowAllgather(Allgather):
         ConfigError: they cannot serve sparse gradients; the message says why, and what can.
     """
 
+    codec, can_defer = RowCodec, False
+
     def __init__(self, compressor: Compressor, memory: Memory, name: str):
         super().__init__(*by_rows(compressor, memory, name))
 
@@ -59,9 +60,6 @@ class RowAllgather(Allgather):
 
     def _check(self) -> None:
         """Done by :func:`unfit`."""
-
-    def begin(self, contribution: Contribution) -> RowExchange:
-        return RowExchange(contribution)
 
 
 def row_communicator(communicator: Communicator, name: str) -> RowAllgather | RowReduceBroadcast:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from grace.compressors.topk import kept
-from grace.core.compressor import Accumulating, Payload, Tensor, Traits, shown
+from grace.core.compressor import Accumulating, Payload, PayloadSpec, Tensor, TensorSpec, Traits, shown
 from grace.kernels import kernels_of
-from grace.kernels.index_coding import check_positions, decode, encode
+from grace.kernels.index_coding import check_positions, coded_as, decode, encode
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Adaptive(Accumulating):
     name = "adaptive"
     bounded = True
     by_position = True
-    traits = Traits(category="sparsification", contraction=True, fixed_size=False, memory="residual")
+    traits = Traits(category="sparsification", contraction=True, fixed_size="by data", memory="residual")
 
     def __post_init__(self) -> None:
         self.check_number("ratio", 0, 1, low_open=True)
@@ -62,6 +62,15 @@ class Adaptive(Accumulating):
             sides.append(encode(k, indices, n, fixed=False))
             means.append(k.mean_abs(k.gather(side, indices)))
         return [k.join(means), *sides, *([k.join(counts)] if counts else [])], tuple(tensor.shape)
+
+    def payload_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
+        side = TensorSpec(coded_as(math.prod(shape))[0], (None,))
+        return [TensorSpec("float32", (2,)), side, side]
+
+    def device_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
+        n = math.prod(shape)
+        side = TensorSpec(coded_as(n + 1)[0], (kept(self.ratio, n),))
+        return [TensorSpec("float32", (2,)), side, side, TensorSpec("int32", (2,))]
 
     def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
         k = kernels_of(out)

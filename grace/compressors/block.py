@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from grace.core.compressor import Accumulating, Payload, Tensor, Traits
+from grace.core.compressor import Accumulating, Payload, PayloadSpec, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
 from grace.kernels.contract.quantization import ROTATED
 
@@ -45,7 +45,7 @@ class Block(Accumulating):
 
     name = "block"
     nearest_traits = Traits(
-        category="quantization", fixed_size=True, contraction=True, shardable=True, memory="residual"
+        category="quantization", fixed_size="by shape", contraction=True, shardable=True, memory="residual"
     )
 
     def __post_init__(self) -> None:
@@ -68,7 +68,7 @@ class Block(Accumulating):
 
     @property
     def noisy(self) -> bool:
-        """Whether the error can exceed the gradient."""
+        """True if the error can exceed the gradient."""
         return not self.traits.contraction
 
     @property
@@ -118,6 +118,6 @@ class Block(Accumulating):
             return None
         return "coded", {**chosen, "float8": self.format == "fp8", "rotated": self.hadamard > 0}
 
-    def wire_bits(self, shape: tuple[int, ...]) -> float | None:
-        n = max(1, math.prod(shape))
-        return (8 * math.ceil(n * self.bits / 8) + 32 * math.ceil(n / self.block)) / n
+    def payload_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
+        n = math.prod(shape)
+        return [TensorSpec("uint8", ((n * self.bits + 7) // 8,)), TensorSpec("float32", (-(-n // self.block),))]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grace.core.compressor import Compressor, Payload, Tensor, Traits
+from grace.core.compressor import Compressor, Payload, PayloadSpec, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "float16": "float16", "bfloat16": "bfloat16"}
@@ -31,7 +31,7 @@ class Cast(Compressor):
     name = "cast"
     traits = Traits(
         category="quantization",
-        fixed_size=True,
+        fixed_size="by shape",
         contraction=True,
         summable=True,
         carries_nonfinite=True,
@@ -59,8 +59,8 @@ class Cast(Compressor):
     def bucket_codec(self) -> tuple[str, dict[str, Any]]:
         return "numbers", {}
 
-    def wire_bits(self, shape: tuple[int, ...]) -> float | None:
-        return 16.0
+    def payload_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
+        return [TensorSpec(DTYPES[self.dtype], shape)]
 
 
 ALIASES = {"fp16": {"name": "cast", "dtype": "fp16"}, "bf16": {"name": "cast", "dtype": "bf16"}}

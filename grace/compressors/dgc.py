@@ -4,12 +4,11 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from grace.compressors.topk import kept
-from grace.core.compressor import Payload, Sparsifier, Tensor, Traits
+from grace.compressors.topk import kept, warmed_up
+from grace.core.compressor import Payload, PayloadSpec, Sparsifier, Tensor, Traits
 from grace.kernels import Kernels, kernels_of
 from grace.kernels.index_coding import check_positions, encode
 
-WARMUP_RATIO = 0.25
 TOLERANCE = 0.3
 MIN_SAMPLE = 256
 
@@ -51,7 +50,7 @@ class DGC(Sparsifier):
     traits = Traits(
         category="sparsification",
         contraction=True,
-        fixed_size=False,
+        fixed_size="by data",
         memory="dgc",
         needs_memory=True,
     )
@@ -64,10 +63,7 @@ class DGC(Sparsifier):
     @property
     def current_ratio(self) -> float:
         """The ratio at this step of the warm-up."""
-        step = self.context.step
-        if step >= self.warmup_steps or self.ratio >= WARMUP_RATIO:
-            return self.ratio
-        return WARMUP_RATIO * (self.ratio / WARMUP_RATIO) ** (step / self.warmup_steps)
+        return warmed_up(self.ratio, self.warmup_steps, self.context.step)
 
     def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
         k = kernels_of(tensor)
@@ -77,6 +73,13 @@ class DGC(Sparsifier):
             return self.within(flat, 0.0, kept(self.current_ratio, n)), tuple(tensor.shape)
         indices = self._select(k, flat, n, name)
         return [k.gather(flat, indices), encode(k, indices, n, fixed=False)], tuple(tensor.shape)
+
+    def size_key(self, step: int) -> Any:
+        return warmed_up(self.ratio, self.warmup_steps, step)
+
+    def device_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
+        ratio = warmed_up(self.ratio, self.warmup_steps, step)
+        return self.within_spec(shape, kept(ratio, math.prod(shape)))
 
     def _select(self, k: Kernels, flat: Tensor, n: int, name: str) -> Tensor:
         ratio = self.current_ratio

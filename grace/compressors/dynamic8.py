@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from grace.core.compressor import Accumulating, Payload, Tensor, Traits
+from grace.core.compressor import Accumulating, Payload, PayloadSpec, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
 
 
@@ -67,7 +67,7 @@ class Dynamic8(Accumulating):
     table: str = "tree"
 
     name = "dynamic8"
-    traits = Traits(category="quantization", fixed_size=True, contraction=True, shardable=True)
+    traits = Traits(category="quantization", fixed_size="by shape", contraction=True, shardable=True)
 
     def __post_init__(self) -> None:
         self.check_choice("table", tuple(TABLES))
@@ -86,6 +86,5 @@ class Dynamic8(Accumulating):
     def bucket_codec(self) -> tuple[str, dict[str, Any]]:
         return "table", {"edges": EDGES[self.table], "entries": TABLES[self.table]}
 
-    def wire_bits(self, shape: tuple[int, ...]) -> float | None:
-        n = math.prod(shape)
-        return (8 * n + 32) / max(1, n)
+    def payload_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
+        return [TensorSpec("uint8", (math.prod(shape),)), TensorSpec("float32", (1,))]

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from grace.core.compressor import Accumulating, Payload, Tensor, Traits
+from grace.core.compressor import Accumulating, Payload, PayloadSpec, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
 
 
@@ -24,7 +24,9 @@ class EFSignSGD(Accumulating):
     """
 
     name = "efsignsgd"
-    traits = Traits(category="quantization", fixed_size=True, contraction=True, shardable=True, memory="efsignsgd")
+    traits = Traits(
+        category="quantization", fixed_size="by shape", contraction=True, shardable=True, memory="efsignsgd"
+    )
 
     def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
         k = kernels_of(tensor)
@@ -39,6 +41,5 @@ class EFSignSGD(Accumulating):
     def bucket_codec(self) -> tuple[str, dict[str, Any]]:
         return "signs", {"form": "scaled"}
 
-    def wire_bits(self, shape: tuple[int, ...]) -> float | None:
-        n = max(1, math.prod(shape))
-        return (8 * math.ceil(n / 8) + 32) / n
+    def payload_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
+        return [TensorSpec("uint8", ((math.prod(shape) + 7) // 8,)), TensorSpec("float32", (1,))]

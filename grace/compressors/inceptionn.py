@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from grace.core.compressor import Accumulating, Payload, Tensor, Traits
+from grace.core.compressor import Accumulating, Payload, PayloadSpec, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
 from grace.kernels.index_coding import check_positions
 
@@ -40,14 +40,14 @@ class Inceptionn(Accumulating):
 
     name = "inceptionn"
     by_position = True
-    traits = Traits(category="quantization", fixed_size=False, carries_nonfinite=True)
+    traits = Traits(category="quantization", fixed_size="by data", carries_nonfinite=True)
 
     def __post_init__(self) -> None:
         self.check_number("error_bound", 1e-30, 1)
 
     @property
     def units(self) -> tuple[float, float, float]:
-        """What 1 is in the gradient, and the steps of 8-bit and 16-bit codes."""
+        """The value of 1 in the gradient, and the steps of 8-bit and 16-bit codes."""
         one = 2.0 ** (math.frexp(self.context.loss_scale)[1] - 1)
         step = 2.0 ** math.frexp(self.error_bound)[1]
         return one, one * step, one * min(step, 2.0**-15)
@@ -68,3 +68,7 @@ class Inceptionn(Accumulating):
         for tag, values, step in zip((1, 2, 3), payload[1:], (*self.units[1:], 1.0), strict=True):
             flat = k.scatter_add(flat, k.where_code(tags, tag), k.cast(values, "float32"), weight * step)
         return k.reshape(flat, ctx)
+
+    def payload_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
+        codes = [TensorSpec(dtype, (None,)) for dtype in ("int8", "int16", "float32")]
+        return [TensorSpec("uint8", ((math.prod(shape) + 3) // 4,)), *codes]

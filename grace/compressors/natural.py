@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from grace.core.compressor import Accumulating, Payload, Tensor, Traits
+from grace.core.compressor import Accumulating, Payload, PayloadSpec, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
 
 
@@ -27,7 +27,7 @@ class Natural(Accumulating):
     """
 
     name = "natural"
-    traits = Traits(category="quantization", fixed_size=True, unbiased=True, shardable=True)
+    traits = Traits(category="quantization", fixed_size="by shape", unbiased=True, shardable=True)
 
     def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
         k = kernels_of(tensor)
@@ -43,5 +43,5 @@ class Natural(Accumulating):
     def bucket_codec(self) -> tuple[str, dict[str, Any]]:
         return "powers", {}
 
-    def wire_bits(self, shape: tuple[int, ...]) -> float | None:
-        return 8.0 if math.prod(shape) else 0.0
+    def payload_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
+        return [TensorSpec("uint8", (math.prod(shape),))]

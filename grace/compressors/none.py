@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grace.core.compressor import Compressor, Payload, Tensor, Traits
+from grace.core.compressor import Compressor, Payload, PayloadSpec, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
 
 
@@ -23,7 +23,7 @@ class NoCompression(Compressor):
     name = "none"
     traits = Traits(
         category="none",
-        fixed_size=True,
+        fixed_size="by shape",
         unbiased=True,
         contraction=True,
         summable=True,
@@ -50,5 +50,5 @@ class NoCompression(Compressor):
     def bucket_codec(self) -> tuple[str, dict[str, Any]]:
         return "numbers", {}
 
-    def wire_bits(self, shape: tuple[int, ...]) -> float | None:
-        return 32.0
+    def payload_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
+        return [TensorSpec("float32", shape)]

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from grace.core.compressor import Accumulating, Payload, Tensor, Traits
+from grace.core.compressor import Accumulating, Payload, PayloadSpec, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
 
 
@@ -26,7 +26,12 @@ class OneBit(Accumulating):
 
     name = "onebit"
     traits = Traits(
-        category="quantization", fixed_size=True, contraction=True, shardable=True, memory="residual", needs_memory=True
+        category="quantization",
+        fixed_size="by shape",
+        contraction=True,
+        shardable=True,
+        memory="residual",
+        needs_memory=True,
     )
 
     def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
@@ -42,6 +47,5 @@ class OneBit(Accumulating):
     def bucket_codec(self) -> tuple[str, dict[str, Any]]:
         return "signs", {"form": "sided"}
 
-    def wire_bits(self, shape: tuple[int, ...]) -> float | None:
-        n = math.prod(shape)
-        return (8 * math.ceil(n / 8) + 64) / max(1, n)
+    def payload_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
+        return [TensorSpec("uint8", ((math.prod(shape) + 7) // 8,)), TensorSpec("float32", (2,))]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grace.core.compressor import Accumulating, Payload, Tensor, Traits
+from grace.core.compressor import Accumulating, Payload, PayloadSpec, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
 from grace.kernels.contract.primitives import NARROW
 
@@ -47,7 +47,7 @@ class PowerSGD(Accumulating):
     shared_state = True
     traits = Traits(
         category="low-rank",
-        fixed_size=True,
+        fixed_size="by shape",
         contraction=True,
         summable=True,
         rounds=2,
@@ -84,6 +84,10 @@ class PowerSGD(Accumulating):
     def bucket_codec(self) -> tuple[str, dict[str, Any]] | None:
         return ("low rank", {}) if self.rank <= NARROW else None
 
+    def round_specs(self, shape: tuple[int, ...], step: int) -> list[PayloadSpec | None]:
+        rows, columns, rank = self.sizes(shape)
+        return [[TensorSpec("float32", (rows, rank))], [TensorSpec("float32", (columns, rank))]]
+
     def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
         p, q = payload
         return kernels_of(out).matmul_add(out, p, q, weight)
@@ -101,7 +105,8 @@ class PowerSGD(Accumulating):
         return rows, columns, min(self.rank, rows, columns)
 
     def _starts(self, names: Sequence[str]) -> Callable[[str, int, int, Tensor], Tensor]:
-        """What gives each variable's first Q: that of the last step, but for zero columns, or a random one."""
+        """Return a function that gives each variable's first Q: that of the last step, with zero columns renewed, or a
+        random one."""
         kept = [self.state[name] for name in names if name in self.state]
         whole = bool(kept) and not kernels_of(kept[0]).zero_columns(kept)
 
@@ -114,10 +119,6 @@ class PowerSGD(Accumulating):
             return k.random_matrix(stream, (columns, rank), like)
 
         return start
-
-    def wire_bits(self, shape: tuple[int, ...]) -> float | None:
-        rows, columns, rank = self.sizes(shape)
-        return 32 * rank * (rows + columns) / max(1, rows * columns)
 
 
 class _Products:
@@ -168,7 +169,7 @@ class _Products:
 
 
 def _orthonormalized(matrices: list[Tensor]) -> list[Tensor]:
-    """Those of one shape together."""
+    """Return an orthonormal basis of each matrix's columns, computed for matrices of one shape together."""
     shapes: dict[tuple[int, ...], list[int]] = {}
     for i, matrix in enumerate(matrices):
         shapes.setdefault(tuple(matrix.shape), []).append(i)

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from grace.core.compressor import Accumulating, Payload, Tensor, Traits
+from grace.core.compressor import Accumulating, Payload, PayloadSpec, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
 
 
@@ -37,7 +37,7 @@ class QSGD(Accumulating):
     norm: str = "l2"
 
     name = "qsgd"
-    traits = Traits(category="quantization", fixed_size=True, unbiased=True, shardable=True)
+    traits = Traits(category="quantization", fixed_size="by shape", unbiased=True, shardable=True)
 
     def __post_init__(self) -> None:
         self.check_integer("levels", 1, 127)
@@ -76,6 +76,6 @@ class QSGD(Accumulating):
             "l2": self.norm == "l2",
         }
 
-    def wire_bits(self, shape: tuple[int, ...]) -> float | None:
-        n = max(1, math.prod(shape))
-        return (8 * math.ceil(n * self.bits / 8) + 32 * math.ceil(n / self.bucket_size)) / n
+    def payload_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
+        n = math.prod(shape)
+        return [TensorSpec("uint8", ((n * self.bits + 7) // 8,)), TensorSpec("float32", (-(-n // self.bucket_size),))]

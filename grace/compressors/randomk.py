@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from grace.compressors.topk import kept
-from grace.core.compressor import Compressor, Payload, Tensor, Traits
+from grace.core.compressor import Compressor, Payload, PayloadSpec, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
 from grace.kernels.index_coding import check_positions
 
@@ -37,7 +37,7 @@ class RandomK(Compressor):
     by_position = True
     biased_traits = Traits(
         category="sparsification",
-        fixed_size=True,
+        fixed_size="by shape",
         contraction=True,
         summable=True,
         communicator="allreduce",
@@ -62,7 +62,7 @@ class RandomK(Compressor):
         return [k.gather(flat, ctx[1])], ctx
 
     def ctx_of(self, name: str, shape: tuple[int, ...], like: Tensor) -> Any:
-        """What decodes this step's payloads of a variable: its shape, the indices and what values are multiplied by."""
+        """Return the variable's shape, the indices of this step, and the factor of the values."""
         n, stream = math.prod(shape), self.context.stream(name, shared=True)
         count = kept(self.ratio, n)
         return shape, kernels_of(like).random_indices(stream, n, count, like), self._scale(n, count)
@@ -82,12 +82,8 @@ class RandomK(Compressor):
     def sent_indices(self, payload: Payload, ctx: Any) -> Tensor | None:
         return ctx[1]
 
-    def count(self, shape: tuple[int, ...]) -> int | None:
-        return kept(self.ratio, math.prod(shape))
-
     def bucket_codec(self) -> tuple[str, dict[str, Any]]:
         return "drawn", {"scaled": self.unbiased}
 
-    def wire_bits(self, shape: tuple[int, ...]) -> float | None:
-        n = max(1, math.prod(shape))
-        return 32 * kept(self.ratio, n) / n
+    def payload_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
+        return [TensorSpec("float32", (kept(self.ratio, math.prod(shape)),))]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grace.core.compressor import Accumulating, Payload, Tensor, Traits
+from grace.core.compressor import Accumulating, Payload, PayloadSpec, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
 
 
@@ -26,7 +26,7 @@ class SignSGD(Accumulating):
 
     name = "signsgd"
     votes = True
-    traits = Traits(category="quantization", fixed_size=True, shardable=True)
+    traits = Traits(category="quantization", fixed_size="by shape", shardable=True)
 
     def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
         k = kernels_of(tensor)
@@ -49,6 +49,5 @@ class SignSGD(Accumulating):
     def bucket_codec(self) -> tuple[str, dict[str, Any]]:
         return "signs", {"form": "voted"}
 
-    def wire_bits(self, shape: tuple[int, ...]) -> float | None:
-        n = max(1, math.prod(shape))
-        return 8 * math.ceil(n / 8) / n
+    def payload_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
+        return [TensorSpec("uint8", ((math.prod(shape) + 7) // 8,))]

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from grace.core.compressor import Accumulating, Payload, Tensor, Traits
+from grace.core.compressor import Accumulating, Payload, PayloadSpec, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
 
 
@@ -30,7 +30,7 @@ class Sketch(Accumulating):
     quantiles: int = 64
 
     name = "sketch"
-    traits = Traits(category="quantization", fixed_size=True, contraction=True, memory="residual")
+    traits = Traits(category="quantization", fixed_size="by shape", contraction=True, memory="residual")
 
     def __post_init__(self) -> None:
         self.check_integer("quantiles", 2, 256)
@@ -51,6 +51,6 @@ class Sketch(Accumulating):
         packed, means = payload
         return k.reshape(k.add_table(k.flat(out), packed, self._buckets(ctx)[1], means, None, weight), ctx)
 
-    def wire_bits(self, shape: tuple[int, ...]) -> float | None:
+    def payload_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
         n, (buckets, bits) = math.prod(shape), self._buckets(shape)
-        return (8 * math.ceil(n * bits / 8) + 32 * buckets) / max(1, n)
+        return [TensorSpec("uint8", ((n * bits + 7) // 8,)), TensorSpec("float32", (buckets,))]

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from grace.core.compressor import Accumulating, Payload, Tensor, Traits
+from grace.core.compressor import Accumulating, Payload, PayloadSpec, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
 
 
@@ -32,7 +32,7 @@ class TernGrad(Accumulating):
     clip: float = 2.5
 
     name = "terngrad"
-    traits = Traits(category="quantization", fixed_size=True, unbiased=True, shardable=True)
+    traits = Traits(category="quantization", fixed_size="by shape", unbiased=True, shardable=True)
 
     def __post_init__(self) -> None:
         self.check_number("clip", 0, low_open=True)
@@ -52,6 +52,6 @@ class TernGrad(Accumulating):
     def bucket_codec(self) -> tuple[str, dict[str, Any]]:
         return "ternary", {"clip": float(self.clip)}
 
-    def wire_bits(self, shape: tuple[int, ...]) -> float | None:
+    def payload_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
         n = math.prod(shape)
-        return (8 * math.ceil(n * 2 / 8) + 32) / n if n else 0.0
+        return [TensorSpec("uint8", ((n + 3) // 4,)), TensorSpec("float32", (min(n, 1),))]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grace.compressors.topk import kept
-from grace.core.compressor import Payload, Sparsifier, Tensor, Traits
+from grace.core.compressor import Payload, PayloadSpec, Sparsifier, Tensor, Traits
 from grace.kernels import kernels_of
 from grace.kernels.index_coding import check_positions, encode
 
@@ -38,7 +38,7 @@ class Threshold(Sparsifier):
 
     name = "threshold"
     bounded = True
-    traits = Traits(category="sparsification", fixed_size=False, memory="residual")
+    traits = Traits(category="sparsification", fixed_size="by data", memory="residual")
 
     def __post_init__(self) -> None:
         self.check_number("value", 0, FLOAT32_MAX)
@@ -55,8 +55,11 @@ class Threshold(Sparsifier):
         return [k.gather(flat, indices), coded], tuple(tensor.shape)
 
     def _least(self) -> float:
-        """What entries are larger than, in units of what is compressed."""
+        """Return the magnitude that sent entries exceed, in units of the tensor that is compressed."""
         return min(abs(self.value) * self.context.loss_scale, FLOAT32_MAX)  # of -0 the bits are those of no magnitude
 
     def bucket_codec(self) -> tuple[str, dict[str, Any]]:
         return "largest above", {"least": self._least}
+
+    def device_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
+        return self.within_spec(shape, kept(self.capacity, math.prod(shape)))

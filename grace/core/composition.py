@@ -3,8 +3,11 @@
 import math
 from typing import Any
 
-from grace.core.compressor import Compressor, Payload, Tensor, Traits
+from grace.core.compressor import Compressor, Payload, PayloadSpec, Tensor, TensorSpec, Traits
 from grace.kernels import kernels_of
+
+MANY = 1 << 20
+"""A number of values for which all that grows with it differs from what it is for none."""
 
 
 class Composed(Compressor):
@@ -53,7 +56,7 @@ class Composed(Compressor):
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
-        """What both parts promise together."""
+        """The promises that both parts keep together."""
         first, second = self.sparsifier.traits, self.values.traits
         summable = first.summable and second.summable
         return Traits(
@@ -61,11 +64,18 @@ class Composed(Compressor):
             unbiased=first.unbiased and second.unbiased,
             contraction=first.contraction and (second.contraction or self._damps),
             summable=summable,
-            fixed_size=False if first.varies or second.varies else first.fixed_size and second.fixed_size,
+            fixed_size=self._fixed_size,
             communicator="allreduce" if summable else "allgather",
             memory=first.memory,
             needs_memory=first.needs_memory,
         )
+
+    @property
+    def _fixed_size(self) -> Any:
+        sizes = {self.sparsifier.traits.fixed_size, self.values.traits.fixed_size}
+        if "by data" in sizes or sizes == {None, "by shape and step"}:
+            return "by data"  # where nobody knows, sizes are compared with the first step's, and a warm-up's change
+        return next(size for size in (None, "by shape and step", "by shape") if size in sizes)
 
     @property
     def spec(self) -> str:
@@ -74,7 +84,7 @@ class Composed(Compressor):
 
     @property
     def by_position(self) -> bool:  # type: ignore[override]
-        """As the sparsifier does."""
+        """True if the sparsifier tells elements apart by position."""
         return self.sparsifier.by_position
 
     def to_dict(self) -> dict[str, Any]:
@@ -83,7 +93,7 @@ class Composed(Compressor):
 
     @property
     def stateful(self) -> bool:  # type: ignore[override]
-        """Whether the sparsifier is; the values' method is not."""
+        """True if the sparsifier is stateful; the values' method never is."""
         return self.sparsifier.stateful
 
     @property
@@ -94,7 +104,7 @@ class Composed(Compressor):
 
     @property
     def noisy(self) -> bool:
-        """Whether the values' noise is neither bounded nor damped."""
+        """True if the values' noise is neither bounded nor damped."""
         return self.values.traits.unbiased and not self.values.traits.exact and not self._damps
 
     def compress(self, tensor: Tensor, name: str) -> tuple[Payload, Any]:
@@ -124,10 +134,24 @@ class Composed(Compressor):
             values = k.divide(values, values, 1 + variance)
         return [k.flat(values), *where], first_ctx
 
-    def wire_bits(self, shape: tuple[int, ...]) -> float | None:
-        n, count = max(1, math.prod(shape)), self.sparsifier.count(shape)
-        whole = self.sparsifier.wire_bits(shape)
-        values = None if count is None else self.values.wire_bits((count,))
-        if count is None or whole is None or values is None:
+    def size_key(self, step: int) -> Any:
+        return self.sparsifier.size_key(step), self.values.size_key(step)
+
+    def payload_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
+        picked = self.sparsifier.payload_spec(shape, step)
+        if not picked:
             return None
-        return whole + (values - 32) * count / n
+        (count,) = picked[0].shape
+        few, many = (self.values.payload_spec((n,), step) for n in ((0, MANY) if count is None else (count, count)))
+        if not few or not many:
+            return None
+        # a dimension that follows from the number of values depends on the data if that number does
+        coded = [a if a == b else TensorSpec(a.dtype, (None, *a.shape[1:])) for a, b in zip(few, many, strict=True)]
+        return [*coded, *picked[1:]]
+
+    def ctx_of(self, name: str, shape: tuple[int, ...], like: Tensor) -> Any:
+        picked = self.sparsifier.payload_spec(shape, self.context.step) or []
+        # of values whose number the data decide the shape is known when they come
+        values = picked[0].shape if picked and picked[0].known else (0,)
+        coded = self.values.payload_spec(values, self.context.step) or []
+        return self.sparsifier.ctx_of(name, shape, like), self.values.ctx_of(name, values, like), len(coded)

@@ -3,45 +3,83 @@
 import dataclasses
 import math
 from collections.abc import Generator, Iterable, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from grace.core.kept import Keeping, is_ours
-from grace.core.ported import aggregating, check_shape, encoding
-from grace.errors import payload_of
+from grace.core.ported import ITEM_SIZE, aggregating, check_shape, encoding
+from grace.errors import ConfigError, payload_of
 from grace.kernels import kernels_of
 from grace.kernels.checks import check_range
-from grace.kernels.index_coding import decode, encode
+from grace.kernels.index_coding import coded_as, decode, encode
 
 Tensor = Any
 Payload = list[Tensor]
+AFTER_WARMUP = 1 << 62
+"""A step after every warm-up, for which sizes are quoted."""
+FixedSize = Literal["by shape", "by shape and step", "by data"]
+FIXED_SIZES: tuple[str, ...] = get_args(FixedSize)
+
+
+class TensorSpec(NamedTuple):
+    """The dtype and shape of a payload tensor that is not made yet.
+
+    Only the first dimension may be None: the data decide it, and ranks may differ in it.
+
+    >>> TensorSpec("int16", (10,)).nbytes
+    20
+    """
+
+    dtype: str
+    shape: tuple[Any, ...]
+
+    @property
+    def known(self) -> bool:
+        """True if no dimension depends on the data."""
+        return None not in self.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a tensor whose shape is known."""
+        return math.prod(self.shape) * ITEM_SIZE[self.dtype]
+
+
+PayloadSpec = list[TensorSpec]
 
 
 @dataclasses.dataclass(frozen=True)
 class Traits:
-    """What a compressor promises, as data; everything that decides about compressors reads it.
+    """The promises of a compressor, as data; all decisions about compressors read them.
 
     Attributes:
         category: the family of the method.
-        unbiased: whether E[decompress(compress(x))] = x.
-        contraction: whether E||x - decompress(compress(x))||^2 < ||x||^2 for x != 0, which is what
-            error feedback needs to converge.
-        summable: whether the sum of payloads is the payload of the sum (legal with Allreduce).
-        fixed_size: whether the payload of a variable has the same size on every rank and at every step. None where
-            nobody says: then it is taken for true, and the sizes are compared at the first step.
-        carries_nonfinite: whether a NaN or Inf travels in the payload itself.
-        exact: whether decompress(compress(x)) == x; the gradient then keeps its own dtype.
+        unbiased: True if E[decompress(compress(x))] = x.
+        contraction: True if E||x - decompress(compress(x))||^2 < ||x||^2 for x != 0, which error feedback needs to
+            converge.
+        summable: True if the sum of payloads is the payload of the sum (legal with Allreduce).
+        fixed_size: on what the size of a variable's payload depends. "by shape": it is the same on every rank and at
+            every step. "by shape and step": it is the same on every rank, and may change from step to step, as in a
+            warm-up. "by data": it may differ by rank, so sizes travel first. None: nobody says; ranks compare their
+            sizes at the first step, and the size must stay. True means "by shape", and False "by data".
+        carries_nonfinite: True if a NaN or Inf travels in the payload itself.
+        exact: True if decompress(compress(x)) == x; the gradient then keeps its own dtype.
         rounds: how many dependent reductions one exchange takes.
         communicator, memory: the defaults.
-        shardable: whether shards of a tensor, and means of decoded shards, may be compressed alike (legal
+        shardable: True if shards of a tensor, and means of decoded shards, may be compressed alike (legal
             with ScatterReduce).
-        needs_memory: whether the method diverges or stalls without error feedback.
+        needs_memory: True if the method diverges or stalls without error feedback.
+
+    Raises:
+        ConfigError: ``fixed_size`` is none of these.
+
+    >>> Traits("sparsification", fixed_size=False).fixed_size
+    'by data'
     """
 
     category: Literal["none", "quantization", "sparsification", "hybrid", "low-rank"]
     unbiased: bool = False
     contraction: bool = False
     summable: bool = False
-    fixed_size: bool | None = None
+    fixed_size: FixedSize | bool | None = None
     carries_nonfinite: bool = False
     exact: bool = False
     rounds: int = 1
@@ -50,10 +88,19 @@ class Traits:
     needs_memory: bool = False
     shardable: bool = False
 
+    def __post_init__(self) -> None:
+        if isinstance(self.fixed_size, bool):
+            object.__setattr__(self, "fixed_size", "by shape" if self.fixed_size else "by data")
+        elif self.fixed_size is not None and self.fixed_size not in FIXED_SIZES:
+            raise ConfigError(
+                f"traits: fixed_size must be one of {', '.join(map(repr, FIXED_SIZES))}, True ('by shape'), False "
+                f"('by data') or None (unknown), not {self.fixed_size!r}"
+            )
+
     @property
     def varies(self) -> bool:
-        """Whether payloads may differ in size."""
-        return self.fixed_size is False
+        """True if the data decide the size of payloads, so that ranks may differ in it."""
+        return self.fixed_size == "by data"
 
 
 class Compressor(Keeping):
@@ -83,22 +130,22 @@ class Compressor(Keeping):
     kind = "compressor"
     traits: Traits = Traits(category="quantization")
     stateful: bool = False
-    """Whether the method, or a part of it, keeps something per variable between steps."""
+    """True if the method, or a part of it, keeps state per variable between steps."""
     owns_momentum: ClassVar[bool] = False
-    """Whether the method applies momentum itself, so that the optimizer's must be 0."""
+    """True if the method applies momentum itself, so that the optimizer's must be 0."""
     votes: bool = False
-    """Whether the aggregate is a vote, or something else that is no mean."""
+    """True if the aggregate is a vote, or something else that is no mean."""
     sends_values: ClassVar[bool] = False
-    """Whether the first payload tensor holds float32 values picked from the tensor, so that a second
-    method may compress them: ``topk | qsgd``."""
+    """True if the first payload tensor holds float32 values picked from the tensor, so that a second method may
+    compress them: ``topk | qsgd``."""
     bounded: bool = False
-    """Whether payloads of what lies on a device are of one size, though others vary: they have room that is filled up,
-    so that no rank's host must know how many elements came of its tensor."""
+    """True if payloads have one size on a device, though others vary: they have room that is filled up, so that no
+    host must know how many elements its tensor gave."""
     by_position: bool = False
-    """Whether elements are told apart by int32 positions, so that a tensor must have fewer than 2^31 of them."""
+    """True if elements are told apart by int32 positions, so that a tensor must have fewer than 2^31 of them."""
 
     def __init__(self, average: bool | None = None, tensors_size_are_same: bool | None = None):
-        """GRACE's way to say traits, for one object.
+        """Say traits for one object, as GRACE's compressors do.
 
         Args:
             average: False if the aggregate is no mean, but the sum, or what ``aggregate`` makes of it.
@@ -121,20 +168,20 @@ class Compressor(Keeping):
 
     @property
     def average(self) -> bool:
-        """Whether the aggregate is a mean."""
+        """True if the aggregate is a mean."""
         return not self.votes
 
     @property
     def tensors_size_are_same(self) -> bool:
-        """Whether payloads have the same size on every rank."""
+        """True if payloads have the same size on every rank."""
         return not self.traits.varies
 
     noise_advice: ClassVar[str] = "memory='none'"
-    """What to use instead of error feedback on a noisy method."""
+    """The choice that is recommended instead of error feedback on a noisy method."""
 
     @property
     def noisy(self) -> bool:
-        """Whether the error can exceed the gradient, so that error feedback may diverge."""
+        """True if the error can exceed the gradient, so that error feedback may diverge."""
         return (self.traits.unbiased and not self.traits.exact) or self.votes
 
     @encoding
@@ -216,40 +263,87 @@ class Compressor(Keeping):
         return out
 
     def combined(self, tensors: Sequence[Tensor]) -> Tensor:
-        """What decoded tensors, one per rank, add up to."""
+        """Return the sum of decoded tensors, one per rank."""
         return sum(tensors)
 
     def answering(self) -> "Compressor":
-        """The method that a destination compresses the mean with, which goes back to all: this one."""
+        """Return the method that a destination compresses the mean with, which goes back to all: this one."""
         return self
 
     def bucket_codec(self) -> tuple[str, dict[str, Any]] | None:
-        """The name of what encodes and decodes whole buckets to the same bits, of
-        :mod:`grace.kernels.fused.bucket_codecs` and :mod:`grace.kernels.triton.sparse_codecs`, and its options;
-        None if it has none with its parameters. A class that inherits it is not asked. Where a ctx is of one step only,
-        ``ctx_of(name, shape, like)`` makes this step's."""
+        """Return the name of the codec of whole buckets that gives the same bits, of
+        :mod:`grace.kernels.fused.bucket_codecs` and :mod:`grace.kernels.triton.sparse_codecs`, and its options at this
+        step; None if there is none for these parameters. A class that inherits it is not asked. Where payloads change
+        with the step, a codec is made anew with their layout. :meth:`ctx_of` decodes what a codec does not."""
         raise TypeError(f"{type(self).__name__} has no codec for whole buckets")
 
     def sent_indices(self, payload: Payload, ctx: Any) -> Tensor | None:
-        """Flat int32 positions that a sparsifier's payload holds; None if the method does not tell."""
+        """Return the flat int32 positions that a sparsifier's payload holds; None if the method does not tell."""
         return None
 
     def count(self, shape: tuple[int, ...]) -> int | None:
-        """How many values a sparsifier sends of a tensor of this shape; None if that depends on the data."""
-        return None
+        """Return the number of values that a sparsifier sends of a tensor of this shape, after the warm-up if it has
+        one; None if the data decide."""
+        spec = self.payload_spec(shape, AFTER_WARMUP) if self.sends_values else None
+        return spec[0].shape[0] if spec else None
 
     def variance(self, n: int) -> float | None:
-        """omega with E||decompress(compress(x)) - x||^2 <= omega ||x||^2 for every x of n elements, of an unbiased
-        method; None if there is no such number, or nobody worked it out."""
+        """Return omega with E||decompress(compress(x)) - x||^2 <= omega ||x||^2 for every x of n elements, of an
+        unbiased method; None if there is no such number, or nobody worked it out."""
+        return None
+
+    def payload_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
+        """Return the payload of a float32 tensor of this shape at a step, whatever the tensor holds; None if it is not
+        known before the payload is made. It must not read ``self.context.step``."""
+        return None
+
+    def round_specs(self, shape: tuple[int, ...], step: int) -> list[PayloadSpec | None]:
+        """Return the payload of each round, as :meth:`payload_spec` does for methods of one."""
+        return [self.payload_spec(shape, step)] if self.traits.rounds == 1 else [None] * self.traits.rounds
+
+    def size_key(self, step: int) -> Any:
+        """Return what sizes of payloads follow from beside shapes: at steps of equal keys they are equal."""
+        return step if self.traits.fixed_size == "by shape and step" else None
+
+    def device_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
+        """Return the payload on a device of a method that is ``bounded``, as :meth:`payload_spec` does elsewhere."""
+        return None
+
+    def specs(self, shape: tuple[int, ...], dtype: str, on_device: bool, step: int) -> list[PayloadSpec | None]:
+        """Return the payload of each round; None for a round whose sizes are not known before its payload is made.
+
+        Args:
+            shape, dtype: those of the tensor that is compressed: float32, unless the method is exact.
+            on_device: True if the tensor lies on a device, where ``bounded`` methods send payloads of one size.
+            step: the number of the step.
+        """
+        found = [self.device_spec(shape, step)] if on_device and self.bounded else self.round_specs(shape, step)
+        specs = [spec if spec and all(tensor.known for tensor in spec) else None for spec in found]
+        if self.traits.exact and dtype != "float32":  # values keep their dtype
+            kept = {"float32": dtype}
+            return [spec and [TensorSpec(kept.get(t.dtype, t.dtype), t.shape) for t in spec] for spec in specs]
+        return specs
+
+    def ctx_of(self, name: str, shape: tuple[int, ...], like: Tensor) -> Any:
+        """Return the ctx that :meth:`compress` gives at this step for a variable of this shape, and so decodes any
+        rank's payload of it; ``like`` is a tensor of the framework and device. None if the method decodes without a
+        ctx, or cannot tell it without a payload, as methods that are not Grace's may."""
         return None
 
     def wire_bits(self, shape: tuple[int, ...]) -> float | None:
-        """Bits on the wire per element of a tensor of this shape; None if it is not known."""
-        return None
+        """Return the bits on the wire per element of a float32 tensor of this shape, after the warm-up if the method
+        has one; None if they are not known before payloads are made. It follows from :meth:`round_specs`."""
+        specs = self.specs(shape, "float32", False, AFTER_WARMUP)
+        if None in specs:
+            return None
+        return 8 * sum(tensor.nbytes for spec in specs for tensor in spec or ()) / max(1, math.prod(shape))
 
 
 class Accumulating(Compressor):
     """A method whose decoder is ``accumulate``, and whose ``ctx`` is the tensor's shape."""
+
+    def ctx_of(self, name: str, shape: tuple[int, ...], like: Tensor) -> Any:
+        return shape
 
     def decompress(self, payload: Payload, ctx: Any) -> Tensor:
         k = kernels_of(payload[0])
@@ -268,16 +362,30 @@ class Sparsifier(Accumulating):
     by_position = True
 
     def within(self, flat: Tensor, threshold: float, room: int) -> Payload:
-        """A payload of one size, whatever is in the tensor, for devices: of what is above a threshold the largest, for
-        which there is room, and how many they are. Nothing is read back; what is left out is decoded as 0."""
+        """Return a payload of one size, whatever is in the tensor, for devices: the largest of the elements above a
+        threshold, as many as there is room for, and how many they are. Nothing is read back; elements that are left
+        out decode to 0."""
         k = kernels_of(flat)
         values, indices, count = k.largest_above(flat, threshold, room)
         return [values, encode(k, indices, flat.shape[0] + 1, fixed=False), count]
+
+    def within_spec(self, shape: tuple[int, ...], room: int) -> PayloadSpec:
+        """Return the spec of what :meth:`within` gives."""
+        dtype, _ = coded_as(math.prod(shape) + 1)
+        return [TensorSpec("float32", (room,)), TensorSpec(dtype, (room,)), TensorSpec("int32", (1,))]
 
     def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
         k = kernels_of(out)
         values = shown(payload[:1], payload[2:])[0] if self.bounded else payload[0]
         return k.reshape(k.scatter_add(k.flat(out), self.sent_indices(payload, ctx), values, weight), ctx)
+
+    def payload_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
+        return self._spec(math.prod(shape), None)
+
+    def _spec(self, n: int, count: int | None, chunk: int = 0) -> PayloadSpec:
+        """Return the spec of ``count`` values and positions of n elements; None if the data decide how many."""
+        dtype, length = coded_as(n, count, chunk)
+        return [TensorSpec("float32", (count,)), TensorSpec(dtype, (length,))]
 
     def sent_indices(self, payload: Payload, ctx: Any) -> Tensor | None:
         values, coded = shown(payload[:2], payload[2:]) if self.bounded else payload[:2]
@@ -285,8 +393,8 @@ class Sparsifier(Accumulating):
 
 
 def shown(parts: list[Tensor], count: list[Tensor]) -> list[Tensor]:
-    """Without what only fills their room, by the count that came with them, if one did; on a device that stays, because
-    kernels leave out positions that are not there."""
+    """Return the parts without the elements that only fill their room, by the count that came with them, if one did. On
+    a device these stay, because kernels leave out positions that are not there."""
     if not count or kernels_of(parts[0]).far(parts[0]):
         return parts
     n = int(kernels_of(count[0]).to_list(count[0])[0])

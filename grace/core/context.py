@@ -27,7 +27,7 @@ class Context:
         updates: number of the optimizer's steps, as far as it is known.
         left_out: how often gradients were cleared again, and nothing was done with the optimizer since the last time.
         settings: a digest of the hyperparameters that the last step was made with.
-        astray: why ranks that this one speaks for cannot go on; empty if they can.
+        out_of_step: why ranks that this one speaks for cannot go on; empty if they can.
         names: what the ranks are called, where only some of all take part.
         calls: what messages call things, in the user's framework.
         step_there: the step in a tensor on a device, where a CUDA graph reads it; else None.
@@ -43,7 +43,7 @@ class Context:
     updates: int = 0
     left_out: int = 0
     settings: int = 0
-    astray: str = ""
+    out_of_step: str = ""
     names: Sequence[int] = ()
     calls: Calls = TORCH
     step_there: Any = None

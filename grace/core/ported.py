@@ -18,7 +18,7 @@ ITEM_SIZE = {
     **dict.fromkeys(("float16", "bfloat16", "int16"), 2),
     **dict.fromkeys(("uint8", "int8", "bool"), 1),
 }
-"""What payload tensors may be of, and the bytes of an element."""
+"""The dtypes of payload tensors, and the bytes of an element."""
 
 
 def encoding(compress: Callable[..., Any], ours: bool = False) -> Callable[..., Any]:
@@ -91,7 +91,7 @@ def aggregating(aggregate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _by_tensors(compressor: Any, aggregate: Callable[..., Any], payloads: Any, ctx: Any, out: Any, count: float) -> Any:
-    """What ``aggregate(tensors)`` makes of the payloads, written into ``out``: divided, if it is to be a mean."""
+    """Write the result of ``aggregate(tensors)`` into ``out``, divided if it is to be a mean."""
     decoded = []
     for place, payload in enumerate(payloads):
         with payload_of(place):

@@ -107,7 +107,7 @@ def make(kind: str, spec: Component | str | dict[str, Any]) -> Any:
     0.05
     >>> make("compressor", "topk(ration=0.05)")
     Traceback (most recent call last):
-    grace.errors.ConfigError: compressor topk has no parameter 'ration'; it has: ratio=0.01, chunk=0
+    grace.errors.ConfigError: compressor topk has no parameter 'ration'; it has: ratio=0.01, chunk=0, warmup_steps=0
     """
     if isinstance(spec, Component):
         if spec.kind != kind:

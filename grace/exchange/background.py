@@ -1,4 +1,4 @@
-"""Exchanges that run beside training, in a thread of their own."""
+"""The thread that runs round trips beside training, and the round trips that it was given."""
 
 import atexit
 import os
@@ -13,6 +13,7 @@ from typing import Any
 from grace.core.waiting import waiting
 from grace.errors import ExchangeError, PayloadError, StepError
 from grace.exchange.bucket import Outcome, Traffic
+from grace.exchange.round_trip import RoundTrip
 from grace.exchange.sparse_rows import in_units
 from grace.exchange.tracing import recorder
 
@@ -20,66 +21,69 @@ PATIENCE, PATIENCE_AT_EXIT = 60.0, 5.0
 """Seconds to wait at the end for other ranks that are behind, and in a script that failed."""
 NEVER = "it has not come back. All ranks must make as many steps"
 
+Check = Callable[[Sequence[Any], Any], None]
+"""Raises if the ranks of round trips, which are done, were not at one step; the second argument is their backend."""
+
 
 class ExchangeThread:
-    """A thread that runs exchanges one after the other, over a backend of its own.
+    """A thread that runs round trips one after the other, over a backend of its own.
 
-    Every rank hands over the same exchanges in the same order, so that theirs are the same at every moment.
+    Every rank sends it the same round trips in the same order, so that their collectives find each other.
 
     Args:
         backend: see :meth:`grace.core.backend.Backend.duplicate`.
-        computing: the context that an exchange computes in.
-        check: raises if the ranks of an exchange were not at one step, over its backend.
+        computing: returns the context that a round trip computes in.
+        check: see :data:`Check`.
     """
 
-    def __init__(self, backend: Any, computing: Callable[[], Any], check: Callable[[Sequence[Any], Any], None]):
+    def __init__(self, backend: Any, computing: Callable[[], Any], check: Check):
         self.backend, self.computing, self.check = backend, computing, check
-        self.todo: queue.SimpleQueue[PendingExchange | None] = queue.SimpleQueue()
-        self.under_way: deque[PendingExchange] = deque()
+        self.todo: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
+        self.under_way: deque[Pending] = deque()
         self.failure: Exception | None = None
-        self.told = False
-        """Whether the failure was raised."""
+        self.failure_raised = False
+        """True once the training thread has raised the failure."""
         atexit.register(self.exit)
         threading.Thread(target=self._run, name="grace exchanges", daemon=True).start()
 
     def drain(self, seconds: float = PATIENCE) -> bool:
-        """Wait until all that was handed over is done (other ranks may need this one for theirs), and end.
+        """Wait until all round trips are done, since other ranks may need this one for theirs, and end the thread.
 
         Returns:
-            whether all is.
+            True if all are.
         """
         deadline = time.monotonic() + seconds
         while self.under_way and self.failure is None and time.monotonic() < deadline:
             self.under_way[0].done.wait(0.05)
-            while self.under_way and self.under_way[0].done.is_set():
-                self.under_way.popleft()
+            self._forget_done()
         self.todo.put(None)
         return all(pending.done.is_set() for pending in self.under_way)
 
     def arrive(self) -> None:
-        """The ranks part: let all that was handed over be done.
+        """End the thread before the ranks part.
 
         Raises:
-            ExchangeError: it is not. Another rank has made fewer steps, and its weights are others.
+            ExchangeError: a round trip is not done. Another rank has made fewer steps, and its weights are others.
         """
         done = self.drain()
-        if self.told or sys.exc_info()[0] is not None:
+        if self.failure_raised or sys.exc_info()[0] is not None:
             return
         if self.failure is not None or not done:
-            self.told = True
-            raise self.reason(self.under_way[0].exchange if self.under_way else None)
+            self.failure_raised = True
+            raise self.reason(self.under_way[0].round_trip if self.under_way else None)
 
-    def reason(self, exchange: Any) -> Exception:
-        """Why an exchange brought nothing."""
-        failure = self.failure
-        if isinstance(failure, ExchangeError) or exchange is None:
-            return failure or ExchangeError(NEVER)
-        return exchange.failure(failure or ExchangeError(NEVER))
+    def reason(self, round_trip: RoundTrip | None) -> Exception:
+        """Return the error that says why a round trip brought nothing."""
+        if isinstance(self.failure, ExchangeError):
+            return self.failure
+        failure = self.failure or ExchangeError(NEVER)
+        return failure if round_trip is None else round_trip.failure(failure)
 
     def exit(self) -> None:
-        """The program ends without ``grace.shutdown()``; what is raised now does not change its status."""
-        if self.told or hasattr(sys, "last_value"):  # it fails: others need not be waited for
-            self.drain(0 if self.told else PATIENCE_AT_EXIT)
+        """End the thread in a program that ends without ``grace.shutdown()``. An error that is raised now would not
+        change the program's status, so that this sets it."""
+        if self.failure_raised or hasattr(sys, "last_value"):  # it fails: others need not be waited for
+            self.drain(0 if self.failure_raised else PATIENCE_AT_EXIT)
             return
         try:
             self.arrive()
@@ -88,12 +92,15 @@ class ExchangeThread:
             sys.stdout.flush()
             os._exit(1)
 
-    def send(self, pending: "PendingExchange") -> None:
-        """Hand over the next exchange."""
-        while self.under_way and self.under_way[0].done.is_set():
-            self.under_way.popleft()
+    def send(self, pending: "Pending") -> None:
+        """Have the thread run the next round trip."""
+        self._forget_done()
         self.under_way.append(pending)
         self.todo.put(pending)
+
+    def _forget_done(self) -> None:
+        while self.under_way and self.under_way[0].done.is_set():
+            self.under_way.popleft()
 
     def _run(self) -> None:
         while (pending := self.todo.get()) is not None:
@@ -106,37 +113,42 @@ class ExchangeThread:
             pending.done.set()
 
 
-class PendingExchange:
-    """One exchange, from the moment it was handed to the thread until its mean is applied."""
+class Pending:
+    """A round trip of an :class:`ExchangeThread`, from its encoding until its mean is applied.
 
-    def __init__(self, exchange: Any, exchange_thread: ExchangeThread | None, loss_scale: float):
-        self.exchange, self.exchange_thread, self.loss_scale = exchange, exchange_thread, loss_scale
+    Attributes:
+        round_trip: None once its outcomes were collected, so that its buffers are free, and if it was loaded.
+        loss_scale: the unit of its gradients, and so of its means.
+        done: set when the thread is through with it.
+        outcomes: None until then, and if the thread failed.
+        traffic: the bytes that it sent, once its outcomes were collected.
+        dropped: True if its step was discarded, so that its means are applied in none.
+    """
+
+    def __init__(self, round_trip: RoundTrip | None, thread: ExchangeThread | None, loss_scale: float):
+        self.round_trip, self.thread, self.loss_scale = round_trip, thread, loss_scale
         self.done = threading.Event()
         self.outcomes: list[Outcome] | None = None
         self.traffic = Traffic()
         self.dropped = False
 
     @classmethod
-    def over(cls, outcomes: list[Outcome], loss_scale: float) -> "PendingExchange":
-        """One of a checkpoint, which has brought this."""
+    def loaded(cls, outcomes: list[Outcome], loss_scale: float) -> "Pending":
+        """Return a round trip of a checkpoint, which has brought these outcomes."""
         pending = cls(None, None, loss_scale)
         pending.outcomes = outcomes
         pending.done.set()
         return pending
 
-    def run(self, check: Callable[[Sequence[Any], Any], None]) -> None:
-        """Run all its collectives, and keep what the destination's memory learnt; ``check`` raises if the ranks are not
-        at one step."""
-        exchange = self.exchange
-        exchange.launch()
-        while exchange.advance():
-            pass
-        exchange.wait()
-        memory = getattr(exchange.communicator, "answer_memory", None)
-        states = [] if memory is None else [part.state for part in memory.whole().values()]
+    def run(self, check: Check) -> None:
+        """Run all collectives, and commit what the second memory learns: no step that ends later may roll it back."""
+        round_trip = self.round_trip
+        assert round_trip is not None
+        second = round_trip.communicator.second
+        states = [] if second is None else [part.state for part in second[1].whole().values()]
         try:
-            self.outcomes = exchange.finish([None] * len(exchange.names), wait=False)
-            check([exchange], exchange.communicator.backend)
+            self.outcomes = round_trip.finish([None] * len(round_trip.names))
+            check([round_trip], round_trip.backend)
         except (PayloadError, StepError):
             for state in states:
                 state.rollback()
@@ -145,21 +157,28 @@ class PendingExchange:
             state.commit()
 
     def collect(self) -> list[Outcome]:
-        """What it brought; blocks until it is there."""
+        """Wait for the outcomes, and return them.
+
+        Raises:
+            ExchangeError, PayloadError, StepError: the thread failed.
+        """
         if not self.done.is_set():
-            with waiting(self.exchange.place), recorder.phase("wait", "wait", bucket=self.exchange.bucket):
+            assert self.round_trip is not None
+            with waiting(self.round_trip.place), recorder.phase("wait", "wait", bucket=self.round_trip.bucket):
                 self.done.wait()
         if self.outcomes is None:
-            assert self.exchange_thread is not None
-            self.exchange_thread.told = True
-            raise self.exchange_thread.reason(self.exchange) from self.exchange_thread.failure
-        if self.exchange is not None:
-            self.traffic, self.exchange = self.exchange.traffic, None
+            assert self.thread is not None
+            self.thread.failure_raised = True
+            raise self.thread.reason(self.round_trip) from self.thread.failure
+        if self.round_trip is not None:
+            self.traffic, self.round_trip = self.round_trip.traffic, None
         return self.outcomes
 
     def values(self, loss_scale: float) -> dict[str, Any]:
-        """What it brought, by the shards' names, in the units of this loss scale; empty if it was dropped."""
+        """Return the means by the shards' names, in units of a loss scale; empty if the step was discarded."""
         outcomes = self.collect()
-        found = {o.variable.name: o.value for o in outcomes if o.value is not None and not self.dropped}
-        scale = loss_scale / self.loss_scale
-        return found if scale == 1 else {name: in_units(value, scale) for name, value in found.items()}
+        if self.dropped:
+            return {}
+        found = {outcome.variable.name: outcome.value for outcome in outcomes if outcome.value is not None}
+        factor = loss_scale / self.loss_scale
+        return found if factor == 1 else {name: in_units(value, factor) for name, value in found.items()}

@@ -1,51 +1,12 @@
 """What an exchange takes, and what it brings: variables and what carries them, the outcome of each, what was sent."""
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from grace.core.backend import Backend, Handle
-from grace.core.component import Component
-from grace.core.compressor import Compressor, Tensor
-from grace.core.context import Context
-from grace.core.memory import Memory
+from grace.core.compressor import Tensor
 from grace.core.variable import Variable
-from grace.exchange.wire import Wire
-
-
-class Carrier(Protocol):
-    """What a round trip asks of a :class:`grace.Communicator`."""
-
-    compressor: Compressor
-    memory: Memory
-    backend: Backend
-
-    @property
-    def context(self) -> Context: ...
-
-    @property
-    def foreign(self) -> bool: ...
-
-    @property
-    def sums(self) -> bool: ...
-
-    @property
-    def gathers(self) -> bool: ...
-
-    @property
-    def delayed(self) -> bool: ...
-
-    @property
-    def stateful(self) -> bool: ...
-
-    @property
-    def components(self) -> Mapping[str, Component]: ...
-
-    @property
-    def keepers(self) -> Mapping[str, Component]: ...
-    def begin(self, contribution: "Contribution") -> Any: ...
-    def communicate(self, wire: Tensor) -> Handle: ...
-    def describe(self) -> str: ...
 
 
 @dataclass
@@ -53,22 +14,25 @@ class Bucket:
     """Variables whose payloads travel in one collective, and the communicator that carries them."""
 
     index: int
-    communicator: Carrier
+    communicator: Any
     variables: list[Variable]
-    wire: Wire | None = None
-    """The layout of the payloads, kept from step to step where it cannot change."""
-    buffer: Any = None
-    """The wire's buffer, likewise."""
-    codec: Any = None
-    """What encodes and decodes all its variables at once (:mod:`grace.exchange.at_once`); False if there is none."""
+    fuses: bool = True
+    """Whether all its variables may be encoded in one pass (:mod:`grace.exchange.fused_codec`)."""
     label: str = "grace"
     """What the engine calls its collectives, the same on every rank."""
     carries: bool = True
-    """Whether its wires carry the ranks' places; one bucket of a step does."""
+    """True if its wires carry the ranks' step stamps; one bucket of a step does."""
     compared: bool = False
     """Whether all ranks' payloads were found to be of equal sizes, where nobody said that they are."""
     compares: bool = False
     """Whether they are compared in every step: those of a graph are all alike."""
+    # What follows is of this bucket alone: a copy by dataclasses.replace starts without it.
+    program: Any = field(default=None, init=False)
+    """Its :class:`~grace.exchange.program.BucketProgram`, made by its first round trip."""
+    pending: deque[Any] = field(default_factory=deque, init=False)
+    """Delayed round trips whose means are not applied yet, the oldest first (:mod:`grace.exchange.delayed`)."""
+    node: "Bucket | None" = field(default=None, init=False)
+    """The bucket of the sum over this rank's node, where reduction is hierarchical (:mod:`grace.session.hierarchy`)."""
     names: list[str] = field(init=False)
     """Of the variables."""
     nbytes: int = field(init=False)
@@ -145,6 +109,14 @@ class Traffic:
         if known is None and len(self._left) >= 64:
             _ = self.payload_bytes
         self._left[id(payload_bytes)] = names, payload_bytes, 1 if known is None else known[2] + 1
+
+    def include(self, other: "Traffic") -> None:
+        """Add the bytes, and the time for codecs, of a round trip that was counted on its own."""
+        for name, nbytes in other.payload_bytes.items():
+            self.payload_bytes[name] = self.payload_bytes.get(name, 0) + nbytes
+        self.header_bytes += other.header_bytes
+        self.sent_bytes += other.sent_bytes
+        self.codec_seconds += other.codec_seconds
 
     @property
     def payload_bytes(self) -> dict[str, int]:

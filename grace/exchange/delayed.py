@@ -1,163 +1,159 @@
-"""Exchanges that run on while training goes ahead: bounded staleness, and none."""
+"""Round trips that run on while training goes ahead: bounded staleness, and none."""
 
-import contextlib
 import dataclasses
-import functools
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Sequence
+from typing import Any
 
-from grace.core.backend import Handle
 from grace.core.compressor import Tensor
-from grace.exchange.background import ExchangeThread, PendingExchange
-from grace.exchange.base import Exchange
-from grace.exchange.bucket import Carrier, Contribution, Outcome, Traffic
+from grace.errors import PayloadError
+from grace.exchange.background import ExchangeThread, Pending
+from grace.exchange.bucket import Contribution, Outcome, Traffic
+from grace.exchange.header import Header
+from grace.exchange.round_trip import RoundTrip
 from grace.exchange.sparse_rows import add, values_of
 from grace.kernels import kernels_of
 
 
-class Delaying(Carrier, Protocol):
-    """What a delayed round trip asks of its communicator besides.
-
-    Attributes:
-        staleness: how many steps later a mean is applied.
-        sync: False to apply means as they come.
-        ahead: how many may be under way then.
-        pending_exchanges: by the first variable of a bucket.
-        exchange_thread: runs them.
-    """
-
-    staleness: int
-    sync: bool
-    ahead: int
-    pending_exchanges: dict[str, deque[PendingExchange]]
-    exchange_thread: ExchangeThread
-
-    def aside(self) -> Carrier: ...
-
-
-@functools.cache
-def launched_later(kind: type[Exchange]) -> type[Exchange]:
-    """An exchange of this kind whose first collective the thread starts."""
-
-    class Later(kind):  # type: ignore[misc, valid-type]
-        """Starts nothing before ``launch``."""
-
-        first: Any = None
-
-        def _launch(self, collective: Callable[[Tensor], Handle], tensor: Tensor) -> None:
-            if self.first is None:
-                self.first = (collective, tensor)
-            else:
-                super()._launch(collective, tensor)
-
-        def launch(self) -> None:
-            """Start the first collective."""
-            super()._launch(*self.first)
-
-    return Later
-
-
-class DelayedExchange(Exchange):
+class DelayedRoundTrip:
     """Sends this step's payloads on their way, and brings the mean of an earlier step.
 
-    What a memory or a compressor learnt by compressing is kept at once if the gradient was finite: the payload will be
-    applied whatever becomes of this step.
+    It has the methods of :class:`~grace.exchange.round_trip.RoundTrip`, around one that a thread runs:
+
+    1. To make it is to encode the gradients. The memories' and the compressor's changes are committed at once where the
+       gradient is finite: the payload will be applied whatever becomes of this step.
+    2. :meth:`finish` brings the means that are due of those in ``bucket.pending``, the oldest first.
+    3. :meth:`enqueue`, at the end of the step, hands the encoded payloads to the thread. :meth:`cancel` forgets them.
+
+    Args:
+        contribution: this rank's gradients.
+        thread: runs the collectives, over a backend of its own.
     """
 
-    communicator: Delaying
+    error: PayloadError | None = None
+    """None: the thread keeps the errors of its round trips, and :meth:`finish` raises them."""
+    deferred = next_step = False
+    """No matter here: the thread reads the headers of its round trips itself."""
 
-    def __init__(self, kind: type[Exchange], contribution: Contribution):
-        bucket, gradients, present, guard, traffic = contribution
-        communicator = cast(Delaying, bucket.communicator)
-        self.bucket, self.communicator, self.kernels = bucket, communicator, kernels_of(values_of(gradients[0]))
-        self.names = [variable.name for variable in bucket.variables]
-        self.pending_exchanges: deque[PendingExchange] = communicator.pending_exchanges[bucket.variables[0].name]
-        # buffers of its own: those of the step before may still be under way
-        own = dataclasses.replace(bucket, wire=None, buffer=None, communicator=communicator.aside())
-        self.traffic, self.loss_scale = traffic, communicator.context.loss_scale
-        with self._committing(present) as sound:
-            mine = Contribution(own, gradients, present, guard, Traffic())
-            inner = launched_later(kind)(mine)  # type: ignore[arg-type]
-            sound += inner.sound
-        self.pending = PendingExchange(inner, communicator.exchange_thread, self.loss_scale)
-        self.pending_exchanges.append(self.pending)
-        self.handle = Handle(lambda: None)
+    def __init__(self, contribution: Contribution, thread: ExchangeThread):
+        self.bucket, gradients, self.present, _, self.traffic = contribution
+        self.communicator: Any = self.bucket.communicator
+        self.kernels = kernels_of(values_of(gradients[0]))
+        self.names, self.thread = self.bucket.names, thread
+        inner = self._encode(contribution)
+        # one that stays empty: the thread fills in the inner one's while the step ends
+        self.header = Header(inner.program, self.present)
+        self.place = inner.place
+        self.pending = Pending(inner, thread, self.communicator.context.loss_scale)
+        self.bucket.pending.append(self.pending)
 
-    @contextlib.contextmanager
-    def _committing(self, present: Sequence[bool]) -> Iterator[list[Any]]:
-        """Keep what is learnt here. Where this rank has no gradient nothing is sent, so what it remembers stays."""
-        keepers = self.communicator.keepers.items()
-        parts = [part for kind, part in keepers if not kind.startswith("answer_memory")]
-        absent = [name for name, here in zip(self.names, present, strict=True) if not here]
-        held = [{name: part.state.pop(name) for name in absent if name in part.state} for part in parts]
-        sound: list[Any] = []
-        yield sound
-        if tensors := [ok for ok in sound if not isinstance(ok, bool)]:  # on a device: read once for all
-            (sound,) = self.kernels.read([self.kernels.full(sound, "float32", tensors[0])])
-        spoilt = [
-            name for name, ok in zip(self.names, sound, strict=True) if self.communicator.stateful and not bool(ok)
-        ]
-        for part, kept in zip(parts, held, strict=True):
-            for name in [*absent, *spoilt]:
+    # -- encoding --------------------------------------------------------------------------------------
+
+    def _encode(self, contribution: Contribution) -> RoundTrip:
+        """Make the round trip that the thread will run, and commit what memories and the compressor learn by that.
+
+        This rank sends nothing of variables that it has no gradient of, so that their state stays as it is.
+        """
+        own = contribution._replace(bucket=self._bucket_of_thread(), traffic=Traffic())
+        # the second memory learns in the thread, which commits it
+        kinds = self.communicator.keepers.items()
+        parts = [part for kind, part in kinds if not kind.startswith("answer_memory")]
+        absent = [name for name, here in zip(self.names, self.present, strict=True) if not here]
+        aside = [{name: part.state.pop(name) for name in absent if name in part.state} for part in parts]
+        inner = RoundTrip(own, starts=False)
+        overflowed = self._overflowed(inner.header.in_range) if self.communicator.stateful else []
+        for part, kept in zip(parts, aside, strict=True):
+            for name in [*absent, *overflowed]:
                 part.state.rollback(name)
             part.state.update(kept)
             part.state.commit()
+        return inner
+
+    def _bucket_of_thread(self) -> Any:
+        """Return the bucket for the thread's backend and for this step: whatever step this rank is at when all payloads
+        are there, they are decoded as they were encoded.
+
+        Its codec is its own as well, since the buffers of the step before may still be under way.
+        """
+        communicator = self.communicator.at(dataclasses.replace(self.communicator.context))
+        communicator.backend = self.thread.backend
+        return dataclasses.replace(self.bucket, communicator=communicator)
+
+    def _overflowed(self, in_range: Sequence[Any]) -> list[str]:
+        """Return the variables whose gradients are not in range on this rank."""
+        on_device = [ok for ok in in_range if not isinstance(ok, bool)]
+        if on_device:  # read all of them in one copy
+            (in_range,) = self.kernels.read([self.kernels.full(in_range, "float32", on_device[0])])
+        return [name for name, ok in zip(self.names, in_range, strict=True) if not bool(ok)]
+
+    # -- the thread ------------------------------------------------------------------------------------
 
     def advance(self) -> bool:
-        """The thread does."""
+        """Return False: the thread starts all collectives."""
         return False
 
-    def glance(self) -> None:
-        """The thread does."""
+    def look_at_stamps(self) -> None:
+        """Do nothing: the thread compares the stamps."""
 
-    def hand_over(self) -> None:
-        """To the thread, which must get the same exchanges in the same order on all ranks."""
-        self.communicator.exchange_thread.send(self.pending)
+    def enqueue(self) -> None:
+        """Hand the payloads to the thread at the end of the step, in the same order on all ranks."""
+        self.thread.send(self.pending)
 
-    def forget(self) -> None:
-        """It will never run."""
-        self.pending_exchanges.remove(self.pending)
+    def cancel(self) -> None:
+        """Forget the payloads, which were not enqueued."""
+        self.bucket.pending.remove(self.pending)
+
+    # -- receiving -------------------------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Nothing that training has to wait for; the step is discarded, and what it brings will be dropped."""
+        """Drop the mean, since the step is discarded. The payloads travel all the same: other ranks await them."""
         self.pending.dropped = True
 
     def finish(self, outs: Sequence[Tensor | None], wait: bool = True) -> list[Outcome]:
-        """The mean of ``staleness`` steps ago; without ``sync`` the sum of the means that have come, and of the oldest
-        if there are too many."""
-        communicator = self.communicator
-        most, due = communicator.staleness if communicator.sync else communicator.ahead, []
-        while len(self.pending_exchanges) > most or (
-            not communicator.sync and self.pending_exchanges and self.pending_exchanges[0].done.is_set()
-        ):
-            due.append(self.pending_exchanges.popleft())
-        brought = [self._collected(pending) for pending in due]
+        """Return the mean of ``staleness`` steps ago; without ``sync`` the sum of the means that have come, and of the
+        oldest if more than ``ahead`` would be under way.
+
+        Raises:
+            ExchangeError: the thread failed.
+            PayloadError: a payload that a rank sent cannot be decoded.
+            StepError: the ranks were not at one step.
+        """
+        brought = [self._collect(pending) for pending in self._due()]
         brought = [outcomes for outcomes in brought if outcomes]
         if not brought:
             return [Outcome(variable, None, False, pending=True) for variable in self.bucket.variables]
-        return [self._sum(i, [outcomes[i] for outcomes in brought]) for i in range(len(self.names))]
+        return [self._sum(of_variable) for of_variable in zip(*brought, strict=True)]
 
-    def _collected(self, pending: PendingExchange) -> list[Outcome]:
+    def _due(self) -> list[Pending]:
+        """Take out of the bucket the round trips whose means this step applies."""
+        pending, due = self.bucket.pending, []
+        most = self.communicator.staleness if self.communicator.sync else self.communicator.ahead
+        if not self.communicator.sync:
+            while pending and pending[0].done.is_set():
+                due.append(pending.popleft())
+        while len(pending) > most:
+            due.append(pending.popleft())
+        return due
+
+    def _collect(self, pending: Pending) -> list[Outcome]:
+        """Wait for the outcomes of a round trip, and count what it sent; empty if its step was discarded."""
         began = time.perf_counter()
         outcomes = pending.collect()
-        counted, traffic = pending.traffic, self.traffic
-        traffic.wait_seconds += time.perf_counter() - began
-        for name, nbytes in counted.payload_bytes.items():
-            traffic.payload_bytes[name] = traffic.payload_bytes.get(name, 0) + nbytes
-        traffic.header_bytes += counted.header_bytes
-        traffic.sent_bytes += counted.sent_bytes
-        traffic.codec_seconds += counted.codec_seconds
+        self.traffic.wait_seconds += time.perf_counter() - began
+        self.traffic.include(pending.traffic)
+        if pending.dropped:
+            return []
         values = pending.values(self.communicator.context.loss_scale)
-        return [] if pending.dropped else [dataclasses.replace(o, value=values.get(o.variable.name)) for o in outcomes]
+        return [dataclasses.replace(outcome, value=values.get(outcome.variable.name)) for outcome in outcomes]
 
-    def _sum(self, i: int, outcomes: list[Outcome]) -> Outcome:
+    def _sum(self, outcomes: Sequence[Outcome]) -> Outcome:
+        """Return the sum of one variable's means."""
+        variable = outcomes[0].variable
         values = [outcome.value for outcome in outcomes if outcome.value is not None]
         if not values:  # no rank had a gradient then; this rank may have one now, which is not the mean
-            return Outcome(self.bucket.variables[i], None, False, pending=True)
+            return Outcome(variable, None, False, pending=True)
         total = values[0]
         for value in values[1:]:
             total = add(total, value)
-        # an overflow shows as NaN, but it is an earlier step's: this one's state is kept
-        return Outcome(self.bucket.variables[i], total, False)
+        # an overflow shows as NaN, but it is an earlier step's: the state of this step is kept
+        return Outcome(variable, total, False)

@@ -12,7 +12,7 @@ NARROW, TOO_MANY = 1 << 16, 1 << 31
 
 
 def check_positions(n: int, whose: str = "a tensor", method: str = "the method", what: str = "elements") -> int:
-    """n, if int32 positions tell so many elements apart.
+    """Return n, if int32 positions tell so many elements apart.
 
     Raises:
         ConfigError: they do not; the message says what to do.
@@ -27,7 +27,7 @@ def check_positions(n: int, whose: str = "a tensor", method: str = "the method",
 
 
 def index_bits(n: int, count: int | None = None, chunk: int = 0) -> int:
-    """Bits that ``count`` positions below n take; per position where the count depends on the data (None),
+    """Return the bits that ``count`` positions below n take; per position where the count depends on the data (None),
     which rules the bitmap out, because its size does not tell the count. ``chunk`` is of how many elements it is known
     how many positions they have, if it is.
 
@@ -48,17 +48,17 @@ def encode(k: Kernels, indices: Tensor, n: int, fixed: bool, chunk: int = 0) -> 
     array([89], dtype=uint8)
     """
     check_positions(n)
-    count, width = indices.shape[0], index_bits(n, None, chunk)
-    if fixed and index_bits(n, count, chunk) < width * count:
+    dtype, _ = coded_as(n, indices.shape[0] if fixed else None, chunk)
+    if dtype == "uint8":
         return k.bitmap(indices, n)
-    return k.narrow(indices) if width == 16 else indices
+    return k.narrow(indices) if dtype == "int16" else indices
 
 
 def decode(
     k: Kernels, coded: Tensor, n: int, count: int | None = None, chunks: tuple[int, int] | None = None
 ) -> Tensor:
-    """The positions, int32, ascending; ``count``, if it is known, is how many there must be, and ``chunks`` are the
-    elements of a chunk, and how many positions each has.
+    """Return the positions, int32, ascending. ``count``, if it is known, is their number, and ``chunks`` are a chunk's
+    numbers of elements and of positions.
 
     >>> import numpy as np
     >>> from grace.kernels import NumpyKernels
@@ -71,3 +71,16 @@ def decode(
     if dtype == "int16":
         return k.widen_chunks(coded, *chunks) if chunks else k.widen(coded)
     return coded
+
+
+def coded_as(n: int, count: int | None = None, chunk: int = 0) -> tuple[str, int | None]:
+    """Return the dtype and length of ``count`` positions below n as :func:`encode` codes them. The length is None if
+    the data decide the count.
+
+    >>> coded_as(1000, 10), coded_as(1000, 500), coded_as(1_000_000)
+    (('int16', 10), ('uint8', 125), ('int32', None))
+    """
+    width = index_bits(n, None, chunk)
+    if count is not None and index_bits(n, count, chunk) < width * count:
+        return "uint8", (n + 7) // 8
+    return ("int16" if width == 16 else "int32"), count

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from grace.communicators.base import Communicator
+from grace.core.communicator import Communicator
 from grace.planner.driver import Driver, Resumed
 from grace.session import checkpoint
 from grace.session.step_runner import StepRunner

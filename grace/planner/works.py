@@ -14,12 +14,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from grace.communicators import Allreduce
+from grace.communicators.sparse import row_communicator
+from grace.core.route import EngineTraits
 from grace.core.variable import equal_sizes
 from grace.errors import ConfigError
 from grace.exchange.bucket import Bucket
+from grace.exchange.route_bytes import bytes_of, bytes_within_node
 from grace.planner.costs import Codec
 from grace.planner.network import Network, rooted
-from grace.planner.payloads import Layout, Payloads, kept_bytes
+from grace.planner.payloads import Payloads, check_bits, elements_of, kept_bytes, payloads_of
 from grace.planner.step import ALONE, Contention, Transfer, Work
 from grace.session.sharding import Shard, bucketed
 from grace.strategy.execution import compiled
@@ -226,16 +230,23 @@ class _Exchange:
                 f"{', '.join(map(repr, costs.codecs)) or 'nothing'}"
             )
         self.codec, self.key = codec, key
-        engine = costs.by_ring, costs.concatenates
-        self.layout = Layout(bucket, self.ranks, codec.bits, costs.rows, *engine, averaging=bool(shard.period))
+        variables = bucket.variables
+        self.sparse = variables[0].sparse and not shard.period  # averages now and then are dense
+        self.elements = elements_of(variables, costs.rows, self.sparse)
+        check_bits(bucket, codec.bits)
+
+    def _engine(self, ranks: int) -> EngineTraits:
+        on_cpu = self.bucket.variables[0].device.startswith("cpu")
+        return EngineTraits(ranks, self.costs.by_ring, self.costs.concatenates, on_cpu)
 
     def work(self) -> Work:
         """All of it."""
-        payloads = self.layout.payloads()
+        legs = bytes_of(self.bucket, self._engine(self.ranks), self.codec.bits, self.costs.rows)
+        payloads = payloads_of(legs, self.ranks)
         transfers = tuple(transfer for one in payloads for transfer in self._transfers(one))
         before, after, inside = self._within() if self.led else (0.0, 0.0, 0.0)
         gaps, usual = len(payloads) - 1, sum(not payload.hop for payload in payloads) - 1
-        size = len(self.bucket.variables), self.layout.elements, self.ranks
+        size = len(self.bucket.variables), self.elements, self.ranks
         return Work(
             names=self.names,
             start=self.codec.start.seconds(*size) + self.costs.bucket,
@@ -243,7 +254,9 @@ class _Exchange:
             middle=self.codec.middle.seconds(*size) * usual / gaps if gaps else 0.0,
             finish=self.codec.finish.seconds(*size),
             delayed=self.communicator.delayed and not self.shard.period,
-            memory=kept_bytes(self.bucket, self.layout, payloads, () if self.shard.period else self.way.keepers),
+            memory=kept_bytes(
+                self.bucket, self.ranks, self.elements, payloads, () if self.shard.period else self.way.keepers
+            ),
             before=before,
             after=after,
             inside=inside,
@@ -296,10 +309,11 @@ class _Exchange:
         dense = self.costs.codecs.get(DENSE)
         if dense is None:
             raise ConfigError(f"hierarchical exchanges need a codec of {DENSE}, and nobody measured that")
-        sums, shares = self.layout.within(largest)
-        variables, elements = len(self.bucket.variables), self.layout.elements
-        before = sum(inside.seconds(one.kind, one.nbytes, largest) for one in sums)
+        own: Any = row_communicator(Allreduce("none"), "") if self.sparse else Allreduce("none")
+        there = bytes_within_node(self.bucket, own, self._engine(largest), self.costs.rows)
+        before, after = (
+            sum(inside.seconds(one.kind, one.nbytes, largest) for one in payloads_of(legs, largest)) for legs in there
+        )
+        variables, elements = len(self.bucket.variables), self.elements
         before += dense.start.seconds(variables, elements, largest) + dense.finish.seconds(variables, elements, largest)
-        after = sum(inside.seconds("broadcast", nbytes, largest) for nbytes in shares)
-        sent = sum((2 * (largest - 1) / largest if o.kind == "allreduce" else largest - 1) * o.nbytes for o in sums)
-        return before, after, sent + (largest - 1) * sum(shares)
+        return before, after, sum(one.leg.sent(one.nbytes, largest, 0) for legs in there for one in legs)

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from grace.backends import runtime
-from grace.communicators.base import Communicator
 from grace.core.backend import Backend
 from grace.core.calls import BY_HAND
+from grace.core.communicator import Communicator
 from grace.core.compressor import Tensor
 from grace.core.context import Context
 from grace.core.variable import Variable

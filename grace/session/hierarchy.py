@@ -7,6 +7,7 @@
 The result is the mean over all ranks, equally weighted, whatever the nodes' sizes. Memories live at the leaders.
 """
 
+import contextlib
 import math
 import time
 from collections.abc import Sequence
@@ -19,19 +20,21 @@ from grace.communicators.sparse import row_communicator
 from grace.core.backend import Backend, LocalBackend
 from grace.core.compressor import Tensor
 from grace.core.context import Among, Context
+from grace.core.variable import Variable
 from grace.errors import PayloadError
-from grace.exchange.base import Exchange
-from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
-from grace.exchange.sparse_rows import SparseRows, scaled
+from grace.exchange.bucket import Bucket, Contribution, Outcome
+from grace.exchange.header import MISSING, OVERFLOW, PRESENT, REFUSED
+from grace.exchange.round_trip import RoundTrip, start_round_trip
+from grace.exchange.sparse_rows import SparseRows, scaled, values_of
 from grace.exchange.tracing import recorder
-from grace.exchange.wire import MISSING, OVERFLOW, PRESENT, REFUSED
 from grace.kernels import kernels_of
 
-ASTRAY = 1 + REFUSED
+OUT_OF_STEP = 1 + REFUSED
+"""A leader's status of every variable if the ranks, here or on other nodes, are out of step."""
 
 
 class Hierarchy:
-    """The two levels around an exchange.
+    """The nodes of a run, their leaders, and what each is for communicators.
 
     Args:
         backend: over all ranks.
@@ -42,7 +45,7 @@ class Hierarchy:
         self.node_groups = node_groups(backend, names)
         node = self.node_groups.node
         self.weight = node.size * self.node_groups.nodes / backend.size
-        self.traffic = Traffic()
+        """The factor of this node's mean in the mean of all nodes' means, which makes it that of all ranks."""
         self.inside = Allreduce("none")
         members = [rank for rank, leader in enumerate(self.node_groups.leader_of) if leader == self.node_groups.own]
         self.inside.bind(Context(rank=node.rank, size=node.size, names=members), node)
@@ -53,148 +56,234 @@ class Hierarchy:
         return [self.node_groups.leader_of.index(number) for number in range(self.node_groups.nodes)]
 
     def context(self, whole: Context) -> Any:
-        """That of what the leaders exchange: they are numbered among themselves; others are alone there."""
+        """Return the context of what the leaders exchange: they are numbered among themselves; others are alone."""
         return Among(whole, self.backend.rank, self.backend.size, self.leaders_of_nodes)
 
     @property
     def leads(self) -> bool:
-        """Whether this rank speaks for its node."""
+        """True if this rank speaks for its node."""
         return self.node_groups.leaders is not None
 
     @property
     def backend(self) -> Backend:
-        """What communicators run over: the leaders; nobody elsewhere."""
+        """The backend that communicators run over: of the leaders; elsewhere of nobody."""
         return self.node_groups.leaders or LocalBackend()
 
-    def begin(self, contribution: Contribution) -> Exchange:
-        """Reduce among the node's ranks, and start the leaders' exchange."""
-        bucket, gradients, present, _, traffic = contribution
-        self.like = gradients[0].values if bucket.variables[0].sparse else gradients[0]
-        self.traffic = traffic
-        reduced, found = self.reduced(bucket, gradients, present, traffic)
-        if not self.leads:
-            return Followed(bucket)
-        return bucket.communicator.begin(contribution._replace(gradients=reduced, present=found))
-
-    def reduced(
-        self, bucket: Bucket, gradients: Sequence[Any], present: Sequence[bool], traffic: Traffic
-    ) -> tuple[list[Any], list[bool]]:
-        """The node's gradients, as its leader exchanges them; blocks."""
-        inside: Any = row_communicator(self.inside, "") if bucket.variables[0].sparse else self.inside
-        if inside is not self.inside:
+    def node_bucket(self, bucket: Bucket) -> Bucket:
+        """Return a bucket for the sum over this rank's node."""
+        inside: Any = self.inside
+        if bucket.variables[0].sparse:
+            inside = row_communicator(self.inside, "")
             inside.bind(self.inside.context, self.node_groups.node)
-            inside.compressor.shapes = {v.name: v.shape for v in bucket.variables}
-        # rows sum up in float32, and so do dense gradients that the leaders will compress
-        widened = gradients if bucket.variables[0].sparse or _exact(bucket) else [_wide(g) for g in gradients]
-        variables = bucket.variables if _exact(bucket) else [replace(v, dtype="float32") for v in bucket.variables]
-        own = Bucket(bucket.index, inside, variables, label=f"{bucket.label}.node", carries=bucket.carries)
-        outside, within = bucket.communicator.context, inside.context
-        for number in ("step", "updates", "left_out", "settings"):
-            setattr(within, number, getattr(outside, number))
-        exchange = inside.begin(Contribution(own, widened, present, False, traffic))
-        while exchange.advance():
-            pass
-        outcomes = exchange.finish([None] * len(own.variables))
-        if exchange.astray:
-            outside.astray = exchange.astray
+            inside.compressor.shapes = {variable.name: variable.shape for variable in bucket.variables}
+        variables = bucket.variables
+        if not _is_exact(bucket):
+            variables = [replace(variable, dtype="float32") for variable in variables]
+        return Bucket(bucket.index, inside, variables, label=f"{bucket.label}.node", carries=bucket.carries)
+
+
+class HierarchicalRoundTrip:
+    """The round trip of a bucket whose nodes reduce first. To make it is to start it.
+
+    It has the methods of :class:`~grace.exchange.round_trip.RoundTrip`, around up to two such round trips:
+
+    1. The sum over the node, uncompressed; this waits for it.
+    2. The leaders' round trip, with the node's mean for a gradient. A rank that does not lead has none.
+    3. :meth:`finish` broadcasts the outcomes from the leader to its node.
+
+    Args:
+        contribution: this rank's gradients.
+        hierarchy: the nodes and their leaders.
+    """
+
+    error: PayloadError | None = None
+    """None: errors are raised by :meth:`finish`, once the ranks of the node know of them."""
+    deferred = next_step = False
+    """No matter here: headers are read at once, since the other ranks of the node are told what they say."""
+
+    def __init__(self, contribution: Contribution, hierarchy: Hierarchy):
+        self.bucket, gradients, self.present, _, self.traffic = contribution
+        self.communicator, self.names = self.bucket.communicator, self.bucket.names
+        self.hierarchy, self.node_groups = hierarchy, hierarchy.node_groups
+        self.like = values_of(gradients[0])
+        self.kernels = kernels_of(self.like)
+        within = self._sum_over_node(contribution)
+        reduced, found = self._means_of_node(within, gradients)
+        self.over_leaders: RoundTrip | None = None
+        if hierarchy.leads:
+            self.over_leaders = start_round_trip(contribution._replace(gradients=reduced, present=found))
+        # elsewhere the node's, to which finish() adds what the leader knows of the other nodes
+        self.header = within.header if self.over_leaders is None else self.over_leaders.header
+
+    # -- within the node -------------------------------------------------------------------------------
+
+    def _sum_over_node(self, contribution: Contribution) -> RoundTrip:
+        """Make the whole round trip over the node."""
+        gradients = contribution.gradients
+        if not (self.bucket.variables[0].sparse or _is_exact(self.bucket)):
+            # leaders compress float32; rows are summed up in that anyway
+            gradients = [kernels_of(gradient).cast(gradient, "float32") for gradient in gradients]
+        if self.bucket.node is None:
+            self.bucket.node = self.hierarchy.node_bucket(self.bucket)
+        outside, within = self.communicator.context, self.bucket.node.communicator.context
+        within.step, within.updates = outside.step, outside.updates
+        within.left_out, within.settings = outside.left_out, outside.settings
+        return RoundTrip(contribution._replace(bucket=self.bucket.node, gradients=gradients, guard=False))
+
+    def _means_of_node(self, within: RoundTrip, gradients: Sequence[Any]) -> tuple[list[Any], list[bool]]:
+        """Wait for the sum over the node, and return the gradients that its leader contributes, and of which variables
+        there are any."""
+        outcomes = within.finish([None] * len(gradients))
+        if within.header.out_of_step:
+            # the leaders' step stamps tell the other nodes, with which all collectives of this step go on
+            self.communicator.context.out_of_step = within.header.out_of_step
             return list(gradients), [False] * len(gradients)
-        reduced = [
-            scaled(given if outcome.value is None else outcome.value, self.weight)
-            for given, outcome in zip(gradients, outcomes, strict=True)
-        ]
+        reduced = []
+        for given, outcome in zip(gradients, outcomes, strict=True):
+            value = scaled(given if outcome.value is None else outcome.value, self.hierarchy.weight)
+            # a view of the node's buffer, which the next step fills; a leader's memory may keep its gradient for longer
+            reduced.append(self._copy(value) if value is outcome.value else value)
         return reduced, [outcome.value is not None for outcome in outcomes]
 
-    def finish(self, exchange: Exchange, outs: Sequence[Any]) -> list[Outcome]:
-        """What the leader's exchange brings, on all ranks of the node; they hear it too if it cannot be decoded."""
-        try:
-            brought = exchange.finish(outs)
-        except PayloadError:
-            if self.node_groups.node.size > 1:
-                marks = kernels_of(self.like).full([REFUSED] * len(exchange.bucket.variables), "float32", self.like)
-                with self._sharing(exchange):
-                    self.node_groups.node.broadcast(marks, self.node_groups.first).wait()
-            raise
+    def _copy(self, value: Any) -> Any:
+        if isinstance(value, SparseRows):  # made at each step
+            return value
+        k = self.kernels
+        return k.reshape(k.join([k.flat(value)]), tuple(value.shape))
+
+    # -- over the leaders ------------------------------------------------------------------------------
+
+    def place(self) -> str:
+        """Return the description of this round trip that error messages use for a blocked rank."""
+        return f"the exchange of {self.bucket.describe()} at step {self.communicator.context.step}"
+
+    def advance(self) -> bool:
+        """Start the next leg of the leaders' round trip; False if there is none, or none left."""
+        return self.over_leaders is not None and self.over_leaders.advance()
+
+    def wait(self) -> None:
+        """Wait for the leaders' collective under way."""
+        if self.over_leaders is not None:
+            self.over_leaders.wait()
+
+    def look_at_stamps(self) -> None:
+        """Finish, and forget the outcomes: other ranks of the node may not discard the step, and await them."""
+        with contextlib.suppress(PayloadError):
+            self.finish([None] * len(self.names), wait=False)
+
+    def finish(self, outs: Sequence[Tensor | None], wait: bool = True) -> list[Outcome]:
+        """Finish the leaders' round trip, and return its outcomes on all ranks of the node.
+
+        Args:
+            outs: see :meth:`grace.exchange.round_trip.RoundTrip.finish`.
+            wait: False if the leaders' collective is known to be done.
+
+        Raises:
+            PayloadError: what a rank sent cannot be decoded, here or by the rank that speaks for this node.
+        """
+        outcomes: list[Outcome] | None = None
+        if self.over_leaders is not None:
+            try:
+                outcomes = self.over_leaders.finish(outs, wait)
+            except PayloadError:
+                self._tell_of_error()
+                raise
         began = time.perf_counter()
-        with recorder.phase("share", "wait", bucket=exchange.bucket), self._sharing(exchange):
-            outcomes = self.shared(exchange, brought)
+        with recorder.phase("share", "wait", bucket=self.bucket), self._sharing():
+            outcomes = self._share(outcomes)
         self.traffic.wait_seconds += time.perf_counter() - began
         return outcomes
 
-    def _sharing(self, exchange: Exchange) -> Any:
-        """The context of the way from the leader to its node."""
-        return self.node_groups.node.awaiting(lambda: f"what leaders hand on of {exchange.bucket.describe()}")
+    def enqueue(self) -> None:
+        """Do nothing: means of a hierarchy are not delayed."""
 
-    def shared(self, exchange: Exchange, brought: Sequence[Outcome]) -> list[Outcome]:
-        """What the leader's exchange brought, on all ranks of the node; blocks."""
-        node, first, bucket, like = self.node_groups.node, self.node_groups.first, exchange.bucket, self.like
-        exchange.astray = exchange.astray or bucket.communicator.context.astray
+    def cancel(self) -> None:
+        """Do nothing: means of a hierarchy are not delayed."""
+
+    # -- from the leader to its node -------------------------------------------------------------------
+
+    def _tell_of_error(self) -> None:
+        """Tell the node, whose ranks wait for outcomes, that there are none."""
+        if self.node_groups.node.size > 1:
+            statuses = self.kernels.full([REFUSED] * len(self.names), "float32", self.like)
+            with self._sharing():
+                self._broadcast(statuses)
+
+    def _sharing(self) -> Any:
+        """Return the context that says where a rank is that waits for the leader, or for the node's other ranks."""
+        return self.node_groups.node.awaiting(lambda: f"what leaders hand on of {self.bucket.describe()}")
+
+    def _broadcast(self, tensor: Tensor) -> Tensor:
+        """Return the leader's tensor on all ranks of the node; blocks."""
+        return self.node_groups.node.broadcast(tensor, self.node_groups.first).wait()
+
+    def _share(self, outcomes: list[Outcome] | None) -> list[Outcome]:
+        """Return the leader's outcomes on all ranks of the node; blocks.
+
+        Args:
+            outcomes: the leader's; None at other ranks.
+        """
+        node, header, k = self.node_groups.node, self.header, self.kernels
+        header.out_of_step = header.out_of_step or self.communicator.context.out_of_step
         if node.size == 1:
-            return list(brought)
-        outcomes, before = brought if self.leads else None, node.sent_bytes
-        k = kernels_of(like)
-        marks = [ASTRAY if exchange.astray else _mark(outcome) for outcome in outcomes or ()]
-        marks = k.full(marks or [MISSING] * len(bucket.variables), "float32", like)
-        told = k.to_list(node.broadcast(marks, first).wait())
-        if ASTRAY in told:
-            exchange.astray = exchange.astray or "the ranks are out of step, on other nodes; their own errors say how"
-            return exchange.nothing()
-        if REFUSED in told:
+            return outcomes or []
+        before = node.sent_bytes
+        statuses = k.to_list(self._broadcast(k.full(self._statuses(outcomes), "float32", self.like)))
+        if OUT_OF_STEP in statuses:
+            header.out_of_step = (
+                header.out_of_step or "the ranks are out of step, on other nodes; their own errors say how"
+            )
+            return [Outcome(variable, None, False) for variable in self.bucket.variables]
+        if REFUSED in statuses:
             raise PayloadError(
-                f"the rank that speaks for this node could not decode what others sent for {bucket.ends}"
+                f"the rank that speaks for this node could not decode what others sent for {self.bucket.ends}"
             )
         shared = []
-        for i, variable in enumerate(bucket.variables):
-            value = outcomes[i].value if outcomes is not None else None
-            if told[i] != MISSING:
-                value = (
-                    self._rows(k, variable, value, like) if variable.sparse else self._dense(k, bucket, i, value, like)
-                )
-            shared.append(Outcome(variable, None if told[i] == MISSING else value, told[i] == OVERFLOW))
+        for i, variable in enumerate(self.bucket.variables):
+            value = None if outcomes is None else outcomes[i].value
+            if statuses[i] != MISSING:
+                value = self._share_rows(variable, value) if variable.sparse else self._share_dense(variable, value)
+            shared.append(Outcome(variable, None if statuses[i] == MISSING else value, statuses[i] == OVERFLOW))
         self.traffic.sent_bytes += node.sent_bytes - before
         return shared
 
-    def _dense(self, k: Any, bucket: Bucket, i: int, value: Any, like: Any) -> Any:
-        variable = bucket.variables[i]
-        dtype = variable.dtype if _exact(bucket) else "float32"
-        buffer = k.zeros((variable.numel,), dtype, like) if value is None else k.flat(value)
-        return k.reshape(self.node_groups.node.broadcast(buffer, self.node_groups.first).wait(), variable.shape)
+    def _statuses(self, outcomes: list[Outcome] | None) -> list[float]:
+        """Return the status of each variable that a leader tells its node; other ranks only need room for them."""
+        if outcomes is None:
+            return [MISSING] * len(self.names)
+        if self.header.out_of_step:
+            return [OUT_OF_STEP] * len(self.names)
+        statuses: list[float] = []
+        for outcome in outcomes:
+            if outcome.value is None:
+                statuses.append(MISSING)
+            else:
+                statuses.append(OVERFLOW if outcome.overflow else PRESENT)
+        return statuses
 
-    def _rows(self, k: Any, variable: Any, value: Any, like: Any) -> SparseRows:
-        node, first = self.node_groups.node, self.node_groups.first
-        count = k.full([0 if value is None else value.rows.shape[0]], "int64", like)
-        n = int(k.to_list(node.broadcast(count, first).wait())[0])
-        rows = k.zeros((n,), "int32", like) if value is None else k.cast(value.rows, "int32")
+    def _share_dense(self, variable: Variable, value: Tensor | None) -> Tensor:
+        """Return the leader's mean of a dense gradient."""
+        k = self.kernels
+        if value is None:
+            dtype = variable.dtype if _is_exact(self.bucket) else "float32"
+            value = k.zeros((variable.numel,), dtype, self.like)
+        return k.reshape(self._broadcast(k.flat(value)), variable.shape)
+
+    def _share_rows(self, variable: Variable, value: SparseRows | None) -> SparseRows:
+        """Return the leader's mean of a sparse gradient: first the number of rows, then these."""
+        k = self.kernels
+        count = k.full([0 if value is None else value.rows.shape[0]], "int64", self.like)
+        n = int(k.to_list(self._broadcast(count))[0])
         shape = (n, *variable.shape[1:])
-        values = k.zeros((math.prod(shape),), "float32", like) if value is None else k.flat(value.values)
-        if not n:
-            return SparseRows(k.reshape(values, shape), rows)
-        rows = node.broadcast(rows, first).wait()
-        return SparseRows(k.reshape(node.broadcast(values, first).wait(), shape), rows)
+        if value is None:
+            rows, values = k.zeros((n,), "int32", self.like), k.zeros((math.prod(shape),), "float32", self.like)
+        else:
+            rows, values = k.cast(value.rows, "int32"), k.flat(value.values)
+        if n > 0:  # no engine need broadcast nothing
+            rows = self._broadcast(rows)
+            values = self._broadcast(values)
+        return SparseRows(k.reshape(values, shape), rows)
 
 
-def _exact(bucket: Bucket) -> bool:
+def _is_exact(bucket: Bucket) -> bool:
     return bucket.communicator.compressor.traits.exact and not bucket.communicator.memory.stateful
-
-
-def _wide(gradient: Any) -> Any:
-    return kernels_of(gradient).cast(gradient, "float32")
-
-
-def _mark(outcome: Outcome) -> float:
-    return MISSING if outcome.value is None else OVERFLOW if outcome.overflow else PRESENT
-
-
-class Followed(Exchange):
-    """The exchange of a rank whose node's leader does it: waits for nothing, and brings nothing."""
-
-    def __init__(self, bucket: Bucket):
-        self.bucket = bucket
-
-    def advance(self) -> bool:
-        return False
-
-    def wait(self) -> None:
-        return None
-
-    def finish(self, outs: Sequence[Tensor | None], wait: bool = True) -> list[Outcome]:
-        return [Outcome(variable, None, False) for variable in self.bucket.variables]

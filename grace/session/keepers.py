@@ -1,6 +1,6 @@
 """The parts that keep state, found once where they cannot change."""
 
-from grace.communicators.base import Communicator
+from grace.core.communicator import Communicator
 from grace.core.component import Component
 from grace.core.kept import is_ours
 

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from grace.communicators.base import Communicator
 from grace.communicators.choice import build_communicator
 from grace.core.backend import Backend
+from grace.core.communicator import Communicator
 from grace.core.variable import Variable
 from grace.session.bucketing import Limits
 from grace.session.sharding import Shard, uniform

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from grace.communicators.base import Communicator
 from grace.core.backend import Backend
+from grace.core.communicator import Communicator
 from grace.core.context import Context
 from grace.core.kept import Keeping
 from grace.core.variable import Variable

@@ -6,8 +6,8 @@ from itertools import accumulate
 from typing import Any
 
 from grace.communicators import Allreduce
-from grace.communicators.base import Communicator
 from grace.communicators.sparse import row_communicator
+from grace.core.communicator import Communicator
 from grace.core.variable import Variable
 from grace.exchange.bucket import Bucket
 from grace.exchange.sparse_rows import SparseRows

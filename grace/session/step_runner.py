@@ -8,26 +8,30 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from grace.backends.topology import NodeGroups, node_groups, node_name
-from grace.communicators import Allreduce
+from grace.communicators import Allreduce, ReduceBroadcast
 from grace.core.backend import Backend
 from grace.core.channels import Leases
+from grace.core.communicator import Communicator
 from grace.core.component import Component
 from grace.core.compressor import Tensor
 from grace.core.context import Context
 from grace.core.memory import Memory
 from grace.core.variable import Variable
 from grace.errors import PayloadError, StepError
-from grace.exchange.background import ExchangeThread, PendingExchange
-from grace.exchange.base import Exchange
+from grace.exchange.background import ExchangeThread, Pending
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
+from grace.exchange.delayed import DelayedRoundTrip
+from grace.exchange.header import resolve
+from grace.exchange.round_trip import RoundTrip, start_round_trip
 from grace.exchange.sparse_rows import add, in_units
-from grace.exchange.statuses import learn
 from grace.exchange.tracing import recorder
 from grace.session.agreement import DRIFTED, agree, first_difference
-from grace.session.hierarchy import Hierarchy
+from grace.session.hierarchy import HierarchicalRoundTrip, Hierarchy
 from grace.session.keepers import Keepers
 from grace.session.sharding import Shard, bucketed, hierarchical
 from grace.session.versions import versions
+
+AnyRoundTrip = RoundTrip | DelayedRoundTrip | HierarchicalRoundTrip
 
 
 class StepRunner:
@@ -53,7 +57,7 @@ class StepRunner:
         for shard in shards:
             self.shards_of[shard.whole.name].append(shard)
         self.buckets = bucketed([shard for shard in shards if not shard.period])
-        for delayed in (False, True):  # one bucket of a step tells the ranks' places, and one beside training
+        for delayed in (False, True):  # one bucket of a step has step stamps, and one beside training
             for bucket in [bucket for bucket in self.buckets if bucket.communicator.delayed is delayed][1:]:
                 bucket.carries = False
         self.averaging = Allreduce("none")
@@ -79,14 +83,15 @@ class StepRunner:
         recorder.begin(backend, shards)
         self.numel = sum(variable.numel for variable in self.variables)
         self.nbytes = sum(variable.nbytes for variable in self.variables)
-        self._begun: list[Exchange] = []
-        self.learn: Callable[[Sequence[Exchange]], None] = learn  # but in a graph, of which nothing is read
+        self._begun: list[AnyRoundTrip] = []
+        self.resolve: Callable[[Sequence[Any]], None] = resolve
+        """Reads the headers of a step's round trips; CUDA graphs, of which nothing is read, put their own here."""
         self._averaged_at, self._keepers = 0, Keepers()
         self.waits_for_step = False  # until somebody knows whether a step's means are used, and keeps what it changed
         self.owed: dict[str, Any] = {}
         self._thread: ExchangeThread | None = None
         self.computing: Callable[[], Any] = contextlib.nullcontext
-        """The context that exchanges beside training compute in."""
+        """The context that delayed round trips compute in."""
         self.told = False  # whether somebody was told that a state holds this rank's memories only
         self.planned: Callable[[], str] = lambda: ""
         """A document of how this was planned, for checkpoints; empty where the user chose."""
@@ -141,26 +146,42 @@ class StepRunner:
         for bucket in self.buckets:
             bucket.compared = False
         for communicator in self.communicators:
-            communicator.open(self)
+            self._equip(communicator)
+
+    def _equip(self, communicator: Communicator) -> None:
+        """Give a communicator what it needs beside its backend; every rank comes here at the same moment.
+
+        Raises:
+            ConfigError: the engine cannot replicate.
+        """
+        if communicator.delayed:
+            self.exchange_thread()
+        # with a hierarchy one rank of each node takes part, so that nothing is left to replicate
+        alone = self.backend.size == 1 or self.hierarchy_of(communicator) is not None
+        if isinstance(communicator, ReduceBroadcast) and communicator.local_replication and not alone:
+            backend = self.exchange_thread().backend if communicator.delayed else self.backend
+            if backend.pairs_by_name and backend.framework == "tensorflow":
+                raise communicator.refuse("local_replication is not for Horovod with TensorFlow: use MPI")
+            communicator.node_groups = self.node_groups(backend, communicator.root)
 
     def node_names(self) -> list[str]:
-        """Of the node of each rank; every rank must ask at the same moment."""
+        """Return the name of the node of each rank; every rank must ask at the same moment."""
         if not self._nodes:
             self._nodes = self.backend.allgather_object(node_name())
         return self._nodes
 
     def node_groups(self, backend: Backend, leader: int) -> NodeGroups:
-        """The nodes' ranks and their leaders over a backend; every rank must ask at the same moment."""
+        """Return backends over this rank's node and over the nodes' leaders; every rank must ask at the same moment."""
         key = (id(backend), leader)
         if key not in self._node_groups:
             self._node_groups[key] = node_groups(backend, self.node_names(), leader)
         return self._node_groups[key]
 
     def exchange_thread(self) -> ExchangeThread:
-        """The thread that runs exchanges beside training; every rank asks for it first at the same moment."""
+        """Return the thread that runs delayed round trips; every rank asks for it first at the same moment."""
         if self._thread is None:
             backend = self._leases.take(another=True)
-            self._thread = ExchangeThread(backend, lambda: self.computing(), self.check_places)
+            self._thread = ExchangeThread(backend, lambda: self.computing(), self.check_step_stamps)
             self.backend.at_shutdown(self._thread.arrive)
         return self._thread
 
@@ -175,133 +196,143 @@ class StepRunner:
 
     # -- a step ----------------------------------------------------------------------------------------
 
-    def start(self, bucket: Bucket, gradients: Sequence[Tensor], present: Sequence[bool]) -> Exchange:
-        """Begin the exchange of one bucket. Buckets must be started in order, each once a step."""
-        hierarchy = self.hierarchy_of(bucket.communicator)
-        contribution = Contribution(bucket, gradients, present, self.stateful, self.traffic)
-        exchange = (hierarchy or bucket.communicator).begin(contribution)
-        exchange.lazy = hierarchy is None
-        self._begun.append(exchange)
-        return exchange
+    def start(self, bucket: Bucket, gradients: Sequence[Tensor], present: Sequence[bool]) -> AnyRoundTrip:
+        """Begin the round trip of one bucket. Buckets must be started in order, each once a step."""
+        trip = self._round_trip(Contribution(bucket, gradients, present, self.stateful, self.traffic))
+        trip.deferred = True  # finish() resolves the headers of all round trips at once
+        self._begun.append(trip)
+        return trip
+
+    def _round_trip(self, contribution: Contribution) -> AnyRoundTrip:
+        communicator = contribution.bucket.communicator
+        hierarchy = self.hierarchy_of(communicator)
+        if hierarchy is not None:
+            return HierarchicalRoundTrip(contribution, hierarchy)
+        if communicator.delayed:
+            return DelayedRoundTrip(contribution, self.exchange_thread())
+        return start_round_trip(contribution)
 
     def finish(self, outs: Callable[[Bucket], Sequence[Tensor | None]]) -> list[Outcome]:
-        """Await all exchanges begun, in order, and end the step: commit state, or roll it back.
+        """Finish all round trips begun, in order, and end the step: commit state, or roll it back.
 
         Raises:
             PayloadError: what a rank sent cannot be decoded. State is as if the step had not been; this raises again
                 until the step is discarded.
             StepError: the ranks are at different steps. The step is forgotten.
         """
-        while any([exchange.advance() for exchange in self._begun]):
-            pass
-        outcomes = []
+        self._advance_all()
+        outcomes: list[Outcome] = []
         try:
-            for exchange in self._begun:
-                given, hierarchy = outs(exchange.bucket), self.hierarchy_of(exchange.bucket.communicator)
-                outcomes += hierarchy.finish(exchange, given) if hierarchy else exchange.finish(given)
-            self.learn(self._begun)
+            for trip in self._begun:
+                outcomes += trip.finish(outs(trip.bucket))
+            self.resolve(self._begun)
         except PayloadError:
             self._roll_back()
             raise
         self.settle(outcomes)
         return outcomes
 
-    def check_places(self, exchanges: Sequence[Exchange], backend: Backend) -> None:
-        """Compare what the exchanges, which are done, learnt of where the ranks are; every rank comes here with the
-        same ones.
+    def _advance_all(self) -> None:
+        """Start what is left of the legs of all round trips: the second of each, then the third of each, ..."""
+        while any([trip.advance() for trip in self._begun]):  # a list: each advances, whatever another one says
+            pass
+
+    def check_step_stamps(self, trips: Sequence[AnyRoundTrip], backend: Backend) -> None:
+        """Raise what the headers of round trips, which are done, say of where the ranks are; every rank comes here with
+        the same round trips.
 
         Raises:
             StepError: the ranks are at different steps, or their optimizers have different hyperparameters.
         """
-        learn(exchanges)
-        for exchange in exchanges:
-            if exchange.unlike:
+        resolve(trips)
+        for trip in trips:
+            if trip.header.hyperparameters_differ:
                 raise StepError(first_difference(backend.allgather_object(list(self.hyperparameters())), *DRIFTED))
-            if exchange.astray:
-                raise StepError(exchange.astray)
+            if trip.header.out_of_step:
+                raise StepError(trip.header.out_of_step)
 
     def due(self) -> list[Bucket]:
-        """Those that are averaged after this step; none if it was asked before in this step."""
+        """Return the buckets that are averaged after this step; none if this was asked before in this step."""
         if self.context.step == self._averaged_at:
             return []
         self._averaged_at = self.context.step
         return [b for b in self.averages if self.context.step % self.shards[b.variables[0].name].period == 0]
 
     def mean(self, bucket: Bucket, values: Sequence[Tensor]) -> list[Tensor]:
-        """The mean over ranks of what a bucket's shards hold, in their own dtype; blocks."""
+        """Return the mean over ranks of tensors, one for each shard of a bucket, in their own dtype; blocks."""
         bucket.communicator.context.step = self.context.step
-        exchange = bucket.communicator.begin(Contribution(bucket, values, [True] * len(values), False, self.traffic))
-        outcomes = exchange.finish([None] * len(values))
-        self.check_places([exchange], self.channel)
+        trip = RoundTrip(Contribution(bucket, values, [True] * len(values), False, self.traffic))
+        outcomes = trip.finish([None] * len(values))
+        self.check_step_stamps([trip], self.channel)
         return [outcome.value for outcome in outcomes]
 
     def with_owed(self, outcomes: Sequence[Outcome]) -> None:
-        """Add what a checkpoint's run still had to apply, and this one does not delay."""
+        """Add the means that a checkpoint's run still had to apply, where this run does not delay."""
         for outcome in outcomes if self.owed else ():
             if outcome.variable.name in self.owed:
                 owed = self.owed.pop(outcome.variable.name)
                 outcome.value = owed if outcome.value is None else add(outcome.value, owed)
 
     def pending(self) -> list[dict[str, Any]]:
-        """Means that are still to be applied, by shard, of the oldest step first; waits until they are there."""
+        """Return the means that are still to be applied, by shard, of the oldest step first; wait for them."""
         steps: list[dict[str, Any]] = []
-        for _, exchanges in self._delayed():
-            steps = [*({} for _ in range(len(exchanges) - len(steps))), *steps]
-            for step, pending in zip(steps[len(steps) - len(exchanges) :], exchanges, strict=True):
+        for bucket in self._delayed():
+            # buckets may have unequal numbers under way: the newest of each is of the newest step
+            steps = [*({} for _ in range(len(bucket.pending) - len(steps))), *steps]
+            for step, pending in zip(steps[len(steps) - len(bucket.pending) :], bucket.pending, strict=True):
                 step.update(pending.values(self.context.loss_scale))
         return [self.owed, *steps] if self.owed else steps
 
     def restore_pending(self, steps: Sequence[dict[str, Any]]) -> None:
-        """Go on from what :meth:`pending` gave."""
+        """Apply these means in the next steps; they are what :meth:`pending` returned."""
         delayed: set[str] = set()
-        for bucket, exchanges in self._delayed():
-            delayed |= {variable.name for variable in bucket.variables}
-            exchanges.clear()
+        for bucket in self._delayed():
+            delayed |= set(bucket.names)
+            bucket.pending.clear()
             for step in steps:
                 outcomes = [Outcome(v, step.get(v.name), False) for v in bucket.variables]
-                exchanges.append(PendingExchange.over(outcomes, self.context.loss_scale))
+                bucket.pending.append(Pending.loaded(outcomes, self.context.loss_scale))
         self.owed = {}
         for step in steps:
             for name, value in step.items():
                 if name not in delayed:
                     self.owed[name] = add(self.owed[name], value) if name in self.owed else value
 
-    def _delayed(self) -> list[tuple[Bucket, Any]]:
-        """Buckets whose exchanges are delayed, and those that are under way."""
-        delayed: list[Any] = [bucket for bucket in self.buckets if bucket.communicator.delayed]
-        return [(b, b.communicator.pending_exchanges[b.variables[0].name]) for b in delayed]
+    def _delayed(self) -> list[Bucket]:
+        """Return the buckets whose means are applied in later steps."""
+        return [bucket for bucket in self.buckets if bucket.communicator.delayed]
 
     @property
     def begun(self) -> bool:
-        """Whether exchanges were begun that are not finished."""
+        """True if round trips were begun that are not finished."""
         return bool(self._begun)
 
     def under_way(self, bucket: Bucket) -> bool:
-        """Whether the bucket's exchange was begun and not finished."""
-        return any(exchange.bucket is bucket for exchange in self._begun)
+        """Return True if the bucket's round trip was begun and is not finished."""
+        return any(trip.bucket is bucket for trip in self._begun)
 
     def settle(self, outcomes: Sequence[Outcome]) -> None:
-        """All exchanges begun are finished, and brought this: end the step.
+        """End the step whose round trips, all finished, brought these outcomes.
 
         Raises:
             StepError: the ranks are at different steps. The step is forgotten.
         """
         self._check_begun()
         self.with_owed(outcomes)
-        self._hand_over()
+        self._start_delayed()
         self.end_step(outcomes)
 
     def _check_begun(self) -> None:
         try:
-            self.check_places(self._begun, self.channel)
+            self.check_step_stamps(self._begun, self.channel)
         except StepError:
             self.abandon()
             raise
 
-    def _hand_over(self) -> None:
-        """What is applied in later steps goes on its way, in one order, whatever ranks began first."""
-        for exchange in sorted(self._begun, key=lambda exchange: exchange.bucket.index):
-            exchange.hand_over()
+    def _start_delayed(self) -> None:
+        """Start the round trips whose means are applied in later steps; in one order, whatever ranks began first."""
+        for trip in sorted(self._begun, key=lambda trip: trip.bucket.index):
+            trip.enqueue()
         self._begun = []
 
     def end_step(self, outcomes: Sequence[Outcome], discarded: bool = False) -> None:
@@ -321,26 +352,21 @@ class StepRunner:
         recorder.exchanged()
 
     def discard(self) -> None:
-        """Complete the exchanges begun and forget them, state included. Raises StepError as :meth:`settle` does."""
-        while any([exchange.advance() for exchange in self._begun]):
-            pass
-        for exchange in self._begun:
-            if hierarchy := self.hierarchy_of(exchange.bucket.communicator):
-                with contextlib.suppress(PayloadError):  # others of the node may not discard it, and share it
-                    hierarchy.finish(exchange, [None] * len(exchange.bucket.variables))
-            else:
-                exchange.wait()
-                exchange.glance()  # other ranks may raise what they learn, and so must all
+        """Complete the round trips begun and forget them, state included. Raises StepError as :meth:`settle` does."""
+        self._advance_all()
+        for trip in self._begun:
+            trip.wait()
+            trip.look_at_stamps()  # other ranks may raise what these say, and so must all
         self._check_begun()
-        self._hand_over()
+        self._start_delayed()
         self.end_step([], discarded=True)
 
     def abandon(self) -> None:
-        """Forget the exchanges begun, which the engine has given up, and what they changed."""
-        for exchange in self._begun:
-            exchange.forget()
+        """Forget the round trips begun, which the engine has given up, and what they changed."""
+        for trip in self._begun:
+            trip.cancel()
         self._begun = []
-        self.context.astray = ""
+        self.context.out_of_step = ""
         self._roll_back()
 
     def _roll_back(self) -> None:

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from grace.communicators.base import Communicator
+from grace.core.communicator import Communicator
 from grace.core.memory import ErrorFeedback
 from grace.exchange.sparse_rows import add
 from grace.kernels import kernels_of

@@ -1,7 +1,7 @@
 """What ranks must have the same of, whatever their script says: versions, formats, engine and kernels."""
 
 from grace.core.backend import Backend
-from grace.exchange import wire
+from grace.exchange import layout
 from grace.kernels.fused.availability import missing
 from grace.session import saved_form
 
@@ -31,7 +31,7 @@ def versions(backend: Backend) -> list[tuple[str, str]]:
     kind = type(backend)
     return [
         ("the backend", f"{kind.__module__}.{kind.__qualname__}"),
-        ("wires of version", str(wire.VERSION)),
+        ("wires of version", str(layout.WIRE_FORMAT)),
         ("checkpoints of version", str(saved_form.VERSION)),
         ("compiled kernels:", fused()),
     ]

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from grace.backends.topology import Topology, node_name
-from grace.communicators.base import Communicator
 from grace.core import documents
 from grace.core.backend import Backend
+from grace.core.communicator import Communicator
 from grace.core.registry import make
 from grace.core.variable import Variable
 from grace.errors import ConfigError

@@ -11,10 +11,10 @@ from dataclasses import MISSING, dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
-from grace.communicators.base import Communicator
 from grace.communicators.choice import build_communicator
 from grace.communicators.reduce_broadcast import AHEAD
 from grace.core import specs
+from grace.core.communicator import Communicator
 from grace.core.registry import checked, known, make, unusable
 from grace.core.variable import Variable
 from grace.errors import ConfigError

@@ -8,7 +8,7 @@ except ImportError as error:
     raise missing_extra("tensorflow", "tensorflow") from error
 
 from grace.communicators import Allgather, Allreduce, Broadcast, ReduceBroadcast, ScatterMerge, ScatterReduce
-from grace.communicators.base import Communicator
+from grace.core.communicator import Communicator
 from grace.core.compressor import Compressor, Traits
 from grace.core.memory import Memory
 from grace.tensorflow.callbacks import BroadcastCallback, MetricAverageCallback, TrafficCallback

@@ -9,8 +9,10 @@ import tensorflow as tf
 
 from grace.core.waiting import Wait, waits
 from grace.errors import ExchangeError
-from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
-from grace.exchange.sparse_rows import SparseRows, scaled
+from grace.exchange.bucket import Bucket, Outcome
+from grace.exchange.header import Header
+from grace.exchange.program import BucketProgram
+from grace.exchange.sparse_rows import SparseRows, scaled, values_of
 from grace.exchange.tracing import recorder
 from grace.kernels import kernels_of
 from grace.session.sharding import Shard
@@ -146,7 +148,7 @@ class HostRun(Run):
 class GraphRun(Run):
     """For engines whose operations a graph runs, which find each other by name: buckets go their ways side by side.
 
-    Which collectives an exchange takes is learnt while the graph is traced, by an exchange of zeros with nobody.
+    The routes of buckets say which collectives the graph has: one operation for each leg.
     """
 
     def __init__(self, *args: Any):
@@ -183,8 +185,6 @@ class GraphRun(Run):
             [self.present[self.place[self.runner.shards[v.name].whole.name]] for v in bucket.variables]
             for bucket in sums.buckets
         ]
-        with tf.init_scope():
-            self._rehearse(sums.places)  # so that it knows its wire
 
         def start(rate: tf.Tensor) -> tf.Tensor:
             sums.count()
@@ -209,7 +209,7 @@ class GraphRun(Run):
         """Buckets whose functions are one: each costs as much as to compress a small variable."""
         backend: Any = self.runner.backend
         with tf.init_scope():
-            plans = [[] if bucket.communicator.delayed else self._rehearse(bucket) for bucket in buckets]
+            plans = [[] if bucket.communicator.delayed else self._operations_of(bucket) for bucket in buckets]
         mine = [self.of(bucket, given) for bucket in buckets]
         variables = [variable for bucket in buckets for variable in bucket.variables]
         inputs: list[Any] = [*tf.nest.flatten(mine), rate]
@@ -276,8 +276,8 @@ class GraphRun(Run):
         self._receive(bucket, received)
         with self.computing(), backend.recording() as operations:
             self.running[bucket.index].advance()
-            if self.running[bucket.index].refusal:  # as on all ranks
-                raise self.running[bucket.index].refusal
+            if self.running[bucket.index].error:  # as on all ranks
+                raise self.running[bucket.index].error
         self.operations[bucket.index] = operations
         return self._sent(operations)
 
@@ -325,26 +325,32 @@ class GraphRun(Run):
 
     # -- the collectives that an exchange takes ----------------------------------------------------------
 
-    def _rehearse(self, bucket: Bucket) -> list[list[Any]]:
+    def _operations_of(self, bucket: Bucket) -> list[list[Any]]:
+        """Return the engine's operations for each leg of a bucket's route; nothing is sent."""
         backend: Any = self.runner.backend
-        sent, communicator = backend.sent_bytes, bucket.communicator
-        bucket.compares = True
-        empty = [self.session.inside(zeros(variable)) for variable in bucket.variables]
-        stateful = self.runner.stateful
-        plan = []
-        with self.computing(), recorder.paused():
+        sent = backend.sent_bytes
+        bucket.compares = True  # a graph has the same operations at every step
+        program = self._program_of(bucket)
+        found = []
+        like = values_of(self.session.inside(zeros(bucket.variables[0])))
+        for leg, dtype, length in program.buffers():
+            buffer = program.kernels.zeros((length,), dtype, like)
             with backend.recording() as operations:
-                exchange = communicator.begin(Contribution(bucket, empty, [True] * len(empty), stateful, Traffic()))
-            while operations:
-                plan.append(operations)
-                for operation in operations:
-                    operation.received = backend.rehearse(operation)
-                with backend.recording() as operations:
-                    exchange.advance()
+                leg.collective.start(backend, buffer, leg.root)
+            found.append(operations)
         backend.sent_bytes = sent
-        for _, component in self.runner.components:
-            component.state.rollback()
-        return plan
+        return found
+
+    def _program_of(self, bucket: Bucket) -> BucketProgram:
+        """Return a bucket's program, whose layouts are known: of methods that do not say them, from zeros."""
+        given = [self.session.inside(zeros(variable)) for variable in bucket.variables]
+        program = BucketProgram(bucket, values_of(given[0]))
+        if not program.codec.layouts:
+            with self.computing(), recorder.paused():
+                program.codec.encode(given, Header(program, [True] * len(given)))
+            for _, component in self.runner.components:
+                component.state.rollback()
+        return program
 
 
 def grouped(buckets: Sequence[Bucket]) -> list[list[Bucket]]:

@@ -45,7 +45,7 @@ class GraphSums:
         self.variables = [variable for bucket in self.buckets for variable in bucket.variables]
         first = self.buckets[0]
         empty = dataclasses.replace(first.variables[0], shape=(0,), dtype="float32")
-        self.places = dataclasses.replace(first, variables=[empty], wire=None, buffer=None)
+        self.places = dataclasses.replace(first, variables=[empty])
         """The bucket of the exchange that tells where the ranks are."""
         self.empty = [np.zeros(0, np.float32)]
         self.owed: dict[str, Any] = {}

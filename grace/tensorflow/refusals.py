@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from grace.communicators.base import Communicator
+from grace.core.communicator import Communicator
 from grace.errors import ConfigError
 from grace.session.momentum import doubled, owners
 

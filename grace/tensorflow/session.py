@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from grace.communicators.base import Communicator
 from grace.core.backend import Backend
 from grace.core.calls import KERAS
+from grace.core.communicator import Communicator
 from grace.core.context import Context
 from grace.core.variable import Variable
 from grace.errors import ConfigError, ExchangeError
 from grace.exchange.bucket import Bucket, Traffic
-from grace.exchange.places import CYCLE, digest
 from grace.exchange.sparse_rows import SparseRows
+from grace.exchange.step_stamp import CYCLE, digest
 from grace.kernels.tensorflow.graph_numbers import refuse_xla
 from grace.planner.asked import Asked, asked, started
 from grace.planner.driver import Driver
@@ -280,7 +280,7 @@ class Session:
     def _driven(self, runner: StepRunner) -> bool:
         """Whether Python starts one collective after the other."""
         named = self.backend.pairs_by_name
-        return not named or self.auto is not None or any(c.by_variable for c in runner.communicators)
+        return not named or self.auto is not None or any(c.moves_payloads for c in runner.communicators)
 
     def _entering(self, i: int, gradient: Any) -> Any:
         """A gradient as the exchange takes it: a tensor, or :class:`SparseRows`."""

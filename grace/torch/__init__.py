@@ -11,7 +11,7 @@ except ImportError as error:
     raise missing_extra("torch", "torch") from error
 
 from grace.communicators import Allgather, Allreduce, Broadcast, ReduceBroadcast, ScatterMerge, ScatterReduce
-from grace.communicators.base import Communicator
+from grace.core.communicator import Communicator
 from grace.core.compressor import Compressor, Traits
 from grace.core.memory import Memory
 from grace.torch.capturing import capture

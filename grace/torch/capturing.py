@@ -15,6 +15,7 @@ import torch.distributed as dist
 from grace.core.kept import is_ours
 from grace.core.state import State
 from grace.errors import ConfigError
+from grace.exchange.round_trip import RoundTrip
 from grace.torch.optimizer import HookedSession
 
 WARM_UP = 3
@@ -94,7 +95,7 @@ def check(session: Any) -> None:
 def _refused(communicator: Any) -> str:
     """Why what a communicator exchanges cannot be captured; empty if it can."""
     compressor, memory = communicator.compressor, communicator.memory
-    if compressor.traits.fixed_size is not True or not is_ours(type(compressor)):
+    if compressor.traits.fixed_size != "by shape" or not is_ours(type(compressor)):
         return f"the size of what {compressor.spec} sends is not known to be the same at every step"
     if communicator.delayed or communicator.name not in COMMUNICATORS:
         return f"{communicator.describe()} has collectives beside {' and '.join(COMMUNICATORS)}"
@@ -112,14 +113,14 @@ def settled_there(session: HookedSession, there: torch.Tensor | None) -> Iterato
     """
     runner, context = session.runner, session.context
 
-    def settle(exchanges: Any) -> None:
-        left_out = [n for e in exchanges for n, here in zip(e.names, e.present, strict=True) if not here]
+    def settle(trips: Sequence[RoundTrip]) -> None:
+        left_out = [n for trip in trips for n, here in zip(trip.names, trip.present, strict=True) if not here]
         if left_out:
             raise ConfigError(
                 f"grace.torch.capture: {left_out[0]!r} has no gradient in this step, and needs one in every step "
                 "that is captured; freeze it (requires_grad_(False)) before grace.DistributedOptimizer"
             )
-        flags = [flag for exchange in exchanges for flag in judged(exchange)]
+        flags = [flag for trip in trips for flag in judged(trip)]
         sound = torch.cat(flags).all() if flags else None
 
         def write(kept: torch.Tensor, staged: torch.Tensor) -> None:
@@ -130,25 +131,27 @@ def settled_there(session: HookedSession, there: torch.Tensor | None) -> Iterato
         if there is not None:
             there.add_(1)
 
-    before, runner.learn, context.step_there = runner.learn, settle, there
+    before, runner.resolve, context.step_there = runner.resolve, settle, there
     try:
         yield
     finally:
-        runner.learn, context.step_there = before, None
+        runner.resolve, context.step_there = before, None
 
 
-def judged(exchange: Any) -> list[torch.Tensor]:
-    """Whether what an exchange brought is in range, on its device; where values would hide it they become NaN."""
+def judged(trip: RoundTrip) -> list[torch.Tensor]:
+    """Return flags, on the device, of whether the means of a round trip are in range; where values would hide it they
+    become NaN."""
     found, each = list[torch.Tensor](), list[torch.Tensor]()
-    for tensors, _, wanted in exchange.questions:
-        for tensor, status in zip(tensors, wanted, strict=False):  # places are not compared
+    for tensors, _, wanted in trip.header.questions:
+        for tensor, status in zip(tensors, wanted, strict=False):  # step stamps are not compared
             found.append(tensor.reshape(-1).float() == (1.0 if status is None else status))
-            if status is not None or exchange.traits.rounds > 1:
-                each.append(found[-1].expand(len(exchange.names)))
-    exchange.questions = []
-    if each and exchange.hides_overflow:
+            if status is not None or trip.traits.rounds > 1:
+                each.append(found[-1].expand(len(trip.names)))
+    trip.header.questions = []
+    if each and trip.hides_overflow:
         factors = torch.where(torch.stack(each).all(0), 1.0, torch.nan)
-        for outcome, factor in zip(exchange.outcomes, factors.unbind(), strict=True):
+        for outcome, factor in zip(trip.outcomes, factors.unbind(), strict=True):
+            assert outcome.value is not None  # in a capture each variable has a gradient
             outcome.value.mul_(factor)
     return found
 

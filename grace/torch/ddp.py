@@ -12,10 +12,10 @@ from grace.backends.torch_distributed import TorchBackend
 from grace.core.context import Context
 from grace.core.waiting import Wait, waits
 from grace.errors import ConfigError, ExchangeError, PayloadError, StepError
-from grace.exchange.base import Exchange
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
-from grace.exchange.places import digest
-from grace.exchange.statuses import learn
+from grace.exchange.header import resolve
+from grace.exchange.round_trip import RoundTrip, start_round_trip
+from grace.exchange.step_stamp import digest
 from grace.exchange.tracing import recorder
 from grace.session import checkpoint
 from grace.session.hyperparameters import facts as in_words
@@ -94,8 +94,8 @@ class DDPState(OneByOne):
         runner.follows_scaler = lambda: grad_scaler is not None and grad_scaler.is_enabled()
         self.names = {p: name for name, p in parameters.items()}
         self.plans: dict[tuple[bool, tuple[str, ...]], list[Bucket]] = {}
-        self.exchanges: list[Exchange] = []
-        """Those of this step, which tell where the ranks are."""
+        self.trips: list[RoundTrip] = []
+        """The round trips of this step, whose headers tell where the ranks are."""
         self.changes = -1
         self.outcomes: list[Outcome] = []
         self.momenta = owners(runner.communicators)
@@ -192,7 +192,7 @@ class DDPState(OneByOne):
 
     def _overflowed(self) -> bool:
         """Whether a gradient of the step under way did, on any rank."""
-        learn(self.exchanges)
+        resolve(self.trips)
         return any([outcome.overflow for outcome in self.outcomes])
 
     def close(self) -> None:
@@ -215,10 +215,10 @@ class DDPState(OneByOne):
             StepError: the ranks' optimizers had different hyperparameters.
         """
         if self.open:
-            self.open, outcomes, exchanges = False, self.outcomes, self.exchanges
-            self.outcomes, self.exchanges = [], []
+            self.open, outcomes, trips = False, self.outcomes, self.trips
+            self.outcomes, self.trips = [], []
             try:
-                self.runner.check_places(exchanges, self.runner.channel)
+                self.runner.check_step_stamps(trips, self.runner.channel)
             except StepError:
                 self.runner.abandon()
                 self.uses.end(overflowed=True)
@@ -242,7 +242,7 @@ class DDPState(OneByOne):
         """Nothing of this step is kept."""
         self.runner.abandon()
         self.uses.end(overflowed=True)
-        self.outcomes, self.exchanges, self.open = [], [], False
+        self.outcomes, self.trips, self.open = [], [], False
 
     def lr(self, name: str) -> float:
         """The learning rate of a parameter, for memories that follow it."""
@@ -291,39 +291,39 @@ class DDPState(OneByOne):
         if grad_bucket.is_last():
             self.uses.arrived.clear()
         guard, traffic, future_buffer = self.runner.stateful, self.runner.traffic, grad_bucket.buffer()
-        exchanges: list[Exchange] = []
+        trips: list[RoundTrip] = []
         for bucket in self.buckets(names, grad_bucket.index() == 0):
             gradients = [to_send(views[v.name], v.name in missing) for v in bucket.variables]
             present = [v.name not in missing for v in bucket.variables]
-            exchanges.append(bucket.communicator.begin(Contribution(bucket, gradients, present, guard, traffic)))
-        waits[id(self), grad_bucket.index()] = Wait(exchanges[0].place)
-        for exchange in exchanges:
-            exchange.lazy = exchange.late = True
-            while exchange.advance():
+            trips.append(start_round_trip(Contribution(bucket, gradients, present, guard, traffic)))
+        waits[id(self), grad_bucket.index()] = Wait(trips[0].place)
+        for trip in trips:
+            trip.deferred = trip.next_step = True
+            while trip.advance():
                 pass
-        self.exchanges += exchanges
+        self.trips += trips
 
         def finish(done: Any) -> torch.Tensor:
             try:
                 done.value()  # raises if a collective failed: nothing that arrived may be decoded
             except Exception as error:
-                raise exchanges[0].failure(error) from error
+                raise trips[0].failure(error) from error
             finally:  # after the failure has said where the ranks are, this one too
                 waits.pop((id(self), grad_bucket.index()), None)
             try:
-                for exchange in exchanges:
-                    self._write(exchange, views)
-                    if exchange.astray:
-                        raise StepError(exchange.astray)
+                for trip in trips:
+                    self._write(trip, views)
+                    if trip.header.out_of_step:
+                        raise StepError(trip.header.out_of_step)
             except (PayloadError, StepError):
                 self._drop()
                 raise
             return future_buffer
 
-        for exchange in exchanges:
-            if exchange.blocks:  # a communicator of the user's own, or a single process
-                exchange.wait()
-        works = [work for exchange in exchanges if not exchange.blocks for work in exchange.handle.works]
+        for trip in trips:
+            if trip.blocks:  # a communicator of the user's own, or a single process
+                trip.wait()
+        works = [work for trip in trips if not trip.blocks for work in trip.handle.works]
         if not works:
             waited: torch.futures.Future = torch.futures.Future()
             waited.set_result(None)
@@ -331,15 +331,15 @@ class DDPState(OneByOne):
         return torch.futures.collect_all([work.get_future() for work in works]).then(finish)
 
     @torch.no_grad()
-    def _write(self, exchange: Exchange, views: dict[str, torch.Tensor]) -> None:
-        traits = exchange.traits
+    def _write(self, trip: RoundTrip, views: dict[str, torch.Tensor]) -> None:
+        traits = trip.traits
         outs = []
-        for variable in exchange.bucket.variables:
+        for variable in trip.bucket.variables:
             view = views[variable.name]
             usable = view.is_contiguous() and (traits.exact or view.dtype == torch.float32)
             outs.append(view if usable else None)
-        exchange.arrived()
-        outcomes = exchange.finish(outs, wait=False)
+        trip.arrived()
+        outcomes = trip.finish(outs, wait=False)
         for outcome in outcomes:
             view = views[outcome.variable.name]
             if outcome.value is not None and outcome.value is not view:

@@ -10,7 +10,8 @@ from grace.backends.torch_distributed import TorchBackend
 from grace.core.context import Context
 from grace.errors import ConfigError, ExchangeError, PayloadError, StepError
 from grace.exchange.bucket import Contribution, Outcome, Traffic
-from grace.exchange.statuses import learn
+from grace.exchange.header import resolve
+from grace.exchange.round_trip import RoundTrip, start_round_trip
 from grace.exchange.tracing import recorder
 from grace.planner.asked import asked
 from grace.session import checkpoint
@@ -117,7 +118,7 @@ class FSDPState(DDPState):
     def _overflowed(self) -> bool:
         """Whether a gradient of the step under way did, on any rank of the shard group; asked once a step."""
         if self.spoilt is None:
-            learn(self.exchanges)
+            resolve(self.trips)
             flag = torch.zeros(1, device=next(iter(self.names)).device)
             flag.fill_(float(any([outcome.overflow for outcome in self.outcomes])))
             for group in self.shard_groups:
@@ -190,28 +191,26 @@ class FSDPState(DDPState):
         shards = [(shard, piece.of(flat)) for piece in pieces for shard in self.runner.shards_of[piece.name]]
         views = {shard.variable.name: shard.of(whole) for shard, whole in shards}
         guard, traffic = self._guards(), self.runner.traffic
-        exchanges = []
+        trips: list[RoundTrip] = []
         for bucket in self.buckets(tuple(piece.name for piece in pieces), first):
             gradients = [views[variable.name] for variable in bucket.variables]
-            exchange = bucket.communicator.begin(
-                Contribution(bucket, gradients, [True] * len(gradients), guard, traffic)
-            )
-            exchange.lazy = exchange.late = True
-            exchanges.append(exchange)
+            trip = start_round_trip(Contribution(bucket, gradients, [True] * len(gradients), guard, traffic))
+            trip.deferred = trip.next_step = True
+            trips.append(trip)
         try:
-            while any([exchange.advance() for exchange in exchanges]):
+            while any([trip.advance() for trip in trips]):
                 pass
-            for exchange in exchanges:
-                exchange.wait()
-                self._write(exchange, views)
-                if exchange.astray:
-                    raise StepError(exchange.astray)
+            for trip in trips:
+                trip.wait()
+                self._write(trip, views)
+                if trip.header.out_of_step:
+                    raise StepError(trip.header.out_of_step)
         except (PayloadError, StepError):
             self.seen.clear()
             self.spoilt = None
             self._drop()
             raise
-        self.exchanges += exchanges
+        self.trips += trips
         self.uses.exchanged(piece.name for piece in pieces)
 
 

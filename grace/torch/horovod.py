@@ -12,7 +12,7 @@ from horovod.torch.optimizer import _DistributedOptimizer
 
 from grace.errors import ConfigError, ExchangeError
 from grace.exchange.bucket import Bucket
-from grace.exchange.places import digest
+from grace.exchange.step_stamp import digest
 from grace.exchange.tracing import recorder
 from grace.session.plan import ExchangePlan
 from grace.session.step_runner import StepRunner
@@ -167,8 +167,8 @@ class HorovodSession(Session):
     def end(self) -> None:
         """Await what was begun, and write the means back."""
         for exchange in self.runner._begun:
-            buffer = exchange.bucket.buffer
-            if exchange.communicator.sums and buffer is not None and buffer.dtype == torch.bfloat16:
+            program = exchange.bucket.program
+            if program is not None and program.sums and program.codec.layouts[0].dtype == "bfloat16":
                 self.unsummed = f"{exchange.communicator.describe()}, in bfloat16, which Horovod does not sum itself"
         try:
             outcomes = self.finish()
@@ -203,7 +203,7 @@ class HorovodSession(Session):
         backend.rejoin()
         self.context.rank, self.context.size = backend.rank, backend.size
         for bucket in [*self.runner.buckets, *self.runner.averages]:  # wires have room for each rank's place
-            bucket.wire = bucket.buffer = None
+            bucket.program = None
         for kind, part in self.runner.components:
             if kind == "shard_memory" and backend.size != former:
                 part.state.clear()

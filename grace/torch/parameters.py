@@ -10,8 +10,8 @@ import torch
 
 from grace.backends.runtime import current
 from grace.backends.together import chosen_root, compared
-from grace.communicators.base import Communicator
 from grace.core.backend import Backend
+from grace.core.communicator import Communicator
 from grace.core.variable import Variable, equal_bounds, unwrapped
 from grace.errors import ConfigError
 from grace.kernels.torch.primitives import NAMES

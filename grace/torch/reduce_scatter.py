@@ -16,7 +16,8 @@ from grace.core.calls import REDUCE_SCATTER
 from grace.core.context import Context
 from grace.core.variable import Variable
 from grace.errors import ConfigError, ExchangeError
-from grace.exchange.wire import OVERFLOW, PRESENT, Wire
+from grace.exchange.header import OVERFLOW, PRESENT
+from grace.exchange.layout import Layout as WireLayout
 from grace.kernels import kernels_of
 from grace.session import checkpoint, saved_form
 from grace.session.by_hand import AsGiven
@@ -48,7 +49,7 @@ class ReduceScatterState:
         """That left this rank so far."""
         self.overflow = False
         self.seen: set[str] = set()
-        self.wires: dict[str, tuple[Wire, torch.Tensor]] = {}
+        self.wires: dict[str, tuple[WireLayout, torch.Tensor]] = {}
         self.trained = {layout.name: trained_of(layout) for layout in layouts}
         params = {name: p for trained in self.trained.values() for name, p in trained.items()}
         self.uses = GradientUses(params, None, "compress_reduce_scatter")
@@ -199,19 +200,19 @@ class ReduceScatterState:
             if to != rank:
                 payloads[to], ctx = self._encode(f"{name}/to_{to}", row, finite)
         if name not in self.wires:
-            wire = Wire(k, [next(iter(payloads.values()))], sums=False)
+            wire = WireLayout.of(k, [next(iter(payloads.values()))], sums=False)
             self.wires[name] = wire, torch.zeros(size * wire.length, dtype=torch.uint8, device=given.device)
         wire, buffer = self.wires[name]
         for to, payload in payloads.items():
             place = buffer[to * wire.length : (to + 1) * wire.length]
-            wire.pack([payload], [PRESENT if finite else OVERFLOW], place)
+            wire.pack([payload], [PRESENT if finite else OVERFLOW], out=place)
         self.sent_bytes += (size - 1) * wire.length
         with self.backend.awaiting(lambda: f"the reduce-scatter of module {name!r}"):
             arrived = self.backend.alltoall(buffer).wait()
         total, well = rows[rank].clone(), finite
         for sender, row in enumerate(arrived):
             if sender != rank:
-                well = wire.statuses(row) == [PRESENT] and well
+                well = k.to_list(wire.statuses(row)) == [PRESENT] and well
                 (payload,) = wire.unpack(row)
                 total = self.compressor.accumulate(payload, ctx, total)
         if not well:
@@ -394,7 +395,7 @@ def _made(block: Any, memory: Any, size: int) -> Any:
         )
     made = build_communicator(block, memory, "allgather", size)
     traits, kept = made.compressor.traits, made.memory
-    if not traits.shardable or traits.rounds > 1 or not traits.fixed_size or made.compressor.votes:
+    if not traits.shardable or traits.rounds > 1 or traits.fixed_size != "by shape" or made.compressor.votes:
         raise ConfigError(
             f"compress_reduce_scatter: {made.compressor.spec} cannot compress the parts of a gradient alike; use "
             "block, or qsgd, natural, terngrad, dynamic8"

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from grace.communicators.base import Communicator
 from grace.core.backend import Backend
+from grace.core.communicator import Communicator
 from grace.core.context import Context
 from grace.errors import ConfigError, ExchangeError, PayloadError
 from grace.exchange.bucket import Bucket, Outcome
-from grace.exchange.places import digest
 from grace.exchange.sparse_rows import SparseRows, scaled
+from grace.exchange.step_stamp import digest
 from grace.exchange.tracing import recorder
 from grace.planner.asked import Asked, asked, started
 from grace.planner.driver import Driver

@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from grace.bench.kernels import whole_buckets
+from grace.exchange.fused_codec import FusedCodec
 
 pytest.importorskip("numba", reason="codecs of whole buckets are compiled")
 
@@ -27,4 +28,4 @@ def test_steps_go_the_way_that_they_are_told():
         steps = whole_buckets.Steps("topk(ratio=0.1)", [(300,), (20, 20)], at_once)
         for _ in range(2):
             assert len(steps.step()) == 2
-        assert all(bool(bucket.codec) is at_once for bucket in steps.runner.buckets)
+        assert all(isinstance(bucket.program.codec, FusedCodec) is at_once for bucket in steps.runner.buckets)

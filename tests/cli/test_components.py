@@ -67,7 +67,8 @@ def test_list_shows_a_compressors_traits(listing, name):
     bits = compressor.wire_bits((1000, 1000))
     bits = "varies" if bits is None else f"{bits:.4g}"
     unbiased = "yes" if traits.unbiased else "no"
-    assert row.split() == [name, traits.category, unbiased, bits, traits.communicator, traits.memory]
+    size = traits.fixed_size.split()
+    assert row.split() == [name, traits.category, unbiased, *size, bits, traits.communicator, traits.memory]
 
 
 def test_list_names_all_legal_communicators(listing):
@@ -145,14 +146,24 @@ def test_describe_explains_a_composition():
     assert "category: hybrid" in text
     bits = make("compressor", "topk(ratio=0.02) | qsgd(levels=7)").wire_bits((1000, 1000))
     assert f"1000 x 1000    {bits:.4g}, " in text
-    assert "'sparsifier': {'name': 'topk', 'ratio': 0.02, 'chunk': 0}" in " ".join(text.split())
+    assert "'sparsifier': {'name': 'topk', 'ratio': 0.02, 'chunk': 0, 'warmup_steps': 0}" in " ".join(text.split())
 
 
 def test_describe_uses_the_specs_parameters():
     text = said("describe", "topk(ratio=0.05)")
     assert "ratio = 0.05 (default 0.01)" in text
     assert re.search(r"1000 x 1000 +2\.6, 12.3x smaller than float32 \(325,000 bytes\)", text)
-    assert "{'name': 'topk', 'ratio': 0.05, 'chunk': 0}" in text
+    assert "{'name': 'topk', 'ratio': 0.05, 'chunk': 0, 'warmup_steps': 0}" in text
+
+
+def test_describe_prices_the_step_after_the_warm_up_and_says_what_sizes_depend_on():
+    text = said("describe", "topk(ratio=0.05, warmup_steps=100)")
+    assert "payload size by shape and step: the same on every rank" in text
+    assert "Wire bits per element, after the warm-up\n" in text
+    assert re.search(r"1000 x 1000 +2\.6, 12.3x smaller than float32 \(325,000 bytes\)", text)
+    assert "Wire bits per element\n" in described("topk")
+    assert "payload size by shape: the same on every rank and at every step" in described("topk")
+    assert "payload size by data" in described("threshold")
 
 
 def test_describe_says_which_shapes_travel_uncompressed():

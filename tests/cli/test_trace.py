@@ -225,7 +225,8 @@ def check(path, out, steps):
     payload = payload_of(out)
     for rank in range(2):
         assert found[rank, "step"] == steps
-        for phase in ("compensate", "compress", "update", "decode"):
+        in_one_pass = found[rank, "encode"] > 0  # where loops are compiled
+        for phase in ("encode", "decode") if in_one_pass else ("compensate", "compress", "update", "decode"):
             assert found[rank, phase] == steps * len(payload)
         assert found[rank, "collective"] >= 2 * steps
     sent: Counter = Counter()

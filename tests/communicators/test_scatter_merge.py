@@ -224,6 +224,8 @@ def test_it_refuses_what_has_no_fixed_number_of_entries():
     for spec in ("threshold", "qsgd", "randomk", "topk | qsgd"):
         with pytest.raises(grace.ConfigError, match="does not send a fixed number of values and positions"):
             grace.torch.ScatterMerge(make("compressor", spec))
+    with pytest.raises(grace.ConfigError, match="does not send the same number of values and positions at every step"):
+        grace.torch.ScatterMerge("topk(warmup_steps=10)")
 
 
 def hooked() -> list[bytes]:

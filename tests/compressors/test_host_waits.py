@@ -12,6 +12,8 @@ from grace.core.context import Context
 from grace.core.registry import legal_communicators
 from grace.core.variable import Variable
 from grace.exchange.bucket import Bucket, Contribution, Traffic
+from grace.exchange.fused_codec import FusedCodec
+from grace.exchange.round_trip import RoundTrip
 from grace.kernels.torch import fused
 from grace.kernels.torch.primitives import TorchKernels
 from tests.support.methods import make
@@ -85,8 +87,8 @@ def exchange_waits(spec: str, communicator: str) -> bool:
             context.step = step
             gradients = [torch.empty(shape, device="meta") for shape in SHAPES.values()]
             try:
-                exchange = chosen.begin(Contribution(bucket, gradients, present, True, Traffic()))
-                exchange.lazy = True
+                exchange = RoundTrip(Contribution(bucket, gradients, present, True, Traffic()))
+                exchange.deferred = True
                 while exchange.advance():
                     pass
                 exchange.wait()
@@ -94,10 +96,10 @@ def exchange_waits(spec: str, communicator: str) -> bool:
             except (NotImplementedError, RuntimeError) as error:
                 assert read_back(error), error  # noqa: PT017 - others are mistakes
                 return True
-            assert exchange.questions
+            assert exchange.header.questions
             for part in chosen.keepers.values():
                 part.state.commit()
-    assert bucket.codec or not fused._PLAIN.codecs or communicator != "scatter_reduce"  # pieces went at once
+    assert isinstance(bucket.program.codec, FusedCodec) or not fused._PLAIN.codecs or communicator != "scatter_reduce"
     return False
 
 

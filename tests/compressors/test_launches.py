@@ -12,9 +12,10 @@ from grace.communicators.choice import build_communicator
 from grace.core.context import Context
 from grace.core.variable import Variable
 from grace.exchange.bucket import Bucket, Contribution, Traffic
+from grace.exchange.round_trip import RoundTrip
 from grace.kernels.torch import fused
 from grace.kernels.torch.primitives import TorchKernels
-from tests.exchange.test_scatter_at_once import Positions
+from tests.exchange.test_fused_pieces import Positions
 from tests.support.methods import make
 from tests.support.pretended import Meta
 
@@ -109,7 +110,7 @@ def scattered(spec: str, ranks: int, variables: int, apart: bool = False) -> lis
     chosen, context = build_communicator(compressor, "residual", "scatter_reduce"), Context(size=ranks, rank=1)
     chosen.bind(context, Meta(ranks, 1))
     found = [Variable(f"v{i}", (1 << 14, i + 1), "float32") for i in range(variables)]
-    bucket = Bucket(0, chosen, found, codec=False if apart else None)
+    bucket = Bucket(0, chosen, found, fuses=not apart)
     gradients, counts = [torch.empty(v.shape, device="meta") for v in found], list[tuple[int, int, int]]()
 
     def counted(part: Callable[..., Any], *args: Any) -> Any:
@@ -120,8 +121,8 @@ def scattered(spec: str, ranks: int, variables: int, apart: bool = False) -> lis
         return answer
 
     for context.step in range(3):
-        exchange = counted(chosen.begin, Contribution(bucket, gradients, [True] * variables, True, Traffic()))
-        exchange.lazy = True
+        exchange = counted(RoundTrip, Contribution(bucket, gradients, [True] * variables, True, Traffic()))
+        exchange.deferred = True
         counted(exchange.advance)
         counted(exchange.finish, gradients)
         for keeper in chosen.keepers.values():
@@ -164,12 +165,12 @@ def round_trip(spec: str, at_once: bool, count: int) -> int:
     chosen.bind(context, Meta(2, 1))
     shapes = {"vector": (33,), **{f"v{i}": (16 + i, 40) for i in range(count)}}
     bucket = Bucket(0, chosen, [Variable(name, shape, "float32") for name, shape in shapes.items()])
+    bucket.fuses = at_once
     for context.step in range(6):
-        bucket.codec = bucket.codec if at_once else False
         gradients = [torch.empty(shape, device="meta") for shape in shapes.values()]
         with recorded() as made, Operations() as operations:
-            exchange = chosen.begin(Contribution(bucket, gradients, [True] * len(shapes), True, Traffic()))
-            exchange.lazy = True
+            exchange = RoundTrip(Contribution(bucket, gradients, [True] * len(shapes), True, Traffic()))
+            exchange.deferred = True
             while exchange.advance():
                 pass
             exchange.finish(gradients)

@@ -261,7 +261,7 @@ def delayed() -> str:
     communicator = ReduceBroadcast("topk", staleness=1)
     plain = torch.optim.SGD(table.parameters(), lr=0.1)
     optimizer = grace.DistributedOptimizer(plain, table, communicator=communicator)
-    with damaging(communicator.exchange_thread.backend, DAMAGES["far"]):
+    with damaging(optimizer._grace.runner.exchange_thread().backend, DAMAGES["far"]):
         for _ in range(3):
             table(torch.arange(20)).square().sum().backward()
             try:

@@ -1,5 +1,6 @@
 """Exchanges that are applied later: bounded staleness, means applied as they come, and what a checkpoint keeps."""
 
+import dataclasses
 import time
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import torch
 
 import grace
 from grace.communicators import ReduceBroadcast
+from grace.core.variable import Variable
+from grace.exchange.bucket import Bucket
 from tests.support import strategies
 from tests.support.limits import HANGS
 from tests.support.training import Given, copied, digest
@@ -236,13 +239,13 @@ def far_ahead(steps: int, ahead: int, folder: str) -> tuple[int, torch.Tensor]:
     model = Quadratic()
     model.gradients = lambda step, rank: (TARGETS * (rank + 1), torch.ones(2))
     optimizer, most = made(ReduceBroadcast("none", sync=False, ahead=ahead), model), 0
-    group = optimizer._grace.runner.buckets[0]
+    bucket = optimizer._grace.runner.buckets[0]
     for step in range(steps):
         if grace.rank() == 0 and step == 0:  # the destination begins when the other one can go no further
             wait_until(lambda: steps_of(folder, 1) >= ahead)
         one_step(model, optimizer, step)
         Path(folder, f"{grace.rank()}-{step}").touch()
-        most = max(most, len(group.communicator.pending_exchanges[group.variables[0].name]))
+        most = max(most, len(bucket.pending))
     weights = model.w.detach().clone()
     for step in optimizer._grace.runner.pending():
         weights -= LR * step["w"]
@@ -254,6 +257,15 @@ def test_without_sync_no_more_steps_are_under_way_than_may_be(two_ranks, tmp_pat
     assert most == 3
     for weights in (destination, other):
         torch.testing.assert_close(weights, -LR * 25 * 1.5 * TARGETS)
+
+
+def test_a_copied_bucket_has_neither_the_means_nor_the_program_of_the_other():
+    bucket = Bucket(0, ReduceBroadcast("topk", staleness=1), [Variable("w", (4,))])
+    bucket.pending.append("of an earlier step")
+    bucket.program = "made for this communicator"
+    copy = dataclasses.replace(bucket, communicator=ReduceBroadcast("topk"))
+    assert not copy.pending
+    assert copy.program is None
 
 
 def spoilt() -> tuple[list[bool], bool]:

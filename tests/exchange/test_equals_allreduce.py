@@ -51,7 +51,10 @@ def none_against_plain_allreduce(group_bytes, steps):
     model = net()
     optimizer = distributed(model, "none", group_bytes=group_bytes)
     train(model, optimizer, range(steps))
-    layout = [([v.name for v in group.variables], group.wire.header) for group in optimizer._grace.runner.buckets]
+    layout = [
+        ([v.name for v in group.variables], group.program.codec.layouts[0].header)
+        for group in optimizer._grace.runner.buckets
+    ]
     return same(weights(model), plain_allreduce(layout, steps)), len(layout)
 
 

@@ -1,5 +1,7 @@
 """Mistakes of the original GRACE that take several ranks to see; the others are in ../test_traps.py."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -62,17 +64,23 @@ def sparse(rank: int) -> torch.Tensor:
 
 def spoiled_padding(kind: str) -> tuple[list[float], bool]:
     """The aggregate, with rubbish in the padding, and whether there was zero before."""
-    communicator, clean = joined(getattr(grace.torch, kind)("threshold(value=0.5)", "none")), []
-    used = 20 * grace.rank() * (4 + 2) + 1 + 5  # float32 values, 16-bit indices, a status, a place
-    communicate = communicator.communicate
+    clean = []
+    used = 20 * grace.rank() * (4 + 2) + 1 + 5  # float32 values, 16-bit indices, a status, a step stamp
+    usual = getattr(grace.torch, kind)
 
-    def spoil(wire):
-        assert wire.numel() > used
-        clean.append(not wire[used:].any())
-        wire[used:] = 0xFF
-        return communicate(wire)
+    class Spoiling(usual):
+        def legs(self, nbytes, engine):
+            (leg,) = super().legs(nbytes, engine)
 
-    communicator.communicate = spoil
+            def spoil(backend, wire, root):
+                assert wire.numel() > used
+                clean.append(not wire[used:].any())
+                wire[used:] = 0xFF
+                return leg.collective.start(backend, wire, root)
+
+            return [dataclasses.replace(leg, collective=dataclasses.replace(leg.collective, start=spoil))]
+
+    communicator = joined(Spoiling("threshold(value=0.5)", "none"))
     return communicator.step(sparse(grace.rank()), "w").tolist(), clean == [True]
 
 

@@ -6,7 +6,7 @@ import torch
 
 import grace
 import grace.torch
-from grace.exchange.two_hops import MOST_BYTES, TwoHopExchange
+from grace.communicators.allreduce import MOST_BYTES
 from tests.support.pools import ranks_of
 from tests.support.training import Given, made_up
 
@@ -48,15 +48,15 @@ def kinds(nbytes: int) -> str:
     communicator.step(torch.ones(nbytes // 4), "w")
     runner = communicator.by_hand.runner
     exchange = runner.start(runner.buckets[0], [torch.ones(nbytes // 4)], [True])
-    halfway = getattr(exchange, "halfway", False)
+    names = [leg.collective.name for leg in exchange.route]
     runner.finish(lambda bucket: [None])
-    return f"{type(exchange).__name__} {halfway}"
+    return ", ".join(names)
 
 
 def test_few_ranks_and_long_wires_are_left_to_the_engine():
-    assert set(ranks_of(4).run(kinds, 1000)) == {f"{TwoHopExchange.__name__} True"}
-    assert set(ranks_of(3).run(kinds, 1000)) == {"Exchange False"}
-    assert set(ranks_of(4).run(kinds, 4 * MOST_BYTES)) == {"Exchange False"}
+    assert set(ranks_of(4).run(kinds, 1000)) == {"alltoall, allgather"}
+    assert set(ranks_of(3).run(kinds, 1000)) == {"allreduce"}
+    assert set(ranks_of(4).run(kinds, 4 * MOST_BYTES)) == {"allreduce"}
 
 
 def overflow() -> tuple[bool, bool]:

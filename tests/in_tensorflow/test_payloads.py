@@ -15,7 +15,7 @@ import grace
 from grace.communicators import ScatterMerge, ScatterReduce
 from grace.core.context import Context
 from grace.core.registry import known
-from grace.exchange.scatter_reduce import Sharded
+from grace.exchange.pieces import PiecewiseCompressor
 from grace.kernels import NumpyKernels, kernels_of
 from grace.kernels.tensorflow import fused
 from grace.kernels.torch import fused as torch_kernels
@@ -262,9 +262,9 @@ def test_shards_accumulate_into_a_new_tensor(spec, shape):
     x, out = data(shape, 1), data(shape, 2)
     results = []
     for to in (np.array, to_torch, tf.constant):
-        sharded = Sharded(grace.make("compressor", spec), 3)
-        payload, ctx = sharded.compressed(to(x), "w")
-        results.append(np.asarray(sharded.accumulate(payload, ctx, to(out), 0.5)))
+        pieces = PiecewiseCompressor(grace.make("compressor", spec), 3)
+        payload, ctx = pieces.compress_pieces(to(x), "w")
+        results.append(np.asarray(pieces.accumulate(payload, ctx, to(out), 0.5)))
     for result in results[1:]:
         np.testing.assert_allclose(result, results[0], rtol=4 * EPSILON, atol=4 * EPSILON)
     a, b = ScatterReduce(spec).step(tf.constant(x), "w"), ScatterReduce(spec).step(to_torch(x), "w")

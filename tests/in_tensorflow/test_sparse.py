@@ -9,6 +9,7 @@ tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 import grace
 from grace.communicators.sparse import RowAllgather
+from grace.exchange.round_trip import RoundTrip
 from grace.exchange.sparse_codec import unfit
 from grace.exchange.sparse_rows import NOTHING, SparseRows
 from grace.strategy.choices import Choices
@@ -215,9 +216,7 @@ def test_every_method_serves_rows_or_says_why_not():
         from grace.exchange.bucket import Bucket, Contribution, Traffic
 
         bucket = Bucket(0, communicator, [Variable("emb", (ROWS, WIDTH), sparse=True)])
-        exchange = communicator.begin(
-            Contribution(bucket, [SparseRows(tf.ones([3, WIDTH]), rows)], [True], True, Traffic())
-        )
+        exchange = RoundTrip(Contribution(bucket, [SparseRows(tf.ones([3, WIDTH]), rows)], [True], True, Traffic()))
         while exchange.advance():
             pass
         (outcome,) = exchange.finish([None])

@@ -82,6 +82,7 @@ def test_what_cannot_be_captured_is_refused_before_anything_is_done(alone):
         return str(caught.value)
 
     assert "threshold(value=0.1) sends is not known" in said("threshold(value=0.1)")
+    assert "topk(warmup_steps=9) sends is not known to be the same at every step" in said("topk(warmup_steps=9)")
     assert "the memory dgc reads" in said("topk(ratio=0.1)", memory="dgc")
     assert "backward_passes_per_step" in said(backward_passes_per_step=2)
     assert "give Adam capturable=True" in said(optimizer=torch.optim.Adam)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import grace
-from grace.exchange.places import digest
+from grace.exchange.step_stamp import digest
 from grace.session.keepers import Keepers
 from grace.torch.parameters import hyperparameters
 
@@ -89,7 +89,7 @@ def test_residuals_are_right_after_a_step_that_was_dropped():
             before = [p.detach().clone() for p in model.parameters()]
             if not fused:
                 for bucket in optimizer._grace.runner.buckets:
-                    bucket.codec = False
+                    bucket.fuses = False
             step(model, optimizer, factor)
             if factor not in (1.0, 2.0):
                 with torch.no_grad():

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from grace.exchange.at_once import BucketCodec
+from grace.exchange.fused_codec import FusedCodec
 from grace.kernels import index_coding
 from grace.kernels.torch import fused
 from grace.kernels.triton import sparsification
@@ -24,7 +24,7 @@ from tests.support.far import as_far
 from tests.support.implementations import INTERPRETED, OTHERS
 from tests.support.pretended import Pretended
 from tests.support.traffic import counted
-from tests.support.trained import Trained, bits, drawn
+from tests.support.trained import Trained, bits, drawn, fuses
 
 pytest.importorskip("numba", reason="the CPU's are compiled")
 FOUND = [param.values[0] for param in OTHERS if param.id == "triton"]
@@ -74,7 +74,7 @@ def test_exchanges_have_the_bits_of_the_cpu(spec, memory, monkeypatch):
             found.pop("v0"), wanted.pop("v0")
         assert found == wanted
         assert there.remembered() == here.remembered()
-    assert all(isinstance(codec, BucketCodec) and codec.codec.on_device for codec in there.codecs)
+    assert all(isinstance(codec, FusedCodec) and codec.codec.on_device for codec in there.codecs)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_what_several_ranks_sent_has_the_mean_of_the_cpu(spec, memory, monkeypat
             by_triton(patched)
             found = there.step(elsewhere(gradients, shifted=False), [True])
         assert found == here.step(gradients, [True])
-    assert all(isinstance(codec, BucketCodec) for codec in there.codecs)
+    assert all(isinstance(codec, FusedCodec) for codec in there.codecs)
 
 
 @pytest.mark.parametrize("spec", ["threshold(value=0.5, capacity=0.2)", "threshold(value=9, capacity=1)"])
@@ -112,7 +112,7 @@ def test_what_is_above_a_threshold_has_the_bits_of_torchs_operations(spec, monke
             found.pop("v0"), wanted.pop("v0")
         assert found == wanted
         assert there.remembered() == here.remembered()
-    assert all(isinstance(codec, BucketCodec) and codec.codec.on_device for codec in there.codecs)
+    assert all(isinstance(codec, FusedCodec) and codec.codec.on_device for codec in there.codecs)
 
 
 def test_positions_of_32_bits_are_the_cpus_too(monkeypatch):
@@ -152,12 +152,13 @@ def test_what_is_above_a_threshold_has_its_wire_too(monkeypatch):
         with as_far(plain=True):
             assert found == here.step(gradients, present), kind
         assert there.remembered() == here.remembered(), kind
-        assert bits(mine.buffer) == bits(other.buffer), kind
-        place = mine.wire.placed()[0][2].offset
-        counts.append(int(mine.buffer[place : place + 4].view(torch.int32)))
+        own, plain = mine.program.codec, other.program.codec
+        assert bits(own.buffer) == bits(plain.buffer), kind
+        place = own.layouts[0].placed()[0][2].offset
+        counts.append(int(own.buffer[place : place + 4].view(torch.int32)))
     assert {0, 500} < set(counts)
-    assert isinstance(mine.codec, BucketCodec)
-    assert not other.codec
+    assert isinstance(own, FusedCodec)
+    assert not isinstance(plain, FusedCodec)
 
 
 def the_whole(trained):
@@ -189,13 +190,13 @@ def rescaled(trained):
 def rejoined(trained):
     """Wires are laid out anew, and the next codec has buffers of its own."""
     for bucket in trained.runner.buckets:
-        bucket.wire = bucket.buffer = None
+        bucket.program = None
 
 
 def apart(trained):
-    """As a step that is traced."""
+    """A step variable by variable."""
     for bucket in trained.runner.buckets:
-        bucket.codec = False
+        fuses(bucket, False)
 
 
 def without_updates(trained):
@@ -230,21 +231,21 @@ def test_residuals_of_signs_are_finished_before_anybody_else_reads_them(reader, 
             gradients[0][0, 0], present[0] = np.nan, True
         for one in (there, here):
             one.lr = 0.5 if step % 3 else 0.25
-            codecs = [bucket.codec for bucket in one.runner.buckets]
+            programs = [bucket.program for bucket in one.runner.buckets]
             with monkeypatch.context() as patched:
                 by_triton(patched) if one is there else None
                 told = [act(one) for act in done if callable(act)]
                 mine = elsewhere(gradients, shifted=step == 3) if one is there else gradients
                 means = one.step(mine, present, discard="dropped" in done)
             if apart in done:
-                for bucket, codec in zip(one.runner.buckets, codecs, strict=True):
-                    bucket.codec = codec
+                for bucket, program in zip(one.runner.buckets, programs, strict=True):
+                    bucket.fuses, bucket.program = True, program
             if "overflow" in done:  # which of several NaN it is says nothing
                 means.pop("v0")
             found.append((told, means))
         assert found[0] == found[1]
     assert there.remembered() == here.remembered()
-    assert all(isinstance(codec, BucketCodec) and codec.codec.unfinished for codec in there.codecs)
+    assert all(isinstance(codec, FusedCodec) and codec.codec.unfinished for codec in there.codecs)
 
 
 @pytest.mark.parametrize(("settled", "reads"), [(1, ()), (2, (4,)), (3, (3, 5))])
@@ -331,7 +332,8 @@ def test_memory_traffic_and_launches_are_within_budgets(method, monkeypatch):
     (gradient,), _ = drawn(np.random.default_rng(1), [(n,)], torch.float32)
 
     def tables():
-        return [bucket.codec.codec.owners, *bucket.codec.codec.tables.values()]
+        codec = bucket.program.codec.codec
+        return [codec.owners, *codec.tables.values()]
 
     with as_far() if "threshold" in spec else contextlib.nullcontext():
         for _ in range(2):
@@ -345,7 +347,7 @@ def test_memory_traffic_and_launches_are_within_budgets(method, monkeypatch):
     most = TRAFFIC[method]
     assert most[0] - 1 < encoding.nbytes / n <= most[0]
     assert most[1] - 1 < decoding.nbytes / n <= most[1]
-    assert decoding.nbytes <= bucket.buffer.nbytes + 8 * n
+    assert decoding.nbytes <= bucket.program.codec.buffer.nbytes + 8 * n
     assert 0 < sum(decoding.told.values()) < 256
 
 
@@ -362,7 +364,7 @@ def test_what_fills_the_room_of_a_payload_is_not_read(monkeypatch):
         trained.runner.start(bucket, [gradient], [True])
         with counted() as decoding:
             trained.runner.finish(lambda bucket: [gradient])
-    assert isinstance(bucket.codec, BucketCodec)
+    assert isinstance(bucket.program.codec, FusedCodec)
     assert 4 < decoding.nbytes / gradient.numel() < 4.5
 
 

@@ -14,8 +14,9 @@ from grace.communicators.choice import build_communicator
 from grace.core.context import Context
 from grace.core.variable import Variable
 from grace.exchange.bucket import Bucket, Contribution, Traffic
-from grace.exchange.scatter_at_once import OnDevice, OnHost
-from grace.exchange.statuses import learn
+from grace.exchange.fused_codec import FusedCodec
+from grace.exchange.header import resolve
+from grace.exchange.round_trip import RoundTrip
 from tests.kernels.test_triton_buckets import FOUND, INTERPRETED, by_triton
 from tests.support.far import as_far
 from tests.support.pretended import Among
@@ -51,8 +52,8 @@ class Rank:
     def start(self, number, gradients, present):
         self.communicator.context.step = number
         with self.around() as self.log:
-            self.exchange = self.communicator.begin(Contribution(self.bucket, gradients, present, True, Traffic()))
-            self.exchange.lazy = True
+            self.exchange = RoundTrip(Contribution(self.bucket, gradients, present, True, Traffic()))
+            self.exchange.deferred = True
 
     def go_on(self):
         with self.around() as log:
@@ -65,7 +66,7 @@ class Rank:
         with self.around() as log:
             self.exchange.wait()
             outcomes = self.exchange.finish([None if number % 2 else torch.ones(shape) for shape in SHAPES])
-            learn([self.exchange])
+            resolve([self.exchange])
         self.reads.append([*self.log, *log])
         kept = {}
         for name, part in self.communicator.keepers.items():
@@ -74,7 +75,8 @@ class Rank:
             part.state.commit()
             if number in READ:
                 kept |= {(name, key): bits(value) for key, value in part.state.kept.items()}
-        wires, (shards, means) = self.exchange.wires, (self.sent[kind][self.rank] for kind in ("alltoall", "allgather"))
+        wires = self.exchange.codec.layouts
+        shards, means = (self.sent[kind][self.rank] for kind in ("alltoall", "allgather"))
         parts = zip([*wires, wires[self.rank]], [*shards.view(RANKS, -1), means], strict=True)
         ends = [part[wire.body :].tolist() for wire, part in parts]  # statuses and places
         values = [(o.overflow, None if o.value is None else meant(o.value)) for o in outcomes]
@@ -129,6 +131,8 @@ def test_pieces_have_the_bits_of_the_cpu(spec, memory, monkeypatch):
         assert overflown[0] == overflown[1] == overflown[2], step
         large = step == "large" and (spec == "none" or ranks[0].communicator.memory.stateful)
         assert overflown[0][:2] == [step == "overflow", large], step
-    assert [isinstance(one.bucket.codec, OnDevice) for one in ranks] == [i == OTHER for i in range(RANKS)]
-    assert isinstance(others[0].bucket.codec, OnHost) or spec == "dynamic8" or "block" in spec
+    codecs = [one.bucket.program.codec for one in ranks]
+    by_kernels = [isinstance(codec, FusedCodec) and codec.by_kernels for codec in codecs]
+    assert by_kernels == [i == OTHER for i in range(RANKS)]
+    assert isinstance(others[0].bucket.program.codec, FusedCodec) or spec == "dynamic8" or "block" in spec
     assert ranks[OTHER].reads == [["read"]] * len(STEPS)

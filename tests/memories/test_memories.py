@@ -9,7 +9,7 @@ import torch
 
 import grace
 from grace.communicators import Allgather, Allreduce
-from grace.communicators.base import Communicator
+from grace.core.communicator import Communicator
 from grace.core.context import Context
 from grace.memories.residual import Residual
 from tests.support.data import EPSILON, data, same

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import grace
-from grace.backends.topology import Topology
+from grace.backends.topology import NodeGroups, Topology
+from grace.communicators.reduce_broadcast import Replication
+from grace.core.backend import LocalBackend
 from tests.support.engine_pools import available, command, environment
 from tests.support.limits import HANGS
 from tests.support.strategies import assert_close, mixed, mixed_loss, on_the_mean, sgd, train, uneven, weights
@@ -145,6 +147,12 @@ def test_an_answer_crosses_the_network_once_for_each_node(three_ranks):
         bytes_sent, {"communicator": "reduce_broadcast(destination=2, local_replication=True)"}
     )
     assert replicated == [2 * (40000 + header), 40000 + header, 40000 + header]  # rank 0 hands it to rank 1
+
+
+@pytest.mark.parametrize(("root", "sent"), [(0, [20, 0, 0]), (1, [0, 20, 0]), (2, [10, 0, 10])])
+def test_what_a_replicated_answer_costs_is_said_of_every_rank(root, sent):  # ranks 0 and 1 share a node
+    groups = NodeGroups(LocalBackend(), 0, None, nodes=2, leader_of=[0, 0, 1], own=0)
+    assert [Replication(groups).sent(10, 3, rank, root) for rank in range(3)] == sent
 
 
 def refused() -> str:

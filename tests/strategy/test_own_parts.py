@@ -10,7 +10,7 @@ from grace.core.variable import Variable
 from grace.strategy import schema
 from grace.strategy.builder import OneNode
 from grace.strategy.plan import Sync
-from grace.strategy.traffic import carried_by
+from grace.strategy.traffic import collectives_of
 from tests.support.own_parts import InPieces, Named, PiecesOf, Whole, registered
 from tests.support.pools import launched
 from tests.support.strategies import assert_close, executed, mixed, on_the_mean, train, weights
@@ -208,6 +208,6 @@ def test_what_it_sends_is_counted_as_what_it_is_like():
 
     with registered(InPieces, Summed):
         (part,) = parsed({"type": "in_pieces"}).plans[0].parts
-        assert carried_by(part, LIST[0]) == "allgather"
+        assert collectives_of(part) == ["allgather"]
         (part,) = parsed({"type": "summed_for_the_test"}).plans[0].parts
-        assert carried_by(part, LIST[0]) == "allreduce"
+        assert collectives_of(part) == ["allreduce"]

@@ -1,4 +1,4 @@
-"""Step runners of tensors of some shapes, whose buckets are exchanged at once or variable by variable."""
+"""Step runners of tensors of some shapes, whose buckets are encoded in one pass or variable by variable."""
 
 import torch
 
@@ -8,6 +8,11 @@ from grace.core.context import Context
 from grace.core.variable import Variable
 from grace.session.plan import UniformPlan
 from grace.session.setup import build_step_runner
+
+
+def fuses(bucket, fused):
+    """Let a bucket's next round trips encode in one pass, or variable by variable."""
+    bucket.fuses, bucket.program = fused, None
 
 
 class Trained:
@@ -23,7 +28,7 @@ class Trained:
         plan = UniformPlan(spec, memory, communicator)
         self.runner = build_step_runner(lambda: found, lambda: plan, backend, context)
         for bucket in self.runner.buckets:
-            bucket.codec = False if apart else None
+            bucket.fuses = not apart
 
     def step(self, gradients, present, discard=False):
         by_name = {f"v{i}": (gradient, here) for i, (gradient, here) in enumerate(zip(gradients, present, strict=True))}
@@ -48,9 +53,9 @@ class Trained:
 
     @property
     def codecs(self):
-        """Of the buckets that the method carries; without one, "none" sends other dtypes as they are."""
+        """The codecs of the buckets that the method carries; "none" without a memory sends other dtypes as they are."""
         mine = [b for b in self.runner.buckets if b.communicator.compressor.name == self.method]
-        return [b.codec for b in mine if self.method != "none" or b.variables[0].dtype == "float32"]
+        return [b.program.codec for b in mine if self.method != "none" or b.variables[0].dtype == "float32"]
 
 
 def bits(value):

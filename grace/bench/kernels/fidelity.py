@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 import grace
-from grace.communicators.base import Communicator
 from grace.communicators.choice import build_communicator
+from grace.core.communicator import Communicator
 from grace.core.context import Context
 from grace.core.registry import known
 

@@ -19,6 +19,7 @@ from grace.core.backend import LocalBackend
 from grace.core.compressor import Compressor
 from grace.core.context import Context
 from grace.core.variable import Variable
+from grace.exchange.fused_codec import FusedCodec
 from grace.session.bucketing import Limits
 from grace.session.plan import UniformPlan
 from grace.session.setup import build_step_runner
@@ -113,13 +114,14 @@ class Exchanged:
         found = [Variable(f"{NAME}{i}", tuple(x.shape), device=str(x.device)) for i, x in enumerate(xs)]
         plan = UniformPlan(method, memory, None, Limits())
         self.runner = build_step_runner(lambda: found, lambda: plan, LocalBackend(), Context())
-        self.runner.learn = leave_unread
+        self.runner.resolve = leave_unread
         self.tensors = {variable.name: pair for variable, pair in zip(found, zip(xs, outs, strict=True), strict=True)}
 
     @property
     def at_once(self) -> bool:
         """True if every bucket goes at once, as is known from the second step on."""
-        return all(bucket.codec for bucket in self.runner.buckets)
+        codecs = [bucket.program.codec for bucket in self.runner.buckets if bucket.program is not None]
+        return all(isinstance(codec, FusedCodec) for codec in codecs)
 
     def encode(self) -> None:
         """Encode what a step sends first, and give the step up."""
@@ -145,10 +147,10 @@ class Exchanged:
             raise
 
 
-def leave_unread(exchanges: Sequence[Any]) -> None:
-    """Forget what exchanges have left on a device to be read."""
-    for exchange in exchanges:
-        exchange.questions = []
+def leave_unread(trips: Sequence[Any]) -> None:
+    """Forget the headers that round trips have left on a device to be read."""
+    for trip in trips:
+        trip.header.questions = []
 
 
 def measure(

@@ -13,7 +13,7 @@ import torch
 from grace.bench.common.clocks import HostClock
 from grace.bench.kernels.fidelity import NAME, communicator_of, sent_bytes
 from grace.bench.kernels.peak_memory import peak_bytes
-from grace.communicators.base import Communicator
+from grace.core.communicator import Communicator
 
 STEPS = 2
 """After which a memory has all that it keeps: memory is measured over so many from a fresh start."""

@@ -44,7 +44,7 @@ class Steps:
         self.fresh = [torch.randn(shape, generator=generator) * 0.01 for shape in shapes]
         self.gradients = {v.name: x.clone() for v, x in zip(found, self.fresh, strict=True)}
         for bucket in self.runner.buckets:
-            bucket.codec = None if at_once else False
+            bucket.fuses = at_once
 
     def step(self) -> tuple[float, float]:
         """Milliseconds to encode, memory included, and to decode."""

@@ -11,7 +11,7 @@ from grace.exchange.tracing.recorder import FORMAT
 MOST = 2**62
 """Nanoseconds, bytes, elements, and clocks."""
 MOST_RANKS = 1 << 20
-PHASES = ("compensate", "compress", "update", "decode", "sum rows")
+PHASES = ("compensate", "compress", "update", "decode", "sum rows", "encode", "average")
 """Events of one variable."""
 
 

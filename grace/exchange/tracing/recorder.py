@@ -5,9 +5,9 @@ Where the environment variable GRACE_TRACE names a folder, every rank leaves a f
 GRACE_TRACE_STEPS (50) are recorded; before and after, and where nothing is traced, a phase costs a look at a variable.
 
 Times are the host's: on a GPU, where operations are started and not awaited, they say how long starting took.
-Events only look at clocks, so results are the same bits with and without them; but methods that encode whole buckets
-at once (:mod:`grace.exchange.at_once`) go variable by variable while they are recorded. What was recorded is
-written at the end of each step, between two steps, so that a rank that is killed leaves what it had.
+Events only look at clocks: a traced step runs the same program as any other. Where a bucket is encoded in one pass,
+each variable's event is its share of the time by its elements. What was recorded is written at the end of each step,
+between two steps, so that a rank that is killed leaves what it had.
 """
 
 import atexit

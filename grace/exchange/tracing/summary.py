@@ -9,7 +9,8 @@ from grace.errors import ConfigError
 from grace.exchange.tracing.timeline import Event, RankTrace
 
 PHASES = ("compensate", "compress", "update", "decode")
-WITHIN = {"sum rows": "compensate"}
+WITHIN = {"sum rows": "compensate", "encode": "compress", "average": "decode"}
+"""Phases that are counted as others: a bucket that is encoded in one pass is compensated and remembered meanwhile."""
 """Phases that are counted with another."""
 BESIDE = "grace exchanges"
 """The thread whose work training does not wait for."""
@@ -171,7 +172,7 @@ def _add_costs(
                 variables[variable].nbytes += nbytes / count
         elif phase in PHASES:
             variables[args["variable"]].ms[phase] += ms
-            variables[args["variable"]].calls += (name == "compress") / count
+            variables[args["variable"]].calls += (phase == "compress") / count
         elif event["ph"] == "e":
             bucket, start = begun.pop(event["id"], (None, 0))
             if bucket is not None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from grace.errors import StepError
-from grace.exchange.places import ADVICE, called
+from grace.exchange.step_stamp import ADVICE, called
 from grace.session.agreement import tell
 from grace.torch.pipeline.exchange import Gradients
 from grace.torch.pipeline.places import Places

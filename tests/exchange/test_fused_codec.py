@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import grace
 from grace.backends import runtime
 from grace.errors import PayloadError
-from grace.exchange.at_once import BucketCodec
+from grace.exchange.fused_codec import FusedCodec
 from tests.support.methods import SHAPES
 from tests.support.pools import ranks_of
 from tests.support.trained import Trained, bits, drawn
@@ -55,7 +55,7 @@ def test_whole_buckets_give_the_bits_of_their_variables(spec, memory, shapes, se
                             for r in (whole, apart))  # fmt: skip
         assert whole == apart
         assert both[0].remembered() == both[1].remembered()
-    assert all(isinstance(codec, BucketCodec) for codec in both[0].codecs)
+    assert all(isinstance(codec, FusedCodec) for codec in both[0].codecs)
 
 
 @pytest.mark.parametrize("spec", ["topk(ratio=0.3)", "randomk(ratio=0.3)"])
@@ -81,12 +81,12 @@ def over_ranks(spec, memory, apart, communicator=None):
     for _ in range(4):
         found.append(trained.step(*drawn(rng, shapes, torch.float32)))
         for codec in trained.codecs:
-            if isinstance(codec, BucketCodec) and codec not in [one for one, _ in used]:
-                decode = codec.decode
+            if isinstance(codec, FusedCodec) and codec not in [one for one, _ in used]:
+                decode = codec._decode
                 used.append((codec, calls := []))
-                codec.decode = lambda *args, decode=decode, calls=calls: (calls.append(decode(*args)), calls[-1])[1]
+                codec._decode = lambda *args, decode=decode, calls=calls: (calls.append(decode(*args)), calls[-1])[1]
     assert all(calls == [True] * 3 for _, calls in used)
-    return found, trained.remembered(), [isinstance(codec, BucketCodec) for codec in trained.codecs]
+    return found, trained.remembered(), [isinstance(codec, FusedCodec) for codec in trained.codecs]
 
 
 @pytest.mark.ranks
@@ -119,14 +119,15 @@ def a_damaged_position():
     (bucket,) = trained.runner.buckets
     before = trained.remembered()
     if grace.rank():
-        encode, (_, coded) = bucket.codec.codec.encode, bucket.wire.placed()[0]
+        codec = bucket.program.codec
+        encode, (_, coded) = codec.codec.encode, codec.layouts[0].placed()[0]
 
         def damaging(*args):
             sound = encode(*args)
-            bucket.buffer[coded.offset + 3] = 0x7F
+            codec.buffer[coded.offset + 3] = 0x7F
             return sound
 
-        bucket.codec.codec.encode = damaging
+        codec.codec.encode = damaging
     with pytest.raises(PayloadError) as caught:
         trained.step([torch.ones(BIG)], [True])
     assert trained.remembered() == before

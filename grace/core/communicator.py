@@ -2,9 +2,10 @@
 
 import dataclasses
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from grace.core.backend import Backend, Handle, LocalBackend
 from grace.core.component import Component
@@ -13,39 +14,22 @@ from grace.core.context import Context
 from grace.core.kept import is_ours
 from grace.core.memory import Memory
 from grace.core.registry import legal_communicators, legal_memories, make
+from grace.core.route import ALL_GATHER, ALL_REDUCE, Carries, EngineTraits, Leg, Route, formula_of
 from grace.errors import ConfigError
-from grace.exchange.background import ExchangeThread
-from grace.exchange.base import Exchange
-from grace.exchange.bucket import Contribution
-from grace.exchange.by_variable import ByVariable
 
 
-class Nodes(Protocol):
-    """The ranks of this one's node, and the leaders of all nodes; see :class:`grace.backends.topology.NodeGroups`."""
+class RouteCost:
+    """The cost of a communicator's class: the formulas of its legs, added up; empty where these say none, or where an
+    object of the class takes parameters that have no defaults."""
 
-    node: Backend
-    first: int
-    leaders: Backend | None
-    leader_of: list[int]
-
-
-class Hand(Protocol):
-    """The steps of a communicator that the user calls; see :class:`grace.session.by_hand.ByHand`."""
-
-    def step(self, tensors: Any, names: Any) -> Any: ...
-    def start(self, tensors: Any, names: Any) -> Any: ...
-    def finish(self, begun: Any) -> Any: ...
-    def state_dict(self, everyone: bool) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any], memory: str) -> None: ...
-
-
-class Run(Protocol):
-    """What a communicator may ask of the runner that it serves."""
-
-    backend: Backend
-
-    def exchange_thread(self) -> ExchangeThread: ...
-    def node_groups(self, backend: Backend, leader: int) -> Nodes: ...
+    def __get__(self, communicator: Any, cls: Any) -> str:
+        if dataclasses.MISSING in cls.parameters().values():
+            return ""
+        try:
+            # A payload of any size: small sums may go another way, which is chosen for its delay.
+            return formula_of(cls().route_of_wire(math.inf, EngineTraits()))
+        except ConfigError:  # it does not carry the compressor that it takes if none is named
+            return ""
 
 
 class Communicator(Component):
@@ -78,26 +62,42 @@ class Communicator(Component):
     kind = "communicator"
     own_numbers = ("rank", "local_rank")
     sums: ClassVar[bool] = False
-    gathers: ClassVar[bool] = False
-    """Whether ``communicate`` is the engine's all-gather, which may take payloads of unequal sizes."""
-    cost: ClassVar[str] = ""
-    """What one exchange costs a rank, for a payload of p bytes and W ranks; for people."""
-    hand: ClassVar[Callable[["Communicator"], Hand]]
-    """What makes its steps by hand, which lies above."""
-    _by_hand: Hand | None = None
+    cost: ClassVar[Any] = RouteCost()
+    """Bytes that one exchange sends from a rank, for a payload of p bytes and W ranks; for people. A class may say it
+    itself, as text."""
+    rooted: ClassVar[bool] = False
+    """True if one rank averages for all, and answers."""
+    cuts: ClassVar[bool] = False
+    """True if each rank owns a piece of every variable, and averages it."""
+    codec: ClassVar[Any] = None
+    """The class of its own bucket codec (:class:`grace.exchange.codec.PerVariableCodec`); None to have one chosen."""
+    can_defer: ClassVar[bool] = True
+    """True if headers on a device may be read at the end of the step."""
+    second: tuple[Compressor, Memory, str] | None = None
+    """Compressor, memory, and label of the random numbers, of the compression of means; None if means are not
+    compressed."""
+    hand: ClassVar[Callable[["Communicator"], Any]]
+    """Factory of :class:`grace.session.by_hand.ByHand`. Set by ``grace.session``, which this module may not import."""
+    _by_hand: Any = None
     made_for: int | None = None
-    """How many ranks, if somebody said so."""
+    """Number of ranks that it was made for, if somebody said so."""
     by_default: bool = False
-    """Whether nobody named it: another number of ranks may get another one."""
+    """True if nobody named it: another number of ranks may get another one."""
     lr: float | None = None
     """The learning rate, for memories that follow it, where steps are called by hand."""
     world_size: int = 1
-    """How many ranks take part, as GRACE calls it."""
+    """Number of ranks that take part, as GRACE calls it."""
+    beside: str = ""
+    """Description of the user's communicator that this one carries small variables beside; else empty."""
 
     def __init__(self, compressor: Any = "none", memory: Any = None, world_size: int | None = None):
         self.made_for = world_size
-        self.by_variable = _way_of(type(self)) in (("send_receive",), BOTH)
-        """Whether it moves payloads one by one."""
+        way = _way_of(type(self))
+        self.moves_payloads = way in (("send_receive",), BOTH)
+        """True if it moves payloads itself, variable by variable."""
+        self.by_communicate = way == ("communicate",)
+        if self.moves_payloads:
+            self.can_defer = False  # type: ignore[misc]
         self.compressor: Compressor = make("compressor", compressor)
         self.foreign = any(not is_ours(type(part)) for part in self.compressor.whole().values())
         """Whether payloads are made by somebody's own compressor, and so are looked at."""
@@ -211,9 +211,26 @@ class Communicator(Component):
         """The parts that keep state themselves or in parts of theirs, by the name they are saved under."""
         return {"compressor": self.compressor, "memory": self.memory}
 
-    def begin(self, contribution: Contribution) -> Exchange:
-        """Start the exchange of a bucket."""
-        return ByVariable(contribution) if self.by_variable else Exchange(contribution)
+    def legs(self, nbytes: float, engine: EngineTraits) -> Route:
+        """Return the route of one wire of so many bytes.
+
+        That of a class of the user's is one leg by ``communicate``, which counts as an all-reduce if it sums and as an
+        all-gather if not; or a leg of a header alone, if it moves payloads itself."""
+        if self.moves_payloads:
+            return [Leg(ALL_GATHER, Carries.HEADERS)]
+        counted_as = ALL_REDUCE if self.sums else ALL_GATHER
+        return [Leg(dataclasses.replace(counted_as, start=self._communicate), Carries.GRADIENTS)]
+
+    def _communicate(self, backend: Backend, wire: Tensor, root: Any) -> Handle:
+        return self.communicate(wire)
+
+    def route_of_wire(self, nbytes: float, engine: EngineTraits) -> Route:
+        """:meth:`legs`, but where ``communicate`` was written nearer to this class."""
+        own = self.by_communicate or self.moves_payloads
+        return Communicator.legs(self, nbytes, engine) if own else self.legs(nbytes, engine)
+
+    def rescale_second(self, loss_scale: float) -> None:
+        """The means about to be compressed are in the units of this loss scale."""
 
     @property
     def delayed(self) -> bool:
@@ -223,13 +240,8 @@ class Communicator(Component):
     def use_leaders(self, leader_of: Sequence[int]) -> None:
         """One rank of each node takes part from now on: the number of the one that speaks for each of all ranks."""
 
-    def open(self, runner: Run) -> None:
-        """All ranks have agreed and are about to start; every rank comes here at the same moment."""
-
     def resumed(self, loss_scale: float) -> None:
         """The state was loaded from a checkpoint, in the units of this loss scale."""
-
-    beside: str = ""
 
     def dense(self, usual: "Communicator") -> "Communicator":
         """What carries the variables that the compressor would not make smaller: ``usual``, all together."""
@@ -272,7 +284,7 @@ class Communicator(Component):
     # -- by hand ---------------------------------------------------------------------------------------
 
     @property
-    def by_hand(self) -> Hand:
+    def by_hand(self) -> Any:
         """Its steps, where the user calls them."""
         if self._by_hand is None:
             self._by_hand = Communicator.hand(self)
@@ -355,7 +367,7 @@ class Communicator(Component):
 
 
 BOTH = ("async_send", "wait_receive")
-WAYS = (("begin",), ("communicate",), ("send_receive",), BOTH)
+WAYS = (("begin",), ("legs",), ("communicate",), ("send_receive",), BOTH)
 """How a class may say how payloads move; what its nearest base says holds."""
 
 
@@ -370,10 +382,10 @@ def _way_of(cls: type[Communicator]) -> tuple[str, ...]:
         for way in WAYS:
             if not any(name in vars(base) for name in way):
                 continue
-            lacking = [name for name in way if getattr(cls, name) is getattr(Communicator, name)]
+            lacking = [name for name in way if getattr(cls, name) is getattr(Communicator, name, None)]
             if lacking:
                 raise ConfigError(f"{cls.__name__} defines one of {' and '.join(way)}, and lacks {lacking[0]}()")
-            if way in WAYS[2:] and (cls.sums or cls.begin is not Communicator.begin):
+            if way in WAYS[3:] and (cls.sums or cls.cuts or cls.rooted or hasattr(cls, "begin")):
                 raise ConfigError(
                     f"{cls.__name__} defines {way[0]}(), and its base moves whole buckets: derive it from "
                     "grace.Communicator"

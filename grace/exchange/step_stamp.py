@@ -1,9 +1,9 @@
-"""Places: where each rank is in training. One exchange of every step carries them beside its payloads, so that ranks
+"""Step stamps: where each rank is in training. One bucket of every step carries them beside its payloads, so that ranks
 that went different ways learn of it before anything is updated with what they exchanged.
 
-A place is five numbers: steps exchanged; steps of the optimizer; how often gradients were cleared with nothing done
+A stamp is five numbers: steps exchanged; steps of the optimizer; how often gradients were cleared with nothing done
 since; a digest of the hyperparameters; and a check sum. Each travels as 1 to 254, which any dtype holds exactly; 0 is a
-rank that takes no part (Horovod's ``join``), and 255 one that speaks for ranks which differ among themselves. A place
+rank that takes no part (Horovod's ``join``), and 255 one that speaks for ranks which differ among themselves. A stamp
 with a wrong sum is damaged, and so is what came with it, which says so when it is decoded.
 """
 
@@ -13,8 +13,9 @@ from typing import Any
 
 from grace.core.context import Context
 
-NUMBERS = 5
-CYCLE, ASTRAY = 254, 255
+STAMP_SIZE = 5
+"""Numbers of a stamp."""
+CYCLE, OUT_OF_STEP = 254, 255
 ADVICE = (
     "All ranks must make the same steps: let them decide together to leave one out (by an all-reduce of what decides), "
     "and resume them all from one checkpoint"
@@ -22,7 +23,7 @@ ADVICE = (
 
 
 def digest(settings: Any) -> int:
-    """A small number for settings, the same in every process.
+    """Return a small number for settings, the same in every process.
 
     >>> digest((0.1, 0.9)) == digest((0.1, 0.9)), digest((0.1, 0.9)) == digest((0.01, 0.9))
     (True, False)
@@ -30,10 +31,10 @@ def digest(settings: Any) -> int:
     return zlib.crc32(repr(settings).encode()) % CYCLE
 
 
-def place(context: Context) -> list[int]:
-    """What this rank's wire says."""
-    if context.astray:
-        return [ASTRAY] * NUMBERS
+def step_stamp(context: Context) -> list[int]:
+    """Return the stamp of this rank, as its wires carry it."""
+    if context.out_of_step:
+        return [OUT_OF_STEP] * STAMP_SIZE
     numbers = [1 + n % CYCLE for n in (context.step, context.updates, context.left_out, context.settings)]
     return [*numbers, _check(numbers)]
 
@@ -43,29 +44,29 @@ def _check(numbers: Sequence[int]) -> int:
     return 1 + (a + 2 * b + 3 * c + 4 * d) % CYCLE
 
 
-def compare(places: Sequence[Sequence[float]], context: Context) -> tuple[str, bool]:
-    """Why the ranks cannot go on together, and whether their hyperparameters differ; ("", False) if all is well.
+def compare_stamps(stamps: Sequence[Sequence[float]], context: Context) -> tuple[str, bool]:
+    """Return why the ranks cannot go on together, and True if their hyperparameters differ; ("", False) if all is well.
 
     >>> here = Context(step=6, rank=0, size=3)
-    >>> behind = place(Context(step=5, updates=-1))
-    >>> compare([place(here), behind, place(here)], here)[0].partition(". ")[0]
+    >>> behind = step_stamp(Context(step=5, updates=-1))
+    >>> compare_stamps([step_stamp(here), behind, step_stamp(here)], here)[0].partition(". ")[0]
     'rank 1 is at step 5, ranks 0 and 2 are at step 6: rank 1 left out optimizer.step()'
     """
-    mine = place(context)
-    if all([theirs == mine for theirs in places]):
+    mine = step_stamp(context)
+    if all([theirs == mine for theirs in stamps]):
         return "", False
-    found = {rank: [int(n) for n in theirs] for rank, theirs in enumerate(places)}
-    astray = [rank for rank, theirs in found.items() if context.names and theirs == [ASTRAY] * NUMBERS]
-    found = {rank: theirs for rank, theirs in found.items() if rank in astray or _check(theirs[:-1]) == theirs[-1]}
+    found = {rank: [int(n) for n in theirs] for rank, theirs in enumerate(stamps)}
+    out_of_step = [rank for rank, theirs in found.items() if context.names and theirs == [OUT_OF_STEP] * STAMP_SIZE]
+    found = {rank: theirs for rank, theirs in found.items() if rank in out_of_step or _check(theirs[:-1]) == theirs[-1]}
     if all(theirs == mine for theirs in found.values()):
         return "", False
     names = context.names or range(context.size)
 
     def call(ranks: Sequence[int]) -> str:
-        return called([names[rank] for rank in ranks], len(places) == context.size)
+        return called([names[rank] for rank in ranks], len(stamps) == context.size)
 
-    if astray:
-        return f"ranks that exchange through {call(astray)} went different ways; their own errors say how", False
+    if out_of_step:
+        return f"ranks that exchange through {call(out_of_step)} went different ways; their own errors say how", False
     ahead = {rank: [_signed(a - b) for a, b in zip(theirs, mine, strict=True)] for rank, theirs in found.items()}
     first = [max(one[i] for one in ahead.values()) for i in (0, 1)]
     behind = {rank: max(first[0] - one[0], first[1] - one[1]) for rank, one in ahead.items()}
@@ -85,7 +86,7 @@ def compare(places: Sequence[Sequence[float]], context: Context) -> tuple[str, b
 
 
 def called(ranks: Sequence[int], known: bool = True) -> str:
-    """Ranks in words.
+    """Return ranks in words.
 
     >>> called([1]), called([0, 2, 3])
     ('rank 1', 'ranks 0, 2 and 3')
@@ -98,11 +99,11 @@ def called(ranks: Sequence[int], known: bool = True) -> str:
 
 
 def _listed(steps: dict[int, int], call: Any) -> str:
-    """Who is at which step; those at the lowest first."""
+    """Return who is at which step, the lowest step first."""
     at = [(step, [rank for rank in steps if steps[rank] == step]) for step in sorted(set(steps.values()))]
     return ", ".join(f"{call(ranks)} {'is' if len(ranks) == 1 else 'are'} at step {step}" for step, ranks in at)
 
 
 def _signed(n: int) -> int:
-    """A difference of numbers that start again after CYCLE, the nearest to 0."""
+    """Return the difference of numbers that start again after CYCLE, the nearest to 0."""
     return (n + CYCLE // 2) % CYCLE - CYCLE // 2

@@ -1,0 +1,227 @@
+"""Routes: the collectives that a bucket's wire goes through, as data, and the bytes that each rank sends by them."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+from grace.core.backend import Backend, Handle
+from grace.kernels import kernels_of
+
+Tensor = Any
+
+
+class Carries(Enum):
+    """Contents of the buffer of a leg."""
+
+    GRADIENTS = "the gradients, encoded; where each rank owns a piece, a wire for each owner, one behind the other"
+    ROUND = "the next wire of a method of several rounds, made of the sum that came"
+    MEANS = "the means that its sender (an owner, the root) has decoded, encoded once more"
+    SUMS = "the sum of the wires (or parts of wires) that came, added in float32 and rounded once"
+    SIZES = "the first dimension of every payload tensor that the next leg carries"
+    DIGESTS = "how payloads are laid out, so that ranks compare it"
+    HEADERS = "a header without payloads: the communicator moves these itself"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of an engine: how it starts, and what it costs.
+
+    Attributes:
+        name: for people, traces and the planner.
+        start: starts it with a 1-d tensor, and the root if it has one; the result is a list of the tensors that came.
+        sent: bytes that leave a rank, of a buffer of so many: ``sent(nbytes, ranks, rank, root)``. Backends count as
+            many.
+        formula: the same for people, of a buffer of p bytes on W ranks; of a rooted collective, of all ranks but the
+            root. Empty if none of these sends anything, or nobody says.
+        of_root: bytes that pass the root of a rooted collective, in or out, for people.
+    """
+
+    name: str
+    start: Callable[[Backend, Tensor, Any], Handle]
+    sent: Callable[[float, int, int, Any], float]
+    formula: str = ""
+    of_root: str = ""
+
+
+def as_bytes(wire: Tensor, collective: Callable[[Tensor], Handle]) -> Handle:
+    """Start a collective that only moves numbers: bfloat16, which engines may not know, travels as bytes."""
+    k = kernels_of(wire)
+    dtype = k.dtype(wire)
+    if dtype != "bfloat16":
+        return collective(wire)
+
+    def numbers(raw: Any) -> Any:
+        return [numbers(one) for one in raw] if isinstance(raw, list) else k.from_bytes(raw, dtype, tuple(wire.shape))
+
+    return collective(k.to_bytes(wire)).map(numbers)
+
+
+def alone(result: Tensor) -> list[Tensor]:
+    """Return the result of a collective that brings one tensor as the list that a :class:`Collective` brings."""
+    return [result]
+
+
+def _all_reduce(backend: Backend, wire: Tensor, root: Any) -> Handle:
+    return backend.allreduce(wire).map(alone)
+
+
+def _all_gather(backend: Backend, wire: Tensor, root: Any) -> Handle:
+    return backend.allgather(wire)
+
+
+def _concatenate(backend: Backend, wire: Tensor, root: Any) -> Handle:
+    return backend.concatenate(wire)
+
+
+def _each_broadcasts(backend: Backend, wire: Tensor, root: Any) -> Handle:
+    k, dtype, shape = kernels_of(wire), kernels_of(wire).dtype(wire), tuple(wire.shape)
+    buffers = [wire if rank == backend.rank else k.zeros(shape, dtype, wire) for rank in range(backend.size)]
+    return Handle.all([backend.broadcast(buffer, rank) for rank, buffer in enumerate(buffers)])
+
+
+def _all_to_all(backend: Backend, wire: Tensor, root: Any) -> Handle:
+    return backend.alltoall(wire)
+
+
+def _gather(backend: Backend, wire: Tensor, root: Any) -> Handle:
+    return as_bytes(wire, lambda raw: backend.gather(raw, root))
+
+
+def _broadcast(backend: Backend, wire: Tensor, root: Any) -> Handle:
+    return as_bytes(wire, lambda raw: backend.broadcast(raw, root)).map(alone)
+
+
+def _round_a_ring(nbytes: float, ranks: int, rank: int, root: Any) -> float:
+    return 2 * (ranks - 1) / ranks * nbytes
+
+
+def _all_to_each_other(nbytes: float, ranks: int, rank: int, root: Any) -> float:
+    return (ranks - 1) * nbytes
+
+
+def _a_part_to_each_other(nbytes: float, ranks: int, rank: int, root: Any) -> float:
+    return (ranks - 1) / ranks * nbytes
+
+
+def _all_to_the_root(nbytes: float, ranks: int, rank: int, root: Any) -> float:
+    return 0.0 if rank == root else nbytes
+
+
+def _all_from_the_root(nbytes: float, ranks: int, rank: int, root: Any) -> float:
+    return (ranks - 1) * nbytes if rank == root else 0.0
+
+
+ALL_REDUCE = Collective("allreduce", _all_reduce, _round_a_ring, "~2p")
+ALL_GATHER = Collective("allgather", _all_gather, _all_to_each_other, "(W-1)p")
+CONCATENATE = Collective("allgather", _concatenate, _all_to_each_other, "(W-1)p")
+"""The all-gather of engines that gather buffers of unequal lengths themselves."""
+EACH_BROADCASTS = Collective("broadcast", _each_broadcasts, _all_to_each_other, "(W-1)p")
+ALL_TO_ALL = Collective("alltoall", _all_to_all, _a_part_to_each_other, "~p")
+GATHER = Collective("gather", _gather, _all_to_the_root, "p", of_root="(W-1)p")
+BROADCAST = Collective("broadcast", _broadcast, _all_from_the_root, of_root="(W-1)p")
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One collective of a route.
+
+    Attributes:
+        collective: see :class:`Collective`.
+        carries: what its buffer holds.
+        root: the rank at which a rooted collective ends or begins; it alone has means or sums to send. None: every
+            rank has.
+        in_parts: True if a summed wire is cut, as plain numbers, into an equal part for each rank, which adds it up.
+    """
+
+    collective: Collective
+    carries: Carries
+    root: int | None = None
+    in_parts: bool = False
+
+    def sent(self, nbytes: float, ranks: int, rank: int) -> float:
+        """Return the bytes that leave a rank, of a buffer of so many."""
+        return self.collective.sent(nbytes, ranks, rank, self.root)
+
+
+Route = Sequence[Leg]
+
+
+@dataclass(frozen=True)
+class EngineTraits:
+    """What routes depend on beside the method: facts of the engine and of where gradients lie.
+
+    Attributes:
+        ranks: how many exchange with each other.
+        by_ring: True if its sums of small wires wait for a message from each rank to the next, and back.
+        concatenates: True if it gathers buffers of unequal lengths itself.
+        on_cpu: True if gradients lie in the memory of the host.
+    """
+
+    ranks: int = 1
+    by_ring: bool = False
+    concatenates: bool = False
+    on_cpu: bool = True
+
+
+def route_of(communicator: Any, wires: Sequence[float], engine: EngineTraits, varies: bool = False) -> Route:
+    """Return the route of a bucket: a communicator's legs, once for each of the method's rounds, and ahead of payloads
+    that differ in size the legs that tell their sizes.
+
+    Args:
+        communicator: its ``route_of_wire(nbytes, engine)`` gives the legs of one wire.
+        wires: bytes of the wire of each round.
+        engine: the engine's traits.
+        varies: True if payloads may differ in size.
+    """
+    route: list[Leg] = []
+    for number, nbytes in enumerate(wires):
+        legs = communicator.route_of_wire(nbytes, engine)
+        for leg in legs:
+            later = number > 0 and leg.carries is Carries.GRADIENTS
+            route.append(replace(leg, carries=Carries.ROUND) if later else leg)
+    return _with_sizes(route, engine.concatenates) if varies else route
+
+
+def _with_sizes(route: Route, concatenates: bool) -> Route:
+    """Return a route with the legs that tell the sizes of payloads; where the engine gathers unequal lengths itself,
+    sizes stand in front of the payload instead."""
+    first = route[0]
+    if concatenates and first.collective is ALL_GATHER:
+        return [replace(first, collective=CONCATENATE), *route[1:]]
+    found = [Leg(ALL_GATHER, Carries.SIZES)]
+    for leg in route:
+        if leg.carries is Carries.MEANS:
+            found.append(replace(leg, carries=Carries.SIZES))
+        found.append(leg)
+    return found
+
+
+def formula_of(route: Route) -> str:
+    """Return what a route costs a rank, for people, of a payload of p bytes on W ranks: its legs' formulas, added up.
+    Empty if one of its collectives has none.
+
+    >>> formula_of([Leg(ALL_TO_ALL, Carries.GRADIENTS), Leg(ALL_GATHER, Carries.MEANS)])
+    '~2p'
+    >>> formula_of([Leg(GATHER, Carries.GRADIENTS, 0), Leg(BROADCAST, Carries.MEANS, 0)])
+    'p; 2(W-1)p in and out of the destination'
+    """
+    ranks, root = Counter[str](), Counter[str]()
+    for leg in route:
+        formula = leg.collective.formula
+        if not formula and not leg.collective.of_root:
+            return ""
+        if leg.root is None and leg.carries in (Carries.MEANS, Carries.SUMS):  # a rank's piece, of p / W bytes
+            formula = formula.replace("(W-1)p", "~p")
+        ranks[formula] += 1
+        root[leg.collective.of_root] += 1
+    each = [_times(count, formula) for formula, count in ranks.items() if formula]
+    at_root = [f"{_times(count, formula)} in and out of the destination" for formula, count in root.items() if formula]
+    return "; ".join([*each, *at_root])
+
+
+def _times(count: int, formula: str) -> str:
+    if count == 1:
+        return formula
+    return f"~{count}{formula[1:]}" if formula.startswith("~") else f"{count}{formula}"

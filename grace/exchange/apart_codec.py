@@ -1,0 +1,129 @@
+"""The codec of a communicator that moves payloads itself, variable by variable, as the original GRACE's do."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from grace.core.compressor import Tensor
+from grace.core.ported import check_shape
+from grace.errors import ExchangeError, GraceError, PayloadError
+from grace.exchange.codec import CodecSetup, PerVariableCodec
+from grace.exchange.header import Header
+from grace.exchange.layout import Layout
+from grace.kernels import kernels_of
+
+
+class ApartCodec(PerVariableCodec):
+    """Keeps payloads apart from the wire, which has a header alone.
+
+    A communicator that blocks (``send_receive``) is called at the end of the step, variable by variable, in one order
+    on all ranks. What a communicator starts and awaits (``async_send``, ``wait_receive``) is started as soon as a
+    bucket's gradients are there; over engines whose ranks start buckets in any order, at the end. The communicator is
+    given copies, which it may change in place.
+    """
+
+    def __init__(self, setup: CodecSetup):
+        super().__init__(setup)
+        self.communicator: Any = self.bucket.communicator
+        self.varies = False  # sizes are the communicator's business
+        self.known = [None]
+        self.payloads: list[list[Tensor]] = []
+        self.handles: list[Any] = []
+        self.values: list[Any] = []
+        self.moved = False
+
+    def payload_bytes(self) -> list[list[int]]:
+        return [self.apart.payload_bytes]
+
+    def _packed(self, payloads: Sequence[Any], header: Header) -> Tensor:
+        k = self.kernels
+        self.apart = Layout.of(k, payloads, False)
+        self.payloads = [[self._copied(tensor) for tensor in payload] for payload in payloads]
+        self.handles, self.values, self.moved = [], [], False
+        nothing = k.zeros((0,), "uint8", payloads[0][0])
+        return super()._packed([[nothing]] * len(payloads), header)
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        k = self.kernels
+        return k.reshape(k.join([k.flat(tensor)]), tuple(tensor.shape)) if k.mutable else tensor
+
+    def move(self, label: Callable[[], str]) -> None:
+        """Start to move payloads, unless they are under way.
+
+        Args:
+            label: returns the engine's name of the next collective.
+        """
+        if not self.moved and not self.communicator.blocks:
+            for payload, name in zip(self.payloads, self.names, strict=True):
+                self.handles.append(self._call(self.communicator.async_send, payload, label(), name=name))
+        self.moved = True
+
+    def receive_all(self, label: Callable[[], str]) -> tuple[PayloadError, str] | None:
+        """Await the means of all variables.
+
+        Returns:
+            the first error of a payload that could not be decoded, and whose it was; None if all were.
+        """
+        self.move(label)
+        blocks = self.communicator.blocks
+        method = self.communicator.send_receive if blocks else self.communicator.wait_receive
+        failure = None
+        for i, name in enumerate(self.names):
+            given = self.payloads[i] if blocks else self.handles[i]
+            try:
+                value = self._call(method, given, label(), ctx=self.encoded[i][1], name=name)
+                self.values.append(self._checked(value, i, method))
+            except PayloadError as error:  # raised when the other variables' means came, too
+                failure = failure or (error, name)
+                self.values.append(None)
+        return failure
+
+    def _checked(self, value: Any, i: int, method: Any) -> Tensor:
+        """Return a mean in its dtype; refuse one of another shape."""
+        variable = self.bucket.variables[i]
+        try:
+            k = kernels_of(value)
+            check_shape(value, k.zeros(variable.shape, "uint8", value), "it")
+        except (TypeError, PayloadError) as error:
+            raise self._failed(method, self.names[i], str(error)) from None
+        return k.cast(value, variable.dtype if self.exact else "float32")
+
+    def _call(self, method: Callable[..., Any], first: Any, label: str, **told: Any) -> Any:
+        """Call a method of the communicator; what it starts over the backend has a name of its own."""
+        backend = self.communicator.backend
+        backend.label = label
+        try:
+            return called(method, first, **told)
+        except GraceError:
+            raise
+        except Exception as error:
+            raise self._failed(method, told["name"], f"{type(error).__name__}: {error}") from error
+        finally:
+            backend.label = ""
+
+    def _failed(self, method: Callable[..., Any], name: str, why: str) -> ExchangeError:
+        context = self.context
+        return ExchangeError(
+            f"rank {context.rank} of {context.size}: {type(self.communicator).__name__}.{method.__name__}() of "
+            f"{name!r} at step {context.step}: {why}"
+        )
+
+    def decode(
+        self, wires: Sequence[Tensor], layouts: Sequence[Layout], outs: Sequence[Any], count: float, means: bool
+    ) -> list[Any]:
+        return self.values
+
+
+def called(method: Callable[..., Any], first: Any, **told: Any) -> Any:
+    """Return ``method(first, ...)``, called with as much of ``told`` as it takes, by its parameters' names: GRACE's
+    frameworks give ctx and name in different orders, or leave one out. Parameters of other names are given in order.
+
+    >>> called(lambda tensors, name, ctx: (tensors, name, ctx), [1], ctx="ctx", name="w")
+    ([1], 'w', 'ctx')
+    >>> called(lambda handles, ctx: (handles, ctx), [1], ctx="ctx", name="w")
+    ([1], 'ctx')
+    """
+    names = list(inspect.signature(method).parameters)[1:]
+    if told.keys() >= set(names):
+        return method(first, **{name: told[name] for name in names})
+    return method(first, *list(told.values())[: len(names)])

@@ -1,0 +1,456 @@
+"""The codec of a bucket: gradients into wires, and wires into means.
+
+:class:`PerVariableCodec` serves every compressor, memory and framework, a variable at a time. The codecs that encode a
+whole bucket in one pass (:mod:`grace.exchange.fused_codec`) are derived from it: they know a faster way to the same
+bits, and leave to it what that way does not take.
+"""
+
+import contextlib
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from grace.core.compressor import Compressor, Payload, PayloadSpec, Tensor
+from grace.core.memory import Memory
+from grace.core.ported import check_decodes
+from grace.core.variable import Variable, equal_bounds
+from grace.errors import PayloadError
+from grace.exchange.bucket import Bucket
+from grace.exchange.header import REFUSED, Header, in_range, stamp_numbers
+from grace.exchange.layout import Layout
+from grace.exchange.pieces import PiecewiseCompressor
+from grace.exchange.tracing import recorder
+from grace.kernels import Kernels
+
+
+@dataclass(frozen=True)
+class CodecSetup:
+    """All that a codec is made for.
+
+    Attributes:
+        bucket: the variables, and the communicator whose methods encode them.
+        kernels: those of the gradients.
+        on_device: True if gradients lie on a device, where no number is read.
+        owners: the number of pieces that each variable is cut into, each owned by a rank; 1 if variables stay whole.
+        owner: the piece that this rank averages.
+        shares_stamps: True if one wire has room for the stamps of all ranks.
+        step: the step whose payload sizes hold.
+    """
+
+    bucket: Bucket
+    kernels: Kernels
+    on_device: bool = False
+    owners: int = 1
+    owner: int = 0
+    shares_stamps: bool = False
+    step: int = 0
+
+
+class Withheld(NamedTuple):
+    """A variable whose payload has other shapes than at the first step."""
+
+    variable: str
+    now: list[Any]
+    was: list[Any]
+
+
+class PerVariableCodec:
+    """Encodes a bucket's gradients into wires, and decodes wires into their mean, variable by variable.
+
+    It is kept from step to step. Where each rank owns a piece of every variable there is one wire for each owner, else
+    there is one wire. A round trip calls, in this order:
+
+    - ``encode``, once: compensate and compress gradients; return the wires with their headers, one behind the other;
+    - ``remember``, once, while bytes travel: let the memory keep what payloads left out;
+    - ``next_round``, for methods of several rounds: take the sum of a round's wires, and return the next wire;
+    - ``average`` and ``write_means``, where this rank is an owner or the root: decode what all ranks sent, and encode
+      the mean once more; then ``remember_means``, while bytes travel;
+    - ``decode``, once: every wire that came last, into ``outs``.
+
+    Attributes:
+        layouts: of the wire that this rank writes for each owner in the current round.
+        known: the layouts of each round's wires; None for a round until payloads show them.
+        withheld: the variable because of which this rank sends no payloads in this step; all ranks learn it by a
+            status.
+        varies: True if payloads differ in size between ranks.
+    """
+
+    withheld: Withheld | None = None
+    wrote_statuses = False
+    """True if ``average`` has written the statuses of the means as well."""
+    rounds: Generator[list[Payload], list[Payload], list[tuple[Payload, Any]]]
+
+    def __init__(self, setup: CodecSetup):
+        communicator = setup.bucket.communicator
+        self.setup = setup
+        self.bucket = setup.bucket
+        self.kernels = setup.kernels
+        self.on_device = setup.on_device
+        self.owners = setup.owners
+        self.owner = setup.owner
+        self.names = setup.bucket.names
+        self.context = communicator.context
+        self.compressor: Compressor = communicator.compressor
+        self.memory: Memory = communicator.memory
+        self.second: tuple[Compressor, Memory, str] | None = communicator.second
+        self.pieces = PiecewiseCompressor(self.compressor, setup.owners) if communicator.cuts else None
+        self.traits = self.compressor.traits
+        self.sums = communicator.sums
+        self.foreign = communicator.foreign
+        self.stateful = communicator.stateful
+        self.varies = self.traits.varies and not (setup.on_device and self.compressor.bounded)
+        self.exact = self.traits.exact and not self.memory.stateful and self.pieces is None
+        self.stamps = stamp_numbers(setup.bucket, setup.shares_stamps)
+        self.cuts = [equal_bounds(variable.numel, setup.owners) for variable in setup.bucket.variables]
+        # The state of a method of several rounds keeps views of what came, so its wires are new at each step.
+        self.keeps_buffer = not (self.varies or self.traits.rounds > 1 or self.pieces or communicator.delayed)
+        self.checks_decoding = (
+            self.foreign and self.pieces is None and type(self.compressor).accumulate is Compressor.accumulate
+        )
+        self.buffer: Tensor | None = None
+        self.round = 0
+        self.inputs: list[Tensor] = []
+        self._ranges: list[Any] = []
+        self._looks = False
+        self.encoded: list[tuple[Any, Any]] = []
+        self.means: list[Tensor] = []
+        self.encoded_means: list[tuple[Payload, Any]] = []
+        self.known = self._known_layouts()
+        self.layouts: list[Layout] = self.known[0] or []
+
+    # -- layouts, from shapes ----------------------------------------------------------------------------
+
+    def _known_layouts(self) -> list[list[Layout] | None]:
+        """Return the layouts of each round's wires by the variables' shapes; None where the method does not say.
+
+        A class of the user's is asked only if it says so itself: what it inherits may not hold."""
+        unknown: list[list[Layout] | None] = [None] * self.traits.rounds
+        if self.foreign and vars(type(self.compressor)).keys().isdisjoint(("payload_spec", "round_specs")):
+            return unknown
+        by_owner = [[self._specs(v, *cuts[j]) for v, cuts in self._cut_variables()] for j in range(self.owners)]
+        found = unknown
+        for number in range(self.traits.rounds):
+            payloads = [[specs[number] for specs in of_owner] for of_owner in by_owner]
+            if all(spec is not None for of_owner in payloads for spec in of_owner):
+                found[number] = [Layout(self.kernels, each, self.sums, self.stamps) for each in payloads]  # type: ignore[arg-type]
+        return found
+
+    def _cut_variables(self) -> Iterable[tuple[Variable, list[tuple[int, int]]]]:
+        return zip(self.bucket.variables, self.cuts, strict=True)
+
+    def _specs(self, variable: Variable, start: int, stop: int) -> Sequence[PayloadSpec | None]:
+        """Return what is sent in each round of a variable, or of the piece of it in [start, stop)."""
+        shape = variable.shape if self.pieces is None else (stop - start,)
+        dtype = variable.dtype if self.exact else "float32"
+        return self.compressor.specs(shape, dtype, self.on_device, self.setup.step)
+
+    def digests(self) -> list[int]:
+        """Return the numbers by which ranks compare how their payloads are laid out."""
+        return self.layouts[0].digests()
+
+    def means_layouts(self) -> list[Layout]:
+        """Return the layouts of the means of each owner, or of the root, as far as shapes tell."""
+        return self.layouts
+
+    def payload_bytes(self) -> list[list[int]]:
+        """Return, of each wire that this rank writes, the bytes of every variable; the same lists at every step."""
+        return [layout.payload_bytes for layout in self.layouts]
+
+    def means_bytes(self, layout: Layout) -> list[int]:
+        """Return, of the means that this rank sends, the bytes of every variable."""
+        return layout.payload_bytes
+
+    # -- sending ---------------------------------------------------------------------------------------
+
+    def encode(self, gradients: Sequence[Any], header: Header) -> Tensor:
+        """Compensate, compress and pack; set ``header.in_range``.
+
+        Returns:
+            the wires of all owners, one behind the other.
+        """
+        self.round = 0
+        self.withheld = None
+        if self.traits.rounds > 1:
+            return self._first_round(gradients, header)
+        self.inputs = recorder.each("compensate", self.names, self.compensated, gradients)
+        self.encoded = recorder.each("compress", self.names, self._compressed, self.inputs)
+        payloads = [payload for payload, _ in self.encoded]
+        if self.checks_decoding:
+            self._check_decoding()
+        if header.program.looks:
+            tensors = payloads if self.pieces is None else [[t for piece in p for t in piece] for p in payloads]
+            header.in_range = self._in_range(header.present, tensors, [None] * len(self.names))
+        return self._packed(payloads, header)
+
+    def compensated(self, gradient: Tensor, name: str) -> Tensor:
+        """Return what is compressed: the gradient and what the memory adds; float32 and contiguous unless the method is
+        exact."""
+        if not self.exact:
+            k = self.kernels
+            gradient = k.reshape(k.flat(k.cast(gradient, "float32")), tuple(gradient.shape))
+        return self.memory.compensate(gradient, name)
+
+    def _compressed(self, tensor: Tensor, name: str) -> tuple[Any, Any]:
+        """Return a payload, or one for each owner, and the ctx that decodes it."""
+        if self.pieces is not None:
+            return self.pieces.compress_pieces(tensor, name)
+        return self.compressor.compress(tensor, name)
+
+    def _check_decoding(self) -> None:
+        """Refuse a compressor of the user's whose payloads do not decode to tensors like its inputs; once."""
+        for x, (payload, ctx), name in zip(self.inputs, self.encoded, self.names, strict=True):
+            check_decodes(self.compressor, payload, ctx, x, name)
+        self.checks_decoding = False
+
+    def _in_range(self, present: Sequence[bool], payloads: Sequence[Payload], known: Sequence[Any]) -> list[Any]:
+        kept = self.stateful
+        each = zip(present, self.inputs, payloads, known, strict=True)
+        return [here and in_range(self.kernels, x, payload, kept, found) for here, x, payload, found in each]
+
+    def _packed(self, payloads: Sequence[Any], header: Header) -> Tensor:
+        """Return the wires of all owners, one behind the other, each as long as the longest."""
+        k = self.kernels
+        statuses = header.statuses(later_round=self.round > 0)
+        payloads = self._predivided(payloads)
+        by_owner = [payloads] if self.pieces is None else [[p[j] for p in payloads] for j in range(self.owners)]
+        layouts = self.known[self.round]
+        if self.varies or layouts is None:
+            layouts = [Layout.of(k, each, self.sums, self.stamps) for each in by_owner]
+            if not self.varies:
+                self.known[self.round] = layouts
+        elif self.foreign:
+            by_owner, statuses = self._withhold(by_owner, layouts, statuses)
+        self.layouts = layouts
+        stamps = header.own_stamp()
+        if self.pieces is None:
+            buffer = layouts[0].pack(by_owner[0], statuses, stamps, self.buffer)
+            self.buffer = buffer if self.keeps_buffer else None
+            return buffer
+        longest = max(layout.length for layout in layouts)
+        wires = []
+        for layout, each in zip(layouts, by_owner, strict=True):
+            wire = layout.pack(each, statuses, stamps)
+            wires += [wire, k.zeros((longest - layout.length,), "uint8", wire)]
+        return k.join(wires)
+
+    def _predivided(self, payloads: Sequence[Any]) -> Sequence[Any]:
+        """Return payloads in the range that the user wants for their sum."""
+        by = self.context.predivide
+        if by == 1 or not self.sums:
+            return payloads
+        return [[self._divided(tensor, by) for tensor in payload] for payload in payloads]
+
+    def _divided(self, tensor: Tensor, by: float) -> Tensor:
+        k = self.kernels
+        return k.divide(k.zeros(tuple(tensor.shape), k.dtype(tensor), tensor), tensor, by)
+
+    def _withhold(self, by_owner: list[Any], layouts: list[Layout], statuses: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Return the payloads and statuses to send. Payloads of other shapes than at the first step have no room in the
+        wire: zeros travel instead of all payloads, and a status by which all ranks give up."""
+        for layout, payloads in zip(layouts, by_owner, strict=True):
+            difference = layout.first_difference(payloads)
+            if difference is not None:
+                i, was, now = difference
+                self.withheld = Withheld(self.names[i], now, was)
+                refused = float("nan") if self.sums else REFUSED
+                zeros = [layout.zeros(by_owner[0][0][0]) for layout in layouts]
+                return zeros, [*statuses[:i], refused, *statuses[i + 1 :]]
+        return by_owner, statuses
+
+    def remember(self) -> None:
+        """Let the memory keep what payloads left out, unless these were withheld or several rounds lie ahead."""
+        if self.withheld is None and self.traits.rounds == 1:
+            recorder.each("update", self.names, self._update, self.inputs, self.encoded)
+
+    def _update(self, tensor: Tensor, encoded: tuple[Any, Any], name: str) -> None:
+        self.memory.update(tensor, name, self.pieces or self.compressor, *encoded)
+
+    # -- several rounds --------------------------------------------------------------------------------
+
+    def _first_round(self, gradients: Sequence[Tensor], header: Header) -> Tensor:
+        self.inputs, self._ranges = [], []
+        self._looks = header.program.looks
+        tensors: Iterable[Tensor] = map(self._take, gradients, self.names)
+        if recorder.active is not None:  # to tell the memory's time from the method's, all are made first
+            tensors = recorder.each("compensate", self.names, self._take, gradients)
+        self.rounds = self.compressor.exchange_all(tensors, self.names)
+        payloads = recorder.shared("compress", self.bucket.variables, next, self.rounds)
+        if self._looks:
+            header.in_range = self._in_range(header.present, payloads, self._ranges)
+        return self._packed(payloads, header)
+
+    def _take(self, gradient: Tensor, name: str) -> Tensor:
+        """Return one variable's input; called when the method takes it, so that what is looked at is in the cache."""
+        tensor = self.compensated(gradient, name)
+        self.inputs.append(tensor)
+        kept = self.stateful
+        self._ranges.append(in_range(self.kernels, tensor, (), kept) if self._looks else True)
+        return tensor
+
+    def receive(self, total: Tensor, count: float) -> Any:
+        """Take the sum of a round's wires, ``count`` times the mean.
+
+        Returns:
+            of each variable 1.0 if its sum is finite, else 0.0, on the device; None if the caller has to look.
+        """
+        return None
+
+    def next_round(self, total: Tensor, count: float, header: Header) -> Tensor:
+        """Take the sum of a round's wires, ``count`` times the mean, and return the next wire."""
+        means = self._mean_of(total, count)
+        self.round += 1
+        payloads = recorder.shared("compress", self.bucket.variables, self.rounds.send, means)
+        return self._packed(payloads, header)
+
+    def _mean_of(self, total: Tensor, count: float) -> list[Payload]:
+        return self.layouts[0].unpack(total if count == 1 else self._divide_wire(total, count))
+
+    def _divide_wire(self, wire: Tensor, count: float) -> Tensor:
+        """Divide a summed wire in place; include the header unless it is still unread on the device."""
+        part = wire[: self.layouts[0].body] if self.on_device else wire
+        return self.kernels.divide(part, part, count)
+
+    def _last_round(self, total: Tensor, count: float) -> None:
+        try:
+            self.rounds.send(self._mean_of(total, count))
+        except StopIteration as end:
+            self.encoded = end.value
+            return
+        except PayloadError as error:
+            error.variable = self.bucket.ends
+            raise
+        raise TypeError("a compressor's exchange() yielded more payloads than its traits.rounds")
+
+    # -- means, where this rank is an owner or the root ------------------------------------------------
+
+    def average(self, wires: Sequence[Tensor], layouts: Sequence[Layout], header: Header) -> list[Any]:
+        """Decode and average what all ranks sent, and compress the mean.
+
+        Returns:
+            True for each variable whose mean is in range.
+
+        Raises:
+            PayloadError: a payload cannot be decoded; ``error.variable`` names whose.
+        """
+        assert self.second is not None
+        _, memory, _ = self.second
+        with recorder.phase("unpack", bucket=self.bucket):
+            received = [layout.unpack(wire) for layout, wire in zip(layouts, wires, strict=True)]
+        payloads = [[payload[i] for payload in received] for i in range(len(self.names))]
+        means = recorder.each("decode", self.names, self.mean, range(len(self.names)), payloads)
+        self.means = recorder.each("compensate", self.names, memory.compensate, means)
+        self.encoded_means = recorder.each("compress", self.names, self._compressed_mean, self.means)
+        each = zip(self.means, self.encoded_means, strict=True)
+        return [in_range(self.kernels, mean, payload, memory.stateful) for mean, (payload, _) in each]
+
+    def mean(self, i: int, payloads: list[Payload], name: str) -> Tensor:
+        """Return the mean of one variable, or of the piece of it that this rank owns."""
+        ctx = self.encoded[i][1]
+        shape = self.bucket.variables[i].shape
+        if self.pieces is not None:
+            a, b = self.cuts[i][self.owner]
+            shape, ctx = (b - a,), ctx[1][self.owner]
+        out = self.kernels.zeros(shape, "float32", payloads[0][0])
+        return self.aggregated(payloads, ctx, out, self.context.size, name)
+
+    def _compressed_mean(self, mean: Tensor, name: str) -> tuple[Payload, Any]:
+        assert self.second is not None
+        compressor, _, label = self.second
+        return compressor.compress(mean, f"{name}/{label}")
+
+    def write_means(self, statuses: list[Any], stamps: Any) -> tuple[Tensor, Layout]:
+        """Return the wire of the means, as long as the longest owner's, and its layout."""
+        k = self.kernels
+        payloads = [payload for payload, _ in self.encoded_means]
+        layout = Layout.of(k, payloads, False, self.stamps) if self.varies else self.layouts[self.owner]
+        wire = layout.pack(payloads, statuses, stamps)
+        longest = 0 if self.pieces is None else max(one.length for one in self.layouts)
+        if longest > layout.length:
+            wire = k.join([wire, k.zeros((longest - layout.length,), "uint8", wire)])
+        return wire, layout
+
+    def remember_means(self, kept: Sequence[bool]) -> None:
+        """Let the second memory keep what the payloads of means left out, of the variables that are kept."""
+        assert self.second is not None
+        compressor, memory, _ = self.second
+        for keep, name, mean, encoded in zip(kept, self.names, self.means, self.encoded_means, strict=True):
+            if keep:
+                with recorder.phase("update", variable=name):
+                    memory.update(mean, name, compressor, *encoded)
+            else:
+                self.forget_mean(name)
+
+    def forget_mean(self, name: str) -> None:
+        """Roll back what the second memory learnt of a variable in this step."""
+        assert self.second is not None
+        for part in self.second[1].whole().values():
+            part.state.rollback(name)
+
+    # -- receiving -------------------------------------------------------------------------------------
+
+    def decode(
+        self, wires: Sequence[Tensor], layouts: Sequence[Layout], outs: Sequence[Any], count: float, means: bool
+    ) -> list[Any]:
+        """Return the mean of each variable, written into ``outs`` where they are given.
+
+        Args:
+            wires: one from each rank, or their sum; with ``means`` one from each owner, or the root's.
+            count: what the sum of what they decode to is divided by.
+            means: True if they hold means that were encoded once more.
+
+        Raises:
+            PayloadError: a payload cannot be decoded; ``error.variable`` names whose.
+        """
+        if self.traits.rounds > 1:
+            self._last_round(wires[0], count)
+            received: list[Any] = [[payload] for payload, _ in self.encoded]
+            count = 1
+        else:
+            with recorder.phase("unpack", bucket=self.bucket):
+                if self.traits.exact and self.sums:  # one division for the whole bucket
+                    wires, count = [self._divide_wire(wires[0], count)], 1
+                each = [layout.unpack(wire) for layout, wire in zip(layouts, wires, strict=True)]
+                received = [[payloads[i] for payloads in each] for i in range(len(self.names))]
+        one = self._joined if means else self._aggregate
+        counts = [count] * len(outs)
+        values = recorder.each("decode", self.names, one, range(len(self.names)), received, outs, counts)
+        if self.traits.rounds > 1:  # memories learn what all ranks got
+            recorder.each("update", self.names, self._update, self.inputs, self.encoded)
+        return values
+
+    def room(self, i: int, out: Any, like: Tensor, dtype: str = "float32") -> Tensor:
+        """Return where a variable's mean is written: ``out``, or zeros."""
+        return self.kernels.zeros(self.bucket.variables[i].shape, dtype, like) if out is None else out
+
+    def _aggregate(self, i: int, payloads: list[Payload], out: Any, count: float, name: str) -> Any:
+        dtype = self.bucket.variables[i].dtype if self.traits.exact else "float32"
+        return self.aggregated(payloads, self.encoded[i][1], self.room(i, out, payloads[0][0], dtype), count, name)
+
+    def aggregated(self, payloads: list[Payload], ctx: Any, out: Any, count: float, name: str) -> Tensor:
+        """Return what the compressor aggregates; a PayloadError names the variable."""
+        with self.about(name):
+            return self.compressor.aggregate(payloads, ctx, out, count)
+
+    def _joined(self, i: int, payloads: list[Payload], out: Any, count: float, name: str) -> Any:
+        """Return the mean whose pieces the payloads are; each is the aggregate of one, so that a vote stays a vote."""
+        assert self.second is not None
+        ctx = self.encoded[i][1]
+        room = self.room(i, out, payloads[0][0])
+        with self.about(name):
+            if self.pieces is not None:
+                return self.pieces.join(payloads, ctx, room)
+            return self.second[0].aggregate(payloads, ctx, room, 1)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def about(name: str) -> Iterator[None]:
+        """Note the variable in errors about payloads that are raised in this context."""
+        try:
+            yield
+        except PayloadError as error:
+            error.variable = name
+            raise
+
+    def poisoned(self, value: Any) -> Any:
+        """Return a mean with NaN in place of its numbers, since a rank's gradient was not finite."""
+        return self.kernels.add(value, value, float("nan"))

@@ -1,0 +1,148 @@
+"""Residuals of a bucket in two buffers that take turns, for codecs of kernels."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from grace.core.compressor import Tensor
+from grace.kernels import Kernels
+
+
+class DoubleBuffer:
+    """The residuals of some variables in two buffers that take turns, as addresses for a codec of kernels.
+
+    The buffer that holds what is kept is not written to until the next one is kept in its place. Where a codec has to
+    know all of x to tell what is left of it, x lies there, and what is to be subtracted beside it: the codec subtracts
+    when it reads x again, and :meth:`finish` does before anybody else reads it.
+
+    Args:
+        memory: whose residuals; there are none if it keeps nothing. Or a method that keeps x itself (see
+            :func:`grace.exchange.fused_codec.moments_of`).
+        kernels: those of the gradients.
+        names, shapes: of the variables.
+        codec: finishes residuals, if they are left unfinished; else None.
+        pieces: how many each variable is cut into, of which each has its own numbers to be subtracted.
+
+    Attributes:
+        rows: uint64 of shape (variables, 3): a column for gradients, where residuals are, where the next ones go. With
+            a codec (variables, 5): and where the numbers are that are to be subtracted from either, or from the first
+            piece of either; each next piece's is behind those of all variables.
+        factors: float32 of shape (variables, 2): what residuals are multiplied by, and gradients.
+    """
+
+    def __init__(
+        self,
+        memory: Any,
+        kernels: Kernels,
+        names: Sequence[str],
+        shapes: Sequence[tuple[int, ...]],
+        codec: Any = None,
+        pieces: int = 1,
+    ):
+        self.memory: Any = memory if hasattr(memory, "recall") else None
+        self.kernels = kernels
+        self.names = list(names)
+        self.shapes = list(shapes)
+        self.codec = codec
+        self.pieces = pieces
+        self.buffers: list[list[Tensor]] = []
+        self.places: list[Any] = []
+        # float32 of shape (3, pieces, variables, 2): for each buffer the number to be subtracted from numbers below 0,
+        # and that from others; and zeros, for residuals that are in neither buffer.
+        self.sides: Any = None
+        self.side_places = np.zeros((3, len(self.names)), np.uint64)
+        self.before, self.after = np.zeros((2, len(self.names)), np.int64)
+        self.rows = np.zeros((len(self.names), 3 if codec is None else 5), np.uint64)
+        self.factors = np.ones((len(self.names), 2), np.float32)
+        self.following: list[Tensor] = []
+        self.last = 0
+
+    def turn(self, like: Tensor) -> bool:
+        """Fill in where the residuals are, and where the next ones go.
+
+        Returns:
+            False if a codec cannot take them: state was written in this step, or a residual lies elsewhere.
+        """
+        k, memory = self.kernels, self.memory
+        self.following = []
+        if memory is None:
+            return True
+        if not self.buffers:
+            self._make_buffers(like)
+        with memory.state.as_it_is():
+            recalled = [memory.recall(name) for name in self.names]
+        if memory.state.changed(*self.names):
+            return False
+        self.factors[:] = [(a, b) for a, _, b in recalled]
+        last = self.last
+        if all([residual is own for (_, residual, _), own in zip(recalled, self.buffers[last], strict=True)]):
+            self.last = 1 - last
+            self.rows[:, 1], self.rows[:, 2] = self.places[last], self.places[self.last]
+            self.following = self.buffers[self.last]
+            self.before[:], self.after[:] = last, self.last
+            self._fill_sides()
+            return True
+        for i, (name, (_, residual, _)) in enumerate(zip(self.names, recalled, strict=True)):
+            with memory.state.as_it_is():
+                held = residual if residual is not None else _residual(memory.state.get(name))
+            turn = int(held is self.buffers[0][i])  # the other buffer
+            own = turn or held is self.buffers[1][i]
+            self.before[i], self.after[i] = 1 - turn if own else 2, turn
+            if not own:
+                memory.state.finish(name)  # by the double buffer whose it is
+            found = None if residual is None or own else k.addresses([residual])
+            if residual is None:
+                self.rows[i, 1] = 0
+            elif own:
+                self.rows[i, 1] = self.places[1 - turn][i]
+            elif found is None:
+                return False
+            else:
+                self.rows[i, 1] = found[0]
+            self.rows[i, 2] = self.places[turn][i]
+            self.following.append(self.buffers[turn][i])
+        self.last = int(self.following[0] is self.buffers[1][0])
+        self._fill_sides()
+        return True
+
+    def _make_buffers(self, like: Tensor) -> None:
+        k = self.kernels
+        self.buffers = [[k.zeros(shape, "float32", like) for shape in self.shapes] for _ in range(2)]
+        self.places = [np.array(k.addresses(buffer), np.uint64) for buffer in self.buffers]
+        if self.codec is not None:
+            self.sides = k.zeros((3, self.pieces, len(self.names), 2), "float32", like)
+            places = np.arange(3 * self.pieces * len(self.names), dtype=np.uint64).reshape(3, self.pieces, -1)
+            self.side_places = np.uint64(k.addresses([self.sides])[0]) + 8 * places[:, 0]  # type: ignore[index]
+
+    def _fill_sides(self) -> None:
+        if self.codec is not None:
+            every = range(len(self.names))
+            self.rows[:, 3], self.rows[:, 4] = self.side_places[self.before, every], self.side_places[self.after, every]
+
+    def keep(self) -> None:
+        """Let the memory remember the next residuals, which have been written."""
+        for name, residual in zip(self.names, self.following, strict=self.memory is not None):
+            self.memory.keep(name, residual)
+            if self.codec is not None:
+                self.memory.state.unfinished[name] = self
+
+    def finish(self) -> None:
+        """Subtract what is still to be subtracted from either buffer; see :class:`~grace.core.state.State`."""
+        for turn in (0, 1):
+            rows = np.zeros_like(self.rows)
+            rows[:, 1], rows[:, 3] = self.places[turn], self.side_places[turn]
+            self.codec.finish(rows, self.sides[turn])
+
+    def write(self, into: Callable[[Tensor, Tensor], None]) -> None:
+        """Write the next residuals over the kept ones, with the numbers that are to be subtracted from them."""
+        before = self.before[0]
+        if before < 2 and all(self.before == before):
+            into(self.sides[before], self.sides[1 - before])
+        else:
+            self.finish()
+
+
+def _residual(held: Any) -> Any:
+    """Return the tensor in what a memory keeps of a variable."""
+    return held.get("residual") if isinstance(held, dict) else held

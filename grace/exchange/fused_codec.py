@@ -1,0 +1,365 @@
+"""The codec of a bucket in one pass over memory: by compiled loops (Numba) on the host, by Triton on a GPU.
+
+Where method and memory have a codec of kernels, one call encodes all variables of a bucket and another decodes them, to
+the same bits as variable by variable, whole or in the pieces that ranks own. What a call does not take (tensors that
+lie elsewhere, state that was written in this step, a damaged payload) goes variable by variable.
+"""
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from grace.core.compressor import Compressor, Tensor
+from grace.core.context import Context
+from grace.core.kept import is_ours
+from grace.core.memory import ErrorFeedback, Memory
+from grace.exchange.codec import CodecSetup, PerVariableCodec
+from grace.exchange.double_buffer import DoubleBuffer
+from grace.exchange.header import LARGEST_KEPT, OVERFLOW, PRESENT, Header
+from grace.exchange.layout import Layout
+from grace.exchange.tracing import recorder
+from grace.kernels import Kernels
+
+LARGEST_BITS = np.finfo(np.float32).max.view(np.uint32)
+"""Bits of the largest float32 that is in range."""
+LARGEST_KEPT_BITS = np.float32(LARGEST_KEPT).view(np.uint32)
+"""Bits of the largest float32 that is in range where a memory keeps something."""
+ANY_BITS = np.uint32(0xFFFFFFFF)
+"""In their place where a sum shows what is not finite: no number is looked at."""
+
+
+class FusedCodec(PerVariableCodec):
+    """A codec in one pass. The wires of all owners are one buffer, which is kept from step to step.
+
+    In the host's memory each owner's pieces have a codec of kernels. On a device the pieces of all owners are rows of
+    one codec, so that a launch takes all of them, and kernels write the headers, since they alone know what is in
+    range.
+
+    Args:
+        setup: see :class:`~grace.exchange.codec.CodecSetup`.
+        kind: the class of the codec of kernels.
+        options: its options.
+    """
+
+    def __init__(self, setup: CodecSetup, kind: Any, options: dict[str, Any]):
+        super().__init__(setup)
+        owners, owner, names = setup.owners, setup.owner, self.names
+        self.by_kernels: bool = kind.on_device
+        shapes = [variable.shape for variable in self.bucket.variables]
+        sizes = [[b - a for a, b in each] for each in zip(*self.cuts, strict=True)]
+        self.longest = max(layout.length for layout in self.layouts)
+        item = self.layouts[0].nbytes // max(1, self.layouts[0].length)
+        self.starts = np.arange(owners, dtype=np.uint64) * np.uint64(self.longest * item)
+        """Offset of each owner's wire, in bytes."""
+        self.offsets = np.array([[4 * a for a, _ in each] for each in zip(*self.cuts, strict=True)], np.uint64)
+        """Offset of each owner's piece in each variable, in bytes."""
+        self.parts: list[Tensor] = []
+        self.target: list[int] | None = None
+        placed = [self.placed(j) for j in range(owners)]
+        if self.by_kernels:
+            in_buffer = [
+                [tensor._replace(offset=int(start) + tensor.offset) for tensor in payload]
+                for start, payloads in zip(self.starts, placed, strict=True)
+                for payload in payloads
+            ]
+            self.codec = kind([n for each in sizes for n in each], in_buffer, **options)
+            self.codec_of_means = self.codec if owners == 1 else kind(sizes[owner], placed[owner], **options)
+        else:
+            self.codecs = [kind(n, each, **options) for n, each in zip(sizes, placed, strict=True)]
+            self.codec = self.codec_of_means = self.codecs[owner]
+        self.streams = Streams(self._stream_names(), self.context, self.codec.draws)
+        unfinished = self.by_kernels and self.codec.unfinished
+        keeper = moments_of(self.compressor) or self.memory
+        self.residuals = DoubleBuffer(keeper, self.kernels, names, shapes, self if unfinished else None, owners)
+        sides = np.broadcast_to(
+            np.arange(owners, dtype=np.uint64)[:, None] * np.uint64(8 * len(names)), (owners, len(names))
+        )
+        self.piece_offsets = np.stack([*[self.offsets] * 3, sides, sides], axis=2)
+        """How far a piece's addresses are from the variable's, by the columns of ``DoubleBuffer.rows``."""
+        self.fused = self.means_fused = False
+        """True if this step's wires, and its means, were written in one pass."""
+        self.sum_of_means: Tensor | None = None
+        self.means_wire: Tensor | None = None
+        if self.second is not None:
+            # Each variable's mean begins where kernels may read 16 bytes at once.
+            starts = np.cumsum([0, *((n + 3) // 4 * 4 for n in sizes[owner])])
+            self.mean_offsets, self.mean_room = (4 * starts[:-1]).astype(np.uint64), int(starts[-1])
+            mine = shapes if self.pieces is None else [(n,) for n in sizes[owner]]
+            finisher = self.codec_of_means if unfinished else None
+            self.mean_residuals = DoubleBuffer(self.second[1], self.kernels, names, mine, finisher)
+
+    def placed(self, owner: int) -> Any:
+        """Return where the tensors of an owner's payloads stand, as a codec of kernels is told."""
+        return self.layouts[owner].placed()
+
+    def _stream_names(self) -> list[list[str]]:
+        """Return the names of random streams: of each owner's pieces, or of whole variables, then of means."""
+        if self.pieces is None:
+            found = [self.names]
+        else:
+            found = [[f"{name}/shard_{j}" for name in self.names] for j in range(self.owners)]
+        return found if self.second is None else [*found, [f"{name}/{self.second[2]}" for name in self.names]]
+
+    # -- encoding --------------------------------------------------------------------------------------
+
+    def encode(self, gradients: Sequence[Tensor], header: Header) -> Tensor:
+        self.fused = recorder.shared("encode", self.bucket.variables, self._encode, gradients, header)
+        return self.buffer if self.fused else super().encode(gradients, header)
+
+    def _encode(self, gradients: Sequence[Tensor], header: Header) -> bool:
+        """Write all wires and the next residuals; return False, and change nothing, if that cannot be."""
+        if self.sums and self.context.predivide != 1:
+            return False
+        gradients, addresses = contiguous(self.kernels, gradients)
+        if addresses is None:
+            return False
+        if self.target is None:
+            self._make_buffers(gradients[0])
+        if self.target is None or not self.residuals.turn(gradients[0]):
+            return False
+        self.residuals.rows[:, 0] = addresses
+        most = LARGEST_KEPT_BITS if self.stateful else LARGEST_BITS
+        if not header.program.looks:
+            most = ANY_BITS
+        words = self.streams.now() if self.codec.draws else self.streams.words
+        if self.by_kernels:
+            self._encode_by_kernels(header, most, words)
+        elif self.owners == 1:
+            rows, factors, wire = self.residuals.rows, self.residuals.factors, np.uint64(self.target[0])
+            finite = self.codec.encode(rows, factors, wire, most, words[0])
+            header.in_range = finite if all(header.present) else list(map(bool.__and__, header.present, finite))
+            self.layouts[0].write_header(self.buffer, header.statuses(), header.own_stamp())
+        else:
+            self._encode_pieces(header, most, words)
+        self.keep()
+        return True
+
+    def _encode_by_kernels(self, header: Header, most: Any, words: Any) -> None:
+        assert self.target is not None
+        self.codec.step = self.context.step_there
+        rows = np.concatenate(self._cut(self.residuals.rows))
+        factors = np.tile(self.residuals.factors, (self.owners, 1))
+        words = words[: self.owners].reshape(-1, 4)
+        wire = np.uint64(self.target[0])
+        header.in_range = self.codec.encode(rows, factors, wire, most, words, self._ends(header))
+
+    def _encode_pieces(self, header: Header, most: Any, words: Any) -> None:
+        assert self.target is not None
+        rows, wire = self._cut(self.residuals.rows), np.uint64(self.target[0])
+        finite = [
+            codec.encode(own, self.residuals.factors, wire + start, most, of_owner)
+            for codec, own, start, of_owner in zip(self.codecs, rows, self.starts, words, strict=False)
+        ]
+        header.in_range = [here and all(of_all) for here, *of_all in zip(header.present, *finite, strict=True)]
+        statuses, stamps = header.statuses(), header.own_stamp()
+        for layout, part in zip(self.layouts, self.parts, strict=True):
+            layout.write_header(part, statuses, stamps)
+
+    def _make_buffers(self, like: Tensor) -> None:
+        layout, longest = self.layouts[0], self.longest
+        self.buffer = self.kernels.zeros((self.owners * longest,), layout.dtype, like)
+        self.target = self.kernels.addresses([self.buffer], layout.dtype)
+        self.parts = [self.buffer]
+        if self.owners > 1:
+            self.parts = [self.buffer[j * longest : (j + 1) * longest] for j in range(self.owners)]
+
+    def _ends(self, header: Header) -> Any:
+        """Return what kernels write behind all owners' payloads."""
+        found = [layout.end(header.statuses(), header.own_stamp()) for layout in self.layouts]
+        if self.owners == 1:
+            return found[0]
+        offsets = [int(start) + end[0][0] for start, end in zip(self.starts, found, strict=True)]
+        _, dtype, numbers, over, heard = found[0]
+        return offsets, dtype, numbers[: self.layouts[0].header], over, heard
+
+    def _cut(self, rows: Any) -> Any:
+        """Return the rows of all owners' pieces, of shape (owners, variables, columns), from those of variables."""
+        return rows[None] if self.owners == 1 else rows + self.piece_offsets[:, :, : rows.shape[1]] * (rows != 0)
+
+    def finish(self, rows: Any, sides: Tensor) -> None:
+        """Subtract from all pieces' residuals what is still to be subtracted."""
+        self.codec.finish(np.concatenate(self._cut(rows)), sides)
+
+    def keep(self) -> None:
+        """Let the memory remember the residuals that were written."""
+        self.residuals.keep()
+
+    def remember(self) -> None:
+        if not self.fused:
+            super().remember()
+
+    # -- means -----------------------------------------------------------------------------------------
+
+    def average(self, wires: Sequence[Tensor], layouts: Sequence[Layout], header: Header) -> list[Any]:
+        # A root on a device answers with stamps that lie there, which kernels cannot be told.
+        stamps_on_device = self.on_device and self.pieces is None
+        found = None
+        if self.fused and not stamps_on_device:
+            found = recorder.shared("average", self.bucket.variables, self._average, wires, header)
+        self.means_fused = found is not None
+        self.wrote_statuses = self.means_fused and self.by_kernels
+        if found is not None:
+            return found
+        if self.fused:
+            self.encoded = self._decoding_ctxs(self.bucket.variables, [self.buffer] * len(self.names))
+        return super().average(wires, layouts, header)
+
+    def _average(self, wires: Sequence[Tensor], header: Header) -> list[Any] | None:
+        """Average what ranks sent, and encode the means; return None if a payload is damaged, or it cannot be."""
+        assert self.second is not None
+        k, residuals = self.kernels, self.mean_residuals
+        if self.sum_of_means is None:
+            self.sum_of_means = k.zeros((self.mean_room,), "float32", wires[0])
+            self.means_wire = k.zeros((self.longest,), "uint8", wires[0])
+        sources, means = k.addresses(wires, "uint8"), k.addresses([self.sum_of_means])
+        target = k.addresses([self.means_wire], "uint8")
+        if sources is None or target is None or means is None or not residuals.turn(self.sum_of_means):
+            return None
+        residuals.rows[:, 0] = outs = np.uint64(means[0]) + self.mean_offsets
+        count, scale = self.context.size, self.context.loss_scale
+        if not self.codec_of_means.decode(outs, np.array(sources, np.uint64), count, scale):
+            return None
+        most = LARGEST_KEPT_BITS if self.second[1].stateful else LARGEST_BITS
+        given = residuals.rows, residuals.factors, np.uint64(target[0]), most, self.streams.now()[-1]
+        if not self.by_kernels:
+            finite: list[Any] = self.codec_of_means.encode(*given)
+            return finite
+        body = self.layouts[self.owner].body
+        numbers = [*[PRESENT] * len(self.names), *header.own_stamp()]
+        received_statuses = [source + body for source in sources]
+        return list(self.codec_of_means.encode(*given, ([body], "uint8", numbers, OVERFLOW, received_statuses)))
+
+    def write_means(self, statuses: list[Any], stamps: Any) -> tuple[Tensor, Layout]:
+        if not self.means_fused:
+            return super().write_means(statuses, stamps)
+        layout = self.layouts[self.owner]
+        if not self.by_kernels:
+            layout.write_header(self.means_wire, statuses, stamps)
+        return self.means_wire, layout
+
+    def remember_means(self, kept: Sequence[bool]) -> None:
+        if not self.means_fused:
+            super().remember_means(kept)
+            return
+        self.mean_residuals.keep()
+        for keep, name in zip(kept, self.names, strict=True):
+            if not keep:
+                self.forget_mean(name)
+
+    # -- decoding --------------------------------------------------------------------------------------
+
+    def decode(
+        self, wires: Sequence[Tensor], layouts: Sequence[Layout], outs: Sequence[Any], count: float, means: bool
+    ) -> list[Any]:
+        if not self.fused:
+            return super().decode(wires, layouts, outs, count, means)
+        k = self.kernels
+        found = [
+            k.blank(variable.shape, "float32", wires[0]) if out is None else out
+            for variable, out in zip(self.bucket.variables, outs, strict=True)
+        ]
+        if recorder.shared("decode", self.bucket.variables, self._decode, found, wires, count, means):
+            return found
+        self.encoded = self._decoding_ctxs(self.bucket.variables, found)
+        return super().decode(wires, layouts, found, count, means)
+
+    def _decode(self, means: Sequence[Tensor], wires: Sequence[Tensor], count: float, compressed: bool) -> bool:
+        """Write into ``means``; return False if a payload is damaged, or kernels cannot write or read there.
+
+        Args:
+            compressed: True if wires hold means that were encoded once more.
+        """
+        found, sources = self.kernels.addresses(means), self.kernels.addresses(wires, self.layouts[0].dtype)
+        if found is None or sources is None:
+            return False
+        outs, begins = np.array(found, np.uint64), np.array(sources, np.uint64)
+        scale = self.context.loss_scale
+        if not compressed or self.owners == 1:
+            return bool(self.codec.decode(outs, begins, 1 if compressed else count, scale))
+        if self.by_kernels:  # a row's place is one in the buffer of all wires, so each wire is said to begin before it
+            rows = np.repeat(begins - self.starts, len(outs))[None]
+            return bool(self.codec.decode((outs + self.offsets).reshape(-1), rows, 1, scale))
+        each = zip(self.codecs, self.offsets, begins, strict=True)
+        return all(codec.decode(outs + offsets, begin[None], 1, scale) for codec, offsets, begin in each)
+
+    def _decoding_ctxs(self, variables: Sequence[Any], like: Sequence[Any]) -> list[tuple[Any, Any]]:
+        """Return, as ``encoded`` holds them, the ctxs that decode payloads variable by variable, from shapes."""
+        ctx_of = self.compressor.ctx_of
+        found = []
+        for variable, cuts, tensor in zip(variables, self.cuts, like, strict=True):
+            if self.pieces is None:
+                found.append((None, ctx_of(variable.name, variable.shape, tensor)))
+            else:
+                ctxs = [ctx_of(f"{variable.name}/shard_{j}", (b - a,), tensor) for j, (a, b) in enumerate(cuts)]
+                found.append((None, (cuts, ctxs)))
+        return found
+
+
+class Streams:
+    """The words of random numbers for lists of names, whose keys stay as long as the seed and the rank do.
+
+    Args:
+        names: lists of as many names each.
+        context: whose seed, rank and step.
+        draws: True if any are drawn; "shared" for those that all ranks draw alike.
+    """
+
+    def __init__(self, names: Sequence[Sequence[str]], context: Context, draws: bool | str):
+        self.names = names
+        self.context = context
+        self.draws = draws
+        self.made_for = (-1, -1)
+        self.words = np.zeros((len(names), len(names[0]), 4), np.uint32)
+
+    def now(self) -> Any:
+        """Return the words of this step: uint32 of shape (lists, names, 4)."""
+        context = self.context
+        if not self.draws:
+            return self.words
+        if self.made_for != (context.seed, context.rank):
+            for i, names in enumerate(self.names):
+                for j, name in enumerate(names):
+                    stream = context.stream(name, shared=self.draws == "shared")
+                    self.words[i, j] = replace(stream, step=0).words
+            self.made_for = context.seed, context.rank
+        self.words[:, :, 2] = context.step & 0xFFFFFFFF
+        return self.words
+
+
+def kernel_codec(
+    compressor: Compressor, memories: Sequence[Memory], kernels: Kernels, setup: CodecSetup, like: Tensor
+) -> tuple[Any, dict[str, Any]] | None:
+    """Return the class and options of a method's codec of kernels where ``like`` lies; None if the method, or a memory,
+    has none for such variables."""
+    if compressor.traits.exact and any(variable.dtype != "float32" for variable in setup.bucket.variables):
+        return None
+    if "bucket_codec" not in vars(type(compressor)) or not all(map(_is_simple, memories)):
+        return None
+    found = compressor.bucket_codec() if kernels.codecs else None
+    kind = found and importlib.import_module(kernels.codecs).CODECS.get(found[0])
+    if found is None or kind is None:
+        return None
+    return kind, {**found[1], "device": like.device} if kind.on_device else found[1]
+
+
+def moments_of(compressor: Compressor) -> Any:
+    """Return the method if it keeps the x that it compresses, and tells as an
+    :class:`~grace.core.memory.ErrorFeedback` does what x is made of; else None."""
+    return compressor if hasattr(compressor, "recall") else None
+
+
+def contiguous(k: Kernels, gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[int] | None]:
+    """Return gradients in float32 and contiguous, and their addresses; None if kernels cannot compute with them."""
+    addresses = k.addresses(gradients)
+    if addresses is None:
+        gradients = [k.flat(k.cast(gradient, "float32")) for gradient in gradients]
+        addresses = k.addresses(gradients)
+    return gradients, addresses
+
+
+def _is_simple(memory: Memory) -> bool:
+    """Return True if a memory computes x = a r + g and keeps x - C(x), or nothing."""
+    return is_ours(type(memory)) and (isinstance(memory, ErrorFeedback) or not memory.stateful)

@@ -1,0 +1,144 @@
+"""The codec of a bucket in one pass, for methods of several rounds on a device; and the choice among fused codecs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from grace.core.compressor import Compressor, Tensor
+from grace.core.state import State
+from grace.exchange.codec import CodecSetup, PerVariableCodec
+from grace.exchange.double_buffer import DoubleBuffer
+from grace.exchange.fused_codec import FusedCodec, kernel_codec, moments_of
+from grace.exchange.header import Header
+from grace.exchange.layout import Layout
+
+
+class StartedFrom:
+    """A method's start of its next step, told as a memory tells of residuals."""
+
+    def __init__(self, compressor: Any):
+        self.compressor = compressor
+
+    @property
+    def state(self) -> State:
+        """The method's state."""
+        found: State = self.compressor.state
+        return found
+
+    def recall(self, name: str) -> tuple[float, Tensor | None, float]:
+        """Return factors and the tensor, as :class:`~grace.core.memory.ErrorFeedback` does."""
+        return 1.0, self.state.get(name), 1.0
+
+    def keep(self, name: str, value: Tensor) -> None:
+        """Keep the start of the next step, unless each step starts anew."""
+        if self.compressor.warm_start:
+            self.state[name] = value
+
+
+class FusedRounds(FusedCodec):
+    """A codec of kernels that writes each round's wire and takes each round's sum.
+
+    The result of the last sum is kept as residuals are, in two buffers; both are kept only when all is decoded.
+    """
+
+    def __init__(self, setup: CodecSetup, kind: Any, options: dict[str, Any]):
+        super().__init__(setup, kind, options)
+        shapes = [payload[0].shape for payload in self._layout_of(1).placed()]
+        self.started = DoubleBuffer(StartedFrom(self.compressor), self.kernels, self.names, shapes)
+        self.second_wire: Tensor | None = None
+
+    def _layout_of(self, number: int) -> Layout:
+        layouts = self.known[number]
+        assert layouts is not None
+        return layouts[0]
+
+    def placed(self, owner: int) -> Any:
+        return payloads_of_rounds(self)
+
+    def encode(self, gradients: Sequence[Tensor], header: Header) -> Tensor:
+        self.round = 0
+        self.layouts = [self._layout_of(0)]
+        return super().encode(gradients, header)
+
+    def _encode(self, gradients: Sequence[Tensor], header: Header) -> bool:
+        if not self.started.turn(gradients[0]):
+            return False
+        self.codec.start_from(self.started.rows[:, 1], self.started.rows[:, 2])
+        return super()._encode(gradients, header)
+
+    def keep(self) -> None:
+        """Keep nothing yet: residuals are what the last round leaves out."""
+
+    def receive(self, total: Tensor, count: float) -> Any:
+        if not self.fused:
+            return None
+        return self.codec.receive(total, count, self.round + 1 == len(self.known))
+
+    def next_round(self, total: Tensor, count: float, header: Header) -> Tensor:
+        if not self.fused:
+            return super().next_round(total, count, header)
+        self.round += 1
+        layout = self._layout_of(self.round)
+        self.layouts = [layout]
+        if self.second_wire is None:
+            self.second_wire = self.kernels.zeros((layout.length,), layout.dtype, total)
+        self.codec.follow(self.second_wire, layout.end(header.statuses(later_round=True), header.own_stamp()))
+        return self.second_wire
+
+    def decode(
+        self, wires: Sequence[Tensor], layouts: Sequence[Layout], outs: Sequence[Any], count: float, means: bool
+    ) -> list[Any]:
+        if not self.fused:
+            return super().decode(wires, layouts, outs, count, means)
+        k = self.kernels
+        found = [
+            k.blank(variable.shape, "float32", wires[0]) if out is None else out
+            for variable, out in zip(self.bucket.variables, outs, strict=True)
+        ]
+        given, places = found, k.addresses(found)
+        if places is None:  # kernels cannot write there: they write beside, and the means are copied
+            given = [k.blank(tuple(out.shape), "float32", wires[0]) for out in found]
+            places = k.addresses(given)
+        self.codec.decode(np.array(places, np.uint64), (), count, self.context.loss_scale)
+        for out, mean in zip(found, given, strict=True):
+            if out is not mean:
+                k.divide(out, mean, 1)
+        self.residuals.keep()
+        self.started.keep()
+        return found
+
+
+def payloads_of_rounds(codec: PerVariableCodec) -> list[list[Any]]:
+    """Return where each variable's tensors of all rounds stand in the rounds' wires."""
+    each = zip(*(layouts[0].placed() for layouts in codec.known if layouts), strict=True)
+    return [[tensor for payload in of_variable for tensor in payload] for of_variable in each]
+
+
+def fused_codec(setup: CodecSetup, plain: PerVariableCodec, like: Tensor) -> FusedCodec | None:
+    """Return the codec of a bucket in one pass; None if its method and memories have none.
+
+    Args:
+        plain: the codec of the same bucket variable by variable, whose layouts are known.
+        like: one of its gradients.
+    """
+    communicator = setup.bucket.communicator
+    compressor: Compressor = communicator.compressor
+    second = communicator.second
+    memories = [communicator.memory, *([] if second is None else [second[1]])]
+    found = kernel_codec(compressor, memories, setup.kernels, setup, like)
+    # A delayed round trip is still under way when the next one encodes: it has buffers of its own.
+    if found is None or communicator.delayed:
+        return None
+    if second is not None and (found[0].draws == "shared" or type(second[0]) is not type(compressor)):
+        return None
+    if moments_of(compressor) and communicator.memory.stateful:
+        return None
+    if compressor.traits.rounds == 1:
+        return FusedCodec(setup, *found)
+    if not communicator.memory.stateful or not communicator.sums:
+        return None
+    # The kernels' low rank takes matrices alone.
+    if all(layouts and layouts[0].body for layouts in plain.known) and found[0].takes(payloads_of_rounds(plain)):
+        return FusedRounds(setup, *found)
+    return None

@@ -1,0 +1,269 @@
+"""The header of a wire: what ranks tell each other beside payloads, and what becomes of it.
+
+Behind the payloads stands a status of each variable:
+
+- in byte wires 0 (missing: this rank has no gradient), 1 (present), 2 (overflow: it is not finite), 3 (refused: this
+  rank could not decode what it was sent, or has no payload that fits);
+- in summed wires 0, 1, Inf and NaN, which add up to the same.
+
+Behind the statuses, in one bucket of each step, stands the step stamp of each rank (:mod:`grace.exchange.step_stamp`).
+Where one wire tells the stamps of all ranks (a sum, a root's answer), each rank has a place of its own, in which all
+others write 0.
+
+On a CPU a header is read as it comes. On a device it stays there: the round trip goes on as if all were well, and
+:func:`resolve` reads the headers of all of a step's round trips at once.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from grace.core.compressor import Tensor
+from grace.core.context import Context
+from grace.exchange.bucket import Bucket, Outcome
+from grace.exchange.layout import Layout
+from grace.exchange.step_stamp import STAMP_SIZE, compare_stamps, step_stamp
+from grace.kernels import Kernels, kernels_of
+
+MISSING, PRESENT, OVERFLOW, REFUSED = 0, 1, 2, 3
+LARGEST_KEPT = 2.0**95
+"""Largest magnitude that a memory accepts: residuals stay finite even if a method decodes to 2^31 times its input
+(random-k, unbiased), and sums over ranks to more."""
+
+DeferredRead = tuple[list[Tensor], Callable[[list[list[float]]], Any], Sequence[float | None]]
+"""Small tensors on a device, the function that takes their numbers, and the number that each holds if all is well (None
+for a flag, which is 1)."""
+
+
+def resolve(round_trips: Sequence[Any]) -> None:
+    """Read all that the headers of round trips have deferred, in one copy.
+
+    Raises:
+        PayloadError: a rank could not decode what it was sent.
+    """
+    questions: list[DeferredRead] = []
+    for trip in round_trips:
+        if trip.header.questions:
+            questions += trip.header.questions
+            trip.header.questions = []
+    if questions:
+        tensors = [tensor for tensors, *_ in questions for tensor in tensors]
+        numbers = kernels_of(tensors[0]).read(tensors)
+        for tensors, then, _ in questions:
+            then(numbers[: len(tensors)])
+            del numbers[: len(tensors)]
+
+
+def status(present: bool, finite: Any, sums: bool) -> Any:
+    """Return the status of one variable on this rank.
+
+    Args:
+        finite: a bool, or a 0-d tensor of 1.0 or 0.0.
+
+    >>> status(True, True, sums=False), status(True, False, sums=False), status(False, True, sums=True)
+    (1, 2, 0)
+    """
+    if not present:
+        return MISSING
+    if not isinstance(finite, bool):
+        return 1.0 / finite if sums else 2.0 - finite
+    if finite:
+        return PRESENT
+    return math.inf if sums else OVERFLOW
+
+
+def in_range(k: Kernels, tensor: Tensor, payload: Sequence[Tensor], kept: bool, known: Any = None) -> Any:
+    """Return True if a tensor and all numbers of its payload are finite, as a bool or a 0-d tensor of 1.0 or 0.0.
+
+    Methods add, scale and round, so that the payload of a finite tensor may not be finite.
+
+    Args:
+        kept: True if a memory keeps something of the tensor; then more than :data:`LARGEST_KEPT` counts as infinite.
+        known: the answer for the tensor alone, if somebody has it.
+    """
+    found = k.all_finite(tensor, LARGEST_KEPT if kept else math.inf) if known is None else known
+    for part in payload:
+        if "float" in k.dtype(part):
+            found = both(found, k.all_finite(part))
+    return found
+
+
+def both(one: Any, other: Any) -> Any:
+    """Return True if both hold; each is a bool, or a 0-d tensor of 1.0 or 0.0."""
+    if isinstance(one, bool):
+        return one and other
+    return one if other is True else one * other
+
+
+def stamp_numbers(bucket: Bucket, shared: bool) -> int:
+    """Return how many numbers of a bucket's wires are step stamps.
+
+    Args:
+        shared: True if one wire has room for the stamps of all ranks.
+    """
+    return STAMP_SIZE * (bucket.communicator.context.size if shared else 1) if bucket.carries else 0
+
+
+class Header:
+    """The statuses and the step stamp that this rank writes in one round trip, and what it learns from all ranks'.
+
+    Args:
+        program: the bucket's :class:`~grace.exchange.program.BucketProgram`, which has all that never changes: a header
+            is made at every step.
+        present: True for each variable that this rank has a gradient of.
+
+    Attributes:
+        in_range: True for each variable whose gradient is in range on this rank: bools, or 0-d tensors of 1.0 or 0.0.
+        missing, overflowed: True for each variable that no rank has a gradient of, and that overflowed on a rank, as
+            far as it was read.
+        refused: the rank and the variable of a payload that was refused or withheld, as far as it was read.
+        out_of_step: why the ranks cannot go on together; empty if they can.
+        hyperparameters_differ: True if only the optimizers' hyperparameters differ.
+        questions: the reads that are deferred.
+        received: all ranks' stamps, as they came.
+        poison: NaN for each variable that overflowed, on the device; -0, which changes no number, for all others.
+    """
+
+    refused: tuple[int, str] | None = None
+    out_of_step: str = ""
+    hyperparameters_differ: bool = False
+    questions: Sequence[DeferredRead] = ()
+    received: Any = ()
+    poison: Any = None
+
+    def __init__(self, program: Any, present: Sequence[bool]):
+        self.program = program
+        self.kernels = program.kernels
+        self.context = program.context
+        self.sums = program.sums
+        self.on_device = program.on_device
+        self.names = program.bucket.names
+        self.present = present
+        self.in_range: list[Any] = program.all_true
+        self.missing = program.all_false
+        self.overflowed = program.all_false
+        self.stamp = step_stamp(self.context) if program.bucket.carries else []
+        self.statuses_matter = program.statuses_matter or not all(present)
+        """True if statuses say more than payloads do."""
+
+    # -- writing ---------------------------------------------------------------------------------------
+
+    def own_stamp(self) -> list[int]:
+        """Return this rank's stamp, with zeros in the places of other ranks where a wire has these."""
+        if not self.program.shares_stamps or not self.stamp:
+            return self.stamp
+        rank, size = self.context.rank, self.context.size
+        return [*[0] * STAMP_SIZE * rank, *self.stamp, *[0] * STAMP_SIZE * (size - 1 - rank)]
+
+    def statuses(self, later_round: bool = False) -> list[Any]:
+        """Return what this rank writes of each variable; an overflow of a later round shows in its sum."""
+        finite = self.program.all_true if later_round else self.in_range
+        if all(self.present) and all([ok is True for ok in finite]):  # a tensor is not True: it is not read here
+            return self.program.all_present
+        return [status(here, ok, self.sums) for here, ok in zip(self.present, finite, strict=True)]
+
+    # -- step stamps -----------------------------------------------------------------------------------
+
+    def compare(self, layouts: Sequence[Layout], wires: Sequence[Tensor]) -> bool:
+        """Compare the step stamps in wires; return True if the ranks are known not to be able to go on together."""
+        if not self.stamp or self.out_of_step or self.hyperparameters_differ:
+            return bool(self.out_of_step)
+        stamps = [layout.stamps(wire) for layout, wire in zip(layouts, wires, strict=True)]
+        if not self.on_device:
+            return self._compare([self.kernels.to_list(part) for part in stamps], self.context)
+        self.received = sum(stamps) if self.program.shares_stamps and len(stamps) > 1 else stamps[0]
+        here = self.context
+        then = dataclasses.replace(here) if isinstance(here, Context) else here  # the context goes on meanwhile
+        self.read(stamps, lambda numbers: self._compare(numbers, then))
+        return False
+
+    def _compare(self, found: list[list[float]], context: Any) -> bool:
+        numbers = found[0]
+        if len(found) > 1 and self.program.shares_stamps:
+            numbers = [sum(of_all) for of_all in zip(*found, strict=True)]
+        elif len(found) > 1:
+            numbers = [n for one in found for n in one]
+        self.received = [int(n) if n < 256 else 0 for n in numbers]
+        if self.received == self.stamp * (len(self.received) // STAMP_SIZE):
+            return False
+        stamps = [self.received[i : i + STAMP_SIZE] for i in range(0, len(self.received), STAMP_SIZE)]
+        why, differ = compare_stamps(stamps, context)
+        self.hyperparameters_differ = differ and not context.names  # names: not all ranks are here
+        if why and not self.hyperparameters_differ:
+            name = context.names[context.rank] if context.names else context.rank
+            self.out_of_step = context.out_of_step or f"rank {name}: {why}"
+        return bool(self.out_of_step)
+
+    # -- statuses --------------------------------------------------------------------------------------
+
+    def judge(self, ranks: Sequence[Sequence[float]], first: int = 0) -> None:
+        """Learn what is missing, overflowed or refused.
+
+        Args:
+            ranks: the statuses of each rank, or their sum.
+            first: the rank of the first of them.
+        """
+        if all([rank == self.program.all_well for rank in ranks]):
+            return
+        for number, rank in enumerate(ranks, first):
+            for name, told in zip(self.names, rank, strict=True):
+                if self.refused is None and (math.isnan(told) if self.sums else told == REFUSED):
+                    self.refused = number, name
+        limit = math.inf if self.sums else OVERFLOW
+        self.missing = [all(told == MISSING for told in of_all) for of_all in zip(*ranks, strict=True)]
+        now = [not all(told < limit for told in of_all) for of_all in zip(*ranks, strict=True)]
+        self.overflowed = [a or b for a, b in zip(self.overflowed, now, strict=True)]
+
+    def flags(self, layouts: Sequence[Layout], wires: Sequence[Tensor]) -> list[Tensor]:
+        """Return the statuses in wires, where they are."""
+        return [layout.statuses(wire) for layout, wire in zip(layouts, wires, strict=True)]
+
+    def overflow_on_device(self, flags: Sequence[Tensor]) -> Tensor:
+        """Return 0 for each variable that no rank's status says to have overflowed, and more for others."""
+        found = [self.kernels.cast(flag, "float32") for flag in flags]
+        return sum(told * (told - PRESENT) for told in found)
+
+    def poison_by(self, flags: Sequence[Tensor], finite: Sequence[Tensor] = ()) -> None:
+        """Remember on the device which means are to become NaN.
+
+        Args:
+            flags: statuses of wires; an overflow gives Inf times -0, or -0 divided by 0, which is NaN.
+            finite: 1.0 for each variable whose sum is finite, else 0.0.
+        """
+        k = self.kernels
+        for flag in flags:
+            told = k.cast(flag, "float32")
+            found = told * -0.0 if self.sums else -0.0 / (OVERFLOW - told)
+            self.poison = found if self.poison is None else self.poison + found
+        if len(finite):
+            self.poison = self.poison + -0.0 / k.full(list(finite), "float32", flags[0])
+
+    # -- reading, now or later -------------------------------------------------------------------------
+
+    def read(
+        self, tensors: Sequence[Any], then: Callable[[list[list[float]]], Any], well: Sequence[float | None] = ()
+    ) -> None:
+        """Call ``then`` with the numbers in tensors (or bools): at once, or on a device when :func:`resolve` reads.
+
+        Args:
+            well: the number that each tensor holds if all is well; see :data:`DeferredRead`.
+        """
+        if not self.on_device:
+            then([self.kernels.to_list(one) if getattr(one, "shape", ()) else [float(one)] for one in tensors])
+        elif tensors:
+            self.questions = [*self.questions, (list(tensors), then, well)]
+
+    def amend(self, outcomes: Sequence[Outcome], poisoned: Callable[[Any], Any] | None) -> None:
+        """Write into outcomes which variables nobody had a gradient of, and which overflowed.
+
+        Args:
+            poisoned: makes NaN of a mean that may hide an overflow; None where no mean does, or where the device has
+                done so.
+        """
+        for outcome, missing, overflowed in zip(outcomes, self.missing, self.overflowed, strict=False):
+            outcome.overflow = outcome.overflow or overflowed
+            if overflowed and outcome.value is not None and poisoned is not None:
+                outcome.value = poisoned(outcome.value)
+            if missing:
+                outcome.value = None

@@ -1,0 +1,239 @@
+"""Layouts: where the payloads of a bucket stand in a wire, and the header behind them.
+
+- A summed wire has the payloads' own dtype.
+- A byte wire holds the payload tensors, widest items first so that every tensor is aligned.
+
+Behind the payloads stand the numbers of the header (:mod:`grace.exchange.header`), in the wire's dtype; byte wires are
+padded to a multiple of 8 bytes.
+"""
+
+import copy
+import math
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from grace.core.compressor import Payload, PayloadSpec, Tensor, TensorSpec
+from grace.core.ported import ITEM_SIZE
+from grace.errors import ConfigError, PayloadError
+from grace.kernels import Kernels
+from grace.kernels.contract.primitives import Placed
+
+WIRE_FORMAT = 2
+"""Version of the wire's format: how payloads and headers are packed. All ranks must have the same."""
+BITS_AS = {"bfloat16": "uint16"}
+"""NumPy's dtype of the same width, for dtypes that NumPy does not have."""
+
+
+class Layout:
+    """The layout of one wire, which all ranks share unless payloads vary in size.
+
+    Args:
+        kernels: those of the bucket's tensors.
+        payloads: dtypes and shapes of each variable's payload.
+        sums: True if an engine adds wires up.
+        stamps: how many numbers of step stamps the header holds.
+
+    Attributes:
+        payload_bytes: bytes of each variable's payload.
+        total: bytes of all payloads.
+        body: items (of the wire's dtype) that payloads take; the header begins there.
+        length, nbytes: items and bytes of the whole wire.
+
+    >>> import numpy as np
+    >>> from grace.kernels import NumpyKernels
+    >>> payloads = [[np.uint8([7]), np.float32([1.5])], [np.uint8([9])]]
+    >>> layout = Layout.of(NumpyKernels(), payloads, sums=False)
+    >>> wire = layout.pack(payloads, [1, 0])
+    >>> wire.nbytes, layout.payload_bytes, layout.statuses(wire)
+    (8, [5, 1], array([1, 0], dtype=uint8))
+    >>> layout.unpack(wire)
+    [[array([7], dtype=uint8), array([1.5], dtype=float32)], [array([9], dtype=uint8)]]
+    """
+
+    def __init__(self, kernels: Kernels, payloads: Sequence[PayloadSpec], sums: bool, stamps: int = 0):
+        self.kernels = kernels
+        self.sums = sums
+        self.header = len(payloads) + stamps
+        self.lengths = [len(payload) for payload in payloads]
+        specs = [spec for payload in payloads for spec in payload]
+        self.dtypes = [spec.dtype for spec in specs]
+        self.shapes = [tuple(spec.shape) for spec in specs]
+        for dtype in self.dtypes:
+            if dtype not in ITEM_SIZE:
+                raise ConfigError(f"a payload tensor is of dtype {dtype}; the wire carries {', '.join(ITEM_SIZE)}")
+        self.dtype = self._dtype_of_sums() if sums else "uint8"
+        self.order = list(range(len(specs)))
+        if not sums:
+            self.order.sort(key=lambda i: -ITEM_SIZE[self.dtypes[i]])
+        self._measure()
+        # Each is what was made last and what it was made of, since the same comes at most steps.
+        self._packed_statuses: tuple[list[Any], Tensor] | None = None
+        self._plain_statuses: tuple[list[Any], np.ndarray] | None = None
+        self._end: tuple[Tensor, np.ndarray] | None = None
+        self._unpacked: tuple[Tensor, list[Payload]] | None = None
+
+    @classmethod
+    def of(cls, kernels: Kernels, payloads: Sequence[Payload], sums: bool, stamps: int = 0) -> "Layout":
+        """Return the layout of payloads that are there."""
+        specs = [[TensorSpec(kernels.dtype(t), tuple(t.shape)) for t in payload] for payload in payloads]
+        return cls(kernels, specs, sums, stamps)
+
+    def _measure(self) -> None:
+        """Work out bytes and offsets from the shapes."""
+        counts = [math.prod(shape) for shape in self.shapes]
+        sizes = [n * ITEM_SIZE[dtype] for n, dtype in zip(counts, self.dtypes, strict=True)]
+        rest = iter(sizes)
+        self.payload_bytes = [sum(next(rest) for _ in range(length)) for length in self.lengths]
+        self.total = sum(sizes)
+        self.units = counts if self.sums else sizes
+        self.body = sum(self.units)
+        self.padding = 0 if self.sums else -(self.body + self.header) % 8
+        self.length = self.body + self.header + self.padding
+        self.nbytes = self.length * ITEM_SIZE[self.dtype]
+
+    def _dtype_of_sums(self) -> str:
+        dtypes = sorted(set(self.dtypes))
+        if len(dtypes) != 1 or not dtypes[0].startswith(("float", "bfloat")):
+            raise ConfigError(f"payloads that the engine sums must be of one floating dtype, not {', '.join(dtypes)}")
+        return dtypes[0]
+
+    # -- layouts of other ranks ------------------------------------------------------------------------
+
+    def sizes(self) -> list[int]:
+        """Return the first dimension of every payload tensor (1 of a 0-d one), which may differ between ranks."""
+        return [shape[0] if shape else 1 for shape in self.shapes]
+
+    def digests(self) -> list[int]:
+        """Return, of each payload, its bytes and a digest of its dtypes and shapes; ranks compare layouts by these."""
+        rest = iter(zip(self.dtypes, self.shapes, strict=True))
+        found = []
+        for nbytes, length in zip(self.payload_bytes, self.lengths, strict=True):
+            found += [nbytes, zlib.crc32(repr([next(rest) for _ in range(length)]).encode())]
+        return found
+
+    def resized(self, sizes: Sequence[float], most: float = math.inf) -> "Layout":
+        """Return the layout of another rank's wire, from its :meth:`sizes`.
+
+        Args:
+            most: bytes that its payloads may have.
+
+        Raises:
+            PayloadError: no payload has such sizes.
+        """
+        for n, shape in zip(sizes, self.shapes, strict=True):
+            if n < 0 or (not shape and n != 1):
+                raise PayloadError(f"a payload tensor is said to have {n:.0f} elements")
+        other = copy.copy(self)
+        other.shapes = [(int(n), *shape[1:])[: len(shape)] for n, shape in zip(sizes, self.shapes, strict=True)]
+        other._measure()
+        if other.body > most:
+            raise PayloadError(f"the payloads are said to take {other.body} bytes, more than {most} of any use")
+        other._unpacked = other._packed_statuses = other._end = None
+        return other
+
+    def first_difference(self, payloads: Sequence[Payload]) -> tuple[int, list[Any], list[Any]] | None:
+        """Return the number of the first variable whose payload has other shapes than the layout, the layout's shapes
+        and the payload's; None if there is none."""
+        rest = iter(self.shapes)
+        for i, (length, payload) in enumerate(zip(self.lengths, payloads, strict=True)):
+            was = [next(rest) for _ in range(length)]
+            now = [tuple(tensor.shape) for tensor in payload]
+            if was != now:
+                return i, was, now
+        return None
+
+    # -- writing ---------------------------------------------------------------------------------------
+
+    def pack(
+        self, payloads: Sequence[Payload], statuses: list[Any], stamps: Any = (), out: Tensor | None = None
+    ) -> Tensor:
+        """Join all payload tensors, statuses and stamps into one 1-d tensor.
+
+        Args:
+            statuses: one per variable: numbers, or 0-d tensors on the device.
+            stamps: numbers, or a tensor of the wire's dtype.
+            out: where to write; None for a new tensor.
+        """
+        k = self.kernels
+        tensors = [tensor for payload in payloads for tensor in payload]
+        parts = [k.flat(tensor) for tensor in tensors] if self.sums else [k.to_bytes(tensors[i]) for i in self.order]
+        padding = [0] * self.padding
+        has_stamps = len(stamps) > 0
+        plain = all(isinstance(status, (int, float)) for status in statuses)  # comparing tensors would wait for them
+        if self._packed_statuses is None or not plain or self._packed_statuses[0] != statuses:
+            ends = [*statuses] if has_stamps else [*statuses, *padding]
+            self._packed_statuses = statuses, k.full(ends, self.dtype, tensors[0])
+        parts.append(self._packed_statuses[1])
+        if has_stamps and isinstance(stamps, Sequence):
+            parts.append(k.full([*stamps, *padding], self.dtype, tensors[0]))
+        elif has_stamps:
+            parts += [stamps, k.full(padding, self.dtype, tensors[0])]
+        return k.join(parts, out)
+
+    def zeros(self, like: Tensor) -> list[Payload]:
+        """Return payloads of zeros that have this layout."""
+        each = zip(self.shapes, self.dtypes, strict=True)
+        rest = iter([self.kernels.zeros(shape, dtype, like) for shape, dtype in each])
+        return [[next(rest) for _ in range(length)] for length in self.lengths]
+
+    def placed(self) -> list[list[Placed]]:
+        """Return offset, shape and dtype of the tensors of each variable's payload."""
+        size = ITEM_SIZE[self.dtype]
+        offsets, start = [0] * len(self.units), 0
+        for i in self.order:
+            offsets[i] = start * size
+            start += self.units[i]
+        rest = map(Placed, offsets, self.shapes, self.dtypes)
+        return [[next(rest) for _ in range(length)] for length in self.lengths]
+
+    def write_header(self, wire: Tensor, statuses: Sequence[Any], stamps: Sequence[int]) -> None:
+        """Write statuses and stamps into a wire in the host's memory."""
+        if self._end is None or self._end[0] is not wire:
+            memory = self.kernels.memory(wire).view(BITS_AS.get(self.dtype, self.dtype))
+            self._end = wire, memory[self.body : self.body + self.header]
+        if self._plain_statuses is None or self._plain_statuses[0] != statuses:
+            self._plain_statuses = list(statuses), _bits(statuses, self.dtype)
+        end, count = self._end[1], len(self.lengths)
+        end[:count] = self._plain_statuses[1]
+        if stamps:
+            end[count:] = _bits(stamps, self.dtype)
+
+    def end(self, statuses: Sequence[float], stamps: Sequence[int]) -> tuple[Any, str, list[float], float, Any]:
+        """Return what a kernel on a device writes behind the payloads; see
+        :meth:`grace.kernels.triton.codec.Codec.encode`."""
+        numbers = [*statuses, *stamps, *[0] * self.padding]
+        return [self.body * ITEM_SIZE[self.dtype]], self.dtype, numbers, math.inf if self.sums else 2, []
+
+    # -- reading ---------------------------------------------------------------------------------------
+
+    def unpack(self, wire: Tensor) -> list[Payload]:
+        """Return the payloads in a wire, as views of it."""
+        if self._unpacked is not None and self._unpacked[0] is wire:
+            return self._unpacked[1]
+        k = self.kernels
+        parts = k.split(wire[: self.body], [self.units[i] for i in self.order])
+        flat: list[Tensor] = [None] * len(self.units)
+        for i, raw in zip(self.order, parts, strict=True):
+            flat[i] = k.reshape(raw, self.shapes[i]) if self.sums else k.from_bytes(raw, self.dtypes[i], self.shapes[i])
+        rest = iter(flat)
+        payloads = [[next(rest) for _ in range(length)] for length in self.lengths]
+        if self.sums:  # the same buffer comes back at every step
+            self._unpacked = wire, payloads
+        return payloads
+
+    def statuses(self, wire: Tensor) -> Tensor:
+        """Return the statuses behind the payloads, as a view of the wire."""
+        return wire[self.body : self.body + len(self.lengths)]
+
+    def stamps(self, wire: Tensor) -> Tensor:
+        """Return the step stamps behind the statuses, as a view of the wire."""
+        return wire[self.body + len(self.lengths) : self.body + self.header]
+
+
+def _bits(numbers: Sequence[Any], dtype: str) -> np.ndarray:
+    """Return numbers of a header, which all dtypes hold exactly, as they stand in a wire."""
+    found = np.array(numbers, np.float32)
+    return (found.view(np.uint32) >> 16).astype(np.uint16) if dtype == "bfloat16" else found.astype(dtype)

@@ -1,0 +1,180 @@
+"""The codec of ScatterMerge: entries to the owners of their positions, and the largest sums back to all.
+
+Payloads hold the entries (value, code) of all variables of the bucket, so that an owner's share is full although single
+variables give it more or less; they stand in the first variable's place. All sizes follow from shapes.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+from grace.core.compressor import Compressor, Payload, PayloadSpec, Sparsifier, Tensor, TensorSpec, Traits
+from grace.errors import PayloadError
+from grace.exchange.codec import CodecSetup, PerVariableCodec
+from grace.exchange.header import Header, in_range
+from grace.exchange.layout import Layout
+from grace.exchange.owners import coded, owners_of, positions
+from grace.exchange.tracing import recorder
+
+
+class SentEntries(Sparsifier):
+    """The compressor that a memory is given: a payload of values, and positions as they are."""
+
+    def __init__(self, inner: Compressor):
+        self.inner = inner
+
+    @property
+    def traits(self) -> Traits:  # type: ignore[override]
+        """Those of the sparsifier."""
+        return self.inner.traits
+
+    def sent_indices(self, payload: Payload, ctx: Any) -> Tensor | None:
+        return payload[1]
+
+
+class MergeCodec(PerVariableCodec):
+    """Adds up entries where they are owned. Memories learn what came through when the sums are there."""
+
+    def __init__(self, setup: CodecSetup):
+        super().__init__(setup)
+        variables = self.bucket.variables
+        self.counts = [self.compressor.count(variable.shape) or 0 for variable in variables]
+        self.places = owners_of(tuple(variable.numel for variable in variables), tuple(self.counts), self.owners)
+        self.layouts = [self._layout_of(self.places.room)] * self.owners
+        self.known = [self.layouts]
+        self.layout_of_means = self._layout_of(self.places.answer)
+        self.entries = SentEntries(self.compressor)
+        self._bytes = self._shares(self.layouts[0].total)
+        self._means_bytes = self._shares(self.layout_of_means.total)
+        self.sent: list[tuple[Tensor, Any]] = []
+        self.on_their_way: Any = None
+        self.means_payload: Payload = []
+        self.came: list[Payload] = []
+
+    def _layout_of(self, entries: int) -> Layout:
+        payload = [TensorSpec("float32", (entries,)), TensorSpec("int32", (entries,))]
+        others: list[PayloadSpec] = [[] for _ in self.names[1:]]
+        return Layout(self.kernels, [payload, *others], False, self.stamps)
+
+    def _shares(self, total: int) -> list[int]:
+        """Return each variable's part of the bytes that all of them send together."""
+        ends = [total * sent // max(1, sum(self.counts)) for sent in accumulate(self.counts, initial=0)]
+        return [b - a for a, b in pairwise(ends)]
+
+    def means_layouts(self) -> list[Layout]:
+        return [self.layout_of_means] * self.owners
+
+    def payload_bytes(self) -> list[list[int]]:
+        return [self._bytes] * self.owners
+
+    def means_bytes(self, layout: Layout) -> list[int]:
+        return self._means_bytes
+
+    # -- to the owners ---------------------------------------------------------------------------------
+
+    def encode(self, gradients: Sequence[Tensor], header: Header) -> Tensor:
+        k = self.kernels
+        self.withheld = None
+        self.inputs = recorder.each("compensate", self.names, self.compensated, gradients)
+        self.encoded = recorder.each("compress", self.names, self.compressor.compress, self.inputs)
+        header.in_range = self._in_range(header.present, [p for p, _ in self.encoded], [None] * len(self.names))
+        self.sent = [(payload[0], self.compressor.sent_indices(payload, ctx)) for payload, ctx in self.encoded]
+        each = [coded(i, place, self.owners) for (_, i), place in zip(self.sent, self.places.places, strict=True)]
+        owners, codes = k.join([one for one, _ in each]), k.join([one for _, one in each])
+        values = k.join([values for values, _ in self.sent])
+        unsent: list[Tensor] = []
+        shares = [self._share(owner, owners, codes, values, unsent) for owner in range(self.owners)]
+        self.on_their_way = None
+        if unsent:
+            ones = k.zeros(tuple(values.shape), "float32", values) + 1.0
+            self.on_their_way = k.zero_at(ones, k.join(unsent))
+        statuses, stamps = header.statuses(), header.own_stamp()
+        nothing: list[Payload] = [[] for _ in self.names[1:]]
+        return k.join([self.layouts[0].pack([share, *nothing], statuses, stamps) for share in shares])
+
+    def _share(self, owner: int, owners: Tensor, codes: Tensor, values: Tensor, unsent: list[Tensor]) -> Payload:
+        """Return the entries that one owner gets, filled up with zeros for a code that nobody reads; add to ``unsent``
+        the numbers of those for which there is no room."""
+        k, room = self.kernels, self.places.room
+        mine = k.above(k.cast(owners == owner, "float32"), 0.5)
+        if mine.shape[0] > room:
+            unsent.append(mine[room:])
+            mine = mine[:room]
+        rest = room - int(mine.shape[0])
+        return [
+            k.join([k.gather(values, mine), k.zeros((rest,), "float32", values)]),
+            k.join([k.take_rows(codes, mine), k.zeros((rest,), "int32", codes) + self.places.codes]),
+        ]
+
+    def remember(self) -> None:
+        """Remember nothing yet: what comes back decides what stays."""
+
+    # -- at the owner ----------------------------------------------------------------------------------
+
+    def average(self, wires: Sequence[Tensor], layouts: Sequence[Layout], header: Header) -> list[Any]:
+        k, places = self.kernels, self.places
+        sums = k.zeros((places.codes + 1,), "float32", wires[0])
+        for rank, (layout, wire) in enumerate(zip(layouts, wires, strict=True)):
+            values, codes = layout.unpack(wire)[0]
+            try:
+                sums = k.scatter_add(sums, codes, values, 1.0 / self.owners)
+            except PayloadError as error:
+                error.place, error.variable = rank, self.names[0]
+                raise
+        found, finite = [], list[Any]()
+        for place in places.places:
+            if place.owner not in (None, self.owner):
+                finite.append(True)
+                continue
+            part = sums[place.base : place.base + place.codes]
+            finite.append(in_range(k, part, [], self.memory.stateful))
+            top = k.topk(part, place.kept)
+            where = positions(top + place.base, place, self.owner, self.owners)
+            found.append((place.start, k.gather(part, top), where))
+        found.sort(key=lambda one: one[0])
+        rest = places.answer - sum(place.kept for place in places.places if place.owner in (None, self.owner))
+        self.means_payload = [
+            k.join([*(values for _, values, _ in found), k.zeros((rest,), "float32", sums)]),
+            k.join([*(where for _, _, where in found), k.zeros((rest,), "int32", sums)]),
+        ]
+        return finite
+
+    def write_means(self, statuses: list[Any], stamps: Any) -> tuple[Tensor, Layout]:
+        nothing: list[Payload] = [[] for _ in self.names[1:]]
+        return self.layout_of_means.pack([self.means_payload, *nothing], statuses, stamps), self.layout_of_means
+
+    def remember_means(self, kept: Sequence[bool]) -> None:
+        """Remember nothing: what owners drop stays with those who sent it."""
+
+    # -- everywhere ------------------------------------------------------------------------------------
+
+    def decode(
+        self, wires: Sequence[Tensor], layouts: Sequence[Layout], outs: Sequence[Any], count: float, means: bool
+    ) -> list[Any]:
+        self.came = [layout.unpack(wire)[0] for layout, wire in zip(layouts, wires, strict=True)]
+        return recorder.each("decode", self.names, self._merged, range(len(self.names)), outs)
+
+    def _merged(self, i: int, out: Any, name: str) -> Tensor:
+        """Return one variable's mean, of what its owners kept, and let its memory learn what came through."""
+        k, variable, place = self.kernels, self.bucket.variables[i], self.places.places[i]
+        ranks = range(self.owners) if place.owner is None else [place.owner]
+        cut = slice(place.start, place.start + place.kept)
+        values = k.join([self.came[rank][0][cut] for rank in ranks])
+        where = k.join([self.came[rank][1][cut] for rank in ranks])
+        out = k.zeros(variable.shape, "float32", values) if out is None else k.zero(out)
+        with self.about(name):
+            total = k.scatter_add(k.flat(out), where, values, 1.0)
+        with recorder.phase("update", variable=name):
+            self._keep(i, total, name)
+        return k.reshape(total, tuple(variable.shape))
+
+    def _keep(self, i: int, total: Tensor, name: str) -> None:
+        """Let the memory learn that those of this rank's entries were sent that are part of a sum."""
+        k, (values, indices) = self.kernels, self.sent[i]
+        sums = k.gather(total, indices)
+        if self.on_their_way is not None:
+            first = sum(self.counts[:i])
+            sums = sums * self.on_their_way[first : first + self.counts[i]]
+        through = k.above(sums, 0.0)
+        entries = [k.gather(values, through), k.take_rows(indices, through)]
+        self.memory.update(self.inputs[i], name, self.entries, entries, tuple(self.bucket.variables[i].shape))

@@ -1,0 +1,61 @@
+"""A compressor applied to pieces of tensors, where each rank owns a piece of every variable and averages it."""
+
+from typing import Any
+
+from grace.core.compressor import Compressor, Payload, Tensor, Traits
+from grace.core.variable import equal_bounds
+from grace.errors import PayloadError, payload_of
+from grace.kernels import kernels_of
+
+
+class PiecewiseCompressor(Compressor):
+    """A compressor applied piece by piece: piece j of n elements is ``equal_bounds(n, owners)[j]`` of the flat tensor.
+
+    A payload is a list of payloads, one for each owner; a ctx is the pair of bounds and the pieces' ctxs. Memories are
+    given this compressor, so that they learn what all pieces leave out together.
+
+    Args:
+        inner: the compressor of a piece.
+        owners: into how many pieces tensors are cut.
+    """
+
+    def __init__(self, inner: Compressor, owners: int):
+        self.inner = inner
+        self.owners = owners
+
+    @property
+    def traits(self) -> Traits:  # type: ignore[override]
+        """Those of the inner compressor."""
+        return self.inner.traits
+
+    def compress_pieces(self, tensor: Tensor, name: str) -> tuple[list[Payload], Any]:
+        """Return a payload for each owner, and the ctx that decodes them."""
+        flat = kernels_of(tensor).flat(tensor)
+        cuts = equal_bounds(flat.shape[0], self.owners)
+        coded = [self.inner.compress(flat[a:b], f"{name}/shard_{j}") for j, (a, b) in enumerate(cuts)]
+        return [payload for payload, _ in coded], (cuts, [ctx for _, ctx in coded])
+
+    def decompress(self, payload: Payload, ctx: Any) -> Tensor:
+        cuts = ctx[0]
+        k = kernels_of(payload[0][0])
+        return self.accumulate(payload, ctx, k.zeros((cuts[-1][1],), "float32", payload[0][0]))
+
+    def accumulate(self, payload: Payload, ctx: Any, out: Tensor, weight: float = 1.0) -> Tensor:
+        k = kernels_of(out)
+        flat, pieces = k.flat(out), []
+        for owner, ((a, b), piece, inner_ctx) in enumerate(zip(ctx[0], payload, ctx[1], strict=True)):
+            with payload_of(owner):
+                pieces.append(self.inner.accumulate(piece, inner_ctx, flat[a:b], weight))
+        return out if k.mutable else k.reshape(k.join(pieces), tuple(out.shape))
+
+    def join(self, means: Payload, ctx: Any, out: Tensor) -> Tensor:
+        """Return the tensor whose pieces the means are: each the aggregate of one payload, so that a vote stays one."""
+        k = kernels_of(out)
+        flat, pieces = k.flat(out), []
+        for owner, ((a, b), piece, inner_ctx) in enumerate(zip(ctx[0], means, ctx[1], strict=True)):
+            try:
+                pieces.append(self.inner.aggregate([piece], inner_ctx, flat[a:b], 1))
+            except PayloadError as error:
+                error.place = owner  # among all ranks; ``aggregate`` says which of its one payload
+                raise
+        return out if k.mutable else k.reshape(k.join(pieces), tuple(out.shape))

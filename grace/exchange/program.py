@@ -1,0 +1,126 @@
+"""The program of a bucket: what is the same at every step of its round trips."""
+
+from grace.core.compressor import Tensor
+from grace.core.route import ALL_GATHER, Carries, EngineTraits, Leg, Route, route_of
+from grace.exchange.apart_codec import ApartCodec
+from grace.exchange.bucket import Bucket
+from grace.exchange.codec import CodecSetup, PerVariableCodec
+from grace.exchange.fused_rounds import fused_codec
+from grace.exchange.header import PRESENT
+from grace.kernels import kernels_of
+
+
+class BucketProgram:
+    """A bucket's codec and route, and what they follow from; kept in ``bucket.program``.
+
+    Args:
+        bucket: the bucket.
+        like: one of its gradients.
+
+    Attributes:
+        apart: the codec, if the communicator moves payloads itself.
+        looks: True if statuses say what overflowed.
+        payloads_show: True if payloads say what overflowed: they carry Inf and NaN as they are, or they are sums, which
+            may be infinite though all terms are finite.
+        statuses_matter: True if statuses are read though all ranks have all gradients.
+        shares_stamps: True if one wire tells the step stamps of all ranks: a sum, or the answer of a root.
+        well: a status (of one rank, or the sum of all ranks') if all ranks have a gradient in range.
+    """
+
+    def __init__(self, bucket: Bucket, like: Tensor):
+        communicator = bucket.communicator
+        compressor, context = communicator.compressor, communicator.context
+        self.bucket = bucket
+        self.communicator = communicator
+        self.context = context
+        self.kernels = kernels_of(like)
+        self.device = getattr(like, "device", None)
+        self.traits = compressor.traits
+        self.size, self.rank = context.size, context.rank
+        self.size_key = compressor.size_key(context.step)
+        self.sums = communicator.sums
+        self.on_device = communicator.can_defer and self.kernels.far(like)
+        self.shares_stamps = communicator.sums or communicator.rooted
+        self.codec = self._make_codec(like)
+        self.apart = self.codec if isinstance(self.codec, ApartCodec) else None
+        self.looks = (
+            not self.traits.carries_nonfinite or communicator.delayed or communicator.cuts or self.apart is not None
+        )
+        self.payloads_show = communicator.sums or (self.traits.carries_nonfinite and self.apart is None)
+        self.statuses_matter = self.looks or communicator.foreign
+        self.well = self.size if self.sums else PRESENT
+        count = len(bucket.names)
+        # Headers are made at every step; they share these lists, and never change them.
+        self.all_true = [True] * count
+        self.all_false = [False] * count
+        self.all_present = [PRESENT] * count
+        self.all_well = [self.well] * count
+        self._route: Route | None = None
+
+    def _make_codec(self, like: Tensor) -> PerVariableCodec:
+        """Return the communicator's own codec, or else a fused one, or else the one that goes variable by variable."""
+        communicator = self.communicator
+        owners, owner = (self.size, self.rank) if communicator.cuts else (1, 0)
+        setup = CodecSetup(
+            self.bucket, self.kernels, self.on_device, owners, owner, self.shares_stamps, self.context.step
+        )
+        if communicator.moves_payloads:
+            return ApartCodec(setup)
+        if communicator.codec is not None:
+            own: PerVariableCodec = communicator.codec(setup)
+            return own
+        plain = PerVariableCodec(setup)
+        if not self.bucket.fuses or not all(plain.known):
+            return plain
+        return fused_codec(setup, plain, like) or plain
+
+    def fits(self, like: Tensor) -> bool:
+        """Return True if it was made for such gradients, these ranks, and payloads of this step's size.
+
+        A delayed round trip may still be under way when the next one encodes, so it has a program of its own."""
+        communicator, context = self.bucket.communicator, self.communicator.context
+        return (
+            self.communicator is communicator
+            and not communicator.delayed
+            and self.kernels is kernels_of(like)
+            and self.device == getattr(like, "device", None)
+            and (self.size, self.rank) == (context.size, context.rank)
+            and self.size_key == communicator.compressor.size_key(context.step)
+        )
+
+    @property
+    def compares(self) -> bool:
+        """True if ranks compare the layouts of payloads before they send them, since nobody said that all are alike."""
+        unknown = self.traits.fixed_size is None and not self.apart is not None
+        return unknown and (self.bucket.compares or not self.bucket.compared)
+
+    def route(self) -> Route:
+        """Return the legs of the next round trip."""
+        if self._route is None:
+            codec, backend = self.codec, self.communicator.backend
+            on_cpu = getattr(self.device, "type", "cpu") == "cpu"
+            engine = EngineTraits(self.size, backend.by_ring, backend.concatenates, on_cpu)
+            wires = [layouts[0].nbytes for layouts in codec.known if layouts] or [codec.layouts[0].nbytes]
+            wires += [wires[-1]] * (self.traits.rounds - len(wires))  # of rounds that only payloads will show
+            self._route = route_of(self.communicator, wires, engine, codec.varies)
+        return [Leg(ALL_GATHER, Carries.DIGESTS), *self._route] if self.compares else self._route
+
+    def buffers(self) -> list[tuple[Leg, str, int]]:
+        """Return the legs of the route, each with the dtype and the length of its buffer.
+
+        A communicator of the user's may start more collectives the longer its buffer is. Of the other legs, which
+        start one collective each, the length is given as 1."""
+        found, number, parts_before = [], 0, False
+        for leg in self.route():
+            number += leg.carries is Carries.ROUND
+            layouts = self.codec.known[number] or self.codec.layouts
+            dtype, length = layouts[0].dtype, 1
+            if leg.carries in (Carries.SIZES, Carries.DIGESTS):
+                dtype = "int64"
+            elif leg.carries is Carries.MEANS or leg.in_parts or parts_before:
+                dtype = "uint8"
+            elif leg.carries in (Carries.GRADIENTS, Carries.ROUND):
+                length = layouts[0].length
+            found.append((leg, dtype, length))
+            parts_before = leg.in_parts
+        return found

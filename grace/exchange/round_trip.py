@@ -1,0 +1,757 @@
+"""One round trip of one bucket, along any route."""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from grace.core.backend import Backend
+from grace.core.compressor import Tensor
+from grace.core.route import CONCATENATE, Carries, Leg
+from grace.core.waiting import waiting
+from grace.errors import ExchangeError, GraceError, PayloadError, payload_of
+from grace.exchange.bucket import Contribution, Outcome
+from grace.exchange.header import MISSING, OVERFLOW, PRESENT, REFUSED, Header, both, resolve, status
+from grace.exchange.layout import Layout
+from grace.exchange.program import BucketProgram
+from grace.exchange.sparse_rows import values_of
+from grace.exchange.tracing import recorder
+from grace.kernels import kernels_of
+
+MOST_BYTES, MOST_BYTES_PER_ELEMENT = 1 << 20, 64
+"""Bytes that a payload may take, whatever the method: sizes that come off the wire may be anything."""
+VARIES = (
+    "Where that depends on the data the compressor must say so: traits = Traits(..., fixed_size=False), or "
+    "tensors_size_are_same=False"
+)
+
+
+class RoundTrip:
+    """The round trip of one bucket. To make it is to start it; then ``advance`` it until that says False, and
+    ``finish`` it. All ranks call ``advance`` equally often, so that their collectives pair.
+
+    1. :class:`~grace.exchange.program.BucketProgram` has the bucket's codec and route; there is no special first step.
+    2. ``codec.encode``: compensate and compress gradients, and pack payloads and a header into a wire. The header has a
+       status for each variable and, in one bucket of each step, this rank's step stamp.
+    3. ``advance`` starts the collective of the route's first leg (with ``starts=False`` the caller does so later).
+    4. ``codec.remember``: memories keep what the payloads left out, while bytes travel.
+    5. ``advance`` for each further leg: await the leg before, read the header of what came, make the buffer that this
+       leg carries, start its collective. If there is nothing to send, which all ranks know, the trip is stopped.
+    6. ``finish``: await the last leg, read its header, decode and aggregate in float32 into ``outs``.
+    7. The outcomes say of each variable whether a rank had a gradient, and whether one overflowed. The session that
+       runs the step resolves what headers deferred, then commits the state of memories, or rolls it back.
+
+    Ranks that are at different steps go on with this step's collectives, and give up together at its end: the session
+    looks at ``header.out_of_step`` when all of its round trips are done.
+
+    Args:
+        contribution: what this rank puts into it.
+        starts: False if the first ``advance`` is called later.
+
+    Attributes:
+        header: what this rank writes behind its payloads, and what it learnt from all ranks'.
+        handle: the collective under way.
+        error: why nothing can come of this trip; raised by ``finish``.
+        stopped: True if there was nothing to send by a leg, which all ranks know.
+        deferred: True if the session resolves headers at the end of the step; else ``finish`` does.
+        next_step: True if headers are resolved only after the means were applied; overflowed means are then set to NaN
+            on the device.
+    """
+
+    handle: Any = None
+    error: PayloadError | None = None
+    stopped = False
+    deferred = False
+    next_step = False
+    outcomes: Sequence[Outcome] = ()
+    layouts: Sequence[Layout] = ()
+    """Layouts of the wires that came last."""
+    means_layout: Layout | None = None
+    """Layout of this rank's means, or of the root's."""
+    refused: str | None = None
+    """The variable whose payloads this rank could not decode while the others wait for its means."""
+
+    leg: Leg | None = None
+    """The leg whose collective is under way, or came last; None before the first."""
+    _position = -1
+    """The number of that leg."""
+    _moves = 0
+    """How many collectives the communicator started itself."""
+    _over: Backend | None = None
+    """The backend that a collective is under way over."""
+    _traced: Any = None
+    _means_wire: Tensor | None = None
+    """The root's means, while their sizes go ahead."""
+    _parts: tuple[int, str] = (0, "")
+    """Bytes and dtype of a wire that went in parts."""
+
+    def __init__(self, contribution: Contribution, starts: bool = True):
+        began = time.perf_counter()
+        bucket, gradients, self.present, self.guard, self.traffic = contribution
+        like = values_of(gradients[0])
+        if bucket.program is None or not bucket.program.fits(like):
+            bucket.program = BucketProgram(bucket, like)
+        program: BucketProgram = bucket.program
+        self.bucket = bucket
+        self.program = program
+        self.codec = program.codec
+        self.apart = program.apart
+        self.kernels = program.kernels
+        self.on_device = program.on_device
+        self.traits = program.traits
+        self.names = bucket.names
+        self.communicator = program.communicator
+        self.context = program.context
+        self.loss_scale: float = self.context.loss_scale
+        self.backend = program.communicator.backend
+        self.header = Header(program, self.present)
+        self.wire = self.codec.encode(gradients, self.header)
+        self.route = program.route()
+        self.brings_means = self.route[-1].carries is Carries.MEANS
+        """True if the last leg carries means that were encoded once more."""
+        self._count(self.codec.payload_bytes(), self.wire)
+        self.traffic.codec_seconds += time.perf_counter() - began
+        if starts:
+            self.advance()
+        began = time.perf_counter()
+        self.codec.remember()
+        self.traffic.codec_seconds += time.perf_counter() - began
+
+    # -- legs ------------------------------------------------------------------------------------------
+
+    def advance(self) -> bool:
+        """Start the collective of the next leg.
+
+        Returns:
+            False if there is no further leg, or nothing to send by it, which all ranks know.
+        """
+        if self.stopped or self._position + 1 == len(self.route):
+            return False
+        if self._position >= 0:
+            self.wait()
+        began = time.perf_counter()
+        leg = self.route[self._position + 1]
+        buffer = self._buffer_for(leg)
+        self.traffic.codec_seconds += time.perf_counter() - began
+        if buffer is None:
+            self.stopped = True
+            return False
+        self._position += 1
+        self.leg = leg
+        self._start_collective(leg, buffer)
+        # Over engines that pair collectives by name, ranks start buckets in any order: payloads wait for the end.
+        if leg.carries is Carries.HEADERS and not self.backend.pairs_by_name:
+            assert self.apart is not None
+            self._move_payloads(self.apart.move)
+        return True
+
+    def _buffer_for(self, leg: Leg) -> Tensor | None:
+        """Return what a leg sends, made of what the leg before brought; None if there is nothing to send."""
+        after = None if self.leg is None else self.leg.carries
+        if after is Carries.DIGESTS and not self._laid_out_alike():
+            return None
+        if leg.carries is Carries.DIGESTS:
+            return self._numbers(self.codec.digests())
+        if leg.carries is Carries.SIZES:
+            return self._sizes(leg)
+        if leg.carries is Carries.MEANS:
+            return self._sized_means(leg) if after is Carries.SIZES else self._means(leg)
+        if leg.carries is Carries.SUMS:
+            return self._sum(leg)
+        if leg.carries is Carries.ROUND:
+            self.wire = self._next_round()
+        elif after is Carries.SIZES:
+            return self._padded()
+        elif leg.collective is CONCATENATE:  # the engine takes care of lengths; sizes go in front
+            sizes = self._numbers(self.codec.layouts[0].sizes())
+            return self.kernels.join([self.kernels.to_bytes(sizes), self.wire])
+        return self._in_parts() if leg.in_parts else self.wire
+
+    def _sends(self, leg: Leg) -> bool:
+        """Return True if this rank has something of its own to send in a leg of means or sums."""
+        return leg.root is None or self.backend.rank == leg.root
+
+    def _start_collective(self, leg: Leg, buffer: Tensor) -> None:
+        backend = self.backend
+        before = backend.sent_bytes
+        backend.label = f"{self.bucket.label}.{self._position + 1}"
+        Backend.began = self.bucket
+        backend.started += 1
+        self._over = backend
+        self._traced = recorder.collective(self.bucket, backend.label, self.kernels.nbytes(buffer))
+        try:
+            self.handle = leg.collective.start(backend, buffer, leg.root)
+        except GraceError:
+            raise
+        except Exception as error:
+            raise self.failure(error) from error
+        finally:
+            backend.label = ""
+        self.traffic.sent_bytes += backend.sent_bytes - before
+
+    def _move_payloads(self, act: Callable[[Callable[[], str]], Any]) -> Any:
+        """Let the communicator move payloads itself, and count what it sends."""
+        before = self.backend.sent_bytes
+        try:
+            return act(self._next_label)
+        finally:
+            self.traffic.sent_bytes += self.backend.sent_bytes - before
+
+    def _next_label(self) -> str:
+        self._moves += 1
+        return f"{self.bucket.label}.{self._position + 1 + self._moves}"
+
+    def _count(self, wires: Sequence[list[int]], buffer: Tensor) -> None:
+        """Count wires that are about to leave.
+
+        Args:
+            wires: of each the bytes of every variable's payload.
+            buffer: all of them.
+        """
+        for payload_bytes in wires:
+            self.traffic.add(self.names, payload_bytes)
+            if recorder.active is not None:
+                recorder.payload(dict(zip(self.names, payload_bytes, strict=True)))
+        inside = sum(map(sum, wires)) if self.apart is None else 0
+        self.traffic.header_bytes += self.kernels.nbytes(buffer) - inside
+
+    def _numbers(self, numbers: Sequence[int]) -> Tensor:
+        found = self.kernels.full(numbers, "int64", self.wire)
+        self.traffic.header_bytes += self.kernels.nbytes(found)
+        return found
+
+    # -- payloads of unequal sizes -----------------------------------------------------------------------
+
+    def _laid_out_alike(self) -> bool:
+        """Compare how all ranks have laid out their payloads; if not alike, which all ranks see, set ``error``."""
+        received = [self.kernels.to_list(digests) for digests in self.handle.result()]
+        for rank, theirs in enumerate(received):
+            if theirs != received[0]:
+                i = next(i for i, (a, b) in enumerate(zip(received[0], theirs, strict=True)) if a != b) // 2
+                first, other = received[0][2 * i], theirs[2 * i]
+                sizes = "other shapes" if first == other else f"{first:.0f} bytes on rank 0, and {other:.0f}"
+                self.bucket.program = None
+                self.error = PayloadError(
+                    f"{self.communicator.compressor.spec}: the payload of {self.names[i]!r} has {sizes} on rank "
+                    f"{rank}. {VARIES}"
+                )
+                return False
+        self.bucket.compared = True
+        return True
+
+    def _sizes(self, leg: Leg) -> Tensor | None:
+        """Return the sizes of the payload tensors that the next leg carries."""
+        if self._position < 0:
+            return self._numbers(self.codec.layouts[0].sizes())
+        means_leg = self.route[self._position + 2]
+        count = len(self.codec.layouts[0].shapes)
+        self._means_wire = self._means(means_leg)
+        if not self._sends(means_leg):
+            return self.kernels.full([0] * count, "int64", self.wire)
+        if self.refused is not None:  # no sizes are negative: this says which variable was refused
+            return self._numbers([-1 - self.names.index(self.refused)] * count)
+        assert self.means_layout is not None
+        return self._numbers(self.means_layout.sizes())
+
+    def _padded(self) -> Tensor | None:
+        """Return the wire, padded with zeros to the longest of all ranks'; None if the sizes that came cannot be, which
+        all ranks see."""
+        try:
+            self.layouts = [self._layout(rank, sizes) for rank, sizes in enumerate(self.handle.result())]
+        except PayloadError as error:
+            self.error = error
+            return None
+        longest = max(layout.length for layout in self.layouts)
+        # No rank may leave the others alone, even if its own sizes were damaged and its wire is longer than all.
+        extra = max(0, longest - self.codec.layouts[0].length)
+        self.traffic.header_bytes += extra
+        return self.kernels.join([self.wire[:longest], self.kernels.zeros((extra,), "uint8", self.wire)])
+
+    def _layout(self, rank: int, sizes: Tensor) -> Layout:
+        """Return the layout of a rank's wire, from the sizes that it sent."""
+        most = sum(MOST_BYTES + MOST_BYTES_PER_ELEMENT * variable.numel for variable in self.bucket.variables)
+        try:
+            with payload_of(rank):
+                return self.codec.layouts[0].resized(self.kernels.to_list(sizes), most)
+        except PayloadError as error:
+            raise self._undecoded(error, self.bucket.ends) from error
+
+    def _cut(self, whole: Tensor) -> list[Tensor]:
+        """Return each rank's wire out of a concatenation; in front of each are the sizes of its payload tensors."""
+        count = len(self.codec.layouts[0].shapes)
+        start, wires, layouts = 0, [], []
+        for rank in range(self.context.size):
+            raw = whole[start : start + 8 * count]
+            if raw.shape[0] < 8 * count:
+                break
+            layouts.append(self._layout(rank, self.kernels.from_bytes(raw, "int64", (count,))))
+            start += 8 * count
+            wires.append(whole[start : start + layouts[-1].length])
+            start += layouts[-1].length
+        if len(wires) < self.context.size or start != whole.shape[0]:
+            raise self._undecoded(PayloadError("the payloads are of other sizes than they say"), self.bucket.ends)
+        self.layouts = layouts
+        return wires
+
+    # -- rounds and sums -------------------------------------------------------------------------------
+
+    def _next_round(self) -> Tensor:
+        """Return the next wire of a method of several rounds."""
+        total = self._total()
+        with recorder.phase("unpack", bucket=self.bucket):
+            self._read_round(total)
+        buffer = self.codec.next_round(total, self.divisor, self.header)
+        self._count(self.codec.payload_bytes(), buffer)
+        return buffer
+
+    def _in_parts(self) -> Tensor:
+        """Return the wire as bytes that can be cut into an equal part for each rank."""
+        k, size = self.kernels, self.context.size
+        raw = k.to_bytes(self.wire)
+        length = k.nbytes(raw)
+        self._parts = length, k.dtype(self.wire)
+        item = length // max(1, int(self.wire.shape[0]))
+        return k.join([raw, k.zeros((-length % (size * item),), "uint8", raw)])
+
+    def _sum(self, leg: Leg) -> Tensor:
+        """Return the sum of the wires that came, or of their parts, or room for the sum at ranks that do not add up.
+
+        Terms are added in float32 (float64 for float64) in rank order, and the sum is rounded once."""
+        k, layout = self.kernels, self.codec.layouts[0]
+        if not self._sends(leg):
+            return k.zeros((layout.length,), layout.dtype, self.wire)
+        with recorder.phase("sum", bucket=self.bucket):
+            in_parts = self.leg is not None and self.leg.in_parts
+            came = self.handle.result()
+            if in_parts:
+                came = [as_numbers(part, self._parts[1]) for part in came]
+            elif len(came) == 1:
+                return k.join([came[0]])
+            wide = "float64" if layout.dtype == "float64" else "float32"
+            total = k.zeros(tuple(came[0].shape), wide, came[0])
+            for part in came:
+                total = k.add(total, part)
+            total = k.cast(total, layout.dtype)
+        if in_parts:
+            return k.to_bytes(total)
+        self._count(self.codec.payload_bytes(), total)
+        return total
+
+    def _total(self) -> Tensor:
+        """Return the sum that came."""
+        came = self.handle.result()
+        parts_are_summed = self._position > 0 and self.route[self._position - 1].in_parts
+        if parts_are_summed and self.route[self._position].carries is Carries.SUMS:
+            length, dtype = self._parts
+            return as_numbers(self.kernels.join(list(came))[:length], dtype)
+        return came[0]
+
+    @property
+    def divisor(self) -> float:
+        """The number that a sum of payloads is divided by to be their mean."""
+        size: float = self.context.size / self.context.predivide
+        return size
+
+    # -- means -----------------------------------------------------------------------------------------
+
+    def _means(self, leg: Leg) -> Tensor | None:
+        """Return the means that this rank owns, encoded once more, or room for the root's; None if the ranks are out of
+        step, which all owners see."""
+        self.communicator.rescale_second(self.loss_scale)  # everywhere: who decodes votes multiplies with it
+        if not self._sends(leg):
+            return self.kernels.zeros((self.codec.layouts[0].length,), "uint8", self.wire)
+        header, rooted = self.header, self.communicator.rooted
+        with recorder.phase("unpack", bucket=self.bucket):
+            wires = self._wires_of_ranks()
+            self.means_layout = self.codec.means_layouts()[self.codec.owner]
+            out_of_step = header.compare(self.layouts, wires)
+            if out_of_step and not self.on_device:
+                # The others wait for a root's answer; owners all know by themselves.
+                return self._without_means([MISSING] * len(self.names)) if rooted else None
+            flags = header.flags(self.layouts, wires)
+            self._read_statuses(flags)
+        if self.refused is not None:
+            return self._refusal()
+        try:
+            finite = self.codec.average(wires, self.layouts, header)
+        except PayloadError as error:  # the others wait for the means: they are told with them
+            self.refused = error.variable
+            self.error = self._undecoded(error, error.variable)
+            return self._refusal()
+        statuses, kept = self._statuses_of_means(finite, flags)
+        stamps = header.received if rooted else header.own_stamp()
+        with recorder.phase("pack", bucket=self.bucket):
+            buffer, self.means_layout = self.codec.write_means(statuses, stamps if self.bucket.carries else ())
+        if self.context.size > 1 or not rooted:
+            self._count([self.codec.means_bytes(self.means_layout)], buffer)
+        self.codec.remember_means(kept)
+        return buffer
+
+    def _read_statuses(self, flags: Sequence[Tensor]) -> None:
+        """Learn from all ranks' statuses what is missing, overflowed or withheld; on a device, later."""
+        header = self.header
+        if self.on_device:
+            if self.communicator.cuts:
+                header.read(flags, self._read_missing)
+            return
+        header.judge([self.kernels.to_list(flag) for flag in flags])
+        if header.refused is not None:
+            rank, self.refused = header.refused
+            self.error = self._withheld_by(rank, self.refused)
+
+    def _read_missing(self, ranks: list[list[float]]) -> None:
+        self.header.missing = [not any(told) for told in zip(*ranks, strict=True)]
+
+    def _statuses_of_means(self, finite: Sequence[Any], flags: Sequence[Tensor]) -> tuple[list[Any], list[bool]]:
+        """Return the statuses of means, and of which variables the second memory keeps something.
+
+        Args:
+            finite: True for each variable whose mean is in range.
+            flags: the statuses of all ranks.
+        """
+        header, k, cuts, count = self.header, self.kernels, self.communicator.cuts, len(self.names)
+        if self.codec.wrote_statuses:  # kernels have seen flags and means, which stay on the device
+            return [], [True] * count
+        if self.on_device:
+            present = sum(k.cast(flag, "float32") for flag in flags) > 0
+            here: list[Any] = list(k.cast(present, "float32"))
+            none_overflowed: list[Any] = list(k.cast(header.overflow_on_device(flags) == 0, "float32"))
+            well = [both(a, b) for a, b in zip(none_overflowed, finite, strict=True)]
+        else:
+            here = [not missing for missing in header.missing]
+            each = zip(header.overflowed, finite, strict=True)
+            well = [bool(both(not overflowed, ok)) for overflowed, ok in each]
+        if cuts:  # all ranks have got a piece of all: they know by themselves what is missing
+            here = [True] * count
+        statuses = [h * status(True, ok, False) for h, ok in zip(here, well, strict=True)]
+        if self.on_device and not cuts:
+            if self.communicator.foreign:  # an overflow becomes a refusal where a rank sent no payload
+                withheld = sum(k.cast(k.cast(told, "float32") > OVERFLOW, "float32") for told in flags)
+                statuses = [told + k.cast(more > 0, "float32") for told, more in zip(statuses, withheld, strict=True)]
+            header.read([k.full(statuses, "float32", self.wire)], self._forget_means)
+        # On a device all is kept now, and rolled back when headers are read. Owners' memories belong to the step.
+        keeps_all = self.on_device or cuts
+        return statuses, [keeps_all or bool(h and ok) for h, ok in zip(here, well, strict=True)]
+
+    def _forget_means(self, statuses: list[list[float]]) -> None:
+        for name, told in zip(self.names, statuses[0], strict=True):
+            if told != PRESENT:
+                self.codec.forget_mean(name)
+
+    def _refusal(self) -> Tensor:
+        """Return means that say that there are none, because of one variable."""
+        return self._without_means([REFUSED if name == self.refused else MISSING for name in self.names])
+
+    def _without_means(self, statuses: list[int]) -> Tensor:
+        """Return a wire of means without payloads."""
+        k, layouts = self.kernels, self.codec.means_layouts()
+        layout = layouts[self.codec.owner]
+        stamps = self.header.received if self.communicator.rooted else self.header.own_stamp()
+        stamps = list(stamps) or [0] * self.codec.stamps
+        longest = max(one.length for one in layouts)
+        ends = [*statuses, *stamps, *[0] * (longest - layout.body - len(statuses) - len(stamps))]
+        return k.join([k.zeros((layout.body,), "uint8", self.wire), k.full(ends, "uint8", self.wire)])
+
+    def _sized_means(self, leg: Leg) -> Tensor | None:
+        """Return the root's means, or room for them, now that their sizes are known; None if there are none, which all
+        ranks see."""
+        (sizes,) = self.handle.result()
+        numbers = self.kernels.to_list(sizes[:1])
+        assert leg.root is not None
+        if numbers and numbers[0] < 0:
+            self.error = self.error or self._no_means(leg.root, self.names[-1 - int(numbers[0])])
+            return None
+        try:
+            self.means_layout = self._layout(leg.root, sizes)
+        except PayloadError as error:
+            self.error = error
+            return None
+        if self._sends(leg):
+            return self._means_wire
+        return self.kernels.zeros((self.means_layout.length,), "uint8", self.wire)
+
+    # -- receiving -------------------------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Block until the collective under way is done.
+
+        Raises:
+            ExchangeError: the engine failed; the message names the bucket and what the engine said.
+        """
+        began = time.perf_counter()
+        with waiting(self.place), recorder.phase("wait", "wait", bucket=self.bucket):
+            try:
+                self.handle.wait()
+            except Exception as error:
+                raise self.failure(error) from error
+            if self.apart is not None and not self.apart.values:
+                failed = self._move_payloads(self.apart.receive_all)
+                self.error = None if failed is None else self._undecoded(*failed)
+            self.arrived()
+        self.traffic.wait_seconds += time.perf_counter() - began
+
+    def arrived(self) -> None:
+        """Note that the collective under way is known to be done."""
+        if self._over is not None:
+            self._over.done += 1
+            self._over = None
+        if self._traced is not None:
+            self._traced.end()
+            self._traced = None
+
+    @property
+    def blocks(self) -> bool:
+        """True if its collective can only be awaited by ``wait``, since the engine gives nothing to await instead."""
+        return not self.handle.works or self.apart is not None
+
+    def finish(self, outs: Sequence[Any], wait: bool = True) -> list[Outcome]:
+        """Decode and aggregate; each value is written into its ``out`` where one is given.
+
+        Args:
+            outs: a float32 tensor of the variable's shape (of its own dtype for exact methods), or None.
+            wait: False if all legs were started, and the last one is known to be done.
+
+        Raises:
+            PayloadError: what a rank sent cannot be decoded; the message names the rank, the variable and the method.
+        """
+        if wait:
+            while self.advance():
+                pass
+            if not self.stopped:
+                self.wait()
+        began = time.perf_counter()
+        if self.error is not None:
+            raise self.error
+        if self.stopped:
+            return self.nothing()
+        with recorder.phase("unpack", bucket=self.bucket):
+            wires = self._last_wires()
+            self._read_last(wires)
+        if self.header.out_of_step:
+            return self.nothing()
+        values = self._decode(wires, outs)
+        self.outcomes = [Outcome(v, value, False) for v, value in zip(self.bucket.variables, values, strict=True)]
+        self._amend()
+        for i, outcome in enumerate(self.outcomes if self.header.poison is not None else ()):
+            outcome.value = self.kernels.add(outcome.value, self.header.poison[i])
+        if self.header.questions and not self.deferred:
+            resolve([self])
+        self.traffic.codec_seconds += time.perf_counter() - began
+        return list(self.outcomes)
+
+    def _decode(self, wires: list[Tensor], outs: Sequence[Any]) -> list[Any]:
+        divisor = self.divisor if self.communicator.sums else self.context.size
+        try:
+            return self.codec.decode(wires, self.layouts, outs, divisor, self.brings_means)
+        except PayloadError as error:
+            if self.brings_means and self.communicator.rooted:
+                error.place = self.route[-1].root
+            raise self._undecoded(error, error.variable) from error
+
+    def _last_wires(self) -> list[Tensor]:
+        """Return the wires that the last leg brought, or their sum; set ``layouts``."""
+        if self.communicator.sums:
+            self.layouts = [self.codec.layouts[0]]
+            return [self._total()]
+        if not self.brings_means:
+            return self._wires_of_ranks()
+        if self.codec.varies:
+            assert self.means_layout is not None
+            self.layouts = [self.means_layout]
+        else:
+            self.layouts = self.codec.means_layouts()
+            self.layouts = self.layouts if self.communicator.cuts else self.layouts[:1]
+        return [wire[: layout.length] for layout, wire in zip(self.layouts, self.handle.result(), strict=True)]
+
+    def _wires_of_ranks(self) -> list[Tensor]:
+        """Return the wires of all ranks, cut to their lengths; set ``layouts``."""
+        wires = self.handle.result()
+        if self.route[self._position].collective is CONCATENATE:
+            return self._cut(wires[0])
+        if not self.layouts:
+            self.layouts = [self.codec.layouts[self.codec.owner]] * len(wires)
+        return [wire[: layout.length] for layout, wire in zip(self.layouts, wires, strict=True)]
+
+    # -- headers ---------------------------------------------------------------------------------------
+
+    def _read_last(self, wires: list[Tensor]) -> None:
+        """Read the header of what came last, or defer that."""
+        header = self.header
+        if self.traits.rounds > 1:
+            self._read_round(wires[0])
+            return
+        if not self.brings_means or self.communicator.rooted:  # owners have compared stamps before they averaged
+            header.compare(self.layouts, wires)
+        if header.out_of_step:
+            return
+        flags = header.flags(self.layouts, wires)
+        if self.brings_means:
+            header.read(flags, self._judge_means)
+        else:
+            flags = flags if header.statuses_matter else []
+            bodies = [self.kernels.all_finite(body) for body in self._bodies(wires)]
+            if flags or bodies:
+                well = [*[self.program.well] * len(flags), *[None] * len(bodies)]
+
+                def then(numbers: list[list[float]]) -> None:
+                    self._judge(numbers[: len(flags)], [flag[0] for flag in numbers[len(flags) :]], wires, self.layouts)
+
+                header.read([*flags, *bodies], then, well)
+        if self.next_step and self.on_device and self.hides_overflow:
+            header.poison_by(flags)
+
+    def _bodies(self, wires: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors that show overflows by themselves: a sum as a whole, which is looked at variable by
+        variable only if something is found; or all payload tensors."""
+        if not (self.guard and self.program.payloads_show):
+            return []
+        if self.communicator.sums:
+            return [wires[0][: self.layouts[0].body]]
+        received = [layout.unpack(wire) for layout, wire in zip(self.layouts, wires, strict=True)]
+        return [tensor for payloads in received for payload in payloads for tensor in payload]
+
+    def _read_round(self, total: Tensor) -> None:
+        """Read the header of a round's sum. A later round may not show what overflowed: an infinite column becomes a
+        finite one again."""
+        header, k, layout = self.header, self.kernels, self.codec.layouts[0]
+        header.compare([layout], [total])
+        flag = layout.statuses(total)
+        each = self.codec.receive(total, self.divisor)
+        finite = k.all_finite(total[: layout.body]) if each is None else each
+        flags = [flag] if header.statuses_matter else []
+
+        def then(numbers: list[list[float]]) -> None:
+            self._judge(numbers[1:], numbers[0], [total], [layout])
+
+        header.read([finite, *flags], then, [None, self.program.well])
+        if self.next_step and self.on_device:
+            if each is None:
+                each = [math.prod(map(k.all_finite, payload)) for payload in layout.unpack(total)]
+            header.poison_by([flag], each)
+
+    def _judge(
+        self,
+        ranks: Sequence[list[float]],
+        finite: Sequence[float],
+        wires: Sequence[Tensor],
+        layouts: Sequence[Layout],
+    ) -> None:
+        """Learn from the statuses of all ranks, or their sum, and from whether payloads are finite."""
+        header = self.header
+        if ranks:
+            header.judge(ranks)
+            if header.refused is not None:
+                raise self._withheld_by(*header.refused)
+        if not all(finite):
+            received = [layout.unpack(wire) for layout, wire in zip(layouts, wires, strict=True)]
+            for_each = [[tensor for payloads in received for tensor in payloads[i]] for i in range(len(self.names))]
+            now = [not all(bool(self.kernels.all_finite(tensor)) for tensor in tensors) for tensors in for_each]
+            header.overflowed = [a or b for a, b in zip(header.overflowed, now, strict=True)]
+        self._amend()
+
+    def _judge_means(self, ranks: list[list[float]]) -> None:
+        """Learn from the statuses that the owners, or the root, sent with their means."""
+        header, missing = self.header, self.header.missing
+        first = self.route[-1].root or 0
+        for rank, statuses in enumerate(ranks, first):
+            if REFUSED in statuses:
+                raise self._no_means(rank, self.names[list(statuses).index(REFUSED)])
+        header.judge(ranks, first)
+        header.missing = [a or b for a, b in zip(missing, header.missing, strict=True)]
+        self._amend()
+
+    @property
+    def hides_overflow(self) -> bool:
+        """True if what comes of infinite numbers may be finite."""
+        hidden = self.route[-1].carries in (Carries.MEANS, Carries.HEADERS)
+        return hidden or self.traits.rounds > 1 or not self.traits.carries_nonfinite
+
+    def _amend(self) -> None:
+        """Write into the outcomes which variables nobody had a gradient of, and which overflowed."""
+        if any(self.header.missing) or any(self.header.overflowed):
+            poisoned_there = self.next_step and self.on_device
+            poisons = self.hides_overflow and not poisoned_there
+            self.header.amend(self.outcomes, self.codec.poisoned if poisons else None)
+
+    def look_at_stamps(self) -> None:
+        """Compare the step stamps that came, since the step is discarded and nothing else counts."""
+        if self.error is not None or self.stopped or self.communicator.cuts:
+            return
+        with contextlib.suppress(PayloadError):  # sizes that cannot be
+            wires = self._last_wires()
+            self.header.compare(self.layouts, wires)
+
+    def nothing(self) -> list[Outcome]:
+        """Return the outcomes of ranks that are not at one step."""
+        return [Outcome(variable, None, False) for variable in self.bucket.variables]
+
+    def enqueue(self) -> None:
+        """Do nothing: only delayed round trips go on after the step."""
+
+    def cancel(self) -> None:
+        """Do nothing: only delayed round trips are known elsewhere."""
+
+    # -- errors ----------------------------------------------------------------------------------------
+
+    def place(self) -> str:
+        """Return the description of this exchange that error messages use for a blocked rank."""
+        return f"the exchange of {self.bucket.describe()} at step {self.context.step}"
+
+    def failure(self, error: Exception) -> ExchangeError:
+        """Return the error of an engine that failed; it says which rank has ended or is elsewhere, as far as known."""
+        return self.backend.failed(f"the exchange of {self.bucket.describe()}", f" at step {self.context.step}", error)
+
+    @property
+    def _who(self) -> str:
+        return f"rank {self.context.rank} of {self.context.size}"
+
+    def _undecoded(self, error: PayloadError, name: str) -> PayloadError:
+        """Return the error of a payload that cannot be decoded."""
+        sender = "another rank" if error.place is None else f"rank {error.place}"
+        return PayloadError(
+            f"{self._who}: what {sender} sent of {name!r} at step {self.context.step} is no payload of "
+            f"{self.communicator.compressor.spec}: {error}. It was damaged on its way, or that rank runs other code"
+        )
+
+    def _no_means(self, rank: int, name: str) -> PayloadError:
+        """Return the error of the ranks whose owner, or root, could not decode what it got."""
+        return (
+            self.error
+            or self._withheld_here()
+            or PayloadError(
+                f"{self._who}: rank {rank} could not decode what it was sent of {name!r} at step {self.context.step}; "
+                "its own error says more"
+            )
+        )
+
+    def _withheld_here(self) -> PayloadError | None:
+        """Return the error of this rank's payload that has other shapes than before; None if it has not."""
+        if self.codec.withheld is None:
+            return None
+        name, now, was = self.codec.withheld
+        return PayloadError(
+            f"{self._who}: {self.communicator.compressor.spec}: the payload of {name!r} has the shapes {now} at step "
+            f"{self.context.step}, and had {was} at the first. {VARIES}"
+        )
+
+    def _withheld_by(self, rank: int, name: str) -> PayloadError:
+        """Return the error of a payload that a rank did not send."""
+        who = "another rank" if self.communicator.sums else f"rank {rank}"
+        return self._withheld_here() or PayloadError(
+            f"{self._who}: {who} has not sent its payload of {name!r} at step {self.context.step}, which is laid out "
+            "otherwise than at the first; its own error says more"
+        )
+
+
+def start_round_trip(contribution: Contribution) -> RoundTrip:
+    """Start the round trip of a bucket: the communicator's own, if its class defines ``begin(contribution)``."""
+    begin: Callable[[Contribution], RoundTrip] = getattr(contribution.bucket.communicator, "begin", RoundTrip)
+    return begin(contribution)
+
+
+def as_numbers(raw: Tensor, dtype: str) -> Any:
+    """Return bytes as the numbers that they are."""
+    k = kernels_of(raw)
+    one = k.nbytes(k.zeros((1,), dtype, raw))
+    return k.from_bytes(raw, dtype, (k.nbytes(raw) // one,))

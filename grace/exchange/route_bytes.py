@@ -1,0 +1,213 @@
+"""The bytes of a bucket's round trip, worked out from shapes before there is a gradient.
+
+Strategies and the planner read them here; ``leg.sent`` tells how many bytes of a buffer leave a rank.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from grace.core.composition import Composed
+from grace.core.compressor import AFTER_WARMUP, Compressor, TensorSpec
+from grace.core.context import Context
+from grace.core.ported import ITEM_SIZE
+from grace.core.route import BROADCAST, CONCATENATE, Carries, EngineTraits, Leg, route_of
+from grace.core.variable import Variable
+from grace.exchange.bucket import Bucket
+from grace.exchange.codec import CodecSetup, PerVariableCodec
+from grace.exchange.layout import Layout
+from grace.exchange.sparse_codec import RowCompressor
+from grace.kernels import NumpyKernels
+from grace.kernels.index_coding import index_bits
+
+SIZE_BYTES = 8
+"""Bytes of a number that tells a size."""
+
+
+class LegBytes(NamedTuple):
+    """A leg, and the buffer that a rank hands to its collective.
+
+    Attributes:
+        leg: the leg.
+        nbytes: bytes of the buffer.
+        dtype: its dtype.
+    """
+
+    leg: Leg
+    nbytes: float
+    dtype: str = "uint8"
+
+
+def bytes_of(
+    bucket: Bucket,
+    engine: EngineTraits,
+    bits: float | None = None,
+    rows: Mapping[str, float] | None = None,
+    headers: bool = True,
+) -> list[LegBytes]:
+    """Return the legs of a bucket's round trip, and the bytes of a rank's buffer in each.
+
+    A delayed bucket sends as many, a step or more later. Of a communicator that moves payloads itself, these are
+    counted as one all-gather behind the leg of their header.
+
+    Args:
+        bucket: its variables, and its communicator, which need not be in a run.
+        engine: the engine's traits.
+        bits: bits that an element takes where the data decide; of sparse variables, an element of a row. If left out,
+            as many as a method of Grace's sends at most: all values, and their positions.
+        rows: rows that come, of sparse variables by name; all of them where it does not say.
+        headers: False to count payloads alone.
+
+    >>> from grace.communicators import ScatterReduce
+    >>> bucket = Bucket(0, ScatterReduce("qsgd"), [Variable("w", (100,))])
+    >>> [(leg.collective.name, nbytes) for leg, nbytes, _ in bytes_of(bucket, EngineTraits(ranks=4), headers=False)]
+    [('alltoall', 116.0), ('allgather', 29.0)]
+    """
+    wires = _Wires(bucket, engine, bits, rows or {}, headers)
+    route = route_of(wires.communicator, [wires.nbytes(one) for one in wires.rounds], engine, wires.codec.varies)
+    found, number = [], 0
+    for before, leg in zip([None, *route], route, strict=False):
+        number += leg.carries is Carries.ROUND
+        layout = wires.rounds[number]
+        nbytes = wires.nbytes(layout)
+        if leg.carries is Carries.SIZES:
+            nbytes = wires.sizes
+        elif leg.carries is Carries.MEANS:
+            nbytes = wires.nbytes(wires.means)
+        elif leg.carries is Carries.GRADIENTS and wires.communicator.cuts:
+            nbytes *= engine.ranks
+        elif leg.collective is CONCATENATE:
+            nbytes += wires.sizes
+        if leg.in_parts or (before is not None and before.in_parts):
+            item = ITEM_SIZE[layout.dtype]
+            nbytes += -nbytes % (engine.ranks * item) if headers else 0
+            nbytes /= 1 if leg.in_parts else engine.ranks
+        found.append(LegBytes(leg, float(nbytes), layout.dtype))
+    if wires.moved is not None:
+        found.append(LegBytes(dataclasses.replace(route[-1], carries=Carries.GRADIENTS), wires.moved))
+    return found if headers else [one for one in found if one.leg.carries not in (Carries.SIZES, Carries.HEADERS)]
+
+
+def bytes_within_node(
+    bucket: Bucket, inside: Any, engine: EngineTraits, rows: Mapping[str, float] | None = None, leader: int = 0
+) -> tuple[list[LegBytes], list[LegBytes]]:
+    """Return what the ranks of a node send each other ahead of the round trip of the nodes' leaders, and behind it.
+
+    Args:
+        bucket: the bucket that the leaders exchange.
+        inside: the communicator of the node's ranks.
+        engine: the engine's traits, with the ranks of the node.
+        rows: rows that come, of sparse variables by name; all of them where it does not say.
+        leader: the leader's number in its node.
+    """
+    communicator = bucket.communicator
+    exact = communicator.compressor.traits.exact and not communicator.memory.stateful
+    variables = bucket.variables if exact else [dataclasses.replace(v, dtype="float32") for v in bucket.variables]
+    before = bytes_of(Bucket(bucket.index, inside, variables, carries=bucket.carries), engine, rows=rows)
+    buffers = [4.0 * len(variables)]  # a status of each
+    for variable in variables:
+        if variable.sparse:
+            count = rows_of(variable, rows or {})
+            buffers += [SIZE_BYTES, 4 * count, 4 * count * math.prod(variable.shape[1:])]
+        else:
+            buffers.append(variable.nbytes)
+    back = Leg(BROADCAST, Carries.MEANS, leader)
+    return before, [LegBytes(back, nbytes) for nbytes in buffers]
+
+
+def rows_of(variable: Variable, rows: Mapping[str, float]) -> float:
+    """Return how many rows of a sparse variable come: as many as ``rows`` says, and all if it does not."""
+    return min(rows.get(variable.name, math.inf), variable.shape[0])
+
+
+class _Wires:
+    """The layouts of a bucket's wires.
+
+    Attributes:
+        communicator: the bucket's, as it is on so many ranks.
+        codec: its codec.
+        rounds: of each round, the layout of the longest wire.
+        means: the layout of the means.
+        sizes: bytes that tell the sizes of all payload tensors.
+        moved: bytes of payloads that the communicator moves itself; None if the wire has them.
+    """
+
+    def __init__(
+        self, bucket: Bucket, engine: EngineTraits, bits: float | None, rows: Mapping[str, float], headers: bool
+    ):
+        self.bits, self.rows, self.headers, self.variables = bits, rows, headers, bucket.variables
+        own: Any = bucket.communicator
+        self.communicator: Any = own.at(Context(size=engine.ranks))
+        self.compressor: Compressor = self.communicator.compressor
+        self.codec = self._codec(bucket, engine)
+        self.rounds = [layouts[0] if layouts else self._estimate() for layouts in self.codec.known]
+        means = self.codec.means_layouts()
+        self.means = means[0] if means else self.rounds[0]
+        self.sizes = SIZE_BYTES * sum(tensors_of(self.compressor, v.shape) for v in bucket.variables)
+        self.moved = None
+        if self.communicator.moves_payloads:
+            self.moved = self._payloads()
+            self.rounds = [Layout(NumpyKernels(), [[] for _ in bucket.variables], False, self.codec.stamps)]
+
+    def nbytes(self, layout: Layout) -> float:
+        """Return the bytes of a wire."""
+        return layout.nbytes if self.headers else layout.total
+
+    def _codec(self, bucket: Bucket, engine: EngineTraits) -> PerVariableCodec:
+        """Return the codec that lays out the bucket's wires; of variables that are cut, that of the first owner, whose
+        pieces are the longest."""
+        communicator, variables, owners = self.communicator, bucket.variables, 1
+        if communicator.codec is not None:
+            owners = engine.ranks if communicator.cuts else 1
+        elif communicator.cuts:
+            variables = [dataclasses.replace(v, shape=(-(-v.numel // engine.ranks),)) for v in variables]
+        own = Bucket(bucket.index, communicator, variables, carries=bucket.carries)
+        shared = communicator.sums or communicator.rooted
+        setup = CodecSetup(own, NumpyKernels(), not engine.on_cpu, owners, 0, shared, AFTER_WARMUP)
+        codec: PerVariableCodec = (communicator.codec or PerVariableCodec)(setup)
+        return codec
+
+    def _estimate(self) -> Layout:
+        """Return a layout as large as a round's payloads are expected to be, where shapes do not tell."""
+        spec = self.compressor.specs((1,), "float32", False, AFTER_WARMUP)[0]
+        dtype = "uint8" if not self.communicator.sums else spec[0].dtype if spec else "float32"
+        count = math.ceil(round(self._payloads() / self.compressor.traits.rounds / ITEM_SIZE[dtype], 3))
+        payloads = [[TensorSpec(dtype, (count,))], *([] for _ in self.variables[1:])]
+        return Layout(NumpyKernels(), payloads, self.communicator.sums, self.codec.stamps)
+
+    def _payloads(self) -> float:
+        return sum(map(self._payload, self.variables))
+
+    def _payload(self, variable: Variable) -> float:
+        """Return the bytes of one variable's payload, in all rounds."""
+        compressor, shape = self.compressor, variable.shape
+        if self.codec.exact:
+            return variable.nbytes
+        if not isinstance(compressor, RowCompressor):
+            return self._compressed(compressor, shape)
+        rows = rows_of(variable, self.rows)
+        shape = (max(1, round(rows)), *shape[1:])
+        return rows * (4 + self._compressed(compressor.inner, shape) / shape[0])
+
+    def _compressed(self, compressor: Compressor, shape: tuple[int, ...]) -> float:
+        n, bits = math.prod(shape), compressor.wire_bits(shape)
+        bits = self.bits if bits is None else bits
+        return 8 + (4 + index_bits(n) / 8) * n if bits is None else bits * n / 8
+
+
+def tensors_of(compressor: Compressor, shape: tuple[int, ...]) -> int:
+    """Return how many tensors a payload has; two (values and positions) of a method that does not say.
+
+    >>> from grace.core.registry import make
+    >>> tensors_of(make("compressor", "threshold"), (10,)), tensors_of(make("compressor", "dgc | efsignsgd"), (10,))
+    (2, 3)
+    """
+    if isinstance(compressor, RowCompressor):
+        return 1 + tensors_of(compressor.inner, shape)
+    if isinstance(compressor, Composed):  # the second method's payload takes the place of values
+        return tensors_of(compressor.sparsifier, shape) + tensors_of(compressor.values, shape) - 1
+    if compressor.traits.exact:
+        return 1
+    spec = compressor.round_specs(shape, AFTER_WARMUP)[0]
+    return 2 if spec is None else len(spec)

@@ -1,0 +1,144 @@
+"""A communicator is one file: a tree, which says its route, is carried, counted, planned, described and traced."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+
+import grace
+import grace.torch
+from grace.core.route import EngineTraits
+from grace.core.variable import Variable
+from grace.exchange.bucket import Bucket
+from grace.exchange.route_bytes import bytes_of
+from grace.exchange.tracing import recorder
+from tests.support.own_parts import registered
+from tests.support.pools import launched, ranks_of
+from tests.support.strategies import assert_close, executed, mixed, on_the_mean, train, weights
+from tests.support.training import Given, ddp, distributed, loss_of, made_up, net, sgd
+from tests.support.tree import Tree
+
+pytestmark = pytest.mark.ranks
+SHAPES = {"matrix": (40, 30), "vector": (700,), "scalar": ()}
+
+
+def stepped(communicator, steps=3):
+    """Gradients after each step, the bytes that left this rank, and those that the route's shapes say."""
+    model = Given(SHAPES)
+    optimizer = distributed(model, communicator=communicator)
+    found = []
+    for step in range(steps):
+        model.backward(made_up(SHAPES, step, grace.rank()))
+        optimizer.step()
+        found.append([p.grad.clone() for p in model.parameters()])
+    runner = optimizer._grace.runner
+    engine = EngineTraits(grace.size(), runner.channel.by_ring, runner.channel.concatenates)
+    said = 0.0
+    for bucket in runner.buckets:
+        said += sum(leg.sent(nbytes, grace.size(), grace.rank()) for leg, nbytes, _ in bytes_of(bucket, engine))
+    return found, runner.traffic.sent_bytes, steps * said
+
+
+def beside_allreduce(spec):
+    """The largest difference to an all-reduce, and the bytes of the tree."""
+    mine, sent, said = stepped(Tree(spec))
+    usual, *_ = stepped(grace.torch.Allreduce(spec))
+    pairs = [(a, b) for one, other in zip(mine, usual, strict=True) for a, b in zip(one, other, strict=True)]
+    return max(float((a - b).abs().max()) for a, b in pairs), sent, said
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("spec", ["none", "randomk(ratio=0.5)", "powersgd(rank=2)"])
+def test_its_means_are_an_allreduces_and_its_bytes_those_that_its_route_says(spec, size):
+    for difference, sent, said in ranks_of(size).run(beside_allreduce, spec):
+        assert difference < 1e-5
+        assert sent == said
+
+
+def through_ddp(communicator):
+    model = net()
+    wrapped, optimizer = ddp(model, bucket_cap_mb=0.001), sgd(model.parameters())
+    grace.torch.register_ddp_hook(wrapped, communicator=communicator)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(wrapped, step).backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def both_hooks():
+    pairs = zip(through_ddp(Tree("none")), through_ddp(grace.torch.Allreduce("none")), strict=True)
+    return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+def test_ddps_hook_carries_it(two_ranks):
+    assert max(two_ranks.run(both_hooks)) < 1e-5
+
+
+def by_strategy(strategy):
+    with registered(Tree):
+        model = mixed()
+        optimizer = executed(model, strategy)
+        train(model, optimizer, range(3))
+        return weights(model), optimizer.strategy.to_dict()["variables"]["dense.weight"]["sync"]["type"]
+
+
+def test_a_strategy_file_names_it_and_it_is_described(two_ranks, tmp_path):
+    document = {"version": 1, "cluster": {"world_size": 2}, "rules": [{"match": {}, "sync": {"type": "tree"}}]}
+    file = tmp_path / "tree.json"
+    file.write_text(json.dumps(document))
+    for got, kind in two_ranks.run(by_strategy, str(file)):
+        assert_close(got, on_the_mean(mixed(), 2, range(3)))
+        assert kind == "tree"
+    assert Tree.cost.startswith("p")
+
+
+def traced(folder):
+    os.environ[recorder.FOLDER], os.environ[recorder.SKIP] = folder, "0"
+    try:
+        stepped(Tree("none"))
+    finally:
+        del os.environ[recorder.FOLDER], os.environ[recorder.SKIP]
+        recorder._recorder.write()
+        recorder._recorder = recorder.active = None
+
+
+def test_its_legs_are_traced(two_ranks, tmp_path):
+    two_ranks.run(traced, str(tmp_path))
+    events = [json.loads(line) for line in (tmp_path / "rank1.jsonl").read_text().splitlines()]
+    begun = [event for event in events if event.get("ph") == "b"]
+    assert len(begun) == 2 * 3  # two legs in each of three steps
+    assert all(event["args"]["communicator"].startswith("tree") for event in begun)
+
+
+def keras_means():
+    import tensorflow as tf
+
+    import grace.tensorflow
+
+    w = tf.Variable(tf.zeros([40]))
+    exchange = grace.tensorflow.GradientExchange(communicator=Tree("none"))
+    gradients = [np.full(40, n + grace.rank(), np.float32) for n in range(3)]
+    return [np.array(exchange([tf.constant(gradient)], [w])[0].value) for gradient in gradients]
+
+
+@pytest.mark.slow
+def test_keras_gradients_are_carried_by_it():
+    pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+    for found in launched("mpirun-mpi", 2, "tensorflow").run(keras_means):
+        np.testing.assert_allclose(found, [np.full(40, n + 0.5) for n in range(3)], atol=1e-6)
+
+
+def test_the_planner_reads_its_route():
+    from grace.planner.payloads import payloads_of
+
+    bucket = Bucket(0, Tree("none"), [Variable("w", (1000,))])
+    found = payloads_of(bytes_of(bucket, EngineTraits(4)), 4)
+    assert [payload.kind for payload in found] == ["alltoall", "broadcast"]  # measured as the nearest known collective
+    assert found[1].rooted
+
+
+def test_torch_tensors_of_one_rank_stay_as_they_are():
+    assert Tree("none").step(torch.tensor([1.0, 2.0]), "w").tolist() == [1.0, 2.0]

@@ -1,0 +1,240 @@
+"""The bytes that a route says, worked out from shapes, are those that leave each rank."""
+
+import contextlib
+import dataclasses
+import os
+import warnings
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import grace
+from grace.communicators import Allgather, Allreduce, Broadcast
+from grace.communicators.choice import build_communicator
+from grace.communicators.sparse import row_communicator
+from grace.core.registry import known, legal_communicators, make
+from grace.core.route import EngineTraits
+from grace.core.variable import Variable
+from grace.exchange.bucket import Bucket, Traffic
+from grace.exchange.round_trip import RoundTrip
+from grace.exchange.route_bytes import bytes_of, bytes_within_node
+from grace.exchange.sparse_rows import SparseRows
+from grace.kernels import kernels_of
+from grace.session.sharding import uniform
+from grace.session.step_runner import StepRunner
+from tests.support.own_parts import InPieces, registered
+from tests.support.pools import ranks_of
+
+pytestmark = pytest.mark.ranks
+
+SHAPES = ((12, 25), (301,))
+OPTIONS: list[dict[str, Any]] = [{}, {"staleness": 1}, {"local_replication": True}]
+"""Options of communicators by which other bytes travel, or bytes travel later."""
+
+
+class Blocking(grace.Communicator):
+    """Moves payloads itself, variable by variable."""
+
+    name = "blocking"
+
+    @classmethod
+    def accepts(cls, compressor):
+        return "its payloads differ in size" if compressor.traits.varies else super().accepts(compressor)
+
+    def _start(self, tensors):
+        return [self.backend.allgather(kernels_of(tensor).to_bytes(tensor)) for tensor in tensors], tensors
+
+    def _end(self, begun, ctx):
+        handles, tensors = begun
+        for handle in handles:
+            handle.wait()
+        return self.compressor.decompress(tensors, ctx)
+
+    def send_receive(self, tensors, ctx, name):
+        return self._end(self._start(tensors), ctx)
+
+
+class Starting(grace.Communicator):
+    """Starts to move payloads itself, and awaits them later."""
+
+    name = "starting"
+    accepts = Blocking.accepts
+    _start, _end = Blocking._start, Blocking._end
+
+    def async_send(self, tensors, name):
+        return self._start(tensors)
+
+    def wait_receive(self, handles, ctx, name):
+        return self._end(handles, ctx)
+
+
+class Routed(grace.Communicator):
+    """Says its legs."""
+
+    name = "routed"
+
+    def legs(self, nbytes, engine):
+        return Broadcast.legs(self, nbytes, engine)
+
+
+class Beginning(Allgather):
+    """Begins round trips itself."""
+
+    name = "beginning"
+
+    def begin(self, contribution):
+        return RoundTrip(contribution)
+
+
+OWN = InPieces, Blocking, Starting, Routed, Beginning
+
+
+class Case(NamedTuple):
+    """One way to exchange some variables."""
+
+    words: str
+    variables: list[Variable]
+    communicator: Any
+
+
+def cases(own: bool) -> list[Case]:
+    """All that is legal, of what the registry knows: with the communicators of this file, or with Grace's."""
+    found = []
+    for method in known("compressor"):
+        if dataclasses.MISSING in known("compressor")[method].parameters().values():
+            continue
+        classes: Any = {kind: known("communicator")[kind] for kind in legal_communicators(make("compressor", method))}
+        classes = {kind: cls for kind, cls in classes.items() if (cls in OWN) is own}
+        for kind, cls in classes.items():
+            # Rows travel alike under all communicators that have no root.
+            forms = (False, True) if cls.rooted or kind == next(iter(classes)) else (False,)
+            for options in OPTIONS:
+                for sparse in forms if options.keys() <= cls.parameters().keys() else ():
+                    found += case(f"{len(found)}", method, {"name": kind, **options}, sparse)
+    return found
+
+
+def case(name: str, method: str, communicator: dict[str, Any], sparse: bool) -> list[Case]:
+    """One of them; nothing if its parts do not go together."""
+    variables = [Variable(f"{name}.{i}", shape, sparse=sparse) for i, shape in enumerate(SHAPES)]
+    words = f"{communicator}, {method}{', rows' * sparse}"
+    with contextlib.suppress(grace.ConfigError), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        built = build_communicator(method, None, communicator)
+        if len(communicator) > 1 and built.compressor.traits.varies:
+            return []  # a rank may send its own payload and hand on the means, and only their sum is counted
+        if sparse:
+            row_communicator(built, name)  # raises if rows cannot be compressed so
+        return [Case(words, variables, built)]
+    return []
+
+
+class Counted(NamedTuple):
+    """What a rank has counted of a bucket: bytes of its own payload, of all that it has sent, and what left it."""
+
+    own: int
+    payload: int
+    sent: int
+
+
+def rows_here(hierarchical: bool) -> int:
+    """How many rows this rank has; ranks of nodes have as many as each other, so that their sums have as many."""
+    return 4 if hierarchical else 4 + grace.rank()
+
+
+def gradient(variable: Variable, hierarchical: bool) -> Any:
+    if not variable.sparse:
+        return torch.randn(variable.shape)
+    rows = torch.arange(rows_here(hierarchical))
+    return SparseRows(torch.randn(len(rows), *variable.shape[1:]), rows)
+
+
+def exchanged(runner: StepRunner, hierarchical: bool) -> list[Counted]:
+    """Exchange all buckets, twice, since some means come a step later: the counts of the second step."""
+    counts = []
+    for _ in range(2):
+        counts.clear()
+        for bucket in runner.buckets:
+            bucket.carries = bucket.index % 2 == 0  # with step stamps, and without
+            traffic = runner.traffic = Traffic()
+            gradients = [gradient(variable, hierarchical) for variable in bucket.variables]
+            runner.start(bucket, gradients, [True] * len(gradients))
+            counts.append((sum(traffic.payload_bytes.values()), traffic))
+            if hierarchical:
+                runner.finish(lambda bucket: [None] * len(bucket.variables))
+        if not hierarchical:
+            runner.finish(lambda bucket: [None] * len(bucket.variables))
+    return [Counted(own, sum(traffic.payload_bytes.values()), traffic.sent_bytes) for own, traffic in counts]
+
+
+def said(runner: StepRunner, bucket: Bucket, counts: list[Counted], hierarchical: bool) -> float:
+    """The bytes that leave this rank by the route; where the data decide, of payloads as large as were counted."""
+    communicator: Any = bucket.communicator
+    sparse, channel = bucket.variables[0].sparse, runner.channel
+    rows = {v.name: rows_here(hierarchical) if hierarchical else 3 + channel.size for v in bucket.variables}
+    engine = EngineTraits(channel.size, channel.by_ring, channel.concatenates)
+    numbers = sum(rows[v.name] if sparse else 0 for v in bucket.variables)
+    elements = sum(v.numel // v.shape[0] * rows[v.name] if sparse else v.numel for v in bucket.variables)
+    rank, total = channel.rank, 0.0
+    within = 0
+    if hierarchical:
+        groups = runner.hierarchy.node_groups
+        inside: Any = row_communicator(Allreduce("none"), "") if sparse else Allreduce("none")
+        node = dataclasses.replace(engine, ranks=groups.node.size)
+        for legs in bytes_within_node(bucket, inside, node, rows, groups.first):
+            total += sum(round(one.leg.sent(one.nbytes, groups.node.size, groups.node.rank)) for one in legs)
+        if groups.leaders is None:
+            return total
+        rank, engine = groups.leaders.rank, dataclasses.replace(engine, ranks=groups.nodes)
+        within = 4 * (elements + numbers)  # what the ranks of the node have summed is counted with it
+    payload = max(count.own for count in counts)
+    if communicator.rooted and communicator.root == rank:  # which sends means alone
+        payload = counts[channel.rank].payload - counts[channel.rank].own + within
+    bits = 8 * (payload - within - 4 * numbers) / elements
+    return total + sum(
+        round(one.leg.sent(one.nbytes, engine.ranks, rank)) for one in bytes_of(bucket, engine, bits, rows)
+    )
+
+
+def differences(hierarchical: bool, own: bool = False) -> tuple[int, list[str]]:
+    """How many buckets were exchanged, and what is wrong."""
+    os.environ["GRACE_NODE"] = "ab"[grace.rank() >= 2]
+    torch.manual_seed(grace.rank())
+    backend, words = grace.init(), {}
+    try:
+        with registered(*OWN):
+            shards = []
+            for one in cases(own):
+                if hierarchical and one.communicator.delayed:  # which is refused
+                    continue
+                words.update({variable.name: one.words for variable in one.variables})
+                of_case = uniform(one.variables, one.communicator)
+                shards += [dataclasses.replace(shard, hierarchical=hierarchical) for shard in of_case]
+            variables = [shard.variable for shard in shards]
+            runner = StepRunner(variables, shards, backend, grace.Context(rank=backend.rank, size=backend.size))
+            runner.agree()
+            counts = exchanged(runner, hierarchical)
+            of_ranks, wrong = list(zip(*backend.allgather_object(counts), strict=True)), []
+            for bucket, count, of_all in zip(runner.buckets, counts, of_ranks, strict=True):
+                wanted = said(runner, bucket, list(of_all), hierarchical)
+                if count.sent != wanted:
+                    wrong.append(f"{words[bucket.names[0]]}: {bucket.describe()}: {count.sent}, not {wanted}")
+            runner.close()
+    finally:
+        del os.environ["GRACE_NODE"]
+    return len(counts), wrong
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("hierarchical", [False, True], ids=["flat", "hierarchical"])
+def test_routes_say_the_bytes_that_leave_each_rank(size, hierarchical):
+    for count, wrong in ranks_of(size).run(differences, hierarchical):
+        assert not wrong
+        assert count > len(known("compressor"))
+
+
+def test_routes_of_the_users_communicators_say_them_too():
+    for count, wrong in ranks_of(2).run(differences, False, True):
+        assert not wrong
+        assert count > len(known("compressor"))

@@ -51,7 +51,7 @@ class PayloadError(ExchangeError):
     place: int | None = None
     """Which of the payloads that were decoded together it was: the rank that sent it."""
     variable: str = ""
-    """Whose it was."""
+    """The variable whose payload it was; empty if it is not known."""
 
 
 @contextlib.contextmanager

@@ -48,7 +48,7 @@ class ScatterReduce(Communicator):
 
     @property
     def second(self) -> Any:  # type: ignore[override]
-        """The same method, with a memory of its own."""
+        """The compression of means: by the same method, with a memory of its own and random numbers of this rank."""
         return self.compressor, self.shard_memory, f"mean_{self.context.rank}"
 
     def legs(self, nbytes: float, engine: EngineTraits) -> Route:

@@ -150,7 +150,7 @@ Route = Sequence[Leg]
 
 @dataclass(frozen=True)
 class EngineTraits:
-    """What routes depend on beside the method: facts of the engine and of where gradients lie.
+    """Facts of the engine, and of where gradients lie, that routes depend on.
 
     Attributes:
         ranks: how many exchange with each other.

@@ -17,7 +17,7 @@ class Bucket:
     communicator: Any
     variables: list[Variable]
     fuses: bool = True
-    """Whether all its variables may be encoded in one pass (:mod:`grace.exchange.fused_codec`)."""
+    """True if all variables may be encoded in one pass (:mod:`grace.exchange.fused_codec`)."""
     label: str = "grace"
     """What the engine calls its collectives, the same on every rank."""
     carries: bool = True
@@ -28,7 +28,7 @@ class Bucket:
     """Whether they are compared in every step: those of a graph are all alike."""
     # What follows is of this bucket alone: a copy by dataclasses.replace starts without it.
     program: Any = field(default=None, init=False)
-    """Its :class:`~grace.exchange.program.BucketProgram`, made by its first round trip."""
+    """The bucket's :class:`~grace.exchange.program.BucketProgram`, made by its first round trip."""
     pending: deque[Any] = field(default_factory=deque, init=False)
     """Delayed round trips whose means are not applied yet, the oldest first (:mod:`grace.exchange.delayed`)."""
     node: "Bucket | None" = field(default=None, init=False)

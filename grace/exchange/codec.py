@@ -124,11 +124,10 @@ class PerVariableCodec:
         """Return the layouts of each round's wires by the variables' shapes; None where the method does not say.
 
         A class of the user's is asked only if it says so itself: what it inherits may not hold."""
-        unknown: list[list[Layout] | None] = [None] * self.traits.rounds
+        found: list[list[Layout] | None] = [None] * self.traits.rounds
         if self.foreign and vars(type(self.compressor)).keys().isdisjoint(("payload_spec", "round_specs")):
-            return unknown
+            return found
         by_owner = [[self._specs(v, *cuts[j]) for v, cuts in self._cut_variables()] for j in range(self.owners)]
-        found = unknown
         for number in range(self.traits.rounds):
             payloads = [[specs[number] for specs in of_owner] for of_owner in by_owner]
             if all(spec is not None for of_owner in payloads for spec in of_owner):

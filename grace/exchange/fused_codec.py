@@ -28,7 +28,7 @@ LARGEST_BITS = np.finfo(np.float32).max.view(np.uint32)
 LARGEST_KEPT_BITS = np.float32(LARGEST_KEPT).view(np.uint32)
 """Bits of the largest float32 that is in range where a memory keeps something."""
 ANY_BITS = np.uint32(0xFFFFFFFF)
-"""In their place where a sum shows what is not finite: no number is looked at."""
+"""Bits above those of every float32: no number is looked at, since the sum shows which are not finite."""
 
 
 class FusedCodec(PerVariableCodec):
@@ -78,7 +78,7 @@ class FusedCodec(PerVariableCodec):
             np.arange(owners, dtype=np.uint64)[:, None] * np.uint64(8 * len(names)), (owners, len(names))
         )
         self.piece_offsets = np.stack([*[self.offsets] * 3, sides, sides], axis=2)
-        """How far a piece's addresses are from the variable's, by the columns of ``DoubleBuffer.rows``."""
+        """Distance of each piece's addresses from the variable's in bytes, by the columns of ``DoubleBuffer.rows``."""
         self.fused = self.means_fused = False
         """True if this step's wires, and its means, were written in one pass."""
         self.sum_of_means: Tensor | None = None
@@ -256,15 +256,18 @@ class FusedCodec(PerVariableCodec):
     ) -> list[Any]:
         if not self.fused:
             return super().decode(wires, layouts, outs, count, means)
-        k = self.kernels
-        found = [
-            k.blank(variable.shape, "float32", wires[0]) if out is None else out
-            for variable, out in zip(self.bucket.variables, outs, strict=True)
-        ]
+        found = self.rooms(outs, wires[0])
         if recorder.shared("decode", self.bucket.variables, self._decode, found, wires, count, means):
             return found
         self.encoded = self._decoding_ctxs(self.bucket.variables, found)
         return super().decode(wires, layouts, found, count, means)
+
+    def rooms(self, outs: Sequence[Any], like: Tensor) -> list[Tensor]:
+        """Return where the means are written: ``outs``, and uninitialized tensors where these are None."""
+        return [
+            self.kernels.blank(variable.shape, "float32", like) if out is None else out
+            for variable, out in zip(self.bucket.variables, outs, strict=True)
+        ]
 
     def _decode(self, means: Sequence[Tensor], wires: Sequence[Tensor], count: float, compressed: bool) -> bool:
         """Write into ``means``; return False if a payload is damaged, or kernels cannot write or read there.

@@ -92,10 +92,7 @@ class FusedRounds(FusedCodec):
         if not self.fused:
             return super().decode(wires, layouts, outs, count, means)
         k = self.kernels
-        found = [
-            k.blank(variable.shape, "float32", wires[0]) if out is None else out
-            for variable, out in zip(self.bucket.variables, outs, strict=True)
-        ]
+        found = self.rooms(outs, wires[0])
         given, places = found, k.addresses(found)
         if places is None:  # kernels cannot write there: they write beside, and the means are copied
             given = [k.blank(tuple(out.shape), "float32", wires[0]) for out in found]

@@ -25,7 +25,7 @@ class SentEntries(Sparsifier):
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
-        """Those of the sparsifier."""
+        """The traits of the sparsifier."""
         return self.inner.traits
 
     def sent_indices(self, payload: Payload, ctx: Any) -> Tensor | None:

@@ -25,7 +25,7 @@ class PiecewiseCompressor(Compressor):
 
     @property
     def traits(self) -> Traits:  # type: ignore[override]
-        """Those of the inner compressor."""
+        """The traits of the inner compressor."""
         return self.inner.traits
 
     def compress_pieces(self, tensor: Tensor, name: str) -> tuple[list[Payload], Any]:

@@ -77,7 +77,7 @@ class RoundTrip:
     _position = -1
     """The number of that leg."""
     _moves = 0
-    """How many collectives the communicator started itself."""
+    """Number of collectives that the communicator started itself."""
     _over: Backend | None = None
     """The backend that a collective is under way over."""
     _traced: Any = None

@@ -1,4 +1,4 @@
-"""What a bucket's exchange puts on the wire and keeps in memory: bytes, read off its route."""
+"""Bytes that a bucket's exchange puts on the wire, read off its route, and bytes that it keeps in memory."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -62,7 +62,7 @@ def check_bits(bucket: Bucket, bits: float | None) -> None:
 
 
 def elements_of(variables: Sequence[Variable], rows: Mapping[str, float], sparse: bool) -> float:
-    """How many elements are compressed; with ``sparse`` those of the rows that come."""
+    """Return the number of elements that are compressed; with ``sparse`` those of the rows that come."""
     if not sparse:
         return sum(variable.numel for variable in variables)
     return sum(rows_of(variable, rows) * math.prod(variable.shape[1:]) for variable in variables)

@@ -5,7 +5,6 @@ Nothing here needs a framework, or a package beyond NumPy; :mod:`grace.strategy.
 
 import hashlib
 import json
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, replace
 from itertools import accumulate, pairwise
@@ -352,16 +351,3 @@ def communicator_of(part: ShardPlan) -> Communicator:
         return build_communicator("none", "none", "allreduce")
     options = {key: getattr(sync, key) for key in FIELDS.get(sync.type, ()) if key not in OF_PARTS} or sync.options
     return build_communicator(part.compressor, part.memory, {"name": sync.type, **options})
-
-
-def bits_of(part: ShardPlan, variable: Variable) -> float | None:
-    """Wire bits of a part's payload, counted from shapes; None if the data decide.
-
-    A part that its compressor would not shrink travels as it is.
-    """
-    compressor = make("compressor", part.compressor)
-    whole = float(variable.numel * variable.bits)
-    if compressor.traits.exact or not variable.numel:
-        return whole
-    bits = compressor.wire_bits(variable.shape)
-    return None if bits is None else min(whole, math.ceil(round(bits * variable.numel, 3)))  # a quotient

@@ -142,3 +142,15 @@ def test_the_planner_reads_its_route():
 
 def test_torch_tensors_of_one_rank_stay_as_they_are():
     assert Tree("none").step(torch.tensor([1.0, 2.0]), "w").tolist() == [1.0, 2.0]
+
+
+def test_grace_describe_says_what_its_legs_cost():
+    pytest.importorskip("typer", reason="typer is not installed")
+    from typer.testing import CliRunner
+
+    from grace.cli.main import app
+
+    with registered(Tree):
+        shown = CliRunner().invoke(app, ["describe", "tree"])
+    assert shown.exit_code == 0
+    assert "p; (W-1)p in and out of the destination" in shown.output

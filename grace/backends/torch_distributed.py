@@ -19,7 +19,7 @@ from grace.backends.torchrun import store_of_this_start
 from grace.core.backend import Backend, Handle
 from grace.core.channels import Channels
 from grace.core.waiting import timeout_for
-from grace.core.watch import Patience
+from grace.core.watch import LOOK_SECONDS, Patience
 from grace.errors import ConfigError, missing_extra
 
 SETTLE_SECONDS = 0.3
@@ -182,15 +182,18 @@ class TorchBackend(Backend):
             return Handle(work.wait, result, (work,))
 
         def wait() -> None:
-            patience = Patience(self)
+            began, patience = time.monotonic(), None
+            look = timedelta(seconds=min(LOOK_SECONDS, self.timeout / 4))
             while True:
                 try:
-                    work.wait(timedelta(seconds=patience.look))
+                    work.wait(look)
                     return
                 except RuntimeError:
                     if work.is_completed():
                         work.wait()  # raises what it failed of
                         return
+                if patience is None:  # most waits are over before the first look
+                    patience = Patience(self, began)
                 patience()
 
         return Handle(wait, result, (work,))

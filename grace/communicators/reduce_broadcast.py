@@ -69,6 +69,7 @@ class ReduceBroadcast(Communicator):
     ):
         self.destination, self.staleness, self.sync, self.ahead = destination, staleness, sync, ahead
         self.local_replication = local_replication
+        self.delayed = not sync or staleness > 0
         self.root = destination
         """The destination among those that take part, if one speaks for several."""
         self.check_integer("destination", 0)
@@ -100,11 +101,6 @@ class ReduceBroadcast(Communicator):
         self._dense: ReduceBroadcast | None = None
         self.led = False
         self.bind(self.context)
-
-    @property
-    def delayed(self) -> bool:
-        """Whether means are applied later than in their own step."""
-        return not self.sync or self.staleness > 0
 
     @classmethod
     def accepts(cls, compressor: Compressor) -> str | None:

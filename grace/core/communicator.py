@@ -73,6 +73,8 @@ class Communicator(Component):
     """The class of its own bucket codec (:class:`grace.exchange.codec.PerVariableCodec`); None to have one chosen."""
     can_defer: ClassVar[bool] = True
     """True if headers on a device may be read at the end of the step."""
+    delayed: bool = False
+    """True if the means of a step are applied in a later one; its round trips then commit their state by themselves."""
     second: tuple[Compressor, Memory, str] | None = None
     """Compressor, memory, and label of the random numbers, of the compression of means; None if means are not
     compressed."""
@@ -231,11 +233,6 @@ class Communicator(Component):
 
     def rescale_second(self, loss_scale: float) -> None:
         """The means about to be compressed are in the units of this loss scale."""
-
-    @property
-    def delayed(self) -> bool:
-        """Whether what a step exchanges is applied in a later one; it then keeps its state by itself."""
-        return False
 
     def use_leaders(self, leader_of: Sequence[int]) -> None:
         """One rank of each node takes part from now on: the number of the one that speaks for each of all ranks."""

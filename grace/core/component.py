@@ -26,33 +26,26 @@ class Component:
     shared_state: ClassVar[bool] = False
     """Whether ``state`` is the same on every rank (then any rank's copy restores all)."""
 
-    _state: State | None = None
-    _context: Context | None = None
+    state: State
+    """Values per variable name, committed at the end of each successful step."""
+    context: Context
+    """The run that this component takes part in (a single process until it is bound)."""
     _binding: bool = False
     _owner: Callable[[], Any] | None = None
     """Gives the runner that the component serves; None again when that has ended."""
 
-    @property
-    def state(self) -> State:
-        """Values per variable name, committed at the end of each successful step."""
-        if self._state is None:
-            object.__setattr__(self, "_state", State())
-        assert self._state is not None
-        return self._state
-
-    @property
-    def context(self) -> Context:
-        """The run that this component takes part in (a single process until it is bound)."""
-        if self._context is None:
-            object.__setattr__(self, "_context", Context())
-        assert self._context is not None
-        return self._context
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        """Make it with a state and a context: a class of a user's may not call this ``__init__``."""
+        made = super().__new__(cls)
+        object.__setattr__(made, "state", State())
+        object.__setattr__(made, "context", Context())
+        return made
 
     def bind(self, context: Context) -> None:
         """Tell the component, and its parts, which run they are in."""
         if self._binding:  # parts that know each other
             return
-        object.__setattr__(self, "_context", context)
+        object.__setattr__(self, "context", context)
         object.__setattr__(self, "_binding", True)
         try:
             for _, part in self.parts():
@@ -94,10 +87,9 @@ class Component:
         if id(self) in copies:
             return copies[id(self)]
         copies[id(self)] = other = object.__new__(type(self))
-        _ = self.state  # from now on there is one to share
         for name, value in vars(self).items():
             object.__setattr__(other, name, _mapped(value, lambda part: part.at(context, copies)))
-        object.__setattr__(other, "_context", context)
+        object.__setattr__(other, "context", context)
         return other
 
     def claim(self, owner: Any) -> None:
@@ -128,7 +120,7 @@ class Component:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: these are in no run yet."""
-        return {key: value for key, value in vars(self).items() if key not in ("_context", "_owner")}
+        return {key: value for key, value in vars(self).items() if key not in ("context", "_owner")}
 
     @classmethod
     def parameters(cls) -> dict[str, Any]:

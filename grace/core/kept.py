@@ -101,7 +101,14 @@ class Keeping(Component):
     """What was seen of its attributes when it was taken into use."""
 
     def __setattr__(self, key: str, value: Any) -> None:
-        if isinstance(value, dict) and not key.startswith("_") and not is_ours(type(self)):
+        if is_ours(type(self)):
+            object.__setattr__(self, key, value)
+            return
+        if key in ("state", "context"):
+            raise AttributeError(
+                f"{type(self).__name__}.{key} is Grace's own: write self.state[name] = value, or use another attribute"
+            )
+        if isinstance(value, dict) and not key.startswith("_"):
             before = vars(self).get(key)
             if isinstance(before, Kept):
                 before.replace(value)

@@ -55,12 +55,14 @@ class State(MutableMapping[str, Any]):
         return vars(self)
 
     def __getitem__(self, name: str) -> Any:
-        self.finish(name)
+        if self.unfinished:
+            self.finish(name)
         return self._staged[name] if name in self._staged else self._kept[name]
 
     def get(self, name: str, default: Any = None) -> Any:
         """As of a dict."""
-        self.finish(name)
+        if self.unfinished:
+            self.finish(name)
         return self._staged[name] if name in self._staged else self._kept.get(name, default)
 
     def __setitem__(self, name: str, value: Any) -> None:

@@ -8,6 +8,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,19 +59,22 @@ def _checked(value: Any, what: str) -> float:
     return seconds
 
 
+@dataclass(eq=False)
 class Wait:
     """One wait of a thread for other ranks.
 
     Attributes:
         place: what it waits in, the same words on all ranks; a function that makes them, for they are seldom needed.
-        began: when.
-        warned: whether somebody was told that it takes long.
-        timeout: after how many seconds to call ``give_up``, which ends it where the thread itself cannot.
+        timeout: seconds after which to call ``give_up``, which ends the wait where the thread itself cannot.
+        began: the time (``time.monotonic()``) when it began.
+        warned: True if a message said that it takes long.
     """
 
-    def __init__(self, place: Callable[[], str], timeout: float = math.inf, give_up: Callable[[], Any] = lambda: None):
-        self.place, self.timeout, self.give_up = place, timeout, give_up
-        self.began, self.warned = time.monotonic(), False
+    place: Callable[[], str]
+    timeout: float = math.inf
+    give_up: Callable[[], Any] = lambda: None
+    began: float = field(default_factory=time.monotonic)
+    warned: bool = False
 
 
 waits: dict[Any, Wait] = {}

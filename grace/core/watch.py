@@ -46,10 +46,12 @@ class Patience:
 
     Args:
         backend: that the wait is for.
+        began: the time (``time.monotonic()``) when it began; now, if left out.
     """
 
-    def __init__(self, backend: Any):
-        self.backend, self.began = backend, time.monotonic()
+    def __init__(self, backend: Any, began: float | None = None):
+        self.backend = backend
+        self.began = time.monotonic() if began is None else began
         self.look = min(LOOK_SECONDS, backend.timeout / 4)
         self.next = self.began + self.look
 

@@ -32,16 +32,15 @@ class ApartCodec(PerVariableCodec):
         self.values: list[Any] = []
         self.moved = False
 
-    def payload_bytes(self) -> list[list[int]]:
-        return [self.apart.payload_bytes]
-
     def _packed(self, payloads: Sequence[Any], header: Header) -> Tensor:
         k = self.kernels
         self.apart = Layout.of(k, payloads, False)
         self.payloads = [[self._copied(tensor) for tensor in payload] for payload in payloads]
         self.handles, self.values, self.moved = [], [], False
         nothing = k.zeros((0,), "uint8", payloads[0][0])
-        return super()._packed([[nothing]] * len(payloads), header)
+        buffer = super()._packed([[nothing]] * len(payloads), header)
+        self.layouts[0].payload_bytes = self.apart.payload_bytes  # what travels beside this wire counts as its payload
+        return buffer
 
     def _copied(self, tensor: Tensor) -> Tensor:
         k = self.kernels

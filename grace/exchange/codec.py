@@ -151,14 +151,6 @@ class PerVariableCodec:
         """Return the layouts of the means of each owner, or of the root, as far as shapes tell."""
         return self.layouts
 
-    def payload_bytes(self) -> list[list[int]]:
-        """Return, of each wire that this rank writes, the bytes of every variable; the same lists at every step."""
-        return [layout.payload_bytes for layout in self.layouts]
-
-    def means_bytes(self, layout: Layout) -> list[int]:
-        """Return, of the means that this rank sends, the bytes of every variable."""
-        return layout.payload_bytes
-
     # -- sending ---------------------------------------------------------------------------------------
 
     def encode(self, gradients: Sequence[Any], header: Header) -> Tensor:

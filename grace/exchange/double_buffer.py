@@ -1,5 +1,6 @@
 """Residuals of a bucket in two buffers that take turns, for codecs of kernels."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -70,7 +71,7 @@ class DoubleBuffer:
             return True
         if not self.buffers:
             self._make_buffers(like)
-        with memory.state.as_it_is():
+        with memory.state.as_it_is() if self.codec is not None else contextlib.nullcontext():
             recalled = [memory.recall(name) for name in self.names]
         if memory.state.changed(*self.names):
             return False
@@ -80,8 +81,9 @@ class DoubleBuffer:
             self.last = 1 - last
             self.rows[:, 1], self.rows[:, 2] = self.places[last], self.places[self.last]
             self.following = self.buffers[self.last]
-            self.before[:], self.after[:] = last, self.last
-            self._fill_sides()
+            if self.codec is not None:
+                self.before[:], self.after[:] = last, self.last
+                self._fill_sides()
             return True
         for i, (name, (_, residual, _)) in enumerate(zip(self.names, recalled, strict=True)):
             with memory.state.as_it_is():
@@ -103,7 +105,8 @@ class DoubleBuffer:
             self.rows[i, 2] = self.places[turn][i]
             self.following.append(self.buffers[turn][i])
         self.last = int(self.following[0] is self.buffers[1][0])
-        self._fill_sides()
+        if self.codec is not None:
+            self._fill_sides()
         return True
 
     def _make_buffers(self, like: Tensor) -> None:
@@ -116,9 +119,9 @@ class DoubleBuffer:
             self.side_places = np.uint64(k.addresses([self.sides])[0]) + 8 * places[:, 0]  # type: ignore[index]
 
     def _fill_sides(self) -> None:
-        if self.codec is not None:
-            every = range(len(self.names))
-            self.rows[:, 3], self.rows[:, 4] = self.side_places[self.before, every], self.side_places[self.after, every]
+        every = range(len(self.names))
+        self.rows[:, 3] = self.side_places[self.before, every]
+        self.rows[:, 4] = self.side_places[self.after, every]
 
     def keep(self) -> None:
         """Let the memory remember the next residuals, which have been written."""

@@ -44,6 +44,9 @@ class FusedCodec(PerVariableCodec):
         options: its options.
     """
 
+    keeps_at_once = True
+    """True if residuals are known when the wires are written."""
+
     def __init__(self, setup: CodecSetup, kind: Any, options: dict[str, Any]):
         super().__init__(setup)
         owners, owner, names = setup.owners, setup.owner, self.names
@@ -113,7 +116,11 @@ class FusedCodec(PerVariableCodec):
         """Write all wires and the next residuals; return False, and change nothing, if that cannot be."""
         if self.sums and self.context.predivide != 1:
             return False
-        gradients, addresses = contiguous(self.kernels, gradients)
+        k = self.kernels
+        addresses = k.addresses(gradients)
+        if addresses is None:  # of another dtype, or not contiguous
+            gradients = [k.flat(k.cast(gradient, "float32")) for gradient in gradients]
+            addresses = k.addresses(gradients)
         if addresses is None:
             return False
         if self.target is None:
@@ -134,7 +141,8 @@ class FusedCodec(PerVariableCodec):
             self.layouts[0].write_header(self.buffer, header.statuses(), header.own_stamp())
         else:
             self._encode_pieces(header, most, words)
-        self.keep()
+        if self.keeps_at_once:
+            self.residuals.keep()
         return True
 
     def _encode_by_kernels(self, header: Header, most: Any, words: Any) -> None:
@@ -182,10 +190,6 @@ class FusedCodec(PerVariableCodec):
     def finish(self, rows: Any, sides: Tensor) -> None:
         """Subtract from all pieces' residuals what is still to be subtracted."""
         self.codec.finish(np.concatenate(self._cut(rows)), sides)
-
-    def keep(self) -> None:
-        """Let the memory remember the residuals that were written."""
-        self.residuals.keep()
 
     def remember(self) -> None:
         if not self.fused:
@@ -352,15 +356,6 @@ def moments_of(compressor: Compressor) -> Any:
     """Return the method if it keeps the x that it compresses, and tells as an
     :class:`~grace.core.memory.ErrorFeedback` does what x is made of; else None."""
     return compressor if hasattr(compressor, "recall") else None
-
-
-def contiguous(k: Kernels, gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[int] | None]:
-    """Return gradients in float32 and contiguous, and their addresses; None if kernels cannot compute with them."""
-    addresses = k.addresses(gradients)
-    if addresses is None:
-        gradients = [k.flat(k.cast(gradient, "float32")) for gradient in gradients]
-        addresses = k.addresses(gradients)
-    return gradients, addresses
 
 
 def _is_simple(memory: Memory) -> bool:

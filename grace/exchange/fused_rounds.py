@@ -42,6 +42,8 @@ class FusedRounds(FusedCodec):
     The result of the last sum is kept as residuals are, in two buffers; both are kept only when all is decoded.
     """
 
+    keeps_at_once = False  # residuals are what the last round leaves out
+
     def __init__(self, setup: CodecSetup, kind: Any, options: dict[str, Any]):
         super().__init__(setup, kind, options)
         shapes = [payload[0].shape for payload in self._layout_of(1).placed()]
@@ -66,9 +68,6 @@ class FusedRounds(FusedCodec):
             return False
         self.codec.start_from(self.started.rows[:, 1], self.started.rows[:, 2])
         return super()._encode(gradients, header)
-
-    def keep(self) -> None:
-        """Keep nothing yet: residuals are what the last round leaves out."""
 
     def receive(self, total: Tensor, count: float) -> Any:
         if not self.fused:

@@ -169,7 +169,7 @@ class Header:
         """Compare the step stamps in wires; return True if the ranks are known not to be able to go on together."""
         if not self.stamp or self.out_of_step or self.hyperparameters_differ:
             return bool(self.out_of_step)
-        stamps = [layout.stamps(wire) for layout, wire in zip(layouts, wires, strict=True)]
+        stamps = list(map(Layout.stamps, layouts, wires))
         if not self.on_device:
             return self._compare([self.kernels.to_list(part) for part in stamps], self.context)
         self.received = sum(stamps) if self.program.shares_stamps and len(stamps) > 1 else stamps[0]
@@ -214,10 +214,6 @@ class Header:
         self.missing = [all(told == MISSING for told in of_all) for of_all in zip(*ranks, strict=True)]
         now = [not all(told < limit for told in of_all) for of_all in zip(*ranks, strict=True)]
         self.overflowed = [a or b for a, b in zip(self.overflowed, now, strict=True)]
-
-    def flags(self, layouts: Sequence[Layout], wires: Sequence[Tensor]) -> list[Tensor]:
-        """Return the statuses in wires, where they are."""
-        return [layout.statuses(wire) for layout, wire in zip(layouts, wires, strict=True)]
 
     def overflow_on_device(self, flags: Sequence[Tensor]) -> Tensor:
         """Return 0 for each variable that no rank's status says to have overflowed, and more for others."""

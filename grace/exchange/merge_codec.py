@@ -44,8 +44,6 @@ class MergeCodec(PerVariableCodec):
         self.known = [self.layouts]
         self.layout_of_means = self._layout_of(self.places.answer)
         self.entries = SentEntries(self.compressor)
-        self._bytes = self._shares(self.layouts[0].total)
-        self._means_bytes = self._shares(self.layout_of_means.total)
         self.sent: list[tuple[Tensor, Any]] = []
         self.on_their_way: Any = None
         self.means_payload: Payload = []
@@ -54,7 +52,9 @@ class MergeCodec(PerVariableCodec):
     def _layout_of(self, entries: int) -> Layout:
         payload = [TensorSpec("float32", (entries,)), TensorSpec("int32", (entries,))]
         others: list[PayloadSpec] = [[] for _ in self.names[1:]]
-        return Layout(self.kernels, [payload, *others], False, self.stamps)
+        found = Layout(self.kernels, [payload, *others], False, self.stamps)
+        found.payload_bytes = self._shares(found.total)
+        return found
 
     def _shares(self, total: int) -> list[int]:
         """Return each variable's part of the bytes that all of them send together."""
@@ -63,12 +63,6 @@ class MergeCodec(PerVariableCodec):
 
     def means_layouts(self) -> list[Layout]:
         return [self.layout_of_means] * self.owners
-
-    def payload_bytes(self) -> list[list[int]]:
-        return [self._bytes] * self.owners
-
-    def means_bytes(self, layout: Layout) -> list[int]:
-        return self._means_bytes
 
     # -- to the owners ---------------------------------------------------------------------------------
 

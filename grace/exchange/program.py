@@ -20,6 +20,7 @@ class BucketProgram:
     Attributes:
         apart: the codec, if the communicator moves payloads itself.
         looks: True if statuses say what overflowed.
+        sizes_unknown: True if nobody said that payloads of all ranks are laid out alike: they compare their layouts.
         payloads_show: True if payloads say what overflowed: they carry Inf and NaN as they are, or they are sums, which
             may be infinite though all terms are finite.
         statuses_matter: True if statuses are read though all ranks have all gradients.
@@ -34,10 +35,11 @@ class BucketProgram:
         self.communicator = communicator
         self.context = context
         self.kernels = kernels_of(like)
-        self.device = getattr(like, "device", None)
+        self.type, self.device = type(like), getattr(like, "device", None)
         self.traits = compressor.traits
         self.size, self.rank = context.size, context.rank
         self.size_key = compressor.size_key(context.step)
+        self.sizes_by_shape = self.traits.fixed_size == "by shape"
         self.sums = communicator.sums
         self.on_device = communicator.can_defer and self.kernels.far(like)
         self.shares_stamps = communicator.sums or communicator.rooted
@@ -46,6 +48,7 @@ class BucketProgram:
         self.looks = (
             not self.traits.carries_nonfinite or communicator.delayed or communicator.cuts or self.apart is not None
         )
+        self.sizes_unknown = self.traits.fixed_size is None and self.apart is None
         self.payloads_show = communicator.sums or (self.traits.carries_nonfinite and self.apart is None)
         self.statuses_matter = self.looks or communicator.foreign
         self.well = self.size if self.sums else PRESENT
@@ -82,17 +85,11 @@ class BucketProgram:
         return (
             self.communicator is communicator
             and not communicator.delayed
-            and self.kernels is kernels_of(like)
+            and self.type is type(like)
             and self.device == getattr(like, "device", None)
             and (self.size, self.rank) == (context.size, context.rank)
-            and self.size_key == communicator.compressor.size_key(context.step)
+            and (self.sizes_by_shape or self.size_key == communicator.compressor.size_key(context.step))
         )
-
-    @property
-    def compares(self) -> bool:
-        """True if ranks compare the layouts of payloads before they send them, since nobody said that all are alike."""
-        unknown = self.traits.fixed_size is None and not self.apart is not None
-        return unknown and (self.bucket.compares or not self.bucket.compared)
 
     def route(self) -> Route:
         """Return the legs of the next round trip."""
@@ -103,7 +100,8 @@ class BucketProgram:
             wires = [layouts[0].nbytes for layouts in codec.known if layouts] or [codec.layouts[0].nbytes]
             wires += [wires[-1]] * (self.traits.rounds - len(wires))  # of rounds that only payloads will show
             self._route = route_of(self.communicator, wires, engine, codec.varies)
-        return [Leg(ALL_GATHER, Carries.DIGESTS), *self._route] if self.compares else self._route
+        compares = self.sizes_unknown and (self.bucket.compares or not self.bucket.compared)
+        return [Leg(ALL_GATHER, Carries.DIGESTS), *self._route] if compares else self._route
 
     def buffers(self) -> list[tuple[Leg, str, int]]:
         """Return the legs of the route, each with the dtype and the length of its buffer.

@@ -4,6 +4,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from grace.core.backend import Backend
@@ -15,14 +16,13 @@ from grace.exchange.bucket import Contribution, Outcome
 from grace.exchange.header import MISSING, OVERFLOW, PRESENT, REFUSED, Header, both, resolve, status
 from grace.exchange.layout import Layout
 from grace.exchange.program import BucketProgram
-from grace.exchange.sparse_rows import values_of
 from grace.exchange.tracing import recorder
 from grace.kernels import kernels_of
 
 MOST_BYTES, MOST_BYTES_PER_ELEMENT = 1 << 20, 64
 """Bytes that a payload may take, whatever the method: sizes that come off the wire may be anything."""
 VARIES = (
-    "Where that depends on the data the compressor must say so: traits = Traits(..., fixed_size=False), or "
+    "Where that depends on the data the compressor must say so: traits = Traits(..., fixed_size='by data'), or "
     "tensors_size_are_same=False"
 )
 
@@ -89,7 +89,7 @@ class RoundTrip:
     def __init__(self, contribution: Contribution, starts: bool = True):
         began = time.perf_counter()
         bucket, gradients, self.present, self.guard, self.traffic = contribution
-        like = values_of(gradients[0])
+        like = gradients[0].values if bucket.variables[0].sparse else gradients[0]
         if bucket.program is None or not bucket.program.fits(like):
             bucket.program = BucketProgram(bucket, like)
         program: BucketProgram = bucket.program
@@ -110,7 +110,7 @@ class RoundTrip:
         self.route = program.route()
         self.brings_means = self.route[-1].carries is Carries.MEANS
         """True if the last leg carries means that were encoded once more."""
-        self._count(self.codec.payload_bytes(), self.wire)
+        self._count(self.codec.layouts, self.wire)
         self.traffic.codec_seconds += time.perf_counter() - began
         if starts:
             self.advance()
@@ -179,7 +179,9 @@ class RoundTrip:
         Backend.began = self.bucket
         backend.started += 1
         self._over = backend
-        self._traced = recorder.collective(self.bucket, backend.label, self.kernels.nbytes(buffer))
+        if recorder.active is not None:
+            facts = {"bucket": self.bucket, "label": backend.label, "bytes": self.kernels.nbytes(buffer)}
+            self._traced = recorder.CollectiveEvent(recorder.active, facts)
         try:
             self.handle = leg.collective.start(backend, buffer, leg.root)
         except GraceError:
@@ -202,18 +204,15 @@ class RoundTrip:
         self._moves += 1
         return f"{self.bucket.label}.{self._position + 1 + self._moves}"
 
-    def _count(self, wires: Sequence[list[int]], buffer: Tensor) -> None:
-        """Count wires that are about to leave.
-
-        Args:
-            wires: of each the bytes of every variable's payload.
-            buffer: all of them.
-        """
-        for payload_bytes in wires:
-            self.traffic.add(self.names, payload_bytes)
+    def _count(self, layouts: Sequence[Layout], buffer: Tensor) -> None:
+        """Count the wires of these layouts, which are about to leave one behind the other in a buffer."""
+        inside = 0
+        for layout in layouts:
+            self.traffic.add(self.names, layout.payload_bytes)
             if recorder.active is not None:
-                recorder.payload(dict(zip(self.names, payload_bytes, strict=True)))
-        inside = sum(map(sum, wires)) if self.apart is None else 0
+                recorder.payload(dict(zip(self.names, layout.payload_bytes, strict=True)))
+            if self.apart is None:
+                inside += layout.total
         self.traffic.header_bytes += self.kernels.nbytes(buffer) - inside
 
     def _numbers(self, numbers: Sequence[int]) -> Tensor:
@@ -302,7 +301,7 @@ class RoundTrip:
         with recorder.phase("unpack", bucket=self.bucket):
             self._read_round(total)
         buffer = self.codec.next_round(total, self.divisor, self.header)
-        self._count(self.codec.payload_bytes(), buffer)
+        self._count(self.codec.layouts, buffer)
         return buffer
 
     def _in_parts(self) -> Tensor:
@@ -335,7 +334,7 @@ class RoundTrip:
             total = k.cast(total, layout.dtype)
         if in_parts:
             return k.to_bytes(total)
-        self._count(self.codec.payload_bytes(), total)
+        self._count(self.codec.layouts, total)
         return total
 
     def _total(self) -> Tensor:
@@ -369,7 +368,7 @@ class RoundTrip:
             if out_of_step and not self.on_device:
                 # The others wait for a root's answer; owners all know by themselves.
                 return self._without_means([MISSING] * len(self.names)) if rooted else None
-            flags = header.flags(self.layouts, wires)
+            flags = list(map(Layout.statuses, self.layouts, wires))
             self._read_statuses(flags)
         if self.refused is not None:
             return self._refusal()
@@ -384,7 +383,7 @@ class RoundTrip:
         with recorder.phase("pack", bucket=self.bucket):
             buffer, self.means_layout = self.codec.write_means(statuses, stamps if self.bucket.carries else ())
         if self.context.size > 1 or not rooted:
-            self._count([self.codec.means_bytes(self.means_layout)], buffer)
+            self._count([self.means_layout], buffer)
         self.codec.remember_means(kept)
         return buffer
 
@@ -585,7 +584,7 @@ class RoundTrip:
             header.compare(self.layouts, wires)
         if header.out_of_step:
             return
-        flags = header.flags(self.layouts, wires)
+        flags = list(map(Layout.statuses, self.layouts, wires))
         if self.brings_means:
             header.read(flags, self._judge_means)
         else:
@@ -593,11 +592,7 @@ class RoundTrip:
             bodies = [self.kernels.all_finite(body) for body in self._bodies(wires)]
             if flags or bodies:
                 well = [*[self.program.well] * len(flags), *[None] * len(bodies)]
-
-                def then(numbers: list[list[float]]) -> None:
-                    self._judge(numbers[: len(flags)], [flag[0] for flag in numbers[len(flags) :]], wires, self.layouts)
-
-                header.read([*flags, *bodies], then, well)
+                header.read([*flags, *bodies], partial(self._judge, len(flags), wires, self.layouts), well)
         if self.next_step and self.on_device and self.hides_overflow:
             header.poison_by(flags)
 
@@ -620,30 +615,30 @@ class RoundTrip:
         each = self.codec.receive(total, self.divisor)
         finite = k.all_finite(total[: layout.body]) if each is None else each
         flags = [flag] if header.statuses_matter else []
-
-        def then(numbers: list[list[float]]) -> None:
-            self._judge(numbers[1:], numbers[0], [total], [layout])
-
-        header.read([finite, *flags], then, [None, self.program.well])
+        well = [*[self.program.well] * len(flags), None]
+        header.read([*flags, finite], partial(self._judge, len(flags), [total], [layout]), well)
         if self.next_step and self.on_device:
             if each is None:
                 each = [math.prod(map(k.all_finite, payload)) for payload in layout.unpack(total)]
             header.poison_by([flag], each)
 
     def _judge(
-        self,
-        ranks: Sequence[list[float]],
-        finite: Sequence[float],
-        wires: Sequence[Tensor],
-        layouts: Sequence[Layout],
+        self, count: int, wires: Sequence[Tensor], layouts: Sequence[Layout], numbers: list[list[float]]
     ) -> None:
-        """Learn from the statuses of all ranks, or their sum, and from whether payloads are finite."""
-        header = self.header
+        """Learn what is missing and what overflowed.
+
+        Args:
+            count: how many of the numbers are statuses, of each rank or summed.
+            wires: what came.
+            layouts: of these.
+            numbers: statuses, and behind them 1.0 for each tensor that is finite, else 0.0.
+        """
+        header, ranks = self.header, numbers[:count]
         if ranks:
             header.judge(ranks)
             if header.refused is not None:
                 raise self._withheld_by(*header.refused)
-        if not all(finite):
+        if not all([all(finite) for finite in numbers[count:]]):
             received = [layout.unpack(wire) for layout, wire in zip(layouts, wires, strict=True)]
             for_each = [[tensor for payloads in received for tensor in payloads[i]] for i in range(len(self.names))]
             now = [not all(bool(self.kernels.all_finite(tensor)) for tensor in tensors) for tensors in for_each]
@@ -685,12 +680,6 @@ class RoundTrip:
     def nothing(self) -> list[Outcome]:
         """Return the outcomes of ranks that are not at one step."""
         return [Outcome(variable, None, False) for variable in self.bucket.variables]
-
-    def enqueue(self) -> None:
-        """Do nothing: only delayed round trips go on after the step."""
-
-    def cancel(self) -> None:
-        """Do nothing: only delayed round trips are known elsewhere."""
 
     # -- errors ----------------------------------------------------------------------------------------
 

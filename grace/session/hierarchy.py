@@ -194,12 +194,6 @@ class HierarchicalRoundTrip:
         self.traffic.wait_seconds += time.perf_counter() - began
         return outcomes
 
-    def enqueue(self) -> None:
-        """Do nothing: means of a hierarchy are not delayed."""
-
-    def cancel(self) -> None:
-        """Do nothing: means of a hierarchy are not delayed."""
-
     # -- from the leader to its node -------------------------------------------------------------------
 
     def _tell_of_error(self) -> None:

@@ -15,6 +15,7 @@ from grace.core.communicator import Communicator
 from grace.core.component import Component
 from grace.core.compressor import Tensor
 from grace.core.context import Context
+from grace.core.kept import is_ours
 from grace.core.memory import Memory
 from grace.core.variable import Variable
 from grace.errors import PayloadError, StepError
@@ -22,12 +23,12 @@ from grace.exchange.background import ExchangeThread, Pending
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
 from grace.exchange.delayed import DelayedRoundTrip
 from grace.exchange.header import resolve
+from grace.exchange.program import BucketProgram
 from grace.exchange.round_trip import RoundTrip, start_round_trip
 from grace.exchange.sparse_rows import add, in_units
 from grace.exchange.tracing import recorder
 from grace.session.agreement import DRIFTED, agree, first_difference
 from grace.session.hierarchy import HierarchicalRoundTrip, Hierarchy
-from grace.session.keepers import Keepers
 from grace.session.sharding import Shard, bucketed, hierarchical
 from grace.session.versions import versions
 
@@ -86,7 +87,8 @@ class StepRunner:
         self._begun: list[AnyRoundTrip] = []
         self.resolve: Callable[[Sequence[Any]], None] = resolve
         """Reads the headers of a step's round trips; CUDA graphs, of which nothing is read, put their own here."""
-        self._averaged_at, self._keepers = 0, Keepers()
+        self._averaged_at = 0
+        self._committed_parts: list[Component] | None = None
         self.waits_for_step = False  # until somebody knows whether a step's means are used, and keeps what it changed
         self.owed: dict[str, Any] = {}
         self._thread: ExchangeThread | None = None
@@ -196,21 +198,26 @@ class StepRunner:
 
     # -- a step ----------------------------------------------------------------------------------------
 
+    def prepare(self, bucket: Bucket, like: Tensor) -> None:
+        """Make a bucket's program before its first step, for gradients like this tensor.
+
+        Round trips that are delayed or of a hierarchy make their own."""
+        if not bucket.communicator.delayed and self.hierarchy is None:
+            bucket.program = BucketProgram(bucket, like)
+
     def start(self, bucket: Bucket, gradients: Sequence[Tensor], present: Sequence[bool]) -> AnyRoundTrip:
         """Begin the round trip of one bucket. Buckets must be started in order, each once a step."""
-        trip = self._round_trip(Contribution(bucket, gradients, present, self.stateful, self.traffic))
+        contribution = Contribution(bucket, gradients, present, self.stateful, self.traffic)
+        trip: AnyRoundTrip
+        if self.hierarchy is not None and id(bucket.communicator) in self._led:
+            trip = HierarchicalRoundTrip(contribution, self.hierarchy)
+        elif bucket.communicator.delayed:
+            trip = DelayedRoundTrip(contribution, self.exchange_thread())
+        else:
+            trip = start_round_trip(contribution)
         trip.deferred = True  # finish() resolves the headers of all round trips at once
         self._begun.append(trip)
         return trip
-
-    def _round_trip(self, contribution: Contribution) -> AnyRoundTrip:
-        communicator = contribution.bucket.communicator
-        hierarchy = self.hierarchy_of(communicator)
-        if hierarchy is not None:
-            return HierarchicalRoundTrip(contribution, hierarchy)
-        if communicator.delayed:
-            return DelayedRoundTrip(contribution, self.exchange_thread())
-        return start_round_trip(contribution)
 
     def finish(self, outs: Callable[[Bucket], Sequence[Tensor | None]]) -> list[Outcome]:
         """Finish all round trips begun, in order, and end the step: commit state, or roll it back.
@@ -268,7 +275,7 @@ class StepRunner:
 
     def with_owed(self, outcomes: Sequence[Outcome]) -> None:
         """Add the means that a checkpoint's run still had to apply, where this run does not delay."""
-        for outcome in outcomes if self.owed else ():
+        for outcome in outcomes:
             if outcome.variable.name in self.owed:
                 owed = self.owed.pop(outcome.variable.name)
                 outcome.value = owed if outcome.value is None else add(outcome.value, owed)
@@ -317,21 +324,24 @@ class StepRunner:
         Raises:
             StepError: the ranks are at different steps. The step is forgotten.
         """
-        self._check_begun()
-        self.with_owed(outcomes)
-        self._start_delayed()
+        self._end_round_trips()
+        if self.owed:
+            self.with_owed(outcomes)
         self.end_step(outcomes)
 
-    def _check_begun(self) -> None:
+    def _end_round_trips(self) -> None:
+        """Compare step stamps, and start the collectives of delayed means: in one order, whatever ranks began first.
+
+        Raises:
+            StepError: the ranks are at different steps. The step is forgotten.
+        """
         try:
             self.check_step_stamps(self._begun, self.channel)
         except StepError:
             self.abandon()
             raise
-
-    def _start_delayed(self) -> None:
-        """Start the round trips whose means are applied in later steps; in one order, whatever ranks began first."""
-        for trip in sorted(self._begun, key=lambda trip: trip.bucket.index):
+        delayed = [trip for trip in self._begun if isinstance(trip, DelayedRoundTrip)]
+        for trip in sorted(delayed, key=lambda trip: trip.bucket.index):
             trip.enqueue()
         self._begun = []
 
@@ -349,7 +359,8 @@ class StepRunner:
                 component.state.commit() if keep else component.state.rollback()
         self.waits_for_step = self.waits_for_step and keep  # what was rolled back is nobody's to commit
         self.traffic.step(self.numel, self.nbytes, self.backend.size)
-        recorder.exchanged()
+        if recorder.run is not None:
+            recorder.run.exchanged()
 
     def discard(self) -> None:
         """Complete the round trips begun and forget them, state included. Raises StepError as :meth:`settle` does."""
@@ -357,14 +368,14 @@ class StepRunner:
         for trip in self._begun:
             trip.wait()
             trip.look_at_stamps()  # other ranks may raise what these say, and so must all
-        self._check_begun()
-        self._start_delayed()
+        self._end_round_trips()
         self.end_step([], discarded=True)
 
     def abandon(self) -> None:
         """Forget the round trips begun, which the engine has given up, and what they changed."""
         for trip in self._begun:
-            trip.cancel()
+            if isinstance(trip, DelayedRoundTrip):
+                trip.cancel()
         self._begun = []
         self.context.out_of_step = ""
         self._roll_back()
@@ -390,8 +401,13 @@ class StepRunner:
             self._leases.end()
 
     def _stepping(self) -> list[Component]:
-        """The parts whose state is kept or not at the end of a step."""
-        return [part for c in self.communicators if not c.delayed for part in self._keepers.of(c)]
+        """Return the parts whose state is committed or rolled back at the end of a step."""
+        if self._committed_parts is not None:
+            return self._committed_parts
+        parts = [part for c in self.communicators if not c.delayed for part in c.keepers.values()]
+        if all(is_ours(type(part)) for part in parts):  # a user's part may get others from step to step
+            self._committed_parts = parts
+        return parts
 
     def share(self, root: int) -> None:
         """Give every rank the root's step counters, loss scale, and state of the parts whose state all ranks share."""

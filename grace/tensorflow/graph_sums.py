@@ -18,7 +18,7 @@ from grace.tensorflow.sharding import Pair
 
 def all_sums(runner: StepRunner) -> bool:
     """Whether a step is sums of gradients and nothing else: no state is there that they could spoil."""
-    traced = recorder._recorder is not None  # which wants each variable's times
+    traced = recorder.run is not None  # which wants each variable's times
     if runner.stateful or traced or not runner.buckets:
         return False
     return all(map(_is_plain, runner.buckets))

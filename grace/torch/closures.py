@@ -25,7 +25,8 @@ def synchronized(closure: Callable[[], Any], session: Any, inner: bool = False) 
             return loss
         session.before_step()
         loss = loss_of_all(loss, session)
-        recorder.update_begins()
+        if recorder.run is not None:
+            recorder.run.update_begins()
         return loss
 
     return evaluate

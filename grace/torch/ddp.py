@@ -283,7 +283,8 @@ class DDPState(OneByOne):
             self.open = True
             if self.runner.follows_scaler():
                 self.runner.rescale(self.grad_scaler.get_scale())
-        recorder.gradient()
+        if recorder.run is not None:
+            recorder.run.gradient()
         names = tuple(self.names[p] for p in grad_bucket.parameters())
         views = dict(zip(names, gradients_of(grad_bucket), strict=True))
         missing = self._without_gradients(grad_bucket.parameters())

@@ -23,7 +23,7 @@ from grace.session.versions import public
 from grace.strategy.choices import Choices
 from grace.torch.ddp import DDPState
 from grace.torch.fsdp_layout import (
-    Layout,
+    ModuleLayout,
     below,
     groups_of,
     know_each_other,
@@ -46,7 +46,7 @@ class FSDPState(DDPState):
 
     def __init__(
         self,
-        layouts: Sequence[Layout],
+        layouts: Sequence[ModuleLayout],
         runner: StepRunner,
         optimizer: Any,
         grad_scaler: Any,
@@ -175,7 +175,7 @@ class FSDPState(DDPState):
             layout.module.set_all_reduce_hook(_nothing)
 
     @torch.no_grad()
-    def exchange_module(self, layout: Layout, flat: torch.Tensor) -> None:
+    def exchange_module(self, layout: ModuleLayout, flat: torch.Tensor) -> None:
         """The hook proper: the mean over replicas takes the place of what one shard group has."""
         if layout.name in self.seen:
             self.close_step()
@@ -186,7 +186,8 @@ class FSDPState(DDPState):
             self.open = True
             if self.runner.follows_scaler():
                 self.runner.rescale(self.grad_scaler.get_scale())
-        recorder.gradient()
+        if recorder.run is not None:
+            recorder.run.gradient()
         pieces = layout.pieces(flat)
         shards = [(shard, piece.of(flat)) for piece in pieces for shard in self.runner.shards_of[piece.name]]
         views = {shard.variable.name: shard.of(whole) for shard, whole in shards}
@@ -305,7 +306,7 @@ def register_fsdp_hook(
 class Hook:
     """What FSDP2 calls with the reduced gradients of one module."""
 
-    def __init__(self, state: FSDPState, layout: Layout):
+    def __init__(self, state: FSDPState, layout: ModuleLayout):
         self.grace_state, self.layout = state, layout
 
     def __call__(self, flat: torch.Tensor) -> None:

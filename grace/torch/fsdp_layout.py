@@ -30,7 +30,7 @@ class Piece(NamedTuple):
         return flat[self.start : self.start + math.prod(self.shape)].view(self.shape)
 
 
-class Layout:
+class ModuleLayout:
     """The parameters of one module that ``fully_shard`` was called on, in the order of its buffers."""
 
     def __init__(self, name: str, module: Any, names: Mapping[Any, str]):
@@ -77,12 +77,12 @@ def groups_of(module: Any) -> list[Any]:
     return list(module._get_fsdp_state()._fsdp_param_groups)
 
 
-def below(layouts: Sequence[Layout]) -> list[Any]:
+def below(layouts: Sequence[ModuleLayout]) -> list[Any]:
     """The states of compressed reduce-scatters of these modules."""
     return _states([group._reduce_scatter_comm for layout in layouts for group in groups_of(layout.module)])
 
 
-def above(layouts: Sequence[Layout]) -> list[Any]:
+def above(layouts: Sequence[ModuleLayout]) -> list[Any]:
     """The states of Grace's exchanges between replicas of these modules."""
     return _states([group._all_reduce_hook for layout in layouts for group in groups_of(layout.module)])
 
@@ -93,7 +93,7 @@ def _states(callees: Sequence[Any]) -> list[Any]:
     return list({id(state): state for state in found if state is not None}.values())
 
 
-def layouts_of(model: Any, what: str, other_axes: bool = True) -> list[Layout]:
+def layouts_of(model: Any, what: str, other_axes: bool = True) -> list[ModuleLayout]:
     """Of all modules of a model that ``fully_shard`` was called on and that have parameters of their own.
 
     Args:
@@ -131,7 +131,7 @@ def layouts_of(model: Any, what: str, other_axes: bool = True) -> list[Layout]:
             )
         for param in (param for group in groups for param in group.fsdp_params):
             _check(names[param.sharded_param], param.sharded_param, type(groups[0].mesh_info).__name__, other_axes)
-    layouts = [layout for name, module in modules if (layout := Layout(name, module, names)).params]
+    layouts = [layout for name, module in modules if (layout := ModuleLayout(name, module, names)).params]
     if not layouts:
         raise ConfigError(f"{what}: {type(model).__name__} has no parameters")
     first = layouts[0]
@@ -144,7 +144,7 @@ def layouts_of(model: Any, what: str, other_axes: bool = True) -> list[Layout]:
     return layouts
 
 
-def whole_mesh(layouts: Sequence[Layout]) -> Any:
+def whole_mesh(layouts: Sequence[ModuleLayout]) -> Any:
     """Of the ranks that hold one copy of the model together: ``fully_shard``'s axis, and tensor parallelism's."""
     meshes = [param.sharded_param.device_mesh for layout in layouts for param in layout.params]
     return max(meshes, key=lambda mesh: mesh.ndim)

@@ -67,7 +67,7 @@ class HorovodSession(Session):
         """Those that are ready, and begin after backward."""
         self.taken = False
         """True if a hook of the program's took a gradient away."""
-        self.waiting = self.waiting_for()
+        self.waiting = self.waits.copy()
         self.versions = {}
         self.checked = False
 
@@ -221,7 +221,7 @@ class HorovodSession(Session):
         if optimizer._should_synchronize and (optimizer._handles or not optimizer._synchronized):
             _synchronize(optimizer)
         optimizer._synchronized = False
-        self.unused.used(self.runner)
+        self.means_used()
 
 
 def _allreduce_grad_async(self: Any, p: torch.nn.Parameter) -> tuple[Any, None]:
@@ -243,7 +243,8 @@ def _make_hook(self: Any, p: torch.nn.Parameter) -> Callable:
         alive = session()
         if alive is None or not alive.hooks:
             return
-        recorder.gradient()
+        if recorder.run is not None:
+            recorder.run.gradient()
         alive.idle = False
         taken = p.grad is None  # by a hook of the program's: what it puts there instead is exchanged in step()
         alive.taken |= taken
@@ -262,7 +263,7 @@ def synchronize(self: Any) -> None:
     if self._grace is None or (self._synchronized and not self._handles):
         self._synchronized = True
         return
-    with self._grace.unused.left_in(self._grace.runner):
+    with self._grace.leaving_unused():
         _synchronize(self)
 
 

@@ -22,7 +22,8 @@ from grace.torch.gradients import check_untouched
 from grace.torch.hooks import enlist, gradient_hook
 from grace.torch.life import Closable, begin
 from grace.torch.session import Session
-from grace.torch.state_dict import StateMixin, initializing
+from grace.torch.state_dict import StateMixin
+from grace.torch.step_hooks import initializing
 from grace.torch.wrappers import check_unwrapped
 
 
@@ -53,7 +54,7 @@ class HookedSession(Session):
         """Parameters whose gradients came within a compiled graph, which may put another tensor into ``p.grad``."""
         self.held_back = False
         """Whether this step's exchanges start after the graph."""
-        self.waiting = self.waiting_for()
+        self.waiting = self.waits.copy()
         self.next_bucket = 0
         self.versions = {}
         self.checked = False
@@ -73,7 +74,8 @@ class HookedSession(Session):
 
     def offer(self, name: str, gradient: torch.Tensor | None) -> None:
         """A parameter's gradient has accumulated: start the buckets that waited for it."""
-        recorder.gradient()
+        if recorder.run is not None:
+            recorder.run.gradient()
         self.synchronized = self.idle = False
         if gradient is None:  # a hook of the program's took it: what it puts into p.grad instead is exchanged in step()
             self.counts.setdefault(name, 0)
@@ -162,7 +164,8 @@ class HookedSession(Session):
         if not self.synchronized:
             self.synchronize()
         self.synchronized = False
-        self.unused.used(self.runner)
+        if self.unused is not None:
+            self.means_used()
 
     def drop(self) -> None:
         """Let exchanges under way end, and drop what they brought; every rank must call it."""
@@ -185,7 +188,7 @@ class DistributedMixin(Closable, StateMixin):
         """Await the exchange, so that ``p.grad`` holds the means: before clipping or unscaling."""
         session = self._grace
         if not session.synchronized:
-            with session.unused.left_in(session.runner):
+            with session.leaving_unused():
                 session.synchronize()
 
     @contextlib.contextmanager
@@ -373,11 +376,13 @@ def after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in
     """Average what ranks train on their own, when it is time to."""
     if inner or initializing(optimizer):
         return
-    recorder.update_ends()
+    if recorder.run is not None:
+        recorder.run.update_ends()
     optimizer._grace.after_step()
     if optimizer._grace.runner.averages:
         optimizer._grace.average()
-    recorder.step_ends()
+    if recorder.run is not None:
+        recorder.run.end_step()
     if optimizer._grace.auto is not None:
         optimizer._grace.auto.stepped()
 
@@ -393,7 +398,8 @@ def before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], i
     if closure is None:
         if not inner or session.computed:
             session.before_step()
-            recorder.update_begins()
+            if recorder.run is not None:
+                recorder.run.update_begins()
         return None
 
     closure = synchronized(closure, session, inner)

@@ -17,13 +17,13 @@ from grace.core.context import Context
 from grace.core.variable import Variable
 from grace.errors import ConfigError, ExchangeError
 from grace.exchange.header import OVERFLOW, PRESENT
-from grace.exchange.layout import Layout as WireLayout
+from grace.exchange.layout import Layout
 from grace.kernels import kernels_of
 from grace.session import checkpoint, saved_form
 from grace.session.by_hand import AsGiven
 from grace.session.setup import build_step_runner
 from grace.session.step_runner import StepRunner
-from grace.torch.fsdp_layout import Layout, above, before_steps, groups_of, layouts_of
+from grace.torch.fsdp_layout import ModuleLayout, above, before_steps, groups_of, layouts_of
 from grace.torch.state_dict import on_devices, packed_up, unpacked
 from grace.torch.uses import GradientUses
 
@@ -37,7 +37,7 @@ class ReduceScatterState:
     :func:`register_fsdp_hook`'s exchange brought it that NaN.
     """
 
-    def __init__(self, layouts: Sequence[Layout], runner: StepRunner, grad_scaler: Any):
+    def __init__(self, layouts: Sequence[ModuleLayout], runner: StepRunner, grad_scaler: Any):
         self.layouts, self.runner, self.grad_scaler = layouts, runner, grad_scaler
         self.backend: Any = runner.channel
         self.context = runner.context
@@ -49,7 +49,7 @@ class ReduceScatterState:
         """That left this rank so far."""
         self.overflow = False
         self.seen: set[str] = set()
-        self.wires: dict[str, tuple[WireLayout, torch.Tensor]] = {}
+        self.wires: dict[str, tuple[Layout, torch.Tensor]] = {}
         self.trained = {layout.name: trained_of(layout) for layout in layouts}
         params = {name: p for trained in self.trained.values() for name, p in trained.items()}
         self.uses = GradientUses(params, None, "compress_reduce_scatter")
@@ -200,7 +200,7 @@ class ReduceScatterState:
             if to != rank:
                 payloads[to], ctx = self._encode(f"{name}/to_{to}", row, finite)
         if name not in self.wires:
-            wire = WireLayout.of(k, [next(iter(payloads.values()))], sums=False)
+            wire = Layout.of(k, [next(iter(payloads.values()))], sums=False)
             self.wires[name] = wire, torch.zeros(size * wire.length, dtype=torch.uint8, device=given.device)
         wire, buffer = self.wires[name]
         for to, payload in payloads.items():
@@ -249,13 +249,13 @@ def _opened(packed: Any) -> Any:
     return saved
 
 
-def _row(layout: Layout) -> int:
+def _row(layout: ModuleLayout) -> int:
     """How many elements of a module's gradient each rank keeps."""
     trained = [param for param in layout.params if param.sharded_param.requires_grad]
     return sum(param.padded_sharded_param_size.numel() for param in trained)
 
 
-def trained_of(layout: Layout) -> dict[str, torch.nn.Parameter]:
+def trained_of(layout: ModuleLayout) -> dict[str, torch.nn.Parameter]:
     """The parameters of a module whose gradients are reduced, by name."""
     pairs = zip(layout.names, layout.params, strict=True)
     return {name: param.sharded_param for name, param in pairs if param.sharded_param.requires_grad}
@@ -269,7 +269,7 @@ def _part(tensor: torch.Tensor, to: int, size: int) -> torch.Tensor:
 
 
 def _together(
-    layout: Layout, states: Sequence[dict[str, Any]], weight: float
+    layout: ModuleLayout, states: Sequence[dict[str, Any]], weight: float
 ) -> tuple[list[torch.Tensor], dict[str, Any]]:
     """What all ranks of a run have left out of a module's gradients, by parameter, times a weight; and what their
     memory keeps beside it, with None for the tensor, if it keeps dicts. Nothing where nothing was kept.

@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -162,7 +162,7 @@ class Session:
         self.digest, self.made_of = digest(self.hyperparameters), simple_settings(optimizer)
         self.versions: dict[int, tuple[list[Any], list[int]]] = {}
         self.written: dict[str, torch.Tensor] = {}
-        self.unused = UnusedMeans(self.parameters)
+        self.unused: UnusedMeans | None = None
         if settings.broadcast and not backend.elastic:
             broadcast_parameters(start, 0, backend)
         self.auto: Driver | None = None if self.asked is None else driver_of(self, self.asked)
@@ -196,7 +196,8 @@ class Session:
             ConfigError: something was changed since it was made distributed, which exchanges cannot follow.
         """
         check_as_made(self.frozen, self.narrow)
-        check_momentum(self.momenta, self.optimizer, later=True)
+        if self.momenta:
+            check_momentum(self.momenta, self.optimizer, later=True)
         self.checked = True
 
     def _lr(self, name: str) -> float:
@@ -216,7 +217,12 @@ class Session:
             for name in dict.fromkeys(name for _, name in load):
                 self.buckets_of[name].append(bucket)
                 self.waits[bucket.index] += 1
+            if not (bucket.variables[0].sparse or self.runner.backend.elastic):
+                self.runner.prepare(bucket, self.loads[-1][0][2].detach())
         self.momenta = owners(self.runner.communicators)
+        reduction, size = self.settings.reduction, self.runner.backend.size
+        self.factors = {id(c): reduction.factor(c.compressor.votes, size) for c in self.runner.communicators}
+        """By communicator, what its aggregates are multiplied with."""
         rows = [(name, parts) for name, parts in self.runner.shards_of.items() if parts[0].variable.sparse]
         self.mixed = [name for name, parts in rows if 0 < sum(shard.period > 0 for shard in parts) < len(parts)]
         """Sparse variables some of whose parts are not exchanged."""
@@ -231,7 +237,7 @@ class Session:
     def switch(self, plan: ExchangePlan) -> None:
         """Go on by another plan; every rank must call it between two steps. See :func:`switched`, which may raise."""
         checkpoint.check_settled(self)
-        self.unused.used(self.runner)
+        self.means_used()
         own = self.parameters.__getitem__
         self.take(switched(self.runner, plan, own, self._check, self._check_plan), plan)
 
@@ -245,10 +251,6 @@ class Session:
         self.runner, self.plan = runner, plan
         self._lay_out()
 
-    def waiting_for(self) -> list[int]:
-        """Of how many parameters each bucket waits for gradients."""
-        return self.waits.copy()
-
     def copies(self) -> dict[str, torch.Tensor]:
         """Of the dense gradients that there are."""
         return copies(self.parameters)
@@ -258,7 +260,8 @@ class Session:
     @torch.no_grad()
     def start(self, bucket: Bucket) -> None:
         """Begin a bucket's exchange, with zeros where this rank has no gradient."""
-        self.unused.next_begins(self.runner)
+        if self.unused is not None:
+            self._settle_unused(self.unused.replaced())
         if not self.versions and self.runner.follows_scaler():
             self.runner.rescale(self.grad_scaler.get_scale())
         gradients, held, versions = list[Any](), list[Any](), list[int]()
@@ -293,6 +296,38 @@ class Session:
         """Forget what was under way, which the engine has given up."""
         self.runner.abandon()
 
+    # -- means that no step has used yet ---------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def leaving_unused(self) -> Iterator[None]:
+        """Exchange, in this context, means that no ``step()`` uses yet."""
+        if self.unused is not None:
+            self._settle_unused(self.unused.replaced())
+        self.runner.waits_for_step = self.runner.stateful
+        try:
+            yield
+        except BaseException:
+            self.runner.waits_for_step = False
+            raise
+        if self.runner.stateful:
+            self.unused = UnusedMeans(self.parameters)
+
+    def means_used(self) -> None:
+        """Commit what the unused means changed: a ``step()`` uses the gradients that are there."""
+        if self.unused is not None:
+            self._settle_unused(self.unused.cleared())
+
+    def _settle_unused(self, thrown: Iterable[str]) -> None:
+        """Commit what the unused means changed, and roll back what those of parameters that were thrown away did."""
+        runner = self.runner
+        for component in runner._stepping():
+            for name in thrown:
+                for shard in runner.shards_of[name]:
+                    component.state.rollback(shard.variable.name)
+            component.state.commit()
+        runner.waits_for_step = False
+        self.unused = None
+
     # -- means out -------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -301,11 +336,11 @@ class Session:
         check_untouched(self)
         with self.giving_up():
             outcomes = self.runner.finish(self._outs)
-        rows, written = self._own_rows(), self.written
-        done = all(self._factor(communicator) == 1.0 for communicator in self.runner.communicators)
+        rows = self._own_rows() if self.mixed else {}
+        written, in_place = self.written, all(factor == 1.0 for factor in self.factors.values())
         for outcome in outcomes:
             value = outcome.value
-            if done and value is not None and written.get(outcome.variable.name) is value:
+            if in_place and value is not None and written.get(outcome.variable.name) is value:
                 continue
             shard = self.runner.shards[outcome.variable.name]
             p = self.parameters[shard.whole.name]
@@ -313,7 +348,7 @@ class Session:
                 if outcome.pending:
                     self._wipe(shard, p)
             elif isinstance(outcome.value, SparseRows):
-                found = scaled(outcome.value, self._factor(shard.communicator))
+                found = scaled(outcome.value, self.factors[id(shard.communicator)])
                 rows.setdefault(shard.whole.name, []).append(shard.back(found))
             else:
                 self._write(shard, p, outcome.value)
@@ -341,12 +376,9 @@ class Session:
                 p.grad = torch.empty_like(p) if shard.axis is None else torch.zeros_like(p)
             view = shard.of(p.grad)
             view.copy_(value)  # type: ignore[union-attr]
-        if (factor := self._factor(shard.communicator)) != 1.0:
+        factor = self.factors[id(shard.communicator)]
+        if factor != 1.0:
             view.mul_(factor)
-
-    def _factor(self, communicator: Communicator) -> float:
-        """What a communicator's aggregates are multiplied with."""
-        return self.settings.reduction.factor(communicator.compressor.votes, self.runner.backend.size)
 
     def _wipe(self, shard: Shard, p: torch.nn.Parameter) -> None:
         """Nothing has come for a shard yet: this rank's own gradient must not be taken for the mean."""
@@ -371,7 +403,8 @@ class Session:
 
     def gradients_cleared(self) -> None:
         """Gradients were cleared."""
-        self.unused.cleared(self.runner)
+        if self.unused is not None:
+            self._settle_unused(self.unused.means)
         if self.idle and self.context.updates:
             self.context.left_out += 1
         self.idle = True

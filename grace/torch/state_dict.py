@@ -17,11 +17,11 @@ from grace.session import checkpoint, saved_form
 from grace.session.metrics import metrics
 from grace.strategy.execution import StrategyPlan
 from grace.torch.session import Session
+from grace.torch.step_hooks import DCP
 
 KEY = "grace.rank"
 """With the rank, the name of its memories among the settings of the first parameter group, where
 ``torch.distributed.checkpoint`` looks after them."""
-DCP = "torch.distributed.checkpoint.state_dict"
 
 
 class StateMixin:
@@ -277,19 +277,6 @@ def _asking() -> Any:
     if frame.f_code.co_name in ("state_dict", "load_state_dict"):  # of a class between, as under Horovod
         frame = frame.f_back
     return frame if frame.f_globals.get("__name__") == DCP else None
-
-
-def initializing(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``step()`` was called only to make the optimizer's state, with zeros for gradients, as
-    ``torch.distributed.checkpoint`` does before it reads or fills a state dict."""
-    module = sys.modules.get(DCP)
-    makes = getattr(getattr(module, "_init_optim_state", None), "__code__", None)
-    frame = None if optimizer.state or makes is None else sys._getframe(1)
-    for _ in range(8):
-        if frame is None or frame.f_code is makes:
-            break
-        frame = frame.f_back
-    return frame is not None and frame.f_code is makes
 
 
 def _device_of(key: Any, parameters: dict[str, torch.nn.Parameter], usual: Any) -> Any:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+DCP = "torch.distributed.checkpoint.state_dict"
+"""The module of torch that makes an optimizer's state by a step."""
 HOOKED = torch.optim.Optimizer.profile_hook_step(print).__code__
 """The code that torch puts around a ``step()`` so that its hooks are called."""
 
@@ -61,6 +63,19 @@ def within_step(ids: Collection[int]) -> bool:
             levels += 1
         frame = frame.f_back
     return levels == 2
+
+
+def initializing(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if ``step()`` was called only to make the optimizer's state, with zeros for gradients, as
+    ``torch.distributed.checkpoint`` does before it reads or fills a state dict."""
+    module = sys.modules.get(DCP)
+    makes = getattr(getattr(module, "_init_optim_state", None), "__code__", None)
+    frame = None if optimizer.state or makes is None else sys._getframe(1)
+    for _ in range(8):
+        if frame is None or frame.f_code is makes:
+            break
+        frame = frame.f_back
+    return frame is not None and frame.f_code is makes
 
 
 def _family(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:

@@ -5,15 +5,12 @@ GAN's discriminator, whose gradients the generator's loss fills; a batch that is
 of a residual.
 """
 
-import contextlib
 import warnings
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-
-from grace.session.step_runner import StepRunner
 
 UNKNOWN = (
     "gradients were cleared, and Grace saw no optimizer that used them, nor that the parameters changed: what a memory "
@@ -157,56 +154,24 @@ class GradientUses:
 
 
 class UnusedMeans:
-    """The gradients that ``synchronize()`` has exchanged, and no ``step()`` has used yet.
+    """The means that ``synchronize()`` has just written into ``p.grad``, until a ``step()`` uses them.
 
-    What they changed in memories is kept when ``step()`` uses them, or when the next exchange begins with what was
+    What they changed in memories is committed when ``step()`` uses them, or when the next exchange begins with what was
     added to them, and not if they were cleared.
     """
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter]):
         self.parameters = parameters
-        self.means: dict[str, Any] | None = None
-        """References to them; None as soon as it is known what became of them."""
+        grads = [(name, p.grad) for name, p in parameters.items()]
+        self.means = {name: weakref.ref(grad) for name, grad in grads if grad is not None}
 
-    @contextlib.contextmanager
-    def left_in(self, runner: StepRunner) -> Iterator[None]:
-        """What is exchanged in this context is not used yet."""
-        self.next_begins(runner)
-        runner.waits_for_step = runner.stateful
-        try:
-            yield
-        except BaseException:
-            runner.waits_for_step = False
-            raise
-        if runner.stateful:
-            grads = [(name, p.grad) for name, p in self.parameters.items()]
-            self.means = {name: weakref.ref(grad) for name, grad in grads if grad is not None}
+    def cleared(self) -> list[str]:
+        """Return the parameters that have no gradient any more."""
+        return [name for name in self.means if self.parameters[name].grad is None]
 
-    def next_begins(self, runner: StepRunner) -> None:
-        """The next exchange begins: a gradient that is another tensor now was cleared in between."""
-        if self.means is not None:
-            self._settle(runner, [name for name, mean in self.means.items() if self._grad(name) is not mean()])
-
-    def used(self, runner: StepRunner) -> None:
-        """``step()`` uses the gradients that are there."""
-        if self.means is not None:
-            self._settle(runner, [name for name in self.means if self._grad(name) is None])
-
-    def cleared(self, runner: StepRunner) -> None:
-        """All of them were cleared."""
-        if self.means is not None:
-            self._settle(runner, list(self.means))
-
-    def _grad(self, name: str) -> torch.Tensor | None:
-        return self.parameters[name].grad
-
-    def _settle(self, runner: StepRunner, thrown: Collection[str]) -> None:
-        for component in runner._stepping():
-            for name in thrown:
-                for shard in runner.shards_of[name]:
-                    component.state.rollback(shard.variable.name)
-            component.state.commit()
-        runner.waits_for_step, self.means = False, None
+    def replaced(self) -> list[str]:
+        """Return the parameters whose gradient is another tensor now: the mean was cleared in between."""
+        return [name for name, mean in self.means.items() if self.parameters[name].grad is not mean()]
 
 
 class _Arrival:

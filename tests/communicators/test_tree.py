@@ -101,8 +101,8 @@ def traced(folder):
         stepped(Tree("none"))
     finally:
         del os.environ[recorder.FOLDER], os.environ[recorder.SKIP]
-        recorder._recorder.write()
-        recorder._recorder = recorder.active = None
+        recorder.run.write()
+        recorder.run = recorder.active = None
 
 
 def test_its_legs_are_traced(two_ranks, tmp_path):

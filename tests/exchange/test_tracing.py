@@ -33,9 +33,9 @@ def recorded(folder, steps=50, skip=0):
     finally:
         for name in settings:
             del os.environ[name]
-        if recorder._recorder is not None:
-            recorder._recorder.write()
-        recorder._recorder = recorder.active = None
+        if recorder.run is not None:
+            recorder.run.write()
+        recorder.run = recorder.active = None
 
 
 def plainly(**choices):
@@ -229,6 +229,6 @@ def test_settings_that_cannot_be_are_refused_on_all_ranks(two_ranks, name, value
 
 def test_nothing_is_recorded_unless_it_is_asked_for():
     plainly(compressor="topk(ratio=0.1)")
-    assert recorder._recorder is None
+    assert recorder.run is None
     assert recorder.phase("compress") is recorder.phase("wait", "wait")
     assert recorder.collective(None, "", 0) is None

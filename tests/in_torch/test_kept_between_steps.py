@@ -5,7 +5,6 @@ import torch
 
 import grace
 from grace.exchange.step_stamp import digest
-from grace.session.keepers import Keepers
 from grace.torch.parameters import hyperparameters
 
 pytestmark = pytest.mark.usefixtures("local")
@@ -121,15 +120,15 @@ class Later(grace.Memory):
 
 
 def test_a_part_that_a_users_memory_gets_later_is_found():
-    memory, keepers = Later(), Keepers()
+    memory = Later()
     model = torch.nn.Linear(40, 3)
     optimizer = grace.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model, "topk(ratio=0.1)", memory
     )
-    communicator = optimizer._grace.runner.communicators[0]
-    before = keepers.of(communicator)
+    runner = optimizer._grace.runner
+    before = runner._stepping()
     for _ in range(2):
         step(model, optimizer)
     assert set(memory.residuals.state.kept) == {"weight", "bias"}
     assert memory.residuals not in before
-    assert any(part is memory.residuals for part in keepers.of(communicator))
+    assert any(part is memory.residuals for part in runner._stepping())

@@ -32,9 +32,10 @@ FORMAT = 1
 STEP_TRACK, COLLECTIVE_TRACK, FIRST_THREAD = 0, 1, 2
 """The tracks of a rank: its steps, its collectives, and one per thread."""
 
+run: "Recorder | None" = None
+"""The recorder of this process; None where nothing is traced. Sessions tell it of gradients, exchanges and updates."""
 active: "Recorder | None" = None
-"""Who records; None outside the steps that are to be recorded."""
-_recorder: "Recorder | None" = None
+"""The same; None outside the steps that are to be recorded."""
 _NOTHING = contextlib.nullcontext()
 
 
@@ -178,14 +179,14 @@ class Phase:
         self.recorder.add(self.name, self.kind, self.began, ended, self.recorder.track(), _plain(self.args))
 
 
-class Collective:
-    """One that is under way; collectives overlap, so they are asynchronous events."""
+class CollectiveEvent:
+    """The event of a collective under way, made when it starts; collectives overlap, so events are asynchronous."""
 
     def __init__(self, recorder: Recorder, args: dict[str, Any]):
         self.recorder, self.args, self.began = recorder, args, time.perf_counter_ns()
 
     def end(self) -> None:
-        """It is known to be done."""
+        """Record that the collective is known to be done."""
         event = {"name": "collective", "cat": "collective", "id": next(self.recorder.ids), "tid": COLLECTIVE_TRACK}
         begin = {"ph": "b", "ts": self.began, **event, "args": _plain(self.args)}
         self.recorder.events += [begin, {"ph": "e", "ts": time.perf_counter_ns(), **event}]
@@ -212,17 +213,17 @@ def begin(backend: Any, shards: Iterable[Any]) -> None:
     Raises:
         ConfigError: the folder cannot be written, or a number is none.
     """
-    global _recorder
+    global run
     if not os.environ.get(FOLDER):
         return
-    if _recorder is None:
+    if run is None:
         steps, skip = _number(STEPS, DEFAULT_STEPS, 1), _number(SKIP, DEFAULT_SKIP, 0)
         folder = Path(os.environ[FOLDER])
-        _recorder = Recorder(folder, backend.rank, backend.size, steps, skip, backend.describe())
-        _recorder._set_active()
-        atexit.register(_recorder.write)
-    _recorder.note(variables={shard.variable.name: _described(shard) for shard in shards})
-    _recorder.write()
+        run = Recorder(folder, backend.rank, backend.size, steps, skip, backend.describe())
+        run._set_active()
+        atexit.register(run.write)
+    run.note(variables={shard.variable.name: _described(shard) for shard in shards})
+    run.write()
 
 
 def _described(shard: Any) -> dict[str, Any]:
@@ -300,11 +301,6 @@ def payload(nbytes: dict[str, int]) -> None:
         active.events.append({**event, "args": nbytes})
 
 
-def collective(bucket: Any, label: str, nbytes: int) -> Collective | None:
-    """A collective starts; call ``end()`` of what this gives when it is known to be done."""
-    return None if active is None else Collective(active, {"bucket": bucket, "label": label, "bytes": nbytes})
-
-
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
     """Nothing is recorded in this context: what it does is no part of training."""
@@ -316,43 +312,13 @@ def paused() -> Iterator[None]:
         active = before
 
 
-# -- what sessions say -------------------------------------------------------------------------------------------------
+# -- facts that sessions add -------------------------------------------------------------------------------------------
 
 
 def note(**facts: Any) -> None:
-    """Facts about this rank: ``updates_follow=True`` if somebody calls :func:`step_ends` after each update, ``waits``
-    for who waits for collectives if Grace does not."""
-    if _recorder is not None:
-        _recorder.updates_follow = facts.pop("updates_follow", _recorder.updates_follow)
+    """Note facts about this rank: ``updates_follow=True`` if the session calls :meth:`Recorder.end_step` after each
+    update, ``waits`` for who waits for collectives if Grace does not."""
+    if run is not None:
+        run.updates_follow = facts.pop("updates_follow", run.updates_follow)
         if facts:
-            _recorder.note(**facts)
-
-
-def gradient() -> None:
-    """A gradient is there: the backward pass runs."""
-    if _recorder is not None:
-        _recorder.gradient()
-
-
-def exchanged() -> None:
-    """All exchanges of a step are over."""
-    if _recorder is not None:
-        _recorder.exchanged()
-
-
-def update_begins() -> None:
-    """The user's optimizer is about to change the variables."""
-    if _recorder is not None:
-        _recorder.update_begins()
-
-
-def update_ends() -> None:
-    """The user's optimizer has changed the variables."""
-    if _recorder is not None:
-        _recorder.update_ends()
-
-
-def step_ends() -> None:
-    """Nothing of this step is left to be done."""
-    if _recorder is not None:
-        _recorder.end_step()
+            run.note(**facts)

@@ -16,7 +16,6 @@ from typing import Any
 from grace.core.compressor import Compressor, Payload, Tensor, Traits
 from grace.core.memory import Memory
 from grace.core.ported import ITEM_SIZE
-from grace.core.state import State
 from grace.errors import ConfigError, payload_of
 from grace.exchange.sparse_rows import NOTHING
 from grace.kernels import kernels_of
@@ -41,7 +40,7 @@ class RowCompressor(Compressor):
     @property
     def traits(self) -> Traits:  # type: ignore[override]
         """The inner compressor's, but for what depends on the number of rows."""
-        return dataclasses.replace(self.inner.traits, fixed_size=False, summable=False, exact=False)
+        return dataclasses.replace(self.inner.traits, fixed_size="by data", summable=False, exact=False)
 
     @property
     def spec(self) -> str:
@@ -59,15 +58,23 @@ class RowCompressor(Compressor):
         return self.inner.accumulate(_decoded(payload[:-1], ctx[3]), ctx[0], out, weight)
 
     def context_of(self, count: int, shape: Sequence[int], name: str, like: Tensor) -> Any:
-        """What decodes a payload of so many rows of this shape, whoever made it."""
-        k = kernels_of(like)
-        payload, ctx = self.inner.compress(k.zeros((count, *shape), "float32", like), name)
-        return ctx, (count, *shape), name, self._layout(payload)
+        """Return what decodes a payload of so many rows of this shape, whoever made it."""
+        rows = (count, *shape)
+        ctx = self.inner.ctx_of(name, rows, like)
+        spec = self.inner.payload_spec(rows, self.inner.context.step)
+        if ctx is None or spec is None:  # only a payload tells
+            k = kernels_of(like)
+            payload, ctx = self.inner.compress(k.zeros(rows, "float32", like), name)
+            return ctx, rows, name, self._layout(payload)
+        return ctx, rows, name, [(tensor.dtype, self._sizes(tensor.shape)) for tensor in spec]
 
     def _layout(self, payload: Payload) -> list[tuple[str, tuple[int, ...]]]:
-        """Dtypes and shapes; a first dimension of -1 stands for as many as there are."""
-        k, fixed = kernels_of(payload[0]), not self.inner.traits.varies
-        return [(k.dtype(p), tuple(p.shape) if fixed else (-1, *p.shape[1:])[: len(p.shape)]) for p in payload]
+        """Return dtypes and shapes; a first dimension of -1 stands for as many as there are."""
+        k = kernels_of(payload[0])
+        return [(k.dtype(part), self._sizes(part.shape)) for part in payload]
+
+    def _sizes(self, shape: Sequence[Any]) -> tuple[int, ...]:
+        return (-1, *shape[1:])[: len(shape)] if self.inner.traits.varies else tuple(shape)
 
     def aggregate(self, payloads: Sequence[Payload], ctx: Any, out: Tensor, count: float) -> Tensor:
         """The mean of all ranks' rows, as the values of the distinct ones; their numbers go to ``received``."""
@@ -130,16 +137,12 @@ class RowMemory(Memory):
 
     def __init__(self, inner: Residual, compressor: RowCompressor):
         self.inner, self.compressor = inner, compressor
+        self.state = inner.state
 
     @property
     def spec(self) -> str:
         """The inner memory's."""
         return self.inner.spec
-
-    @property
-    def state(self) -> State:
-        """The inner memory's: it is saved with it."""
-        return self.inner.state
 
     def keeps(self, shape: tuple[int, ...]) -> Any:
         return shape

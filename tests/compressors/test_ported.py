@@ -359,13 +359,13 @@ def test_unequal_sizes_that_nobody_announced_are_found_at_the_first_step(two_ran
     for said in two_ranks.run(unequal, kind):
         assert "the payload of 'w' has " in said
         assert "bytes on rank 0, and" in said
-        assert "fixed_size=False" in said
+        assert "fixed_size='by data'" in said
 
 
 @ranks
 def test_they_are_found_over_horovod_too():
     for said in launched("horovodrun-gloo", 2).run(unequal, "allgather", False):
-        assert "fixed_size=False" in said
+        assert "fixed_size='by data'" in said
 
 
 @pytest.mark.usefixtures("local")
@@ -375,7 +375,7 @@ def test_sizes_that_change_later_are_found_by_the_rank_that_has_them():
     optimizer.zero_grad()
     model.backward({"w": -np.ones((20, 30), np.float32)})
     with pytest.raises(
-        grace.errors.PayloadError, match=r"'w' has the shapes \[\(0,\), \(0,\)\] at step 1.*fixed_size=False"
+        grace.errors.PayloadError, match=r"'w' has the shapes \[\(0,\), \(0,\)\] at step 1.*fixed_size='by data'"
     ):
         optimizer.step()
 

@@ -217,4 +217,4 @@ def test_sizes_that_nobody_announced_are_compared_in_graphs():
     for means, said in launched("horovodrun-gloo", 2, "tensorflow").run(ported):
         assert means == [[2.0] * 4, [4.0] * 4]
         assert "the payload of 'Variable' has" in said
-        assert "fixed_size=False" in said
+        assert "fixed_size='by data'" in said

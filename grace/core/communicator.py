@@ -75,6 +75,10 @@ class Communicator(Component):
     """True if headers on a device may be read at the end of the step."""
     delayed: bool = False
     """True if the means of a step are applied in a later one; its round trips then commit their state by themselves."""
+    compress_after: int = 0
+    """Steps in which its variables are exchanged uncompressed, before it compresses them."""
+    uncompressed: "Communicator | None" = None
+    """The communicator that carries its variables in those steps. Made by the session."""
     second: tuple[Compressor, Memory, str] | None = None
     """Compressor, memory, and label of the random numbers, of the compression of means; None if means are not
     compressed."""
@@ -260,7 +264,8 @@ class Communicator(Component):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: these are in no run yet."""
-        return {**super().__getstate__(), "backend": LocalBackend(), "_by_hand": None}
+        own = {"backend": LocalBackend(), "_by_hand": None, "uncompressed": None}
+        return {**super().__getstate__(), **own}
 
     def bind(self, context: Context, backend: Backend | None = None) -> None:
         """Join a run: hand the context to both parts and remember the engine."""

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from grace.core.compressor import Tensor
@@ -31,6 +31,8 @@ class Bucket:
     """The bucket's :class:`~grace.exchange.program.BucketProgram`, made by its first round trip."""
     pending: deque[Any] = field(default_factory=deque, init=False)
     """Delayed round trips whose means are not applied yet, the oldest first (:mod:`grace.exchange.delayed`)."""
+    plain: "Bucket | None" = field(default=None, init=False)
+    """The bucket of the same variables in the steps before its communicator compresses."""
     node: "Bucket | None" = field(default=None, init=False)
     """The bucket of the sum over this rank's node, where reduction is hierarchical (:mod:`grace.session.hierarchy`)."""
     names: list[str] = field(init=False)
@@ -41,6 +43,17 @@ class Bucket:
     def __post_init__(self) -> None:
         self.nbytes = sum(variable.nbytes for variable in self.variables)
         self.names = [variable.name for variable in self.variables]
+
+    def at_step(self, step: int) -> "Bucket":
+        """Return the bucket as it travels at a step: uncompressed before ``communicator.compress_after``.
+
+        Its delayed means are in one queue, so that none is lost when compression begins."""
+        if step >= self.communicator.compress_after:
+            return self
+        if self.plain is None:
+            self.plain = replace(self, communicator=self.communicator.uncompressed)
+            self.plain.pending = self.pending
+        return self.plain
 
     def describe(self) -> str:
         """For messages: the bucket's number, first and last variable, and its communicator."""

@@ -44,6 +44,7 @@ def prepare(
     compressor: Any = None,
     memory: Any = None,
     communicator: Any = None,
+    compress_after: int = 0,
     seed: int = 0,
     bucket_bytes: int | None = None,
     memory_state: str = "strict",
@@ -60,7 +61,8 @@ def prepare(
         objects: models, optimizers, loaders and schedulers, a model among them; what is prepared already stays so. Give
             the model's optimizer beside it, so that memories may follow it. Models that ``accelerator.free_memory()``
             has dropped since are no longer saved.
-        compressor, memory, communicator, seed, bucket_bytes: as for :func:`grace.torch.register_ddp_hook`.
+        compressor, memory, communicator, compress_after, seed, bucket_bytes: as for
+            :func:`grace.torch.register_ddp_hook`.
         memory_state: what becomes of memories in ``load_state()``: "strict" refuses those of another method; "keep"
             keeps what fits, and warns of the rest; "reset" starts with empty ones.
         options: of ``accelerator.prepare``.
@@ -99,6 +101,7 @@ def prepare(
             memory=memory,
             communicator=communicator,
             grad_scaler=accelerator.scaler,
+            compress_after=compress_after,
             seed=seed,
             bucket_bytes=bucket_bytes,
         )

@@ -24,7 +24,8 @@ class GraceCallback(Chosen, Callback):
     exchanged, and a warning says so.
 
     Args:
-        compressor, memory, communicator, seed, bucket_bytes: as for :func:`grace.torch.register_ddp_hook`.
+        compressor, memory, communicator, compress_after, seed, bucket_bytes: as for
+            :func:`grace.torch.register_ddp_hook`.
         memory_state: what becomes of the memories in a checkpoint: "strict" refuses one without them, or of another
             method; "keep" keeps what fits, and warns of the rest; "reset" starts with empty ones.
 

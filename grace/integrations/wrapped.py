@@ -102,6 +102,7 @@ class Chosen:
         memory: Any = None,
         communicator: Any = None,
         *,
+        compress_after: int = 0,
         seed: int = 0,
         bucket_bytes: int | None = None,
         memory_state: str = "strict",
@@ -110,6 +111,7 @@ class Chosen:
             "compressor": compressor,
             "memory": memory,
             "communicator": communicator,
+            "compress_after": compress_after,
             "seed": seed,
             "bucket_bytes": bucket_bytes,
         }

@@ -1,9 +1,11 @@
 """How gradients are exchanged whatever the method: checked, and compared between ranks, once for all frameworks."""
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from grace.core.communicator import Communicator
 from grace.errors import ConfigError
 from grace.session.bucketing import Limits
 
@@ -88,6 +90,7 @@ class Settings:
         sparse_as_dense: exchange sparse gradients as dense ones.
         broadcast: start from rank 0's values.
         hierarchical: the ranks of a node reduce among themselves first.
+        compress_after: steps that are exchanged uncompressed first.
     """
 
     reduction: ReduceOp = field(default_factory=ReduceOp)
@@ -97,6 +100,7 @@ class Settings:
     sparse_as_dense: bool = False
     broadcast: bool = True
     hierarchical: bool = False
+    compress_after: int = 0
 
     def check(self) -> None:
         """Raise ConfigError if they make no sense."""
@@ -104,6 +108,27 @@ class Settings:
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name))
         self.reduction.check()
+        check_integer("compress_after", self.compress_after, low=0)
+
+    def check_auto(self) -> None:
+        """Refuse what a strategy that is chosen while training runs does not go with."""
+        if self.compress_after:
+            raise ConfigError(
+                "compress_after does not go with strategy='auto', which begins uncompressed and tries methods at once"
+            )
+
+    def check_votes(self, communicators: Iterable[Communicator]) -> None:
+        """Refuse sums that become votes when compression begins, which are smaller by the number of ranks.
+
+        Raises:
+            ConfigError: a communicator's method votes.
+        """
+        for communicator in communicators:
+            if communicator.compress_after and communicator.compressor.votes and self.reduction.op == "sum":
+                raise ConfigError(
+                    f"op='sum' with compress_after={communicator.compress_after}: {communicator.compressor.spec} "
+                    "votes, and a vote is as large as a mean, not as a sum: use op='average'"
+                )
 
     @property
     def limits(self) -> Limits:
@@ -122,6 +147,7 @@ class Settings:
             "sparse_as_dense": self.sparse_as_dense,
             "broadcast": self.broadcast,
             "hierarchical": self.hierarchical,
+            "compress_after": self.compress_after,
             "seed": self.seed,
             "bucket_bytes": self.bucket_bytes,
             "group_bytes": self.group_bytes,
@@ -132,12 +158,12 @@ class Settings:
         return [(name, str(value)) for name, value in self.arguments().items() if name != "seed"]
 
 
-def check_integer(name: str, value: Any) -> None:
-    """Refuse what is not a whole number of at least 1.
+def check_integer(name: str, value: Any, low: int = 1) -> None:
+    """Refuse what is not a whole number of at least ``low``.
 
     >>> check_integer("group_bytes", 0)
     Traceback (most recent call last):
     grace.errors.ConfigError: group_bytes must be a whole number of at least 1, not 0
     """
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise ConfigError(f"{name} must be a whole number of at least {low}, not {value!r}")

@@ -10,6 +10,7 @@ from grace.core.kept import Keeping
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.session.agreement import agree
+from grace.session.momentum import owners
 from grace.session.plan import ExchangePlan
 from grace.session.step_runner import StepRunner
 
@@ -23,6 +24,7 @@ def build_step_runner(
     check: Callable[[Communicator], None] = lambda communicator: None,
     later: bool = False,
     hierarchical: bool = False,
+    compress_after: int = 0,
 ) -> StepRunner:
     """Check everything on this rank, then compare it with the others: either every rank goes on or none.
 
@@ -32,6 +34,7 @@ def build_step_runner(
         check: raises if this communicator does not suit the run.
         later: no collective now; the ranks compare when somebody calls the runner's ``agree()``.
         hierarchical: the ranks of a node reduce among themselves first.
+        compress_after: steps that are exchanged uncompressed first, where the plan does not say it.
         settings: further (what, value) facts that all ranks must share.
 
     Raises:
@@ -57,6 +60,7 @@ def build_step_runner(
             shards = [replace(shard, hierarchical=True) for shard in shards]
         for communicator in {id(shard.communicator): shard.communicator for shard in shards}.values():
             communicator.check_world(backend.size)
+            _begin_after(communicator, compress_after)
             check(communicator)
         runner = StepRunner(found, shards, backend, context, plan.name)
         runner.claim()
@@ -65,7 +69,7 @@ def build_step_runner(
                 if isinstance(part, Keeping):
                     part.look()
         _check_delays(runner, later)
-        runner.settings = list(settings)
+        runner.settings, runner.compress_after = list(settings), compress_after
     except Exception as raised:
         if runner is not None:
             runner.close()
@@ -79,6 +83,23 @@ def build_step_runner(
             runner.close()
             raise
     return runner
+
+
+def _begin_after(communicator: Communicator, compress_after: int) -> None:
+    """Let a communicator compress after so many steps, unless its plan has said after how many.
+
+    Raises:
+        ConfigError: it applies momentum, which the optimizer then does not.
+    """
+    exact = communicator.compressor.traits.exact and not communicator.memory.stateful
+    communicator.compress_after = 0 if exact else communicator.compress_after or compress_after
+    parts = owners([communicator]) if communicator.compress_after else []
+    if parts:
+        raise ConfigError(
+            f"compress_after={communicator.compress_after}: the {parts[0].kind} {parts[0].spec} replaces the "
+            "optimizer's momentum, which the steps before would not have. Leave compress_after out, or choose another "
+            "method"
+        )
 
 
 def _check_delays(runner: StepRunner, later: bool) -> None:

@@ -10,6 +10,7 @@ from grace.communicators.sparse import row_communicator
 from grace.core.communicator import Communicator
 from grace.core.variable import Variable
 from grace.exchange.bucket import Bucket
+from grace.exchange.sparse_codec import RowCompressor
 from grace.exchange.sparse_rows import SparseRows
 from grace.kernels.index_coding import check_positions
 from grace.session.bucketing import Limits
@@ -139,6 +140,22 @@ class Chooser:
         return wanted
 
 
+def uncompressed(communicator: Communicator) -> Communicator:
+    """Return what carries a communicator's variables while it does not compress them: a plain all-reduce, or plain
+    payloads to and from the rank that reduces; of sparse variables, their rows.
+
+    >>> from grace.communicators import Allgather
+    >>> uncompressed(Allgather("topk")).describe()
+    'allreduce, none, none'
+    """
+    plain = communicator.dense(Allreduce("none"))
+    if not isinstance(communicator.compressor, RowCompressor):
+        return plain
+    rows: Any = row_communicator(plain, "")
+    rows.compressor.shapes.update(communicator.compressor.shapes)
+    return rows  # type: ignore[no-any-return]
+
+
 def bucketed(shards: Sequence[Shard]) -> list[Bucket]:
     """The buckets, in the order in which all ranks start them, whatever becomes ready first.
 
@@ -150,7 +167,7 @@ def bucketed(shards: Sequence[Shard]) -> list[Bucket]:
     for shard in reversed(shards):
         variable, communicator = shard.variable, shard.communicator
         exact = communicator.compressor.traits.exact and not communicator.memory.stateful
-        dtype = variable.dtype if exact else "float32"
+        dtype = variable.dtype if exact or communicator.compress_after else "float32"  # one is summed as it is
         kind = (id(communicator), dtype, variable.device, shard.travels, shard.priority, shard.limits)
         kinds.setdefault(kind, []).append(shard)
     ordered = sorted(

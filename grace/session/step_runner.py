@@ -29,7 +29,7 @@ from grace.exchange.sparse_rows import add, in_units
 from grace.exchange.tracing import recorder
 from grace.session.agreement import DRIFTED, agree, first_difference
 from grace.session.hierarchy import HierarchicalRoundTrip, Hierarchy
-from grace.session.sharding import Shard, bucketed, hierarchical
+from grace.session.sharding import Shard, bucketed, hierarchical, uncompressed
 from grace.session.versions import versions
 
 AnyRoundTrip = RoundTrip | DelayedRoundTrip | HierarchicalRoundTrip
@@ -69,8 +69,11 @@ class StepRunner:
         """What exchanges travel over, since the ranks have agreed; ``backend`` is for questions to all ranks."""
         self._leases = Leases(backend)
         self.communicators = list({id(shard.communicator): shard.communicator for shard in shards}.values())
+        for communicator in self.communicators:
+            communicator.uncompressed = uncompressed(communicator) if communicator.compress_after else None
         self.hierarchy: Hierarchy | None = None
-        self._led = {id(shard.communicator) for shard in shards if shard.hierarchical}
+        led = [shard.communicator for shard in shards if shard.hierarchical]
+        self._led = {id(one) for communicator in led for one in (communicator, communicator.uncompressed)}
         self.run = ""
         """The same on all ranks, and another after each start and each load: what is saved at a step is known by it."""
         self._nodes: list[str] = []
@@ -79,6 +82,8 @@ class StepRunner:
         self.stateful = any(communicator.stateful for communicator in self.communicators)
         self.traffic = Traffic()
         self.settings: list[tuple[str, str]] = []
+        self.compress_after = 0
+        """Steps that are exchanged uncompressed first, where a strategy does not say it."""
         self.hyperparameters: Callable[[], Sequence[tuple[str, str]]] = lambda: ()
         """Those that the last step was made with, in words; the context has their digest."""
         recorder.begin(backend, shards)
@@ -103,12 +108,17 @@ class StepRunner:
     def _bind(self, backend: Backend) -> None:
         """Who the communicators exchange with."""
         self.context.rank, self.context.size = backend.rank, backend.size
-        for communicator in self.communicators:
+        for communicator in self._carriers():
             if hierarchy := self.hierarchy_of(communicator):
                 communicator.use_leaders(hierarchy.node_groups.leader_of)
                 communicator.bind(hierarchy.context(self.context), hierarchy.backend)
             else:
                 communicator.bind(self.context, backend)
+
+    def _carriers(self) -> list[Communicator]:
+        """Return the communicators, and those that carry their variables before they compress."""
+        plain = [communicator.uncompressed for communicator in self.communicators]
+        return [*self.communicators, *(communicator for communicator in plain if communicator is not None)]
 
     def hierarchy_of(self, communicator: Any) -> Hierarchy | None:
         """What is around its exchanges, once the ranks have agreed; None if all ranks take part in them."""
@@ -147,7 +157,7 @@ class StepRunner:
             self._bind(self.channel)
         for bucket in self.buckets:
             bucket.compared = False
-        for communicator in self.communicators:
+        for communicator in self._carriers():
             self._equip(communicator)
 
     def _equip(self, communicator: Communicator) -> None:
@@ -207,6 +217,8 @@ class StepRunner:
 
     def start(self, bucket: Bucket, gradients: Sequence[Tensor], present: Sequence[bool]) -> AnyRoundTrip:
         """Begin the round trip of one bucket. Buckets must be started in order, each once a step."""
+        if self.context.step < bucket.communicator.compress_after:
+            bucket = bucket.at_step(self.context.step)
         contribution = Contribution(bucket, gradients, present, self.stateful, self.traffic)
         trip: AnyRoundTrip
         if self.hierarchy is not None and id(bucket.communicator) in self._led:
@@ -397,6 +409,7 @@ class StepRunner:
         """The optimizer has ended: its components may serve another one."""
         for communicator in self.communicators:
             communicator.release(self)
+            communicator.compress_after = 0
         if self._thread is None or self._thread.drain(0):  # else that holds this runner until it is done
             self._leases.end()
 

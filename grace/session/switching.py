@@ -77,7 +77,13 @@ def replaced(former: StepRunner, plan: ExchangePlan, check: Callable[[Communicat
         ConfigError, RankError: as :func:`switched`.
     """
     made = build_step_runner(
-        lambda: former.variables, lambda: plan, former.backend, former.context, former.settings, check
+        lambda: former.variables,
+        lambda: plan,
+        former.backend,
+        former.context,
+        former.settings,
+        check,
+        compress_after=former.compress_after,
     )
     for name in FOLLOWED:
         setattr(made, name, getattr(former, name))

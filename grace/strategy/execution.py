@@ -137,7 +137,7 @@ def compiled(strategy: Strategy, variables: Sequence[Variable]) -> list[Shard]:
         for part, own, (start, stop) in zip(plan.parts, plan.part_variables(), bounds, strict=True):
             key = keys.get(id(part))
             if key is None:
-                chosen = part.sync, str(part.compressor), str(part.memory)
+                chosen = part.sync, str(part.compressor), str(part.memory), part.compress_after
                 if chosen not in keys:
                     keys[chosen] = _key(part)
                 key = keys[id(part)] = keys[chosen]
@@ -162,4 +162,5 @@ def _key(part: ShardPlan) -> Any:
         sync,
         make("compressor", part.compressor).spec,
         None if part.memory is None else make("memory", part.memory).spec,
+        part.compress_after,
     )

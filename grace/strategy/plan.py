@@ -108,15 +108,17 @@ class ShardPlan:
         sync: the synchronization.
         compressor, memory: specs; the compressor's default memory if None.
         priority: parts of a lower one start first; among equals those whose gradients are ready first.
+        compress_after: steps that are exchanged uncompressed first.
     """
 
     sync: Sync = field(default_factory=Sync)
     compressor: Any = "none"
     memory: Any = None
     priority: int = 0
+    compress_after: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """The form in which it stands in a file, specs in their shortest form."""
+        """The form in which it stands in a file, specs in their shortest form; ``compress_after`` only where it is."""
         compressor = make("compressor", self.compressor)
         memory = make("memory", compressor.traits.memory if self.memory is None else self.memory)
         return {
@@ -124,6 +126,7 @@ class ShardPlan:
             "compressor": compressor.spec,
             "memory": memory.spec,
             "priority": self.priority,
+            **({"compress_after": self.compress_after} if self.compress_after else {}),
         }
 
 
@@ -304,6 +307,8 @@ def part_faults(
     for name, low in (("group", 0), ("staleness", 0), ("period", 1), ("ahead", 1)):
         if getattr(sync, name) < low:
             yield f"sync.{name}", f"must be at least {low}, not {getattr(sync, name)}"
+    if part.compress_after < 0:
+        yield "compress_after", f"must be at least 0, not {part.compress_after}"
     if sync.hierarchical and "hierarchical" not in FIELDS[sync.type]:
         yield "sync.hierarchical", f"is for {', '.join(COLLECTIVES)}, not for {sync.type}"
     if not sync.sync and sync.staleness:
@@ -350,4 +355,6 @@ def communicator_of(part: ShardPlan) -> Communicator:
     if sync.type == "none":
         return build_communicator("none", "none", "allreduce")
     options = {key: getattr(sync, key) for key in FIELDS.get(sync.type, ()) if key not in OF_PARTS} or sync.options
-    return build_communicator(part.compressor, part.memory, {"name": sync.type, **options})
+    made = build_communicator(part.compressor, part.memory, {"name": sync.type, **options})
+    made.compress_after = part.compress_after
+    return made

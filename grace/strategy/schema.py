@@ -139,10 +139,12 @@ class PartEntry(Strict):
     """A spec; the compressor's default if left out."""
     priority: StrictInt = 0
     """Parts of a lower one start first."""
+    compress_after: Natural = 0
+    """Steps that are exchanged uncompressed first."""
 
     def part(self) -> ShardPlan:
         """The same as an object."""
-        return ShardPlan(self.sync.made(), self.compressor, self.memory, self.priority)
+        return ShardPlan(self.sync.made(), self.compressor, self.memory, self.priority, self.compress_after)
 
 
 class Cut(Strict):
@@ -155,7 +157,7 @@ class Cut(Strict):
 
 
 class VariableEntry(Strict):
-    """A variable: what it is, and either its parts or, if it is whole, the four keys of its only part."""
+    """A variable: what it is, and either its parts or, if it is whole, the keys of its only part."""
 
     model_config = ConfigDict(
         json_schema_extra={"oneOf": [{"required": ["sync"]}, {"required": ["partition", "parts"]}]}
@@ -172,13 +174,15 @@ class VariableEntry(Strict):
     parts: list[PartEntry] | None = None
     """One for each size of the partition."""
     sync: Synchronization | None = None
-    """How it is synchronized, if it is whole; the next three likewise."""
+    """How it is synchronized, if it is whole; the next four likewise."""
     compressor: Spec = "none"
     """A spec, as in `topk(ratio=0.01)`."""
     memory: Spec | None = None
     """A spec; the compressor's default if left out."""
     priority: StrictInt = 0
     """Variables of a lower one start first."""
+    compress_after: Natural = 0
+    """Steps that are exchanged uncompressed first."""
 
     def plan(self, name: str) -> VariablePlan:
         """The same as an object.
@@ -187,7 +191,7 @@ class VariableEntry(Strict):
             ConfigError: both forms are mixed, or neither is there.
         """
         variable = Variable(name, tuple(self.shape), self.dtype, sparse=self.sparse)
-        own = self.model_fields_set & {"sync", "compressor", "memory", "priority"}
+        own = self.model_fields_set & {"sync", "compressor", "memory", "priority", "compress_after"}
         if self.partition is not None:
             if own:
                 raise ConfigError(f"variable {name!r}, {min(own)}: a variable that is cut has it in each of its parts")
@@ -199,7 +203,8 @@ class VariableEntry(Strict):
             raise ConfigError(f"variable {name!r}, parts: there is no partition that they would be parts of")
         if self.sync is None:
             raise ConfigError(f"variable {name!r}, sync: is missing")
-        return VariablePlan(variable, (ShardPlan(self.sync.made(), self.compressor, self.memory, self.priority),))
+        part = ShardPlan(self.sync.made(), self.compressor, self.memory, self.priority, self.compress_after)
+        return VariablePlan(variable, (part,))
 
 
 class Shards(Strict):

@@ -299,6 +299,7 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     broadcast: bool = True,
     hierarchical: bool = False,
+    compress_after: int = 0,
     seed: int = 0,
     bucket_bytes: int | None = None,
     group_bytes: int | None = None,
@@ -334,6 +335,8 @@ def DistributedOptimizer(
         hierarchical: the ranks of a node average their gradients first, uncompressed, and one of them exchanges for
             all; for several ranks on each node of a slow network. Ranks are on one node if their hosts' names (or
             GRACE_NODE) are the same. Not for Horovod.
+        compress_after: steps that are exchanged uncompressed first; memories begin with the compression. Not for
+            methods that apply momentum, and not for ``strategy="auto"``.
         seed: of the random numbers of stochastic methods; the same on all ranks.
         bucket_bytes: bytes on the wire that a collective carries; if left out, as many as keep the link busy
             (:class:`grace.session.bucketing.Limits`): 1 to 2 MB of a model of 100 MB, and 25 MiB uncompressed.
@@ -380,6 +383,7 @@ def DistributedOptimizer(
             sparse_as_dense,
             broadcast,
             hierarchical,
+            compress_after,
         ),
         check=lambda chosen: check_momentum([chosen], known()),
         averages=True,

@@ -161,6 +161,7 @@ class Session:
             facts,
             self.check,
             hierarchical=self.settings.hierarchical,
+            compress_after=self.settings.compress_after,
         )
         self.check_plan(runner)
         self.variables, self.names = list(variables), names
@@ -177,6 +178,7 @@ class Session:
 
     def check_plan(self, runner: StepRunner) -> None:
         """Raise if what was made of a plan does not suit this."""
+        self.settings.check_votes(runner.communicators)
         if runner.averages and not self.averages:
             raise ConfigError(
                 "sync none(period) averages variables after the optimizer's step, which a tape does not know: use "
@@ -195,6 +197,8 @@ class Session:
 
     def _choose(self, facts: list[tuple[str, str]]) -> ExchangePlan:
         wanted = self.asked = asked(self.choices)
+        if wanted:
+            self.settings.check_auto()
         facts += [("the strategy", wanted.options.spec)] if wanted else []
         self.plan = (started(self.choices) if wanted else self.choices).plan(self.settings.limits)
         return self.plan
@@ -279,8 +283,10 @@ class Session:
 
     def _driven(self, runner: StepRunner) -> bool:
         """Whether Python starts one collective after the other."""
-        named = self.backend.pairs_by_name
-        return not named or self.auto is not None or any(c.moves_payloads for c in runner.communicators)
+        if not self.backend.pairs_by_name or self.auto is not None:
+            return True
+        # A graph's collectives are the same at every step.
+        return any(c.moves_payloads or c.compress_after for c in runner.communicators)
 
     def _entering(self, i: int, gradient: Any) -> Any:
         """A gradient as the exchange takes it: a tensor, or :class:`SparseRows`."""

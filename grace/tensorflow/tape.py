@@ -25,7 +25,8 @@ class GradientExchange(Session):
 
     Args:
         compressor, memory, communicator, strategy, resources: as for :func:`~grace.tensorflow.DistributedOptimizer`.
-        backend, op, gradient_predivide_factor, sparse_as_dense, broadcast, hierarchical, seed: likewise.
+        backend, op, gradient_predivide_factor, sparse_as_dense, broadcast, hierarchical, compress_after, seed:
+            likewise.
         bucket_bytes, group_bytes: likewise.
 
     >>> import grace
@@ -52,6 +53,7 @@ class GradientExchange(Session):
         sparse_as_dense: bool = False,
         broadcast: bool = True,
         hierarchical: bool = False,
+        compress_after: int = 0,
         seed: int = 0,
         bucket_bytes: int | None = None,
         group_bytes: int | None = None,
@@ -67,6 +69,7 @@ class GradientExchange(Session):
                 sparse_as_dense,
                 broadcast,
                 hierarchical,
+                compress_after,
             ),
             check=_check,
         )

@@ -84,6 +84,8 @@ def check(session: Any) -> None:
         said = "backward_passes_per_step, a grad_scaler and strategy='auto' decide on the host what a step does"
     elif runner.hierarchical or runner.averages or any(v.sparse for v in runner.variables):
         said = "hierarchical exchanges, sync none(period) and sparse gradients decide on the host what a step does"
+    elif any(runner.context.step < communicator.compress_after for communicator in runner.communicators):
+        said = "compression has not begun (compress_after), and a graph's collectives are the same at every step"
     elif any(group.get("capturable") is False for group in session.optimizer.param_groups):
         said = f"give {type(session.optimizer).__name__} capturable=True, so that it counts its steps on the GPU"
     for communicator in () if said else runner.communicators:

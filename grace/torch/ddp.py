@@ -265,7 +265,7 @@ class DDPState(OneByOne):
                     own = [shard.variable for shard in part]
                     buckets.append(Bucket(len(buckets), part[0].communicator, own, carries=first and not buckets))
             self.plans[first, names] = buckets
-        return self.plans[first, names]
+        return [bucket.at_step(self.runner.context.step) for bucket in self.plans[first, names]]
 
     @torch.no_grad()
     def exchange_bucket(self, grad_bucket: Any) -> torch.futures.Future:
@@ -358,6 +358,7 @@ def register_ddp_hook(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     grad_scaler: Any = None,
+    compress_after: int = 0,
     seed: int = 0,
     bucket_bytes: int | None = None,
 ) -> DDPState:
@@ -370,6 +371,8 @@ def register_ddp_hook(
             back. Needed by memories that follow the learning rate (efsignsgd), and where a memory (dgc) or compressor
             (signum) applies momentum, which the optimizer's must not double.
         grad_scaler: the ``torch.amp.GradScaler`` in use, so that memories follow the loss scale.
+        compress_after: steps that are exchanged uncompressed first, as with PowerSGDState's ``start_powerSGD_iter``;
+            memories begin with the compression.
         seed: of the random numbers of stochastic methods; the same on all ranks.
         bucket_bytes: bytes on the wire that a collective carries; if left out, what
             :class:`~grace.session.bucketing.Limits` finds best for the model, or one of DDP's buckets if that is less.
@@ -400,6 +403,7 @@ def register_ddp_hook(
     def list_variables():
         if bucket_bytes is not None:
             check_integer("bucket_bytes", bucket_bytes)
+        check_integer("compress_after", compress_after, low=0)
         return variables(trainable(model))
 
     check_group(TorchBackend())
@@ -421,10 +425,11 @@ def register_ddp_hook(
         ("torch", public(torch.__version__)),
         ("the buckets of", "DistributedDataParallel"),
         ("bucket_bytes", str(bucket_bytes)),
+        ("compress_after", str(compress_after)),
         ("grad_scaler", "none" if grad_scaler is None else "given"),
         *([] if optimizer is None else in_words(type(optimizer).__name__, hyperparameters(optimizer))),
     ]
-    runner = build_step_runner(list_variables, choose, backend, context, facts, check)
+    runner = build_step_runner(list_variables, choose, backend, context, facts, check, compress_after=compress_after)
     recorder.note(waits="DistributedDataParallel")
     state = DDPState(trainable(model), runner, optimizer, grad_scaler, bucket_bytes)
     context.lr = state.lr

@@ -17,6 +17,7 @@ from grace.planner.asked import asked
 from grace.session import checkpoint
 from grace.session.hyperparameters import facts as in_words
 from grace.session.metrics import metrics
+from grace.session.settings import check_integer
 from grace.session.setup import build_step_runner
 from grace.session.step_runner import StepRunner
 from grace.session.versions import public
@@ -229,6 +230,7 @@ def register_fsdp_hook(
     communicator: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
     grad_scaler: Any = None,
+    compress_after: int = 0,
     seed: int = 0,
 ) -> FSDPState:
     """Compress what the replicas of a sharded model exchange.
@@ -246,6 +248,7 @@ def register_fsdp_hook(
         optimizer: needed by memories that follow the learning rate (efsignsgd), and where a memory (dgc) or
             compressor (signum) applies momentum, which the optimizer's must not double.
         grad_scaler: the ``torch.amp.GradScaler`` in use, so that memories follow the loss scale.
+        compress_after: steps that are exchanged uncompressed first.
         seed: of the random numbers of stochastic methods; the same on all ranks.
 
     Returns:
@@ -287,8 +290,13 @@ def register_fsdp_hook(
         ("grad_scaler", "none" if grad_scaler is None else "given"),
         *([] if optimizer is None else in_words(type(optimizer).__name__, hyperparameters(optimizer))),
     ]
-    found = [variable for layout in layouts for variable in layout.variables()]
-    runner = build_step_runner(lambda: found, choose, backend, context, facts, check)
+    facts.append(("compress_after", str(compress_after)))
+
+    def list_variables():
+        check_integer("compress_after", compress_after, low=0)
+        return [variable for layout in layouts for variable in layout.variables()]
+
+    runner = build_step_runner(list_variables, choose, backend, context, facts, check, compress_after=compress_after)
     averaged = [name for name, shard in runner.shards.items() if shard.period]
     if averaged or runner.hierarchical:
         runner.close()

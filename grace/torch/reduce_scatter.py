@@ -21,6 +21,7 @@ from grace.exchange.layout import Layout
 from grace.kernels import kernels_of
 from grace.session import checkpoint, saved_form
 from grace.session.by_hand import AsGiven
+from grace.session.settings import check_integer
 from grace.session.setup import build_step_runner
 from grace.session.step_runner import StepRunner
 from grace.torch.fsdp_layout import ModuleLayout, above, before_steps, groups_of, layouts_of
@@ -191,6 +192,10 @@ class ReduceScatterState:
             self.runner.rescale(self.grad_scaler.get_scale())
         self.seen.add(name)
         self.uses.exchanged(self.trained[name])
+        if self.context.step < self.communicator.compress_after:
+            self._reduce_uncompressed(given, output, mean)
+            self._brought(name, output)
+            return
         rank, size = self.backend.rank, self.backend.size
         rows = given.view(size, -1).float().unbind()
         k = kernels_of(given)
@@ -218,10 +223,21 @@ class ReduceScatterState:
         if not well:
             self.overflow = True
             total.fill_(torch.nan)
+        self._brought(name, total)
+        output.copy_(total.div_(size) if mean else total)
+
+    def _reduce_uncompressed(self, given: torch.Tensor, output: torch.Tensor, mean: bool) -> None:
+        size = self.backend.size
+        self.sent_bytes += (size - 1) * given.nbytes // size
+        with self.backend.awaiting(lambda: "a reduce-scatter"):
+            dist.reduce_scatter_tensor(output, given, ReduceOp.SUM, group=self.backend.group)
+        if mean:
+            output.div_(size)
+
+    def _brought(self, name: str, total: torch.Tensor) -> None:
         came = total.any()
         for parameter in self.trained[name]:
             self.uses.brought(parameter, came)
-        output.copy_(total.div_(size) if mean else total)
 
     def _encode(self, key: str, row: torch.Tensor, finite: bool) -> tuple[Any, Any]:
         if not finite:  # nobody will use it
@@ -326,7 +342,13 @@ class CompressedReduceScatter:
 
 
 def compress_reduce_scatter(
-    model: Any, block: Any = "block(bits=8)", memory: Any = None, *, grad_scaler: Any = None, seed: int = 0
+    model: Any,
+    block: Any = "block(bits=8)",
+    memory: Any = None,
+    *,
+    grad_scaler: Any = None,
+    compress_after: int = 0,
+    seed: int = 0,
 ) -> ReduceScatterState:
     """Compress the reduce-scatter of gradients within the shard groups of a sharded model.
 
@@ -340,6 +362,7 @@ def compress_reduce_scatter(
         block: the method: ``block``, or another one that may compress parts of a tensor alike.
         memory: what remembers; the method's default if left out.
         grad_scaler: the ``torch.amp.GradScaler`` in use, so that memories follow the loss scale.
+        compress_after: steps that are reduced uncompressed first.
         seed: of the random numbers of stochastic methods; the same on all ranks.
 
     Returns:
@@ -361,11 +384,13 @@ def compress_reduce_scatter(
     facts = [
         ("the gradients of", "reduce-scatters"),
         ("grad_scaler", "none" if grad_scaler is None else "given"),
+        ("compress_after", str(compress_after)),
         *((f"module {layout.name!r}", ", ".join(layout.names)) for layout in layouts),
     ]
 
     def rows() -> list[Variable]:
         """List what travels: of each module's gradient the part of each rank."""
+        check_integer("compress_after", compress_after, low=0)
         return [
             Variable(f"{layout.name}/to_{rank}", (_row(layout),), device=str(layout.params[0].sharded_param.device))
             for layout in layouts
@@ -375,7 +400,8 @@ def compress_reduce_scatter(
     def choose() -> AsGiven:
         return AsGiven(None, None, _made(block, memory, backend.size))
 
-    state = ReduceScatterState(layouts, build_step_runner(rows, choose, backend, context, facts), grad_scaler)
+    runner = build_step_runner(rows, choose, backend, context, facts, compress_after=compress_after)
+    state = ReduceScatterState(layouts, runner, grad_scaler)
     for layout in layouts:
         layout.module.set_reduce_scatter_unused_params(True, recurse=False)
         layout.module.set_custom_reduce_scatter(CompressedReduceScatter(layout.name, state))

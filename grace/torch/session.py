@@ -133,13 +133,22 @@ class Session:
             apart = lambda: me().apart(own) if not known else ()  # type: ignore[union-attr]  # noqa: E731
             together = lambda: horovod_groups(own, groups, apart())  # noqa: E731
             if wanted := asked(choices):
+                settings.check_auto()
                 facts.append(("the strategy", wanted.options.spec))
             self.asked = wanted
             self.plan = (started(choices) if wanted else choices).plan(limits, together, sparse_known=known)
             return self.plan
 
         self.runner = build_step_runner(
-            list_variables, choose, backend, self.context, facts, self._check, backend.elastic, settings.hierarchical
+            list_variables,
+            choose,
+            backend,
+            self.context,
+            facts,
+            self._check,
+            backend.elastic,
+            settings.hierarchical,
+            settings.compress_after,
         )
         self._check_plan(self.runner)
         self.runner.follows_scaler = lambda: grad_scaler is not None and grad_scaler.is_enabled()
@@ -228,6 +237,7 @@ class Session:
         """Sparse variables some of whose parts are not exchanged."""
 
     def _check_plan(self, runner: StepRunner) -> None:
+        self.settings.check_votes(runner.communicators)
         if self.grad_scaler is not None and runner.averages:
             raise ConfigError(
                 "sync none(period): ranks that train on their own would skip different steps with a grad_scaler. "

@@ -45,6 +45,30 @@ def test_without_loss_it_is_torchs_own(four, policy, body):
         assert (same, steps) == (True, 3)
 
 
+def late():
+    """Both levels uncompressed for three steps, and then compressed."""
+    mesh = mesh_of()
+    plain, net = built(mesh), built(mesh["shard"])
+    plain.set_reduce_scatter_unused_params(True)
+    lower = grace.torch.compress_reduce_scatter(net, "block(bits=4)", compress_after=3)
+    upper = grace.torch.register_fsdp_hook(net, mesh["replicate"], "topk(ratio=0.1)", compress_after=3)
+    error = errors(trained(net, 3), trained(plain, 3))
+    before = [len(part.state.kept) for part in (lower.memory, upper.runner.communicators[0].memory)]
+    trained(net, 2)
+    after = [len(part.state.kept) for part in (lower.memory, upper.runner.communicators[0].memory)]
+    found = error, before, min(after), lower.context.step
+    lower.close()
+    upper.close()
+    return found
+
+
+def test_both_levels_begin_late(four):
+    for error, before, after, steps in four.run(late):
+        assert error < 1e-6
+        assert before == [0, 0]
+        assert (after > 0, steps) == (True, 5)
+
+
 def two_levels(block, memory, compressor):
     mesh = mesh_of()
     wanted = trained(built(mesh), 20, lr=0.01)

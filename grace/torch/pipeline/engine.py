@@ -61,7 +61,7 @@ class Pipeline(StateOfStages):
         init: of a model on ``meta``: called with each module whose tensors were made on this rank, to fill them; by
             default its ``reset_parameters()`` is.
         options: further ones of :func:`grace.DistributedOptimizer`: op, gradient_predivide_factor, seed, bucket_bytes,
-            group_bytes, hierarchical, sparse_as_dense.
+            group_bytes, hierarchical, sparse_as_dense, compress_after.
 
     Raises:
         ConfigError: what was given cannot work.

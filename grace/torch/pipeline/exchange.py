@@ -17,7 +17,10 @@ from grace.torch.optimizer import DistributedOptimizer
 from grace.torch.pipeline.places import Places
 from grace.torch.step_hooks import around_steps
 
-OPTIONS = "op", "gradient_predivide_factor", "seed", "bucket_bytes", "group_bytes", "hierarchical", "sparse_as_dense"
+OPTIONS = (
+    *("op", "gradient_predivide_factor", "seed", "bucket_bytes", "group_bytes", "hierarchical", "sparse_as_dense"),
+    "compress_after",
+)
 """Of a distributed optimizer, which a pipeline hands on."""
 INSTEAD = {
     "backward_passes_per_step": "accumulate under `with engine.no_sync():`",

@@ -196,6 +196,7 @@ _options = {
     "gradient_predivide_factor": _scale,
     "seed": _seed,
     **dict.fromkeys(("bucket_bytes", "group_bytes"), _or_none(_whole(1))),
+    "compress_after": _whole(0),
 }
 
 

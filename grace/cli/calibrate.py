@@ -24,8 +24,8 @@ from grace.errors import ConfigError, GraceError, missing_extra
 from grace.planner.calibration import Calibration, Curves, Key, default_path, read
 from grace.planner.codecs import maker, measure
 from grace.planner.costs import Codec
-from grace.planner.crowd import crowding
-from grace.planner.links import Links, measure_network
+from grace.planner.links import MeasuredLinks, measure_network
+from grace.planner.oversubscription import oversubscription
 from grace.planner.step import ALONE
 from grace.session.agreement import tell
 
@@ -90,10 +90,10 @@ def calibrate(
             _check_writable(path)
     console = wide_console()
     limits = QUICK if quick else SECONDS
-    crowd = crowding(backend, names)
+    shared = oversubscription(backend, names)
     with bar(console, backend.rank == 0) as told:
-        links, inside = _links(backend, names, room, limits[0], crowd > 1, told)
-        codecs, left_out = _codecs(backend, chosen, gradients, room, limits[1], crowd, seed, told)
+        links, inside = _links(backend, names, room, limits[0], shared > 1, told)
+        codecs, left_out = _codecs(backend, chosen, gradients, room, limits[1], shared, seed, told)
     made = Calibration(
         key=key,
         made=time.time(),
@@ -201,7 +201,7 @@ def _links(
     seconds: float,
     crowded: bool,
     told: Callable[[str, float], Any],
-) -> tuple[Links, Curves]:
+) -> tuple[MeasuredLinks, Curves]:
     """Between all ranks, and between those of a node if there are several nodes."""
     own: dict[str, Any] = {"tensor_of": room.tensor_of, "synchronize": room.synchronize, "crowded": crowded}
 
@@ -227,7 +227,7 @@ def _codecs(
     gradients: Mapping[str, Any],
     room: _Room,
     seconds: float,
-    crowd: float,
+    shared: float,
     seed: int,
     told: Callable[[str, float], Any],
 ) -> tuple[dict[str, Codec], dict[str, str]]:
@@ -241,9 +241,9 @@ def _codecs(
         answer: Any = None
         error: Exception | None = None
         try:
-            if crowd == 1 or backend.rank == 0:
+            if shared == 1 or backend.rank == 0:
                 found = measure(choice, gradients, backend.size, seed, seconds, room.synchronize)
-                answer = found.method, found.codec.times(crowd)
+                answer = found.method, found.codec.times(shared)
         except (GraceError, TypeError) as raised:  # frameworks do not have all types of numbers
             answer = str(raised)
         except Exception as raised:

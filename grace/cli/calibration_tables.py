@@ -9,7 +9,6 @@ from rich.table import Table
 from grace.bench.common.text import of_bytes
 from grace.cli.consoles import plain_table
 from grace.planner.calibration import Calibration, Curves
-from grace.planner.corrections import error_of
 from grace.planner.costs import Codec
 
 COLUMNS = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 26)
@@ -40,13 +39,6 @@ def show(made: Calibration, console: Console, age: float | None = None) -> None:
         console.print(_codecs(made))
     if made.contention.wire or made.contention.encode:
         console.print(f"computing takes {made.contention.wire:.0%} longer while a collective is under way")
-    if made.steps:
-        before, after = error_of(made.steps), error_of(made.steps, made.corrections)
-        console.print(
-            f"{len(made.steps)} measured steps: predictions are off by {before.median:.0%} (median) and "
-            f"{before.worst:.0%} (worst); corrected, by {after.median:.0%} and {after.worst:.0%}",
-            soft_wrap=True,
-        )
 
 
 def _collectives(curves: Curves, title: str) -> Table:

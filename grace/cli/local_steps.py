@@ -12,8 +12,8 @@ import numpy as np
 from grace.core.variable import Variable, unwrapped
 from grace.errors import ConfigError
 from grace.exchange.sparse_rows import SparseRows, summed
-from grace.planner.clock import Clock
 from grace.planner.step import Timeline
+from grace.planner.step_timer import StepTimer
 
 WARM, STEPS, LEAST = 3, 10, 3
 """Steps that are not timed; that are, and how many of them in any case."""
@@ -106,7 +106,7 @@ def _torch(model: Any, loss: Callable[[Any], Any], variables: Sequence[Variable]
     parameters = {n: p for n, p in zip(unwrapped(list(named)), named.values(), strict=True) if p.requires_grad}
     on_gpu = any(p.is_cuda for p in parameters.values())
     wait: Callable[[], Any] = torch.cuda.synchronize if on_gpu else lambda: None
-    optimizer, clock = torch.optim.SGD(parameters.values(), lr=LR), Clock()
+    optimizer, clock = torch.optim.SGD(parameters.values(), lr=LR), StepTimer()
     gradients: dict[str, Any] = {}
 
     def tells(name: str) -> Callable[[Any], None]:

@@ -20,9 +20,9 @@ from grace.partition.exchange import documented
 from grace.partition.plan import Plan
 from grace.partition.search import plan as search
 from grace.partition.search import space_of
+from grace.planner.default_costs import DefaultCodecs
+from grace.planner.exchange_costs import Costs
 from grace.planner.network import Links
-from grace.planner.usual import UsualCodecs
-from grace.planner.works import Costs
 
 app = typer.Typer(no_args_is_help=True, help="Plan pipelines, show them and check them.")
 
@@ -94,7 +94,7 @@ def plan(
     at = [node for node, (start, end) in enumerate(equal_bounds(devices, nodes)) for _ in range(start, end)]
     wait = quantity(latency, SECONDS, "a latency is a number with s, ms or us, as 50us")
     network = Links(parse_rate(bandwidth) / 8, wait)
-    costs = Costs(network, UsualCodecs(), None if inside is None else Links(parse_rate(inside) / 8, wait))
+    costs = Costs(network, DefaultCodecs(), None if inside is None else Links(parse_rate(inside) / 8, wait))
     limit = None if memory is None else size(memory)
     each = replicas is not None and "," in replicas
     found = search(

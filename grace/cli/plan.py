@@ -25,9 +25,9 @@ from grace.core.atomic_files import replacing
 from grace.core.version import __version__
 from grace.errors import ConfigError
 from grace.planner.builders.auto import Auto
+from grace.planner.error_budget import REFERENCE
 from grace.planner.explain import Plan, plan_of
-from grace.planner.planning import candidates_of, methods_of
-from grace.planner.problem import REFERENCE
+from grace.planner.greedy import find_candidates
 from grace.strategy.plan import Strategy
 
 FORMAT = 1
@@ -72,11 +72,13 @@ def plan(
     methods: Annotated[
         list[str] | None,
         typer.Option(
-            "--methods", help="Compressors to choose from, separated by commas; may be repeated.", show_default="all"
+            "--methods",
+            help="Compressors to choose from, separated by commas; may be repeated.",
+            show_default="those that offer themselves",
         ),
     ] = None,
-    reference: Annotated[str, typer.Option(help="The method whose error a plan may have.")] = REFERENCE,
-    seed: Annotated[int, typer.Option(min=0, help="Of the search, and of random methods.")] = 0,
+    reference: Annotated[str, typer.Option(help="The method whose error on a matrix others may have.")] = REFERENCE,
+    seed: Annotated[int, typer.Option(min=0, help="Of random methods.")] = 0,
     output: Annotated[
         Path | None, typer.Option("--out", "-o", help="Write the strategy, for grace launch --strategy.")
     ] = None,
@@ -102,9 +104,9 @@ def plan(
     A step is played through: when each gradient is ready, what encoding takes,
     what the wire takes, what hides behind backward. What the model computes is
     measured here, on one process, unless you say it; what methods take too,
-    unless a calibration says it. Strategies of all builders with all methods
-    are predicted, the best refined, and the fastest is taken that is 3 % faster
-    than plain all-reduce and loses no more than --reference does.
+    unless a calibration says it. From the best method for all variables on,
+    each variable gets what shortens the step most within a bound on its error,
+    and the plan is taken if it is 3 % faster than plain all-reduce.
 
     grace launch -n 8 --strategy s.yaml -- python train.py then trains with it.
     strategy="auto" plans by itself while training runs, and tries what it plans.
@@ -137,7 +139,8 @@ def plan(
     cluster = cluster_of(ranks, resources, calibrated)
     with bar(console) as told:
         inputs = inputs_of(trained, auto, cluster, calibrated, calibration, given, codecs, told)
-        found = planned(inputs, auto, lambda what, done: told(f"search: {what}", 0.8 + 0.2 * done))
+        candidates = find_candidates(inputs.problem, lambda what, done: told(what, 0.8 + 0.2 * done))
+        found = plan_of(inputs.problem, candidates)
     show(found, inputs.about, console)
     made = auto.strategy((), cluster).builder
     strategy = dataclasses.replace(found.chosen.strategy, builder=made)
@@ -152,23 +155,8 @@ def _validate(model: str, ranks: int | None, rate: str | None, methods: list[str
     validate(Settings([model], bandwidths(rate), [ranks or 2], methods or list(METHODS)), console=console)
 
 
-def planned(inputs: Inputs, auto: Auto, progress: Any = None) -> Plan:
-    """What is chosen, among what, and why.
-
-    Args:
-        inputs: what is planned.
-        auto: what the user said of methods.
-        progress: told what is done, and how much of all.
-
-    Raises:
-        ConfigError: ``methods`` names something unknown, or something that ``quality`` excludes.
-    """
-    found = candidates_of(inputs.problem, methods_of(auto.methods, auto.quality), progress)
-    return plan_of(inputs.problem, found)
-
-
 def document(found: Plan, inputs: Inputs, strategy: Strategy) -> dict[str, Any]:
-    """All of it, as what JSON holds.
+    """Return all of it, as JSON holds it.
 
     Args:
         found: the plan.
@@ -219,7 +207,7 @@ def _write(
 
 
 def _check_writable(path: Path) -> None:
-    """Refuse what could not be written in the end."""
+    """Raise if a file could not be written in the end."""
     if path.is_dir():
         raise ConfigError(f"{path}: cannot be written: it is a folder")
     if not path.parent.is_dir():

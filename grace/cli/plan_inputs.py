@@ -1,5 +1,6 @@
 """What ``grace plan`` plans from: the cluster, its links, what the model computes, and what methods take and lose."""
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,12 +16,14 @@ from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.planner.builders.auto import TIMES, Auto, quantity, timeline
 from grace.planner.calibration import AGAIN, Calibration, Key, read
+from grace.planner.codecs import is_table, measure
+from grace.planner.costs import Codec
+from grace.planner.default_costs import DefaultCodecs
+from grace.planner.exchange_costs import Costs
 from grace.planner.network import links_of
-from grace.planner.planning import measured, methods_of, ways_of
-from grace.planner.problem import Problem
+from grace.planner.planning import CODEC_SECONDS, choices_of
+from grace.planner.problem import Problem, methods_of
 from grace.planner.step import Timeline
-from grace.planner.usual import UsualCodecs
-from grace.planner.works import Costs
 from grace.strategy.builder import Cluster, OneNode, bandwidths
 
 CODECS = ("measure", "usual")
@@ -250,38 +253,58 @@ def inputs_of(
     costs, links = costs_of(auto, cluster, calibration, calibrated)
     measures = codecs == "measure" or (codecs is None and calibration is None)
     line, gradients, rows, compute = computed(model, given, measures, lambda what, done: told(what, 0.2 * done))
-    errors: Mapping[str, Mapping[str, float]] = {}
-    norms: Mapping[str, float] = {}
-    where = f"as measured by grace calibrate, {calibrated}"
+    problem = replace(auto.problem(model.variables, cluster), timeline=line)
+    where, real = f"as measured by grace calibrate, {calibrated}", bool(gradients)
     if measures:
-        real = bool(gradients)
-        given_gradients = gradients or local_steps.randoms(model.framework, model.variables, auto.seed)
-        if not given_gradients:
-            raise ConfigError("all gradients are sparse, and none is known: let the function return (model, loss) too")
-        ranks, sparse = cluster.world_size, any(variable.sparse for variable in model.variables)
-        specs = methods_of(auto.methods, auto.quality)
-        choices = [way for spec in specs for way in ways_of(spec, ranks, sparse, every=True)]
-        found, lost, squares = measured(
-            choices, given_gradients, ranks, auto.seed, lambda what, done: told(what, 0.2 + 0.6 * done)
-        )
-        if real:
-            errors, norms = lost, squares
         known = costs.codecs if calibration is not None else {}
-        costs = replace(costs, codecs={**known, **found})
+        problem = measured(problem, model.framework, gradients, lambda what, done: told(what, 0.2 + 0.6 * done))
+        costs = replace(costs, codecs={**known, **problem.costs.codecs})
         where = f"as measured here, on {'the' if real else 'random'} gradients of this model"
     elif codecs == "usual":
-        costs, where = replace(costs, codecs=UsualCodecs()), "as measured elsewhere (BENCHMARKS.md)"
-    costs = replace(costs, rows=rows)
-    problem = replace(auto.problem(model.variables, cluster), timeline=line, costs=costs, errors=errors, norms=norms)
+        costs, where = replace(costs, codecs=DefaultCodecs()), "as measured elsewhere"
+    problem = replace(problem, costs=replace(costs, rows=rows))
+    lost = "as measured on the gradients" if measures and real else "as expected of synthetic gradients"
     about = {
         "model": f"{len(model.variables)} variables, {of_bytes(sum(v.nbytes for v in model.variables))} of gradients",
         "ranks": f"{cluster.world_size} on {(n := len(set(cluster.ranks)))} node{'s' * (n != 1)}",
         "links": links,
         "compute": compute,
         "codecs": where,
-        "errors": "as measured on the gradients" if norms else "as expected of Gaussian gradients",
+        "errors": lost,
     }
     return Inputs(problem, about)
+
+
+def measured(problem: Problem, framework: str, gradients: Mapping[str, Any], told: Told) -> Problem:
+    """Return the problem with the codecs of all methods, and their errors, measured on gradients.
+
+    Args:
+        problem: what is planned.
+        framework: whose tensors gradients are.
+        gradients: by name; random ones, whose errors tell nothing, are made if there are none.
+        told: of progress.
+
+    Raises:
+        ConfigError: all gradients are sparse, and none is known.
+    """
+    known = gradients or local_steps.randoms(framework, problem.variables, problem.seed)
+    if not known:
+        raise ConfigError("all gradients are sparse, and none is known: let the function return (model, loss) too")
+    errors = replace(problem.errors, tables={name for name, x in gradients.items() if is_table(x)})
+    sparse = any(variable.sparse for variable in problem.variables)
+    methods = methods_of(problem.methods, problem.quality, problem.ranks, bool(errors.tables))
+    reference = methods_of([errors.reference], "feedback", problem.ranks)[1:] if problem.quality != "exact" else []
+    choices = list(dict.fromkeys(choice for one in (*methods, *reference) for choice in choices_of(one, sparse)))
+    codecs, lost = dict[str, Codec](), dict[str, Mapping[str, float]]()
+    for i, choice in enumerate(choices):
+        told(choice, i / len(choices))
+        with contextlib.suppress(ConfigError):  # it makes none of these gradients smaller
+            found = measure(choice, known, problem.ranks, problem.seed, CODEC_SECONDS)
+            codecs[found.method] = found.codec
+            lost[found.method.partition(", ")[2].rpartition(", ")[0]] = found.errors
+    if gradients:
+        errors = replace(errors, measured=lost)
+    return replace(problem, costs=replace(problem.costs, codecs=codecs), errors=errors)
 
 
 def seconds_of(text: str | None, option: str) -> float | None:

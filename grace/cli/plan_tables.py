@@ -25,8 +25,8 @@ def show(plan: Plan, about: Mapping[str, str], console: Console) -> None:
     console.print(_candidates(plan))
     console.print(
         "ms of a step as expected; exposed: communication that the step waits for; sent: by the rank that sends most;\n"
-        f"memory: of exchanges, on a rank; error: of that of {escape(plan.reference)}, at most 1; quality: "
-        f"{plan.quality}",
+        "memory: of exchanges, on a rank; error: largest part of a variable's bound (matrices: the error of "
+        f"{escape(plan.reference)}), at most 1; quality: {plan.quality}",
         style="dim",
         soft_wrap=True,
     )
@@ -46,25 +46,15 @@ def _candidates(plan: Plan) -> Table:
         shown = [digits(round(1e3 * seconds, 6)) for seconds in (p.compute, p.codec, p.exposed)]
         faster = f"{plain / p.step:.2f}" if p.step > 0 else ""
         name = escape("plain all-reduce" if one is plan.plain else one.name)
-        row = [name, digits(1e3 * p.step), faster, *shown, of_bytes(p.sent), of_bytes(p.memory), share(plan, one.error)]
+        row = [name, digits(1e3 * p.step), faster, *shown, of_bytes(p.sent), of_bytes(p.memory), digits(one.share, 2)]
         table.add_row("*" if taken else "", *row, style="bold" if taken else "")
     return table
 
 
-def share(plan: Plan, error: float) -> str:
-    """An error as a part of the budget.
-
-    Args:
-        plan: whose budget.
-        error: a candidate's.
-    """
-    return "0" if not error else digits(error / plan.budget, 2) if plan.budget else "inf"
-
-
 def _variables(plan: Plan) -> Table:
-    headings = ("variables", "", "elements", "method", "sync", "group, rank", "of the error", "why")
-    table = plain_table(headings, {"variables", "method", "sync", "group, rank", "why"})
+    headings = ("variables", "", "elements", "method", "sync", "error", "why")
+    table = plain_table(headings, {"variables", "method", "sync", "why"})
     for row in plan.rows:
-        cells = (row.variables, f"x{row.count}", f"{row.elements:,}", row.method, row.sync, row.places)
-        table.add_row(*map(escape, cells), f"{row.error:.0%}", escape(row.why))
+        cells = (row.variables, f"x{row.count}", f"{row.elements:,}", row.method, row.sync)
+        table.add_row(*map(escape, cells), digits(row.share, 2), escape(row.why))
     return table

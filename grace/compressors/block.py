@@ -44,6 +44,7 @@ class Block(Accumulating):
     rounding: str = "nearest"
 
     name = "block"
+    offered = ("block(bits=4)",)
     nearest_traits = Traits(
         category="quantization", fixed_size="by shape", contraction=True, shardable=True, memory="residual"
     )

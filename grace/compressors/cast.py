@@ -29,6 +29,7 @@ class Cast(Compressor):
     dtype: str = "fp16"
 
     name = "cast"
+    offered = ("fp16",)
     traits = Traits(
         category="quantization",
         fixed_size="by shape",

@@ -24,6 +24,7 @@ class EFSignSGD(Accumulating):
     """
 
     name = "efsignsgd"
+    offered = ("efsignsgd",)
     traits = Traits(
         category="quantization", fixed_size="by shape", contraction=True, shardable=True, memory="efsignsgd"
     )

@@ -21,6 +21,7 @@ class NoCompression(Compressor):
     """
 
     name = "none"
+    offered = ("none",)
     traits = Traits(
         category="none",
         fixed_size="by shape",

@@ -43,6 +43,7 @@ class PowerSGD(Accumulating):
     warm_start: bool = True
 
     name = "powersgd"
+    offered = ("powersgd(rank=4)",)
     stateful = True
     shared_state = True
     traits = Traits(

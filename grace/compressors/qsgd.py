@@ -37,6 +37,7 @@ class QSGD(Accumulating):
     norm: str = "l2"
 
     name = "qsgd"
+    offered = ("qsgd",)
     traits = Traits(category="quantization", fixed_size="by shape", unbiased=True, shardable=True)
 
     def __post_init__(self) -> None:

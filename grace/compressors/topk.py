@@ -72,6 +72,8 @@ class TopK(Sparsifier):
     warmup_steps: int = 0
 
     name = "topk"
+    offered = ("topk(ratio=0.01)",)
+    offered_for_tables = ("topk(ratio=0.001)",)
     traits = Traits(category="sparsification", fixed_size="by shape", contraction=True, memory="residual")
 
     def __post_init__(self) -> None:

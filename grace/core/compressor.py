@@ -129,6 +129,10 @@ class Compressor(Keeping):
 
     kind = "compressor"
     traits: Traits = Traits(category="quantization")
+    offered: ClassVar[Sequence[str]] = ()
+    """Specs by which ``strategy="auto"`` considers the method, as ("topk(ratio=0.01)",)."""
+    offered_for_tables: ClassVar[Sequence[str]] = ()
+    """Specs that it considers besides for embedding tables, most of whose rows have no gradient in a step."""
     stateful: bool = False
     """True if the method, or a part of it, keeps state per variable between steps."""
     owns_momentum: ClassVar[bool] = False

@@ -10,12 +10,12 @@ from grace.communicators.choice import build_communicator
 from grace.core import documents
 from grace.core.variable import Variable
 from grace.errors import ConfigError
-from grace.planner.asked import asked
+from grace.planner.auto_request import auto_request
+from grace.planner.exchange_costs import Costs, works, works_of
 from grace.planner.network import Network
-from grace.planner.planning import methods_of
+from grace.planner.problem import methods_of
 from grace.planner.simulate import simulate
 from grace.planner.step import Timeline, Work
-from grace.planner.works import Costs, works, works_of
 from grace.session.bucketing import Limits
 from grace.session.sharding import uniform
 from grace.strategy.choices import Choices
@@ -39,15 +39,15 @@ class Exchanges:
         ConfigError: they are unknown, or do not go together.
 
     >>> from grace.planner.network import Links
-    >>> from grace.planner.usual import UsualCodecs
+    >>> from grace.planner.default_costs import DefaultCodecs
     >>> slow, w = Links(1e8), [Variable("w", (1000, 1000))]
     >>> plain, sparse = (
-    ...     Exchanges(Costs(slow, UsualCodecs()), spec).seconds(w, 2, slow) for spec in ("none", "topk(ratio=0.01)")
+    ...     Exchanges(Costs(slow, DefaultCodecs()), spec).seconds(w, 2, slow) for spec in ("none", "topk(ratio=0.01)")
     ... )
     >>> plain > 5 * sparse
     True
     >>> ruled = "uniform(compressor=topk(ratio=0.01), communicator=allgather)"
-    >>> kinds = [Exchanges(Costs(slow, UsualCodecs()), strategy=one).seconds(w, 2, slow) for one in ("auto", ruled)]
+    >>> kinds = [Exchanges(Costs(slow, DefaultCodecs()), strategy=one).seconds(w, 2, slow) for one in ("auto", ruled)]
     >>> [plain > 5 * seconds for seconds in kinds]
     [True, True]
     """
@@ -57,12 +57,12 @@ class Exchanges:
     ):
         self.costs, self.strategy = costs, strategy
         self.ways: list[tuple[Any, Any, Any]] = [(compressor, memory, communicator)]
-        auto = None if strategy is None else asked(Choices(strategy=strategy))
+        auto = None if strategy is None else auto_request(Choices(strategy=strategy))
         if auto is not None:
             self.strategy = None
             usual = {"exact": [], "half": ["fp16"]}.get(auto.options.quality, [auto.options.reference])
-            named = methods_of(auto.options.methods, auto.options.quality) if auto.options.methods else usual
-            self.ways = [(way, None, None) for way in dict.fromkeys(["none", *named])]
+            methods = methods_of(auto.options.methods or usual, auto.options.quality, 1)
+            self.ways = [(method.compressor, None, None) for method in methods]
         for way in self.ways:
             build_communicator(*way)
         self._made: dict[Any, Any] = {}

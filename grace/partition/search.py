@@ -16,9 +16,9 @@ from grace.partition.orders import SINGLE, check, rank_of
 from grace.partition.plan import SCHEDULES, Plan
 from grace.partition.predict import memory_of, predicted
 from grace.partition.stages import Cut, Program
+from grace.planner.default_costs import DefaultCodecs
+from grace.planner.exchange_costs import Costs
 from grace.planner.network import Network
-from grace.planner.usual import UsualCodecs
-from grace.planner.works import Costs
 
 BEST = 32
 """Cuts that are played through."""
@@ -170,7 +170,7 @@ def space_of(
         raise ConfigError(f"a plan needs at least one device and one row, not {devices} and {batch}")
     if nodes is not None and len(nodes) != devices:
         raise ConfigError(f"nodes= tells the nodes of {len(nodes)} ranks, and there are {devices}")
-    costs = links if isinstance(links, Costs) else Costs(links, UsualCodecs())
+    costs = links if isinstance(links, Costs) else Costs(links, DefaultCodecs())
     ranks = Devices(tuple(nodes or [0] * devices), costs.network, costs.inside)
     limit = math.inf if memory is None else memory
     least = 1 / graph.rows  # a micro-batch has a row at least

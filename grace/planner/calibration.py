@@ -1,13 +1,15 @@
 """What was measured of a cluster, an engine and methods, as a file that is read again where nothing has changed."""
 
 import hashlib
+import itertools
 import json
+import math
 import os
 import platform
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +20,18 @@ from grace.core.documents import shown
 from grace.core.user_cache import user_cache
 from grace.core.version import __version__
 from grace.errors import ConfigError
-from grace.planner.checked import Checked
-from grace.planner.corrections import Step, fitted_corrections
 from grace.planner.costs import Codec, Cost, Curve
+from grace.planner.exchange_costs import Costs
 from grace.planner.network import KINDS, Measured, Network
 from grace.planner.step import ALONE, Contention
-from grace.planner.works import Costs
 from grace.session.versions import public
 
-FORMAT = 1
+FORMAT = 2
 MAX_AGE = 30 * 86400.0
 """Seconds after which a calibration is too old."""
-MOST_STEPS = 500
-"""Measured steps that are kept, the latest."""
 AGAIN = "Run `grace calibrate` as the training is run"
 NAMED = "GRACE_CALIBRATION"
 """The variable of the environment that names the file."""
-MOST_ABREAST = 1024
-"""Collectives that an engine carries at once."""
 Curves = Mapping[str, Mapping[int, Curve]]
 
 
@@ -111,13 +107,11 @@ class Calibration:
         made: when, in seconds since 1970.
         curves: what collectives over all ranks take, by kind and number of ranks.
         inside: the same within a node; empty if there is one node, or one rank on each.
-        codecs: what methods compute, by :func:`grace.planner.works.codec_key`.
+        codecs: what methods compute, by :func:`grace.planner.exchange_costs.codec_key`.
         contention: what computing and exchanges cost each other.
         bucket, step: seconds of fixed work per bucket and per step.
         by_ring: whether the engine's sums go round a ring.
         concatenates: whether it gathers payloads of unequal sizes itself.
-        corrections: what predictions are multiplied by, by codec and by kind of collective, as steps have taught.
-        steps: measured steps, the latest last.
 
     >>> key = Key((("here", 1),), "local", "numpy", ranks=1, threads=1)
     >>> made = Calibration(key, made=0.0, codecs={"allreduce, none, none": Codec()})
@@ -135,60 +129,32 @@ class Calibration:
     step: float = 0.0
     by_ring: bool = False
     concatenates: bool = False
-    corrections: Mapping[str, float] = field(default_factory=dict)
-    steps: tuple[Step, ...] = ()
 
-    def network(self, corrected: bool = True) -> Measured:
-        """What collectives over all ranks take, with the corrections or without.
-
-        Raises:
-            ConfigError: there was one rank, and no link to measure.
-        """
-        return self._network(self.curves, corrected)
-
-    def costs(self, corrected: bool = True, network: Network | None = None) -> Costs:
-        """What the planner predicts with.
+    def costs(self, network: Network | None = None) -> Costs:
+        """Return what the planner predicts with.
 
         Args:
-            corrected: with the corrections.
             network: in the place of what was measured between the ranks.
 
         Raises:
             ConfigError: there is none, and there was one rank, and no link to measure.
         """
-        factors = self.corrections if corrected else {}
-        codecs = {name: codec.times(factors.get(name, 1.0)) for name, codec in self.codecs.items()}
-        inside = self._network(self.inside, corrected) if self.inside else None
+        if network is None:
+            if not self.curves:
+                raise ConfigError(
+                    f"this calibration ({self.key.engine}) has no times of collectives. {AGAIN}, by all ranks"
+                )
+            network = Measured(self.curves)
         return Costs(
-            self.network(corrected) if network is None else network,
-            codecs,
-            inside,
+            network,
+            self.codecs,
+            Measured(self.inside) if self.inside else None,
             self.contention,
             self.bucket,
             self.step,
             by_ring=self.by_ring,
             concatenates=self.concatenates,
         )
-
-    def _network(self, curves: Curves, corrected: bool) -> Measured:
-        if not curves:
-            raise ConfigError(
-                f"this calibration ({self.key.engine}) has no times of collectives. {AGAIN}, by all ranks"
-            )
-        factors = self.corrections if corrected else {}
-        return Measured({kind: _times_curves(by_ranks, factors.get(kind, 1.0)) for kind, by_ranks in curves.items()})
-
-    def with_step(self, step: Step, corrected: bool = True) -> "Calibration":
-        """The same with one measured step more, and corrections that follow from all of them.
-
-        Args:
-            step: what was predicted, and measured.
-            corrected: it was predicted by :meth:`costs` with corrections, which are taken out of it again.
-        """
-        if corrected:
-            step = step.without(self.corrections)
-        steps = (*self.steps, step)[-MOST_STEPS:]
-        return replace(self, steps=steps, corrections=fitted_corrections(steps))
 
     # -- the file --------------------------------------------------------------------------------------
 
@@ -206,8 +172,6 @@ class Calibration:
             "step": self.step,
             "by_ring": self.by_ring,
             "concatenates": self.concatenates,
-            "corrections": dict(self.corrections),
-            "steps": [step.to_dict() for step in self.steps],
         }
 
     @classmethod
@@ -217,31 +181,31 @@ class Calibration:
         Raises:
             ConfigError: something is missing, unknown, of a wrong type, or no time.
         """
-        found = Checked(document, "")
-        if (version := found.whole("format", 1)) != FORMAT:
+        version = document.get("format") if isinstance(document, dict) else None
+        if isinstance(version, int) and version != FORMAT:
             raise ConfigError(f"is of format {version}; this Grace reads format {FORMAT}")
-        key = found.part("key")
-        hosts = [Checked({"host": host}, "key.hosts").pair("host") for host in key.list("hosts")]
-        names = {name: key.text(name) for name in ("engine", "framework", "grace", "python")}
-        made = cls(
-            key=Key(tuple(hosts), ranks=key.whole("ranks", 1), threads=key.whole("threads", 1), **names),
-            made=found.seconds("made"),
-            curves=_curves_from(found.part("curves")),
-            inside=_curves_from(found.part("inside")),
-            codecs={name: _codec(found.part("codecs").part(name)) for name in found.part("codecs").names()},
-            contention=_contention(found.part("contention")),
-            bucket=found.seconds("bucket"),
-            step=found.seconds("step"),
-            by_ring=found.truth("by_ring"),
-            concatenates=found.truth("concatenates"),
-            corrections=found.part("corrections").all_seconds(least=1e-6),
-            steps=tuple(Step.from_dict(step, f"steps[{i}]") for i, step in enumerate(found.list("steps"))),
-        )
-        key.all_known()
-        found.all_known()
-        if sum(count for _, count in hosts) != made.key.ranks:
-            raise ConfigError(f"is damaged: key.hosts has {sum(n for _, n in hosts)} ranks, key.ranks {made.key.ranks}")
-        return made
+        try:
+            said = {name: value for name, value in _object(document, "it").items() if name != "format"}
+            parts = {
+                "key": _key(_object(said.get("key"), "key")),
+                "curves": _curves_from(_object(said.get("curves", {}), "curves"), "curves"),
+                "inside": _curves_from(_object(said.get("inside", {}), "inside"), "inside"),
+                "codecs": {
+                    name: _codec(codec, f"codecs.{name}")
+                    for name, codec in _object(said.get("codecs"), "codecs").items()
+                },
+                "contention": documents.record(Contention, said.get("contention"), "contention"),
+            }
+            return documents.record(cls, said, "the calibration", **parts)  # type: ignore[no-any-return]
+        except ConfigError as error:
+            raise ConfigError(f"is damaged: {error}") from None
+
+    def __post_init__(self) -> None:
+        for name in ("made", "bucket", "step"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be a number from 0 on, not {getattr(self, name)}")
+        if (count := sum(ranks for _, ranks in self.key.hosts)) != self.key.ranks:
+            raise ConfigError(f"key.hosts has {count} ranks, key.ranks {self.key.ranks}")
 
     def write(self, path: Path) -> None:
         """To a file, which is there whole or not at all; its folder is made."""
@@ -281,11 +245,6 @@ def read(path: Path, key: Key | None = None, max_age: float | None = MAX_AGE, no
 PARTS = ("start", "middle", "finish")
 
 
-def _times_curves(by_ranks: Mapping[int, Curve], factor: float) -> dict[int, Curve]:
-    """The same with all seconds multiplied."""
-    return {n: curve.times(factor) for n, curve in by_ranks.items()}
-
-
 def _curves_to(curves: Curves) -> dict[str, dict[str, list[list[float]]]]:
     return {
         kind: {str(ranks): [list(point) for point in curve.points] for ranks, curve in by_ranks.items()}
@@ -293,53 +252,51 @@ def _curves_to(curves: Curves) -> dict[str, dict[str, list[list[float]]]]:
     }
 
 
-def _curves_from(found: Checked) -> dict[str, dict[int, Curve]]:
-    """Curves, which rise."""
+def _object(document: Any, where: str) -> dict[str, Any]:
+    if not isinstance(document, dict):
+        raise ConfigError(f"{where} must be an object, not {shown(document)}")
+    return document
+
+
+def _key(document: dict[str, Any]) -> Key:
+    hosts: Any = document.get("hosts")
+    for host in hosts if isinstance(hosts, list) else [hosts]:
+        fits = isinstance(host, list) and len(host) == 2 and isinstance(host[0], str) and type(host[1]) is int
+        if not fits or host[1] < 1:
+            raise ConfigError(f"key.hosts must be a list of names and numbers of ranks, not {shown(hosts)}")
+    key: Key = documents.record(Key, document, "key", hosts=tuple((name, count) for name, count in hosts or ()))
+    if key.ranks < 1 or key.threads < 1:
+        raise ConfigError(f"key.ranks and key.threads must be from 1 on, not {key.ranks} and {key.threads}")
+    return key
+
+
+def _curves_from(document: dict[str, Any], where: str) -> dict[str, dict[int, Curve]]:
+    """Return curves, by kind and number of ranks."""
     curves: dict[str, dict[int, Curve]] = {}
-    for kind in found.names():
-        by_ranks, where = found.part(kind), f"{found.where}.{kind}"
+    for kind, by_ranks in document.items():
         if kind not in KINDS:
-            raise ConfigError(f"is damaged: {where}: there is no such collective; there are {', '.join(KINDS)}")
+            raise ConfigError(f"{where}.{kind}: there is no such collective; there are {', '.join(KINDS)}")
         curves[kind] = {}
-        for text in by_ranks.names():
-            if not (text.isascii() and text.isdecimal() and len(text) < 8 and int(text) >= 2 and text[0] != "0"):
-                raise ConfigError(f"is damaged: {where}: {text!r} is no number of ranks from 2 on")
-            curves[kind][int(text)] = _curve(by_ranks.list(text), f"{where}.{text}")
+        for text, points in _object(by_ranks, f"{where}.{kind}").items():
+            if not (text.isascii() and text.isdecimal() and len(text) < 8 and int(text) >= 2):
+                raise ConfigError(f"{where}.{kind}: {text!r} is no number of ranks from 2 on")
+            curves[kind][int(text)] = _curve(points, f"{where}.{kind}.{text}")
         if not curves[kind]:
-            raise ConfigError(f"is damaged: {where} is of no number of ranks")
+            raise ConfigError(f"{where}.{kind} is of no number of ranks")
     return curves
 
 
-def _curve(points: list[Any], where: str) -> Curve:
-    taken: list[tuple[float, float]] = []
-    for i, point in enumerate(points):
-        if not isinstance(point, list) or len(point) != 2:
-            raise ConfigError(f"is damaged: {where}[{i}] must be bytes and seconds, not {shown(point)}")
-        pair = Checked({"bytes": point[0], "seconds": point[1]}, f"{where}[{i}]")
-        nbytes, seconds = pair.seconds("bytes", 1e-12), pair.seconds("seconds", 1e-12)
-        if taken and not (nbytes > taken[-1][0] and seconds >= taken[-1][1]):
-            raise ConfigError(
-                f"is damaged: {where} must rise: {taken[-1][1]:g} s for {taken[-1][0]:g} bytes, and {seconds:g} s for "
-                f"{nbytes:g}"
-            )
-        taken.append((nbytes, seconds))
-    if not taken:
-        raise ConfigError(f"is damaged: {where} is empty")
-    return Curve(tuple(taken))
+def _curve(points: Any, where: str) -> Curve:
+    pairs = isinstance(points, list) and all(isinstance(point, list) and len(point) == 2 for point in points)
+    numbers = pairs and all(type(part) in (int, float) and 0 < part < 1e300 for point in points for part in point)
+    rises = numbers and all(a[0] < b[0] and a[1] <= b[1] for a, b in itertools.pairwise(points))
+    if not rises or not points:
+        raise ConfigError(f"{where} must be a list of bytes and seconds above 0, both rising, not {shown(points)}")
+    return Curve(tuple((float(nbytes), float(seconds)) for nbytes, seconds in points))
 
 
-def _contention(found: Checked) -> Contention:
-    abreast = found.whole("abreast", 1)
-    if abreast > MOST_ABREAST:
-        raise ConfigError(f"is damaged: contention.abreast must be at most {MOST_ABREAST}, not {abreast}")
-    made = Contention(found.seconds("wire"), found.seconds("encode"), abreast)
-    found.all_known()
-    return made
-
-
-def _codec(found: Checked) -> Codec:
-    names = [each.name for each in fields(Cost)]
-    costs = {part: Cost(**found.part(part).all_seconds(names)) for part in PARTS}
-    bits = None if found.maybe("bits") is None else found.seconds("bits", 1e-12)
-    found.all_known()
-    return Codec(**costs, bits=bits)
+def _codec(document: Any, where: str) -> Codec:
+    said = _object(document, where)
+    costs = {part: documents.record(Cost, said.get(part), f"{where}.{part}") for part in PARTS}
+    codec: Codec = documents.record(Codec, said, where, **costs)
+    return codec

@@ -10,19 +10,20 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from grace.communicators.choice import build_communicator
 from grace.core.communicator import Communicator
 from grace.core.context import Context
 from grace.core.registry import make
 from grace.core.variable import Variable
 from grace.errors import ConfigError, PayloadError
+from grace.exchange.sparse_rows import SparseRows
 from grace.kernels import kernels_of
-from grace.planner.clock import undisturbed
 from grace.planner.costs import Codec, Cost
-from grace.planner.mirror import Mirror
-from grace.planner.payloads import of_all_ranks
-from grace.planner.samples import copied, dense_values, distance, numel, scale_of, share_of, shortened, square
-from grace.planner.works import codec_key
+from grace.planner.exchange_costs import codec_key, of_all_ranks
+from grace.planner.simulated_ranks import SimulatedRanks
+from grace.planner.step_timer import undisturbed
 from grace.session.sharding import Chooser, Shard
 from grace.session.step_runner import StepRunner
 
@@ -44,6 +45,8 @@ DRAWS = 3
 """Seeds that a random method's error is the mean of."""
 SMALL = 1 << 12
 """Elements up to which a variable is small."""
+TABLE_SAMPLE = 4096
+"""Rows that are looked at, to tell tables."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +56,13 @@ class Measured:
     Attributes:
         method: by what the planner knows its codec: communicator, compressor and memory.
         codec: seconds by variables, elements and ranks, and bits where data decide.
-        errors: of each variable, |x - C(x)|^2: what one rank alone sends loses of the gradient, without a memory; the
-            mean of some seeds for random methods; 0 for variables that the method leaves dense.
-        norms: of each variable, |x|^2.
+        errors: |x - C(x)|^2 / |x|^2 of each variable that the method shrinks, of what one rank alone sends, without a
+            memory; the mean of some seeds for random methods.
     """
 
     method: str
     codec: Codec
     errors: Mapping[str, float]
-    norms: Mapping[str, float]
 
 
 BEHIND_WARMUPS = 1 << 31
@@ -130,7 +131,7 @@ def measure(
     >>> import numpy as np
     >>> x = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
     >>> found = measure("fp16", {"w": x}, ranks=2, limit_seconds=0.05)
-    >>> found.method, 0 < found.errors["w"] < 1e-6 * found.norms["w"]
+    >>> found.method, 0 < found.errors["w"] < 1e-6
     ('allreduce, cast, none', True)
     """
     if not limit_seconds > 0:
@@ -141,8 +142,9 @@ def measure(
     if communicator.delayed:
         raise ConfigError(f"{method} applies means in later steps; measure it without that, which computes the same")
     tensors = {name: dense_values(name, x) for name, x in gradients.items()}
-    norms = {name: square(name, x) for name, x in tensors.items()}
-    smaller = [name for name in tensors if norms[name] is not None and _shrinks(communicator, name, tensors[name])]
+    for name, x in tensors.items():
+        _check_finite(name, x)
+    smaller = [name for name in tensors if _shrinks(communicator, name, tensors[name])]
     if not smaller:
         raise ConfigError(f"{method} makes none of these {len(tensors)} gradients smaller; give it larger ones")
     timing = _Timing(fresh, seed, synchronize)
@@ -169,7 +171,7 @@ def measure(
         unknown = communicator.compressor.wire_bits(tuple(largest.shape)) is None
         bits = losses.bits({name: shortened(tensors[name], SAMPLED) for name in smaller[:32]}) if unknown else None
     codec = Codec(start, middle, finish, bits)
-    return Measured(method, codec, {name: errors.get(name, 0.0) for name in tensors}, norms)
+    return Measured(method, codec, errors)
 
 
 def _fitted(sizes: Sequence[tuple[int, float, int]], seconds: Sequence[float], peers: bool) -> Cost:
@@ -217,12 +219,12 @@ class _Timing:
             least: so many.
         """
         communicator = self.fresh()
-        with _runner(communicator, tensors, Mirror(ranks, _root(communicator)), self.seed) as (runner, mirror):
+        with _runner(communicator, tensors, SimulatedRanks(ranks, _root(communicator)), self.seed) as (runner, mirror):
             names, given = list(tensors), list(tensors.values())
             k = kernels_of(given[0])
             outs = [k.zeros(tuple(x.shape), "float32", x) for x in given] if k.mutable else [None] * len(given)
             if communicator.compressor.traits.exact and k.mutable:
-                outs = [copied(x) for x in given]
+                outs = [_copied(x) for x in given]
             took: list[tuple[float, float, float]] = []
             ends = math.inf
             for step in range(WARM + MOST):
@@ -271,22 +273,21 @@ class _Losses:
         return build_communicator(made.compressor, make("memory", made.memory.to_dict()), None)
 
     def errors(self, tensors: Mapping[str, Any], share: float) -> dict[str, float]:
-        """|x - C(x)|^2 of each; of a share of the elements of each, scaled by what these are of |x|^2."""
+        """Return |x - C(x)|^2 / |x|^2 of a share of the elements of each; 0 where x is."""
         taken = {name: shortened(x, max(SMALL, math.ceil(share * numel(x)))) for name, x in tensors.items()}
         drawn: list[dict[str, float]] = []
         for draw in range(DRAWS):
-            with _runner(self.alone(False), taken, Mirror(1), self.seed + draw) as (runner, _):
+            with _runner(self.alone(False), taken, SimulatedRanks(1), self.seed + draw) as (runner, _):
                 runner.start(runner.buckets[0], list(taken.values()), [True] * len(taken))
                 found = {o.variable.name: o.value for o in runner.finish(lambda bucket: [None] * len(taken))}
-            drawn.append({name: distance(taken[name], found[name]) for name in taken})
+            drawn.append({name: _relative_error(taken[name], found[name]) for name in taken})
             if draw and drawn[0] == drawn[1]:  # it draws nothing
                 break
-        mean = {name: fmean(errors[name] for errors in drawn) for name in taken}
-        return {name: error * scale_of(name, tensors[name], taken[name]) for name, error in mean.items()}
+        return {name: fmean(errors[name] for errors in drawn) for name in taken}
 
     def bits(self, tensors: Mapping[str, Any], steps: int = 4) -> float:
         """Of a payload, per element, with the memory."""
-        with _runner(self.alone(True), tensors, Mirror(1), self.seed) as (runner, _):
+        with _runner(self.alone(True), tensors, SimulatedRanks(1), self.seed) as (runner, _):
             for _ in range(steps):
                 runner.start(runner.buckets[0], list(tensors.values()), [True] * len(tensors))
                 runner.finish(lambda bucket: [None] * len(tensors))
@@ -295,7 +296,7 @@ class _Losses:
 
 
 @contextlib.contextmanager
-def _runner(communicator: Communicator, tensors: Mapping[str, Any], mirror: Mirror, seed: int) -> Any:
+def _runner(communicator: Communicator, tensors: Mapping[str, Any], mirror: SimulatedRanks, seed: int) -> Any:
     """A runner of one bucket, which all travel in, and its backend."""
     variables = [_variable(name, x) for name, x in tensors.items()]
     shards = [Shard(variable, variable, communicator) for variable in variables]
@@ -363,3 +364,81 @@ def _variable(name: str, x: Any) -> Variable:
 def _shrinks(communicator: Communicator, name: str, x: Any) -> bool:
     """Whether the method carries it itself."""
     return bool(numel(x)) and Chooser()(_variable(name, x), communicator) is communicator
+
+
+# -- gradients of any framework ------------------------------------------------------------------------
+
+
+def dense_values(name: str, gradient: Any) -> Any:
+    """Return the values of a gradient, whether it is sparse or not.
+
+    Raises:
+        ConfigError: they are of a dtype that is not exchanged.
+    """
+    x = gradient.values if isinstance(gradient, SparseRows) else gradient
+    try:
+        return kernels_of(x).given(x)
+    except ConfigError as error:
+        raise ConfigError(f"the gradient of {name!r}: {error}") from None
+
+
+def is_table(gradient: Any) -> bool:
+    """Return True if most rows of a gradient are zero, as those of an embedding table are: no sample has used them.
+
+    >>> x = np.zeros((1000, 4), np.float32)
+    >>> x[::10] = 1.0
+    >>> is_table(x), is_table(x[::10])
+    (True, False)
+    """
+    if isinstance(gradient, SparseRows):
+        return True
+    if len(gradient.shape) != 2:
+        return False
+    rows = _array(gradient[:: max(1, int(gradient.shape[0]) // TABLE_SAMPLE | 1)])
+    return bool(np.mean(np.any(rows != 0, axis=1)) < 0.5)
+
+
+def numel(x: Any) -> int:
+    """Return the number of elements."""
+    return math.prod(map(int, x.shape))
+
+
+def shortened(x: Any, most: int) -> Any:
+    """Return the first rows of a tensor, of no more than so many elements, if a row has no more."""
+    if numel(x) <= most or not len(x.shape):
+        return x
+    return x[: max(1, most // max(1, numel(x) // int(x.shape[0])))]
+
+
+def share_of(tensors: Mapping[str, Any], elements: int) -> dict[str, Any]:
+    """Return the first rows of each tensor, in proportion, so that all have about so many elements."""
+    share = elements / sum(map(numel, tensors.values()))
+    if share >= 1:
+        return dict(tensors)
+    return {name: shortened(x, max(1, int(share * numel(x)))) for name, x in tensors.items()}
+
+
+def _copied(x: Any) -> Any:
+    k = kernels_of(x)
+    return k.reshape(k.join([k.flat(x)]), tuple(x.shape))
+
+
+def _array(x: Any) -> np.ndarray:
+    x = kernels_of(x).cast(x, "float64")
+    return np.asarray(x.cpu() if hasattr(x, "cpu") else x)
+
+
+def _check_finite(name: str, x: Any) -> None:
+    """Raise if a gradient is not finite.
+
+    Raises:
+        ConfigError: naming the variable.
+    """
+    if not math.isfinite(float(np.square(_array(x)).sum())):
+        raise ConfigError(f"the gradient of {name!r} holds a NaN or an infinite value; measure another step's")
+
+
+def _relative_error(x: Any, other: Any) -> float:
+    array = _array(x)
+    square = float(np.square(array).sum())
+    return float(np.square(array - _array(other)).sum()) / square if square else 0.0

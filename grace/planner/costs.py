@@ -25,8 +25,12 @@ class Cost:
     element: float = 0.0
     peer: float = 0.0
 
+    def __post_init__(self) -> None:
+        if not all(0 <= part < np.inf for part in astuple(self)):
+            raise ConfigError(f"the parts of a cost are seconds from 0 on, not {astuple(self)}")
+
     def seconds(self, variables: int, elements: float, ranks: int) -> float:
-        """For such a bucket."""
+        """Return the seconds for such a bucket."""
         return self.call + self.variable * variables + self.element * elements + self.peer * elements * ranks
 
     def times(self, factor: float) -> "Cost":
@@ -89,6 +93,10 @@ class Codec:
     middle: Cost = Cost()
     finish: Cost = Cost()
     bits: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.bits is not None and not 0 < self.bits < np.inf:
+            raise ConfigError(f"a value takes more than 0 bits on the wire, not {self.bits}")
 
     def times(self, factor: float) -> "Codec":
         """The same with all seconds multiplied."""

@@ -6,19 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grace.core.registry import make
 from grace.core.variable import Variable
 from grace.errors import ConfigError
-from grace.planner.problem import Problem
-from grace.planner.quality import SLACK, shrinks, times
-from grace.planner.search import Candidate, short
+from grace.planner.error_budget import SLACK
+from grace.planner.greedy import Candidate
+from grace.planner.problem import Problem, short
 from grace.planner.step import Prediction
 from grace.strategy.plan import FIELDS, ShardPlan, Strategy, Sync, VariablePlan
 
 MARGIN = 0.03
-"""By how much a plan must be faster than plain all-reduce."""
-LEAST_SAVED = 5e-7
-"""Seconds that are told."""
+"""The part of a step by which a plan must be faster than no compression."""
 MOST_ROWS = 24
 """Kinds of variables that are told apart."""
 
@@ -31,11 +28,10 @@ class Row:
         variables: their name, with * for numbers that differ.
         count, elements: how many they are, and have.
         method: compressor and memory.
-        sync: the synchronization, and into how many parts each is cut.
-        places: groups, or destinations.
+        sync: the synchronization.
         saved: seconds by which the step would be longer if they were not compressed.
-        error: their part of the error of the plan, 0 to 1.
-        why: what they are treated so for, in words.
+        share: the largest part of its bound that the error of one of them takes.
+        why: the reason, in words.
     """
 
     variables: str
@@ -43,9 +39,8 @@ class Row:
     elements: int
     method: str
     sync: str
-    places: str
     saved: float
-    error: float
+    share: float
     why: str = ""
 
 
@@ -56,18 +51,21 @@ class Plan:
     Attributes:
         candidates: what there was to choose from; the best by prediction first.
         number: which one is taken.
-        quality, reference, budget: what could be lost: the class, and the error of the reference.
-        rows: what it does with variables.
-        margin: by which part of a step it had to be faster than no compression.
+        quality, reference: what could be lost: the class, and the method whose error bounds those of matrices.
+        rows: what the plan does with variables.
+        margin: the part of a step by which it had to be faster than no compression.
+        note: what decided, where that was not the fastest trial: a check that failed.
+        remarks: what else should be known: methods that nobody measured, ranks that compute longer than others.
     """
 
     candidates: tuple[Candidate, ...]
     number: int
     quality: str
     reference: str
-    budget: float
     rows: tuple[Row, ...] = ()
     margin: float = MARGIN
+    note: str = ""
+    remarks: tuple[str, ...] = ()
 
     @property
     def chosen(self) -> Candidate:
@@ -81,19 +79,19 @@ class Plan:
 
     @property
     def compresses(self) -> bool:
-        """Whether it is anything else than that."""
+        """True if it is anything else than that."""
         return self.chosen is not self.plain
 
     @property
     def why(self) -> str:
-        """One sentence."""
+        """One sentence; of a check that failed, if one decided."""
         one, plain = self.chosen, self.plain
         how, mine, other = _seconds(one, plain)
-        if one is plain:
+        if self.note:
+            return f"{one.name}: {self.note}" if self.compresses else f"do not compress: {self.note}"
+        if not self.compresses:
             return f"do not compress: nothing is {100 * self.margin:g} % faster than {_ms(other)}"
-        lost = (
-            "it loses nothing" if not one.error else f"within the error budget ({self._share(one)} of {self.reference})"
-        )
+        lost = "it loses nothing" if not one.share else f"its errors take at most {one.share:.2g} of a variable's bound"
         return f"{one.name}: {_ms(mine)} {how} against {_ms(other)} uncompressed, {other / mine:.1f}x; {lost}"
 
     def __str__(self) -> str:
@@ -105,90 +103,90 @@ class Plan:
                 _ms(one.prediction.step),
                 "" if one.measured is None else _ms(one.measured),
                 _bytes(one.prediction.sent),
-                self._share(one),
+                f"{one.share:.2g}",
                 _bytes(one.prediction.memory),
             )
             for one in self.candidates
         ]
-        found = [self.why, "", *_table([head, *lines])]
+        found = [self.why, *self.remarks, "", *_table([head, *lines])]
         if self.rows:
-            titles = ("variables", "", "elements", "method", "sync", "group, rank", "saves", "of the error")
+            titles = ("variables", "", "elements", "method", "sync", "error", "why")
             rows = [
-                (
-                    r.variables,
-                    f"x{r.count}",
-                    f"{r.elements:,}",
-                    r.method,
-                    r.sync,
-                    r.places,
-                    _ms(r.saved),
-                    f"{r.error:.0%}",
-                )
+                (r.variables, f"x{r.count}", f"{r.elements:,}", r.method, r.sync, f"{r.share:.2g}", r.why)
                 for r in self.rows
             ]
             found += ["", *_table([titles, *rows])]
-        return "\n".join([*found, "", f"error: of that of {self.reference}; quality: {self.quality}"])
-
-    def _share(self, one: Candidate) -> str:
-        """A candidate's error as part of the budget."""
-        return "0" if not one.error else f"{one.error / self.budget:.2g}" if self.budget else "inf"
+        about = f"error: largest part of a variable's bound (matrices: the error of {self.reference})"
+        return "\n".join([*found, "", f"{about}; quality: {self.quality}"])
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, but for the predictions' events, as what JSON holds; :meth:`from_dict` is the way back."""
+        """Return all of it, but for the predictions' events, as JSON holds it; :meth:`from_dict` is the way back."""
+        own = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         return {
+            **own,
             "candidates": [_candidate_document(one) for one in self.candidates],
-            "number": self.number,
-            "quality": self.quality,
-            "reference": self.reference,
-            "budget": self.budget,
-            "margin": self.margin,
             "rows": [dataclasses.asdict(row) for row in self.rows],
+            "remarks": list(self.remarks),
         }
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> "Plan":
-        """A plan from its document.
+        """Return a plan from its document.
 
         Raises:
             ConfigError: something is missing, or is no such thing.
         """
         try:
             candidates = tuple(_candidate_of(one) for one in document["candidates"])
-            rows = tuple(Row(**row) for row in document["rows"])
+            rows, remarks = tuple(Row(**row) for row in document["rows"]), tuple(document["remarks"])
             candidates[document["number"]]
-            return cls(candidates, **{k: v for k, v in document.items() if k not in ("candidates", "rows")}, rows=rows)
+            return cls(**{**document, "candidates": candidates, "rows": rows, "remarks": remarks})
         except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
             raise ConfigError(f"no document of a plan: {error}; make the plan again") from error
 
 
-def plan_of(problem: Problem, candidates: Sequence[Candidate], margin: float = MARGIN) -> Plan:
-    """The plan: which candidate to take, and why.
+def plan_of(
+    problem: Problem,
+    candidates: Sequence[Candidate],
+    margin: float = MARGIN,
+    chosen: str | None = None,
+    note: str = "",
+    remarks: Sequence[str] = (),
+) -> Plan:
+    """Return the plan: which candidate to take, and why.
 
     The fastest is taken, by measured seconds where it and plain all-reduce were measured, if it is faster than that by
     the margin; else plain all-reduce, as a strategy like any other, so that "do not compress" runs, is saved and is
-    measured as all are. Once candidates were measured, call it again with them.
+    measured as all are.
 
     Args:
-        problem: what they were searched for.
-        candidates: what :func:`~grace.planner.search.search` found, with ``measured`` filled in where it is known.
+        problem: what they were found for.
+        candidates: what :func:`~grace.planner.greedy.find_candidates` found, with ``measured`` where it is known.
         margin: the part of a step that must be gained.
+        chosen: the name of the candidate that is taken, where that is decided already.
+        note: what decided it.
+        remarks: see :class:`Plan`.
     """
     plain = _plain(candidates)
-    known = [one for one in candidates if (one.measured is None) == (plain.measured is None)]
-    best = min(known, key=lambda one: _seconds(one, plain)[1])
-    _, mine, other = _seconds(best, plain)
-    taken = best if mine < other * (1 - margin) else plain
+    if chosen is None:
+        known = [one for one in candidates if (one.measured is None) == (plain.measured is None)]
+        best = min(known, key=lambda one: _seconds(one, plain)[1])
+        _, mine, other = _seconds(best, plain)
+        taken = best if mine < other * (1 - margin) else plain
+    else:
+        taken = next((one for one in candidates if one.name == chosen), plain)
     number = next(i for i, one in enumerate(candidates) if one is taken)
+    errors = problem.errors
     rows = tuple(_rows(problem, taken))
-    return Plan(tuple(candidates), number, problem.quality, problem.reference, problem.budget, rows, margin)
+    return Plan(tuple(candidates), number, problem.quality, errors.reference, rows, margin, note, tuple(remarks))
 
 
 def _plain(candidates: Sequence[Candidate]) -> Candidate:
-    return next(one for one in candidates if one.baseline and one.methods in (("none",), ()))
+    return next(one for one in candidates if one.baseline)
 
 
 def _seconds(one: Candidate, plain: Candidate) -> tuple[str, float, float]:
-    """Seconds of both, measured if both were."""
+    """Return the seconds of both, measured if both were."""
     if one.measured is None or plain.measured is None:
         return "expected", one.prediction.step, plain.prediction.step
     return "measured", one.measured, plain.measured
@@ -198,7 +196,7 @@ def _seconds(one: Candidate, plain: Candidate) -> tuple[str, float, float]:
 
 
 def _rows(problem: Problem, one: Candidate) -> Iterator[Row]:
-    """Variables that are alike and are treated alike, those with most elements first."""
+    """Yield variables that are alike and are treated alike, those with most elements first."""
     kinds: dict[tuple[str, str, str], list[VariablePlan]] = {}
     for plan in one.strategy.plans:
         kinds.setdefault((re.sub(r"\d+", "*", plan.variable.name), _method(plan), _sync(plan)), []).append(plan)
@@ -206,7 +204,6 @@ def _rows(problem: Problem, one: Candidate) -> Iterator[Row]:
     others = [plan for _, plans in ordered[MOST_ROWS:] for plan in plans]
     rows = [(name if len(plans) > 1 else plans[0].variable.name, plans) for (name, _, _), plans in ordered[:MOST_ROWS]]
     for name, plans in [*rows, *([("others", others)] if others else [])]:
-        lost = sum(_error(problem, plan) for plan in plans)
         saved = _saved(problem, one, plans)
         yield Row(
             name,
@@ -214,10 +211,9 @@ def _rows(problem: Problem, one: Candidate) -> Iterator[Row]:
             _elements(plans),
             " / ".join(sorted({_method(plan) for plan in plans})),
             " / ".join(sorted({_sync(plan) for plan in plans})),
-            _places(plans),
             saved,
-            lost / one.error if one.error else 0.0,
-            _why(problem, one, plans, saved),
+            max((largest_share(problem, plan) for plan in plans), default=0.0),
+            _why(problem, plans, saved),
         )
 
 
@@ -238,70 +234,42 @@ def _sync(plan: VariablePlan) -> str:
     return " / ".join(kinds) + (f", {len(plan.parts)} parts" if plan.axis is not None else "")
 
 
-def _places(plans: Sequence[VariablePlan]) -> str:
-    """Groups or destinations, runs of them shortened."""
-    syncs = [part.sync for plan in plans for part in plan.parts]
-    found = sorted({s.destination if s.type == "reduce_broadcast" else s.group for s in syncs})
-    runs: list[list[int]] = []
-    for place in found:
-        if runs and place == runs[-1][1] + 1:
-            runs[-1][1] = place
-        else:
-            runs.append([place, place])
-    told = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
-    return ", ".join(told if len(told) <= 4 else [*told[:3], "..."])
+def largest_share(problem: Problem, plan: VariablePlan) -> float:
+    """Return the largest part of its bound that the error of a variable takes; votes have no error that is known."""
+    return max(
+        problem.errors.share(part.compressor, part.sync.type, part.memory or "none", plan.variable)
+        for part in plan.parts
+    )
 
 
-def lost(problem: Problem, strategy: Strategy) -> float:
-    """Sum of ``|x - C(x)|^2`` over variables, of one that nobody searched for; votes lose nothing that is known."""
-    return sum(_error(problem, plan) for plan in strategy.plans)
-
-
-def _error(problem: Problem, plan: VariablePlan) -> float:
-    total, shares = 0.0, plan.sizes or (1,)
-    for part, share in zip(plan.parts, shares, strict=True):
-        lost = problem.losses.of_method(part.compressor, plan.variable)
-        total += lost * times(part.sync.type, part.memory or "none") * share / sum(shares)
-    return total
+def _compressed(plan: VariablePlan) -> bool:
+    return any(part.compressor != "none" for part in plan.parts)
 
 
 def _saved(problem: Problem, one: Candidate, plans: Sequence[VariablePlan]) -> float:
-    """Seconds that the step would take longer if these were exchanged as they are."""
-    names = {plan.variable.name for plan in plans if any(part.compressor != "none" for part in plan.parts)}
+    """Return the seconds by which the step would be longer if these were not compressed."""
+    names = {plan.variable.name for plan in plans if _compressed(plan)}
     if not names:
         return 0.0
     changed = []
     for plan in one.strategy.plans:
         if plan.variable.name in names:
-            parts = (_dense(part) for part in plan.parts)
-            plan = dataclasses.replace(plan, parts=tuple(parts))
+            plan = dataclasses.replace(plan, parts=tuple(map(_dense, plan.parts)))
         changed.append(plan)
     return problem.predict(dataclasses.replace(one.strategy, plans=tuple(changed))).step - one.prediction.step
 
 
-def _why(problem: Problem, one: Candidate, plans: Sequence[VariablePlan], saved: float) -> str:
-    """What is gained by compressing them, or what the plan's first method would do to them."""
-    if any(part.compressor != "none" for plan in plans for part in plan.parts):
-        return f"saves {_ms(saved)}" if saved > LEAST_SAVED else "saves nothing alone"
-    if not (method := next((spec for spec in one.methods if spec != "none"), None)):
-        return ""
-    model = next(p for plan in one.strategy.plans for p in plan.parts if p.compressor == method)
-    names = {plan.variable.name for plan in plans if shrinks(make("compressor", method), plan.variable)}
-    if not names:
-        return f"{short(method)} makes them no smaller"
-    changed = tuple(
-        dataclasses.replace(plan, parts=(model,), axis=None, sizes=()) if plan.variable.name in names else plan
-        for plan in one.strategy.plans
-    )
-    try:
-        more = problem.predict(dataclasses.replace(one.strategy, plans=changed)).step - one.prediction.step
-    except ConfigError:  # it cannot carry them
-        return ""
-    lost = sum(_error(problem, plan) for plan in changed)
-    if more >= -LEAST_SAVED:
-        return f"{short(method)} would {f'take {_ms(more)} more' if more > LEAST_SAVED else 'save nothing'}"
-    beyond = ", beyond the error budget" if lost > problem.budget * SLACK else ""
-    return f"{short(method)} would save {_ms(-more)}{beyond}"
+def _why(problem: Problem, plans: Sequence[VariablePlan], saved: float) -> str:
+    """Return why variables are treated so: what compressing them saves, or why they are not compressed."""
+    if any(map(_compressed, plans)):
+        return f"saves {_ms(saved)}" if saved > 5e-7 else "saves nothing alone"
+    errors, largest = problem.errors, max(plans, key=lambda plan: plan.variable.numel).variable
+    lossy = [method for method in problem.candidates() if method.compressor != "none"]
+    serving = [method for method in lossy if method.serves(largest, errors.tables)]
+    if not serving:
+        return "no method makes them smaller" if lossy else ""
+    shares = [errors.share(m.compressor, m.communicator.name, m.memory, largest) for m in serving]
+    return "every method loses too much" if min(shares) > SLACK else "compressing them would save nothing"
 
 
 def _dense(part: ShardPlan) -> ShardPlan:
@@ -314,7 +282,7 @@ def _dense(part: ShardPlan) -> ShardPlan:
 
 def _candidate_document(one: Candidate) -> dict[str, Any]:
     prediction = {key: value for key, value in dataclasses.asdict(one.prediction).items() if key != "events"}
-    own = {field.name: getattr(one, field.name) for field in dataclasses.fields(one)}
+    own = {each.name: getattr(one, each.name) for each in dataclasses.fields(one)}
     return {**own, "strategy": one.strategy.to_dict(), "prediction": prediction, "methods": list(one.methods)}
 
 

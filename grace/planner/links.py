@@ -10,9 +10,9 @@ import numpy as np
 
 from grace.core.backend import Backend, Handle
 from grace.errors import ConfigError
-from grace.planner.clock import undisturbed
 from grace.planner.costs import Curve
 from grace.planner.step import Contention
+from grace.planner.step_timer import undisturbed
 from grace.session.agreement import tell
 
 KINDS = ("allreduce", "allreduce16", "allgather", "alltoall", "broadcast", "gather")
@@ -29,7 +29,7 @@ BESIDE_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
-class Links:
+class MeasuredLinks:
     """What was measured, the same on all ranks.
 
     Attributes:
@@ -55,7 +55,7 @@ def measure_network(
     tensor_of: Callable[[np.ndarray], Any] | None = None,
     synchronize: Callable[[], Any] = lambda: None,
     crowded: bool = False,
-) -> Links:
+) -> MeasuredLinks:
     """Time each kind of collective at rising sizes, then computing beside one. Every rank must call it, alike.
 
     Sums are of float32 and of float16, all else is bytes, as exchanges send them. Of every call the slowest rank's time
@@ -90,7 +90,7 @@ def measure_network(
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise ConfigError(f"{unknown[0]!r} is no collective that is measured; there are {', '.join(KINDS)}")
     if backend.size == 1:
-        return Links()
+        return MeasuredLinks()
     began, sent = time.perf_counter(), backend.sent_bytes
     try:
         tests, curves = _Tests(backend, tensor_of or backend.tensor_of, synchronize), dict[str, dict[int, Curve]]()
@@ -123,7 +123,7 @@ def measure_network(
         progress("done", 1.0)
     finally:
         backend.sent_bytes = sent
-    return Links(curves, contention, transfer, tests.agreed(time.perf_counter() - began))
+    return MeasuredLinks(curves, contention, transfer, tests.agreed(time.perf_counter() - began))
 
 
 class _Tests:

@@ -185,6 +185,11 @@ class Measured:
             curve = self._made[kind, ranks] = self._scaled(kind, ranks, measured)
         return curve.seconds(nbytes)
 
+    def times(self, factor: float) -> "Measured":
+        """Return the same with all seconds multiplied."""
+        curves = {kind: {n: curve.times(factor) for n, curve in found.items()} for kind, found in self.curves.items()}
+        return Measured(curves)
+
     def _scaled(self, kind: str, ranks: int, measured: Mapping[int, Curve]) -> Curve:
         """The curve of so many ranks; through points, so that it does not fall where the ratio does."""
         if ranks in measured:
@@ -200,49 +205,6 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Uneven:
-    """Links of different bandwidths. What all take part in waits for the slowest; what one gathers, for its own link,
-    which all others' bytes pass, or for the slowest that sends.
-
-    Args:
-        rates: bytes per second of each rank's link.
-        latency: seconds that one message takes.
-
-    Raises:
-        ConfigError: as :class:`Links`.
-
-    >>> uneven = Uneven((1e9, 1e8, 1e8))
-    >>> uneven.seconds("gather", 1e6, 3), uneven.rooted("gather", 1e6, 3, 0)[0], uneven.rooted("gather", 1e6, 3, 1)[0]
-    (0.02, 0.01, 0.02)
-    """
-
-    rates: tuple[float, ...]
-    latency: float = 0.0
-
-    def __post_init__(self) -> None:
-        for rate in self.rates:
-            Links(rate, self.latency)
-
-    @property
-    def links(self) -> Links:
-        """As if all were like the slowest."""
-        return Links(min(self.rates), self.latency)
-
-    def seconds(self, kind: str, nbytes: float, ranks: int) -> float:
-        """See :class:`Network`."""
-        return self.links.seconds(kind, nbytes, ranks)
-
-    def rooted(self, kind: str, nbytes: float, ranks: int, root: int) -> tuple[float, float]:
-        """See :func:`rooted`."""
-        sending = self.seconds(kind, nbytes, 2)
-        if kind != "gather" or ranks != len(self.rates) or ranks < 2:
-            return self.seconds(kind, nbytes, ranks), sending
-        others = min(rate for rank, rate in enumerate(self.rates) if rank != root)
-        arrive = max((ranks - 1) * nbytes / self.rates[root], nbytes / others)
-        return self.latency + arrive, min(sending, self.latency + nbytes / others)
-
-
-@dataclass(frozen=True)
 class Levels:
     """Several nodes, whose ranks share their node's link to the others.
 
@@ -253,7 +215,6 @@ class Levels:
         inside: between the ranks of a node.
         between: between nodes, as if each had one rank.
         per_node: ranks of a node.
-        node_of: the number of each rank's node; as many on each as ``per_node`` if left out.
 
     Raises:
         ConfigError: a node without ranks.
@@ -266,7 +227,6 @@ class Levels:
     inside: Network
     between: Network
     per_node: int = 1
-    node_of: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.per_node < 1:
@@ -282,36 +242,11 @@ class Levels:
             return max(within, self.between.seconds(kind, nbytes * self.per_node, nodes))
         return max(within, self.between.seconds(kind, nbytes, ranks))
 
-    def rooted(self, kind: str, nbytes: float, ranks: int, root: int) -> tuple[float, float]:
-        """See :func:`rooted`. The ranks of another node send a root what passes that node's link, and one after the
-        other."""
-        if ranks <= self.per_node:
-            return self.seconds(kind, nbytes, ranks), self.inside.seconds(kind, nbytes, 2)
-        if kind != "gather":
-            return self.seconds(kind, nbytes, ranks), self.between.seconds(kind, nbytes, 2)
-        node = self.node_of[root] if ranks == len(self.node_of) else root // self.per_node
-        nodes = math.ceil(ranks / self.per_node)
-        arrive, sending = rooted(self.between, kind, nbytes * self.per_node, nodes, node)
-        return max(arrive, self.inside.seconds(kind, nbytes, self.per_node)), sending
-
-
-def rooted(network: Network, kind: str, nbytes: float, ranks: int, root: int) -> tuple[float, float]:
-    """Seconds that a collective of one root takes; and those of them in which it occupies another rank's link.
-
-    Args:
-        network: what connects the ranks; one that knows nothing of roots takes all for alike.
-        kind, nbytes, ranks: as :class:`Network` has them.
-        root: the rank at which it begins or ends.
-    """
-    if isinstance(network, (Uneven, Levels)):
-        return network.rooted(kind, nbytes, ranks, root)
-    return network.seconds(kind, nbytes, ranks), network.seconds(kind, nbytes, 2)
-
 
 def links_of(network: Network) -> Links | None:
-    """Latency and bandwidth of the slowest link of a network, or as fitted; None if nothing is known of them.
+    """Return latency and bandwidth of a network's links, between nodes, or as fitted; None if nobody knows them.
 
-    >>> links_of(Levels(Links(1e10), Uneven((1e9, 1e8)), per_node=2)).bandwidth
+    >>> links_of(Levels(Links(1e10), Links(1e8), per_node=2)).bandwidth
     100000000.0
     """
     if isinstance(network, Levels):

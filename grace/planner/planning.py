@@ -1,8 +1,6 @@
 """What ``auto`` does between two steps of training: measure links and codecs, plan, and explain."""
 
 import contextlib
-import itertools
-import math
 import os
 import time
 import warnings
@@ -12,168 +10,209 @@ from pathlib import Path
 from typing import Any
 
 from grace.backends.topology import Topology
-from grace.communicators.choice import break_even, default_communicator
 from grace.core.backend import Backend
-from grace.core.registry import known, legal_communicators, make
+from grace.core.registry import make
 from grace.core.variable import Variable
 from grace.errors import ConfigError
-from grace.planner.asked import Asked
+from grace.planner.auto_request import AutoRequest
 from grace.planner.calibration import NAMED, Calibration, Key, default_path, read
-from grace.planner.codecs import measure
-from grace.planner.corrections import Step
-from grace.planner.costs import Codec
-from grace.planner.crowd import crowding
-from grace.planner.explain import lost, plan_of
-from grace.planner.grouped import grouped
-from grace.planner.links import Links, measure_network
+from grace.planner.codecs import is_table, measure
+from grace.planner.default_costs import DefaultCodecs
+from grace.planner.error_budget import ErrorModel
+from grace.planner.explain import plan_of
+from grace.planner.greedy import Candidate, find_candidates
+from grace.planner.links import MeasuredLinks, measure_network
 from grace.planner.network import Measured
-from grace.planner.problem import Problem
-from grace.planner.promise import by_promise
-from grace.planner.quality import SLACK, allows, class_of
-from grace.planner.search import Candidate, Progress, search
-from grace.planner.step import Contention, Timeline
-from grace.planner.works import works
-from grace.session.agreement import tell
+from grace.planner.oversubscription import oversubscription
+from grace.planner.problem import Method, Problem, methods_of
+from grace.planner.step import Timeline
+from grace.planner.uniform import assigned_strategy, uniform_strategy
 from grace.strategy.builder import Cluster
 from grace.strategy.resources import cluster_of
 
-USUAL = (
-    *("none", "fp16", "qsgd", "qsgd(levels=7)", "terngrad", "natural"),
-    *("topk(ratio=0.001)", "topk(ratio=0.01)", "topk(ratio=0.05)", "topk(ratio=0.01) | efsignsgd"),
-    *("efsignsgd", "onebit", "powersgd(rank=1)", "powersgd(rank=2)", "powersgd(rank=4)", "powersgd(rank=8)"),
-)
-"""Methods that are measured where the user names none."""
-LINK_SECONDS, CODEC_SECONDS = 2.0, 0.5
+LINK_SECONDS, CODEC_SECONDS = 2.0, 0.3
 """About how long the links are measured, and each method."""
-PLAN_SECONDS, VARIABLE_SECONDS = 0.5, 0.01
-"""Likewise a search, and each variable in it."""
-CODECS_SECONDS = 5.0
-"""After which no other method is begun, of those that the user did not name."""
-SLOWEST = 10.0
-"""The most that the links may be measured for: two plain steps, if they are longer than usual."""
-SUMS, BESIDE, FIXED = 0.05, 0.1, 0.01
-"""By how much sums, computing beside them, and the rest of a step usually exceed what was measured alone; see
-:func:`fitted`."""
-MOST, SUMS_MOST = 10.0, 60.0
-"""How often these at most, and sums' own."""
+LONGEST = 10.0
+"""The most seconds that the links may be measured for: two plain steps, if they are longer than usual."""
+PROMISING = 2
+"""Methods that are measured before the first plan, beside no compression and the reference."""
+MOST_FACTOR = 4.0
+"""The largest factor by which collectives in a step may be slower, or faster, than measured alone."""
+SKEWED = 0.1
+"""The part of a step by which a rank's computing must be longer than another's to be told."""
 
 
 class Planning:
     """See :class:`grace.planner.driver.Planner`.
 
     Args:
-        asked: what the user said.
+        request: what the user said.
         backend: the engine.
         names: gives the name of each rank's node; every rank asks at the same moment.
         variables: the model's, in declaration order.
         framework: "torch", "tensorflow" or "numpy".
         threads: that a rank computes with.
+        adaptive: True if the optimizer divides each element by its history, as Adam does.
     """
 
     def __init__(
         self,
-        asked: Asked,
+        request: AutoRequest,
         backend: Backend,
         names: Callable[[], Sequence[str]],
         variables: Sequence[Variable],
         framework: str,
         threads: int,
+        adaptive: bool = False,
     ):
-        self.asked, self.backend, self.names, self.variables = asked, backend, names, list(variables)
-        self.framework, self.threads = framework, threads
-        self.shares = LINK_SECONDS, CODEC_SECONDS
-        """About how long the links are measured, and each method."""
-        self.beside: Sequence[str] = ()
-        """Communicator, compressor and memory of what is measured too, and is in no search."""
-        self.plain = 0.0
-        """Seconds of the uncompressed steps that it was told of."""
-        self.found: list[Candidate] = []
+        self.request, self.backend, self.names, self.variables = request, backend, names, list(variables)
+        self.framework, self.threads, self.adaptive = framework, threads, adaptive
         self.problem: Problem | None = None
         self.calibration: Calibration | None = None
         self.path: Path | None = None
-        """Of the file that keeps what is measured; None for none."""
-
-    # -- every rank -----------------------------------------------------------------------------------
-
-    def measure(self, gradients: Mapping[str, Any], timeline: Timeline, plain: float) -> None:
-        """The links, and what methods take and lose on these gradients; rank 0 makes a problem of it."""
-        nodes, self.plain = list(self.names()), plain
-        if self.backend.size == 1:
-            raise ConfigError("there is one rank, and nothing to exchange")
-        slow = max(tell(self.backend, "a plain step", plain))
-        crowd = crowding(self.backend, nodes)
-        links = measure_network(self.backend, max(self.shares[0], min(2 * slow, SLOWEST)), crowded=crowd > 1)
-        sparse = any(variable.sparse for variable in self.variables)
-        exact = self.options.quality == "exact"  # else the reference's error is the budget
-        needed = ["none"] if exact else ["none", make("compressor", self.options.reference).spec]
-        wanted = list(dict.fromkeys([*needed, *self.methods()]))
-        order = by_promise(wanted, self.variables, timeline, Measured(links.curves), nodes, [*needed, "fp16"])
-        choices = [way for method in order for way in ways_of(method, self.backend.size, sparse)]
-        choices = list(dict.fromkeys([*choices, *self.beside]))
-        limit = math.inf if self.options.methods or self.beside else CODECS_SECONDS
-        if crowd > 1 and self.backend.rank:
-            return  # rank 0 measures alone, on a core of its own, and the others' turns are added
-        # each rank by its own clock, beside the others: rank 0's figures are those that count
-        found = measured(choices, gradients, self.backend.size, self.options.seed, limit=limit, seconds=self.shares[1])
-        if self.backend.rank == 0:
-            codecs = {name: codec.times(crowd) for name, codec in found[0].items()}
-            self._pose(nodes, links, codecs, *found[1:], timeline, plain)
+        """The file that keeps what is measured; None for none."""
+        self.pending: list[str] = []
+        """Methods that are yet to be measured, the most promising first."""
+        self.left_out: dict[str, str] = {}
+        """Why methods could not be measured."""
+        self.found: list[Candidate] = []
+        self.names_of: dict[Any, str] = {}
+        """The name of each plan that was ever a candidate."""
+        self.skew = 0.0
+        self.oversubscribed = 1.0
 
     @property
     def options(self) -> Any:
         """What the user said of planning."""
-        return self.asked.options
+        return self.request.options
 
-    @property
-    def seconds(self) -> float:
-        """About what measuring and planning takes."""
-        links, one = self.shares
-        codecs = 2 * one * (1 + len(self.methods()))
-        codecs = codecs if self.options.methods or self.beside else min(codecs, CODECS_SECONDS + one)
-        return links + codecs + PLAN_SECONDS + VARIABLE_SECONDS * len(self.variables)
+    # -- every rank -----------------------------------------------------------------------------------
 
-    def methods(self) -> list[str]:
-        """Specs of compressors that are measured."""
-        return methods_of(self.options.methods, self.options.quality)
+    def measure_links(self, plain: float) -> None:
+        """Measure the links for about as long as two steps take. Every rank must call it.
+
+        Raises:
+            ConfigError: there is one rank, and nothing to exchange.
+        """
+        if self.backend.size == 1:
+            raise ConfigError("there is one rank, and nothing to exchange")
+        self.nodes = list(self.names())
+        self.oversubscribed = oversubscription(self.backend, self.nodes)
+        seconds = max(LINK_SECONDS, min(2 * plain, LONGEST))
+        self.links = measure_network(self.backend, seconds, crowded=self.oversubscribed > 1)
 
     # -- rank 0 ---------------------------------------------------------------------------------------
 
-    def _pose(
-        self,
-        nodes: Sequence[str],
-        links: Links,
-        codecs: Mapping[str, Codec],
-        errors: Mapping[str, Mapping[str, float]],
-        norms: Mapping[str, float],
-        timeline: Timeline,
-        plain: float,
-    ) -> None:
-        key = Key.of(self.backend, nodes, self.framework, self.threads)
-        made = Calibration(key, time.time(), links.curves, codecs=codecs)
-        made = replace(made, by_ring=self.backend.by_ring, concatenates=self.backend.concatenates)
-        if former := self._former(key):  # what earlier runs have taught
-            known = {**former.codecs, **codecs}
-            made = replace(made, codecs=known, corrections=former.corrections, steps=former.steps)
+    def prepare(self, gradients: Mapping[str, Any], timeline: Timeline, plain: float, skew: float = 0.0) -> None:
+        """Measure no compression, the reference and the most promising methods on these gradients.
+
+        Args:
+            gradients: of this rank, by name.
+            timeline: when the slowest rank computes what.
+            plain: seconds of an uncompressed step.
+            skew: seconds by which the slowest rank computes longer than the fastest.
+        """
+        self.gradients, self.skew, self.found, self.left_out = gradients, skew, [], {}
         options = self.options
-        cluster: Cluster = cluster_of(self.asked.resources, Topology(list(nodes)))
+        tables = {name for name, x in gradients.items() if is_table(x)}
+        errors = ErrorModel({}, tables, self.adaptive, make("compressor", options.reference).spec)
+        cluster: Cluster = cluster_of(self.request.resources, Topology(list(self.nodes)))
+        made = self._calibration(self.nodes, self.links)
+        costs = replace(made.costs(), codecs={})  # what is not measured on these gradients is not chosen
         problem = Problem(
-            self.variables,
-            timeline,
-            made.costs(),
-            cluster,
-            errors,
-            norms,
-            options.quality,
-            options.methods,
-            options.reference,
-            options.seed,
+            self.variables, timeline, costs, cluster, errors, options.quality, options.methods, options.seed
         )
-        self.calibration = fitted(problem, made, plain)
-        self.problem = replace(problem, costs=self.calibration.costs())
+        usual = replace(problem, costs=replace(costs, codecs=DefaultCodecs()))
+        order = [choice for method in by_promise(usual) for choice in choices_of(method, self._sparse)]
+        needed = choices_of(methods_of([], options.quality, self.backend.size)[0], self._sparse)
+        if options.quality != "exact":
+            needed += choices_of(methods_of([errors.reference], options.quality, self.backend.size)[1], self._sparse)
+        self.calibration, self.problem = made, problem
+        self.pending = list(dict.fromkeys([*needed, *order]))
+        for _ in range(len(needed) + PROMISING):
+            self.measure_next()
+        self.problem = fitted(self.problem, plain)
+
+    def measure_next(self) -> bool:
+        """Measure the next method; return False if there is none left."""
+        if not self.pending:
+            self.gradients = {}
+            return False
+        choice = self.pending.pop(0)
+        assert self.problem is not None
+        assert self.calibration is not None
+        try:
+            found = measure(choice, self.gradients, self.backend.size, self.options.seed, CODEC_SECONDS)
+        except ConfigError as error:  # it makes none of these gradients smaller
+            self.left_out[choice] = str(error)
+            return True
+        codecs = {**self.problem.costs.codecs, found.method: found.codec.times(self.oversubscribed)}
+        compressor = found.method.partition(", ")[2].rpartition(", ")[0]
+        errors = replace(self.problem.errors, measured={**self.problem.errors.measured, compressor: found.errors})
+        self.problem = replace(self.problem, costs=replace(self.problem.costs, codecs=codecs), errors=errors)
+        self.calibration = replace(self.calibration, codecs={**self.calibration.codecs, **codecs})
+        return True
+
+    def candidates(self) -> list[Candidate]:
+        """Return the plans that are worth a try, best first; a plan keeps its name when there are more methods."""
+        assert self.problem is not None
+        measured = {one.strategy.plans: one.measured for one in self.found}
+        found = []
+        for one in find_candidates(self.problem):
+            plans, name, number = one.strategy.plans, one.name, 1
+            while name in self.names_of.values() and self.names_of.get(plans) is None:
+                number += 1
+                name = f"{one.name.partition(' (#')[0]} (#{number})"
+            name = self.names_of.setdefault(plans, name)
+            found.append(replace(one, name=name, measured=measured.get(plans)))
+        known = {one.strategy.plans for one in found}
+        self.found = [*found, *(one for one in self.found if one.strategy.plans not in known)]
+        return found
+
+    def learned(self, seconds: Mapping[str, float]) -> None:
+        """Keep what steps took, and what was measured for this run's successors."""
+        assert self.calibration is not None
+        self.found = [replace(one, measured=seconds.get(one.name, one.measured)) for one in self.found]
+        if self.path is not None:
+            with contextlib.suppress(OSError):  # a cache that cannot be written is none
+                self.calibration.write(self.path)
+
+    def explained(self, chosen: str, note: str) -> tuple[dict[str, Any], str]:
+        """Return the plan as a document, and in one line.
+
+        Args:
+            chosen: the name of what was chosen.
+            note: why it is not the fastest, if it is not.
+        """
+        assert self.problem is not None
+        remarks = [f"not measured: {choice}: {why}" for choice, why in self.left_out.items()]
+        if self.skew > SKEWED * self.problem.timeline.compute:
+            slow = self.problem.timeline.compute
+            remarks.append(
+                f"the slowest rank computes {1e3 * slow:.3g} ms a step, the fastest {1e3 * (slow - self.skew):.3g}: no "
+                "compression shortens what the others wait for it"
+            )
+        plan = plan_of(self.problem, self.found, chosen=chosen, note=note, remarks=remarks)
+        return plan.to_dict(), plan.why
+
+    @property
+    def _sparse(self) -> bool:
+        return any(variable.sparse for variable in self.variables)
+
+    def _calibration(self, nodes: Sequence[str], links: MeasuredLinks) -> Calibration:
+        """Return what is known before codecs are measured: the links, and the codecs that earlier runs have kept."""
+        key = Key.of(self.backend, nodes, self.framework, self.threads)
+        made = Calibration(
+            key, time.time(), links.curves, by_ring=self.backend.by_ring, concatenates=self.backend.concatenates
+        )
+        former = self._former(key)
+        if former is None:
+            return made
+        return replace(made, inside=former.inside, codecs=former.codecs, contention=former.contention)
 
     def _former(self, key: Key) -> Calibration | None:
-        """What is kept of earlier runs, if it is for this one. What is refused is told; a file of the cache is then
-        written anew, one that the user names is left alone."""
+        """Return what is kept of earlier runs, if it is for this one. What is refused is told; a file of the cache is
+        then written anew, one that the user names is left alone."""
         self.path = path = default_path(key)
         if not os.path.exists(path):  # also where it may not be looked for, as in another user's home
             return None
@@ -185,208 +224,60 @@ class Planning:
             self.path = None if named else path
             return None
 
-    def candidates(self) -> list[Candidate]:
-        """What is worth a try, best first."""
-        assert self.problem is not None
-        self.found = candidates_of(self.problem, self.methods())
-        return self.found
 
-    def learned(self, seconds: Mapping[str, float]) -> None:
-        """Keep what steps took, for this run's successors."""
-        assert self.problem is not None
-        assert self.calibration is not None
-        self.found = [replace(one, measured=seconds.get(one.name, one.measured)) for one in self.found]
-        for one in self.found:
-            if one.name in seconds:
-                self.calibration = self.calibration.with_step(measured_step(self.problem, one, seconds[one.name]))
-        if self.path is not None:
-            with contextlib.suppress(OSError):  # a cache that cannot be written is none
-                self.calibration.write(self.path)
+def choices_of(method: Method, sparse: bool = False) -> list[str]:
+    """Return a method as :func:`grace.planner.codecs.measure` takes it: communicator, compressor and memory; where some
+    gradients are rows, which are gathered, also by all-gather.
 
-    def explained(self, chosen: str, why: str) -> tuple[dict[str, Any], str]:
-        """The plan as a document, and in one line.
-
-        Args:
-            chosen: the name of what was chosen.
-            why: not the fastest, if it is not.
-        """
-        assert self.problem is not None
-        plan = plan_of(self.problem, self.found)
-        if plan.chosen.name != chosen:
-            number = next(i for i, one in enumerate(self.found) if one.name == chosen)
-            plan = replace(plan, number=number, rows=())
-        return plan.to_dict(), why or plan.why
-
-
-def methods_of(named: Sequence[str | Mapping[str, str]] | None, quality: str) -> list[str]:
-    """Specs of compressors that are measured: those that the user names, and no compression; or the usual ones of the
-    class.
-
-    >>> methods_of(["topk", "reduce_broadcast(staleness=1)"], "feedback"), methods_of(None, "half")
-    (['none', 'topk'], ['none', 'fp16'])
+    >>> [choices_of(method, sparse=True) for method in methods_of([], "exact", 2)]
+    [['allreduce, none, none', 'allgather, none, none']]
     """
-    if named is not None:
-        specs = [one.get("compressor", "none") if isinstance(one, Mapping) else one for one in named]
-        specs = [one for one in specs if isinstance(one, str) and one.partition("(")[0] not in known("communicator")]
-    else:
-        specs = [spec for spec in USUAL if allows(quality, class_of(spec))]
-    return list(dict.fromkeys(["none", *specs]))
+    rest = f"{method.compressor}, {method.memory}"
+    summed = method.communicator.name == "allreduce"
+    return [f"{method.communicator.name}, {rest}", *([f"allgather, {rest}"] if sparse and summed else [])]
 
 
-def ways_of(method: str, ranks: int, sparse: bool = False, every: bool = False) -> list[str]:
-    """A method with the communicators that it is planned with, as :func:`grace.planner.codecs.maker` takes them.
+def by_promise(problem: Problem) -> list[Method]:
+    """Return the methods, best first by the predicted step of each for all variables that it serves.
 
     Args:
-        method: the compressor's spec.
-        ranks: how many there are.
-        sparse: whether some gradients are rows, which are gathered.
-        every: with those too that would be the usual ones for other numbers of ranks.
-
-    >>> ways_of("qsgd", 2), ways_of("qsgd", 2, every=True)
-    (['allgather, qsgd, none'], ['allgather, qsgd, none', 'scatter_reduce, qsgd, none'])
-    >>> ways_of("none", 2, sparse=True)
-    ['allreduce, none, none', 'allgather, none, none', 'reduce_broadcast, none, none']
+        problem: with the links as they are, and codecs as they usually are.
     """
-    made: Any = make("compressor", method)
-    memory = make("memory", made.traits.memory).spec
-    legal = legal_communicators(made)
-    usual = ["allreduce" if "allreduce" in legal else default_communicator(made, memory, ranks)]
-    if every and usual != ["allreduce"] and break_even(made) is not None:
-        usual = ["allgather", "scatter_reduce"]
-    if sparse and usual == ["allreduce"]:
-        usual.append("allgather")
-    beside = ["reduce_broadcast"] if made.traits.exact else ["scatter_merge"] if every or ranks > 2 else []
-    return [f"{name}, {made.spec}, {memory}" for name in (*usual, *beside) if name in legal]
 
-
-def measured(
-    choices: Sequence[str],
-    gradients: Mapping[str, Any],
-    ranks: int,
-    seed: int,
-    told: Callable[[str, float], Any] = lambda what, done: None,
-    limit: float = math.inf,
-    seconds: float = CODEC_SECONDS,
-    **more: Any,
-) -> tuple[dict[str, Codec], dict[str, Mapping[str, float]], dict[str, float]]:
-    """What methods take and lose on these gradients: codecs, errors by the compressor's spec, and squared norms.
-
-    Args:
-        choices: communicator, compressor and memory of each. One that makes no gradient smaller is left out.
-        gradients, ranks, seed: as :func:`grace.planner.codecs.measure` takes them, and ``more``.
-        told: called with what is measured, and how much of all is done.
-        limit: seconds after which no other is begun, once there is one.
-        seconds: about how long each is measured.
-    """
-    ends = time.perf_counter() + limit
-    errors: dict[str, Mapping[str, float]] = {}
-    codecs, norms = dict[str, Codec](), dict[str, float]()
-    for i, choice in enumerate(choices):
-        if codecs and time.perf_counter() > ends:
-            break
-        told(choice, i / len(choices))
-        with contextlib.suppress(ConfigError):  # it makes none of these gradients smaller
-            found = measure(choice, gradients, ranks, seed, seconds, **more)
-            codecs[found.method] = found.codec
-            errors[found.method.partition(", ")[2].rpartition(", ")[0]] = found.errors
-            norms.update(found.norms)
-    return codecs, errors, norms
-
-
-def candidates_of(problem: Problem, methods: Sequence[str], progress: Progress | None = None) -> list[Candidate]:
-    """What is searched, and one method for all in an optimizer's own buckets: plain sums, fp16, and the best two of
-    these methods within the budget. By predicted steps.
-
-    Args:
-        problem: what is planned.
-        methods: specs of compressors, plain sums among them.
-        progress: as :func:`grace.planner.search.search` takes it.
-    """
-    searched = [one for one in search(problem, progress=progress) if not one.baseline]  # which are among the others
-    ranks, nodes, found = problem.cluster.world_size, len(set(problem.cluster.ranks)), []
-    for method in methods:
+    def step(method: Method) -> float:
+        dense = methods[0]
+        wanted = [
+            (method if method.serves(variable, problem.errors.tables) else dense).communicator
+            for variable in problem.variables
+        ]
         try:
-            strategy = grouped(problem.variables, ranks, method, nodes=nodes)
-            prediction = problem.predict(strategy)
-        except ConfigError:  # it cannot carry rows, or was not measured, since it makes nothing smaller
-            continue
-        error, plain = lost(problem, strategy), method == "none"
-        if plain or error <= problem.budget * SLACK:
-            spec = make("compressor", method).spec
-            found.append(Candidate(method, strategy, prediction, error, baseline=plain, methods=(spec,)))
-    always = [one for one in found if one.name in ("none", "fp16")]
-    best = sorted((one for one in found if one not in always), key=lambda one: one.prediction.step)
-    return distinct(sorted([*searched, *always, *best[:2]], key=lambda one: one.prediction.step))
+            strategy = assigned_strategy(problem.variables, wanted, problem.ranks, problem.nodes)
+            return problem.predict(strategy).step
+        except ConfigError:  # it cannot carry rows
+            return float("inf")
+
+    methods = methods_of(problem.methods, problem.quality, problem.ranks, bool(problem.errors.tables))
+    return sorted(methods, key=step)
 
 
-def distinct(found: Sequence[Candidate]) -> list[Candidate]:
-    """Return them, none called as another is: those who try them tell them apart so, by their numbers of buckets if
-    these differ. The baseline keeps its name.
-
-    >>> step = Candidate("none", None, None)
-    >>> [one.name for one in distinct([step, step, replace(step, baseline=True)])]
-    ['none (2)', 'none (3)', 'none']
-    """
-    made, taken = list[Candidate](), {one.name for one in found if one.baseline}
-    for one in found:
-        names = itertools.chain([one.name], _in_buckets(one), (f"{one.name} ({i})" for i in itertools.count(2)))
-        name = one.name if one.baseline else next(name for name in names if name not in taken)
-        taken.add(name)
-        made.append(replace(one, name=name))
-    return made
-
-
-def _in_buckets(one: Candidate) -> list[str]:
-    """A name with the number of buckets, where that is known."""
-    if one.prediction is None:
-        return []
-    count = len({bucket for _, bucket, _, _ in one.prediction.events if bucket >= 0})
-    return [f"{one.name} in {count} bucket{'s' * (count != 1)}"]
-
-
-def fitted(problem: Problem, made: Calibration, plain: float) -> Calibration:
-    """The calibration with which an uncompressed step takes what it took.
-
-    What it took otherwise than predicted may be the fault of sums, which take longer or shorter than when nothing else
-    ran, of computing, which takes longer beside them, or of what every step does besides; one step cannot tell. So
-    each gets a share like its usual error: sums exp(t :data:`SUMS`), computing beside them 1 + t :data:`BESIDE`, and
-    t :data:`FIXED` of the step's computing besides, with the t that fits. Large ones are the fault of sums alone, and
-    only what no sums explain is fixed.
+def fitted(problem: Problem, plain: float) -> Problem:
+    """Return the problem with collectives scaled so that an uncompressed step takes what it took: beside computing, and
+    on links that others use too, they take longer than alone.
 
     Args:
-        problem: whose costs count for nothing here.
-        made: without either.
+        problem: with the links as they were measured alone.
         plain: seconds of an uncompressed step.
     """
-    strategy = grouped(problem.variables, problem.cluster.world_size, nodes=len(set(problem.cluster.ranks)))
-    computing = min(problem.timeline.compute, plain)
-
-    def tried(t: float) -> tuple[Calibration, float]:
-        factor, more = math.exp(SUMS * t), min(max(0.0, t), MOST)
-        curves = {**made.curves}
-        if "allreduce" in curves:
-            curves["allreduce"] = {n: curve.times(factor) for n, curve in curves["allreduce"].items()}
-        loose = replace(made, curves=curves, contention=Contention(BESIDE * more), step=FIXED * more * computing)
-        return loose, replace(problem, costs=loose.costs()).predict(strategy).step
-
-    low, high = -SUMS_MOST, SUMS_MOST
-    for _ in range(24):
-        middle = (low + high) / 2
-        low, high = (middle, high) if tried(middle)[1] < plain else (low, middle)
-    found, step = tried((low + high) / 2)
-    return replace(found, step=found.step + (plain - step if high == SUMS_MOST and plain > step else 0.0))
-
-
-def measured_step(problem: Problem, one: Candidate, seconds: float) -> Step:
-    """What a candidate's steps took, beside what was predicted of their parts."""
-    codecs, waits = dict[str, float](), dict[str, float]()
-    for work in works(one.strategy, problem.costs, problem.cluster.ranks):
-        codecs[work.method] = (
-            codecs.get(work.method, 0.0) + work.start + work.finish + work.middle * max(0, len(work.transfers) - 1)
-        )
-        for transfer in work.transfers:
-            waits[transfer.kind] = waits.get(transfer.kind, 0.0) + transfer.seconds
-    total, step = sum(waits.values()), one.prediction.step
-    exposed = {kind: one.prediction.exposed * s / total for kind, s in waits.items()} if total else {}
-    rest = step - sum(codecs.values()) - sum(exposed.values())  # computing, and what every step does besides
-    return Step(one.strategy.id, max(0.0, rest), codecs, exposed, seconds)
+    network, factor = problem.costs.network, 1.0
+    if not isinstance(network, Measured):
+        return problem
+    strategy = uniform_strategy(problem.variables, problem.ranks, nodes=problem.nodes)
+    compute = problem.timeline.compute
+    for _ in range(6):  # what computing hides is not in proportion to the factor
+        costs = replace(problem.costs, network=network.times(factor))
+        found = replace(problem, costs=costs)
+        waits, wanted = found.predict(strategy).step - compute, plain - compute
+        if waits <= 0 or wanted <= 0:
+            break
+        factor = min(max(factor * wanted / waits, 1 / MOST_FACTOR), MOST_FACTOR)
+    return replace(problem, costs=replace(problem.costs, network=network.times(factor)))

@@ -1,21 +1,28 @@
-"""What is to be planned: a model on a cluster, what is known of both, and what may be lost."""
+"""What is to be planned: a model on a cluster, what is known of both, and which methods may be chosen."""
 
+import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from grace.core.registry import make
+from grace.communicators.choice import build_communicator
+from grace.core import specs
+from grace.core.communicator import Communicator
+from grace.core.registry import known, make
 from grace.core.variable import Variable
 from grace.errors import ConfigError
-from grace.planner.quality import Errors, check_quality
+from grace.exchange.sparse_codec import unfit
+from grace.planner.error_budget import CLASSES, ErrorModel, allows, check_quality, class_of, shrinks
+from grace.planner.exchange_costs import Costs, codec_key, works, works_of
 from grace.planner.simulate import simulate
-from grace.planner.step import Prediction, Timeline
-from grace.planner.works import Costs, works
+from grace.planner.step import Prediction, Timeline, Work
+from grace.session.sharding import Shard
 from grace.strategy.builder import Cluster
 from grace.strategy.plan import Strategy
 
-REFERENCE = "powersgd(rank=4)"
-"""Whose error a plan may have, unless the user names another."""
+Named = str | Mapping[str, Any]
+"""An entry of ``methods``."""
 
 
 @dataclass(frozen=True)
@@ -24,18 +31,16 @@ class Problem:
 
     Attributes:
         variables: the model's, in declaration order.
-        timeline: when it computes what.
+        timeline: when the slowest rank computes what.
         costs: what exchanging and computing takes.
         cluster: the ranks and their nodes.
-        errors: ``||x - C(x)||^2`` on captured gradients, by the method's spec and the variable's name; what is not
-            there is expected (:mod:`grace.planner.expected`).
-        norms: ``||x||^2`` of captured gradients, by name.
-        quality: the class, of :data:`grace.planner.quality.CLASSES`.
-        methods: what may be chosen beside no compression; None for all that the class allows. Specs of compressors,
-            as "topk(ratio=0.01)"; of communicators, as "reduce_broadcast(staleness=1)", which then carry uncompressed
+        errors: what methods lose of each variable, and may lose.
+        quality: the class, of :data:`grace.planner.error_budget.CLASSES`.
+        methods: what may be chosen beside no compression; None for the methods that offer themselves
+            (:attr:`grace.core.compressor.Compressor.offered`) and that the class allows. Specs of compressors, as
+            "topk(ratio=0.01)"; of communicators, as "reduce_broadcast(staleness=1)", which then carry uncompressed
             gradients; or dicts of "compressor", "memory" and "communicator". Votes and staleness must be named.
-        reference: the spec of the method whose error, at uniform settings, is the budget.
-        seed: of what the search draws.
+        seed: of random methods.
 
     Raises:
         ConfigError: there is no such class, or the timeline does not tell when a gradient is ready.
@@ -45,40 +50,181 @@ class Problem:
     timeline: Timeline
     costs: Costs
     cluster: Cluster
-    errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    norms: Mapping[str, float] = field(default_factory=dict)
+    errors: ErrorModel = field(default_factory=ErrorModel)
     quality: str = "feedback"
-    methods: Sequence[str | Mapping[str, str]] | None = None
-    reference: str = REFERENCE
+    methods: Sequence[Named] | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
         check_quality(self.quality)
-        make("compressor", self.reference)
         for variable in self.variables:
             if variable.name not in self.timeline.ready:
                 raise ConfigError(f"the timeline does not tell when the gradient of {variable.name!r} is ready")
 
-    @functools.cached_property
-    def losses(self) -> Errors:
-        """What methods lose of each variable."""
-        return Errors.of(self.variables, self.errors, self.norms)
-
-    @functools.cached_property
-    def budget(self) -> float:
-        """The error that a plan may have."""
-        return self.losses.budget(self.reference, self.variables)
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return self.cluster.world_size
 
     @property
-    def several_per_node(self) -> bool:
-        """Whether ranks of a node could exchange among themselves first."""
-        return 1 < len(set(self.cluster.ranks)) < self.cluster.world_size
+    def nodes(self) -> int:
+        """The number of nodes."""
+        return len(set(self.cluster.ranks))
 
     def predict(self, strategy: Strategy) -> Prediction:
-        """What a step takes under a strategy.
+        """Predict a step under a strategy.
 
         Raises:
             ConfigError: the costs do not tell what one of its methods takes.
         """
-        found = works(strategy, self.costs, self.cluster.ranks)
+        return self.simulate(works(strategy, self.costs, self.cluster.ranks))
+
+    def works_of(self, shards: Sequence[Shard]) -> list[Work]:
+        """Return what the buckets of shards do in a step.
+
+        Raises:
+            ConfigError: as :meth:`predict`.
+        """
+        return works_of(shards, self.ranks, self.costs, self.cluster.ranks)
+
+    def simulate(self, found: Sequence[Work]) -> Prediction:
+        """Predict a step whose buckets do this, in the order in which they start."""
         return simulate(self.timeline, found, self.costs.contention, self.costs.step)
+
+    def candidates(self) -> list["Method"]:
+        """Return the methods to choose from, no compression first; those whose costs nobody knows are left out.
+
+        Raises:
+            ConfigError: ``methods`` names something unknown, or something that ``quality`` excludes.
+        """
+        found = methods_of(self.methods, self.quality, self.ranks, bool(self.errors.tables))
+        return [method for method in found if method.key in self.costs.codecs or method.compressor == "none"]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to exchange a variable.
+
+    Attributes:
+        communicator: the object that carries variables, with its compressor and memory.
+        quality: the class; None if it has none.
+        tables_only: True if it is offered for tables only.
+    """
+
+    communicator: Communicator = field(compare=False)
+    quality: str | None
+    tables_only: bool = False
+
+    @property
+    def compressor(self) -> str:
+        """The compressor's spec."""
+        return self.communicator.compressor.spec
+
+    @property
+    def memory(self) -> str:
+        """The memory's spec."""
+        return self.communicator.memory.spec
+
+    @functools.cached_property
+    def key(self) -> str:
+        """The name of its codec."""
+        return codec_key(self.communicator)
+
+    def serves(self, variable: Variable, tables: Sequence[str] | Any = ()) -> bool:
+        """Return True if it can carry a variable, and shrinks it if it compresses at all."""
+        if self.tables_only and not (variable.sparse or variable.name in tables):
+            return False
+        compressor: Any = self.communicator.compressor
+        if variable.sparse:
+            return not unfit(compressor, self.communicator.memory)  # type: ignore[arg-type]
+        return bool(compressor.traits.exact) or shrinks(compressor, variable)
+
+
+class Offer(NamedTuple):
+    """A compressor that offers itself.
+
+    Attributes:
+        spec: of the compressor.
+        tables_only: True if for tables only.
+    """
+
+    spec: str
+    tables_only: bool
+
+
+def offers() -> Iterator[Offer]:
+    """Yield the specs by which compressors offer themselves, no compression first."""
+    classes = sorted(known("compressor").items(), key=lambda item: (item[0] != "none", item[0]))
+    for _, cls in classes:
+        made: Any = cls
+        for spec in made.offered:
+            yield Offer(spec, False)
+        for spec in made.offered_for_tables:
+            yield Offer(spec, True)
+
+
+def methods_of(named: Sequence[Named] | None, quality: str, ranks: int, tables: bool = True) -> list[Method]:
+    """Return the methods that the user names, or else those that offer themselves and are of the class.
+
+    Args:
+        named: see :attr:`Problem.methods`.
+        quality: the class.
+        ranks: how many exchange, for default communicators.
+        tables: True if the model has tables, for which some methods are offered.
+
+    Raises:
+        ConfigError: something named is unknown, or excluded by the class.
+
+    >>> [method.compressor for method in methods_of(["topk"], "feedback", 2)]
+    ['none', 'topk']
+    >>> [method.compressor for method in methods_of(None, "unbiased", 2)]
+    ['none', 'cast', 'qsgd']
+    """
+    found = [Method(build_communicator("none", None, None, ranks), "exact")]
+    if named is not None:
+        found += [_named(entry, quality, ranks) for entry in named]
+    else:
+        for offer in offers():
+            if (tables or not offer.tables_only) and allows(quality, class_of(offer.spec)):
+                communicator = build_communicator(offer.spec, None, None, ranks)
+                found.append(Method(communicator, class_of(offer.spec), offer.tables_only))
+    return list({method.communicator.describe(): method for method in reversed(found)}.values())[::-1]
+
+
+def _named(entry: Named, quality: str, ranks: int) -> Method:
+    """Return the method that an entry of ``methods`` names."""
+    said: dict[str, Any] = dict(entry) if isinstance(entry, Mapping) and "name" not in entry else {"compressor": entry}
+    if others := said.keys() - {"compressor", "memory", "communicator"}:
+        raise ConfigError(f"methods: {entry!r} has {min(others)!r}; there are compressor, memory and communicator")
+    spec = said.get("compressor", "none")
+    if isinstance(spec, str) and specs.split(spec) is None and specs.parse(spec)[0] in known("communicator"):
+        said = {"communicator": spec}
+    made: Any = make("compressor", said.get("compressor", "none"))
+    memory: Any = make("memory", said.get("memory") or made.traits.memory)
+    found = class_of(made.spec, memory.spec)
+    if not allows(quality, found) and not (found is None and quality == CLASSES[-1]):
+        raise ConfigError(
+            f"methods names {made.spec} with the memory {memory.spec}, which is "
+            f"{f'of the class {found!r}' if found else 'a vote, or loses what no memory keeps'}, and quality is "
+            f"{quality!r}: take quality={found or CLASSES[-1]!r}, or another method"
+        )
+    return Method(build_communicator(made, memory, said.get("communicator"), ranks), found)
+
+
+@functools.cache
+def short_names() -> dict[str, str]:
+    """Return the short names of compressors, by their specs."""
+    from grace.core.registry import aliases
+
+    return {make("compressor", name).spec: name for name in aliases("compressor")}
+
+
+def short(spec: str) -> str:
+    """Return a method's short name, if it has one, else its spec.
+
+    >>> short("cast(dtype='bf16')")
+    'bf16'
+    """
+    with contextlib.suppress(ConfigError):  # another Grace's, in a document
+        spec = make("compressor", spec).spec
+    return short_names().get(spec, spec)

@@ -20,6 +20,9 @@ from grace.tensorflow.graph_tensors import dtypes_of, flags, packed, zeros
 from grace.tensorflow.sharding import Pair
 from grace.tensorflow.switching import check_current, switch
 
+ADAPTIVE = ("beta_1", "rho", "initial_accumulator_value")
+"""Hyperparameters of optimizers that divide each element by its history."""
+
 
 class PlannedRun(HostRun):
     """A step whose buckets may be others in the next one. They begin when all gradients are there."""
@@ -68,10 +71,15 @@ def _flat(variable: Variable, value: Any) -> list[tf.Tensor]:
     return [tf.cast(value, variable.dtype), found]
 
 
+def is_adaptive(optimizer: Any) -> bool:
+    """Return True if an optimizer divides each element by its history: Adam, RMSprop, Adagrad and their like."""
+    return any(hasattr(optimizer, name) for name in ADAPTIVE)
+
+
 def driver_of(session: Any) -> Driver:
-    """What follows a session's steps."""
+    """Return what follows a session's steps."""
     me = weakref.proxy(session)  # which holds the driver
-    backend, runner, asked = session.backend, session.runner, session.asked
+    backend, runner, request = session.backend, session.runner, session.asked
 
     def do(strategy: Strategy) -> None:
         switch(me, StrategyPlan(strategy))
@@ -81,7 +89,7 @@ def driver_of(session: Any) -> Driver:
             print(line, file=sys.stderr, flush=True)
 
     threads = tf.config.threading.get_intra_op_parallelism_threads() or os.cpu_count() or 1
-    planning = Planning(asked, backend, runner.node_names, runner.variables, "tensorflow", threads)
-    driver = Driver(planning, backend, session.strategy, do, say, asked.options.replan)
+    planning = Planning(request, backend, runner.node_names, runner.variables, "tensorflow", threads, session.adaptive)
+    driver = Driver(planning, backend, session.strategy, do, say, request.options.replan)
     runner.planned = driver.document
     return driver

@@ -21,6 +21,7 @@ from grace.session.checkpoint import say_whose
 from grace.session.hyperparameters import facts, numbers
 from grace.session.settings import ReduceOp, Settings
 from grace.strategy.choices import Choices
+from grace.tensorflow.auto import is_adaptive
 from grace.tensorflow.distribute import refuse_distribute
 from grace.tensorflow.loss_scale import finite_everywhere
 from grace.tensorflow.optimizer_state import FILE, Remembered, save_as, started_alike
@@ -389,6 +390,7 @@ def DistributedOptimizer(
         averages=True,
         beside=lambda: started_alike(known()),
         facts=lambda: facts(cls.__name__, [numbers(known().get_config())], KERAS.group),
+        adaptive=is_adaptive(inner),
     )
     inner.__class__ = _distributed_class(cls)
     save_as(inner.__class__, cls)

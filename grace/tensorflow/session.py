@@ -19,7 +19,7 @@ from grace.exchange.bucket import Bucket, Traffic
 from grace.exchange.sparse_rows import SparseRows
 from grace.exchange.step_stamp import CYCLE, digest
 from grace.kernels.tensorflow.graph_numbers import refuse_xla
-from grace.planner.asked import Asked, asked, started
+from grace.planner.auto_request import AutoRequest, auto_request, starting_choices
 from grace.planner.driver import Driver
 from grace.planner.resuming import load
 from grace.session import checkpoint
@@ -69,6 +69,7 @@ class Session:
         averages: whether somebody calls :meth:`average` after each step.
         beside: further variables that start from rank 0's, where ranks have different ones.
         facts: further facts that all ranks must share, asked for at the first exchange.
+        adaptive: True if the optimizer divides each element by its history, as Adam does.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Session:
         averages: bool = False,
         beside: Callable[[], Sequence[Any]] = lambda: (),
         facts: Callable[[], Sequence[tuple[str, str]]] = lambda: (),
+        adaptive: bool = False,
     ):
         if backend.framework not in ("", "tensorflow"):
             raise ConfigError(
@@ -91,6 +93,7 @@ class Session:
         self.check, self.averages, self.facts, self.beside = check, averages, facts, beside
         self.lr = 1.0
         predivide = settings.reduction.predivide
+        self.adaptive = adaptive
         self.context = Context(seed=settings.seed, lr=lambda name: self.lr, predivide=predivide, calls=KERAS)
         self.variables: list[Any] = []
         self.names: list[str] = []
@@ -98,7 +101,7 @@ class Session:
         self.closed = False
         self.saved: tuple[Any, str] | None = None
         self.plan: ExchangePlan | None = None
-        self.asked: Asked | None = None
+        self.asked: AutoRequest | None = None
         self.auto: Driver | None = None
         self.due: list[int] = []
         """The ids of the buckets that are averaged after this step."""
@@ -196,11 +199,11 @@ class Session:
             bucket.label = f"{self.label}.{bucket.index}.{re.sub('[^A-Za-z0-9_.]', '_', bucket.variables[0].name)}"
 
     def _choose(self, facts: list[tuple[str, str]]) -> ExchangePlan:
-        wanted = self.asked = asked(self.choices)
+        wanted = self.asked = auto_request(self.choices)
         if wanted:
             self.settings.check_auto()
         facts += [("the strategy", wanted.options.spec)] if wanted else []
-        self.plan = (started(self.choices) if wanted else self.choices).plan(self.settings.limits)
+        self.plan = (starting_choices(self.choices) if wanted else self.choices).plan(self.settings.limits)
         return self.plan
 
     def _load(self, saved: Any, memory: str) -> None:

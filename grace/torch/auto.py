@@ -1,4 +1,4 @@
-"""``strategy="auto"`` for a torch optimizer: what its planner is told of training, and how it changes the exchange."""
+"""``strategy="auto"`` for a torch optimizer: the driver of its session, and the facts that the planner needs."""
 
 import sys
 import weakref
@@ -7,19 +7,22 @@ from typing import Any
 
 import torch
 
-from grace.planner.asked import Asked
+from grace.planner.auto_request import AutoRequest
 from grace.planner.driver import Driver
 from grace.planner.planning import Planning
 from grace.strategy.execution import StrategyPlan
 from grace.strategy.plan import Strategy
 
+ADAPTIVE = ("betas", "alpha", "rho", "initial_accumulator_value")
+"""Hyperparameters of adaptive optimizers."""
 
-def driver_of(session: Any, asked: Asked) -> Driver:
-    """What follows a session's steps.
+
+def driver_of(session: Any, request: AutoRequest) -> Driver:
+    """Return what follows a session's steps.
 
     Args:
         session: the optimizer's.
-        asked: what the user said of planning.
+        request: the user's.
     """
     me = weakref.proxy(session)  # which holds the driver
     backend = session.runner.backend
@@ -32,13 +35,24 @@ def driver_of(session: Any, asked: Asked) -> Driver:
             print(line, file=sys.stderr, flush=True)
 
     names, variables = session.runner.node_names, session.runner.variables
-    planning = Planning(asked, backend, names, variables, "torch", torch.get_num_threads())
-    driver = Driver(planning, backend, session.strategy, switch, say, asked.options.replan)
+    threads, adaptive = torch.get_num_threads(), is_adaptive(session.optimizer)
+    planning = Planning(request, backend, names, variables, "torch", threads, adaptive)
+    driver = Driver(planning, backend, session.strategy, switch, say, request.options.replan)
     session.runner.planned = driver.document
     return driver
 
 
+def is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if an optimizer divides each element by its history: Adam, RMSprop, Adagrad, Adadelta and their like.
+
+    >>> w = [torch.nn.Parameter(torch.zeros(1))]
+    >>> is_adaptive(torch.optim.AdamW(w)), is_adaptive(torch.optim.SGD(w, lr=0.1, momentum=0.9))
+    (True, False)
+    """
+    return any(key in group for group in optimizer.param_groups for key in ADAPTIVE)
+
+
 def copies(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Copies of the dense gradients that there are."""
+    """Return copies of the dense gradients that there are."""
     given = {name: p.grad for name, p in parameters.items()}
     return {n: g.detach().clone() for n, g in given.items() if g is not None and g.layout is torch.strided}

@@ -15,7 +15,7 @@ from grace.exchange.bucket import Bucket, Outcome
 from grace.exchange.sparse_rows import SparseRows, scaled
 from grace.exchange.step_stamp import digest
 from grace.exchange.tracing import recorder
-from grace.planner.asked import Asked, asked, started
+from grace.planner.auto_request import AutoRequest, auto_request, starting_choices
 from grace.planner.driver import Driver
 from grace.session import checkpoint
 from grace.session.hyperparameters import facts as in_words
@@ -124,7 +124,7 @@ class Session:
         ]
 
         self.plan: ExchangePlan | None = None
-        self.asked: Asked | None = None
+        self.asked: AutoRequest | None = None
         self.chosen_sets = chosen = groups is not None and groups != 0
 
         def choose():
@@ -132,11 +132,11 @@ class Session:
             limits = settings.limits.of_sets if chosen else settings.limits
             apart = lambda: me().apart(own) if not known else ()  # type: ignore[union-attr]  # noqa: E731
             together = lambda: horovod_groups(own, groups, apart())  # noqa: E731
-            if wanted := asked(choices):
+            if wanted := auto_request(choices):
                 settings.check_auto()
                 facts.append(("the strategy", wanted.options.spec))
             self.asked = wanted
-            self.plan = (started(choices) if wanted else choices).plan(limits, together, sparse_known=known)
+            self.plan = (starting_choices(choices) if wanted else choices).plan(limits, together, sparse_known=known)
             return self.plan
 
         self.runner = build_step_runner(

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +12,6 @@ import pytest
 import grace as ranks
 from grace.cli import calibrate
 from grace.planner.calibration import read
-from grace.planner.corrections import Step
 from grace.planner.costs import Codec, Cost
 from grace.planner.links import KINDS
 from tests.support.command import grace_command
@@ -68,18 +66,6 @@ def test_numpy_needs_no_framework(folder):
     assert "left out: allreduce, cast(dtype='bf16'), none: NumPy has no bfloat16" in out
     assert "allreduce, cast, none" in read(folder / "c.json").codecs
     assert read(folder / "c.json").key.framework.startswith("numpy")
-
-
-def test_what_steps_have_taught_is_shown(folder):
-    calibrated(folder, "--quick", "--methods", "none", "--model", "mine:net", "-o", "c.json")
-    made = read(folder / "c.json")
-    for _ in range(9):
-        made = made.with_step(Step("s", 0.1, {}, {"allreduce": 0.1}, 0.3), corrected=False)
-    replace(made, made=made.made - 3 * 86400).write(folder / "c.json")
-    code, out, _ = calibrated(folder, "--show", "c.json")
-    assert code == 0
-    assert "3 days ago" in out
-    assert "9 measured steps: predictions are off by 33% (median) and 33% (worst); corrected, by" in out
 
 
 @pytest.mark.parametrize(

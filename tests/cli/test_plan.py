@@ -163,7 +163,7 @@ def test_quality_bounds_what_is_chosen(folder):
         plan = Plan.from_dict(json.loads((folder / "p.json").read_text())["plan"])
         assert {spec for one in plan.candidates for spec in one.methods} <= allowed
     out = planned(folder, *SLOW, "--methods", "topk", "--reference", "topk(ratio=0.5)")
-    assert "error: of that of topk(ratio=0.5)" in out
+    assert "(matrices: the error of topk(ratio=0.5))" in " ".join(out.split())
 
 
 def test_a_clusters_slowest_node_counts(folder):
@@ -191,7 +191,7 @@ def test_the_report_holds_its_figures_and_loads_nothing(folder):
     assert page.count("<svg") == 5  # a step of each of two plans
     labels = re.findall(r'aria-label="([^"]*)"', page)
     ranks = next(label for label in labels if label.startswith("Lines of the time of a step against ranks"))
-    for word in ("this plan ", "none ", "qsgd, allgather ", "topk(ratio=0.01), scatter_merge ", "ms at 1,024 ranks"):
+    for word in ("this plan ", "none ", "qsgd ", "topk ", "ms at 1,024 ranks"):
         assert word in ranks
     rates = next(label for label in labels if label.startswith("Lines of the time of a step against the bandwidth"))
     assert "1e+08 bit/s" in rates
@@ -256,7 +256,9 @@ def test_calibrations_of_others_are_refused_by_name(folder, made, args, said):
     assert said in planned(folder, "--calibration", "c.json", *args, codecs=None, code=2)
 
 
-@pytest.mark.parametrize(("text", "said"), [("{", "c.json: "), ('{"format": 1}', "c.json: is damaged: key is missing")])
+@pytest.mark.parametrize(
+    ("text", "said"), [("{", "c.json: "), ('{"format": 2}', "c.json: is damaged: key must be an object")]
+)
 def test_damaged_calibrations_are_refused_by_name(folder, text, said):
     (folder / "c.json").write_text(text)
     assert said in planned(folder, "--calibration", "c.json", codecs=None, code=2)

@@ -132,7 +132,7 @@ def test_keras_gradients_are_carried_by_it():
 
 
 def test_the_planner_reads_its_route():
-    from grace.planner.payloads import payloads_of
+    from grace.planner.exchange_costs import payloads_of
 
     bucket = Bucket(0, Tree("none"), [Variable("w", (1000,))])
     found = payloads_of(bytes_of(bucket, EngineTraits(4)), 4)

@@ -10,15 +10,14 @@ import pytest
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 import grace
-from grace.planner.driver import CHECKED, HELD, PLAIN, ROUNDS, SETTLED, TIMED, WARM
 from tests.support.passing import passing, time_by_hand
-from tests.support.planners import METHODS, NONE_FASTEST, SHAPES, SLEEPS, TOPK, Planning
+from tests.support.planners import CHECKED, NONE_FASTEST, SHAPES, SLEEPS, TOPK, UNTIL_CHOSEN, Planning
 from tests.support.pools import launched
 from tests.support.training import made_up
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-STEPS = WARM + HELD + PLAIN + len(METHODS) * ROUNDS * (SETTLED + TIMED) + CHECKED + 3
+STEPS = UNTIL_CHOSEN + CHECKED + 3
 ENGINES = ["horovodrun-gloo", "mpirun-mpi"]
 
 
@@ -170,10 +169,10 @@ def really(folder):
     import keras
 
     import grace.tensorflow.auto
-    from grace.planner import clock, planning
+    from grace.planner import planning, step_timer
     from tests.support.tensorflow_training import digest
 
-    grace.tensorflow.auto.Planning, clock.time = planning.Planning, time
+    grace.tensorflow.auto.Planning, step_timer.time = planning.Planning, time
     planning.LINK_SECONDS, planning.CODEC_SECONDS = 0.2, 0.01
     planning.default_path = lambda key: Path(folder) / "calibration.json"
     keras.utils.set_random_seed(0)

@@ -16,17 +16,26 @@ from torch.distributed.checkpoint.state_dict import (
 
 import grace
 import grace.torch.auto
-from grace.planner import clock, planning
-from grace.planner.driver import CHECKED, HELD, PLAIN, ROUNDS, SETTLED, TIMED, WARM
+from grace.planner import planning, step_timer
+from grace.planner.driver import WARM
 from tests.support.passing import passing, time_by_hand
-from tests.support.planners import METHODS, NONE_FASTEST, SHAPES, SLEEPS, TOPK, Planning
+from tests.support.planners import (
+    CHECKED,
+    METHODS,
+    NONE_FASTEST,
+    SHAPES,
+    SLEEPS,
+    TOPK,
+    TURN,
+    UNTIL_CHOSEN,
+    UNTIL_TRYING,
+    Planning,
+)
 from tests.support.pools import launched
 from tests.support.training import Given, copied, digest, made_up, weights
 
 pytestmark = pytest.mark.ranks
 
-UNTIL_TRYING = WARM + HELD + PLAIN
-UNTIL_CHOSEN = UNTIL_TRYING + len(METHODS) * ROUNDS * (SETTLED + TIMED)
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -74,7 +83,7 @@ def test_the_fastest_is_kept(engine):
         assert same
         assert seen[: UNTIL_TRYING - 1] == ["none"] * (UNTIL_TRYING - 1)
         assert set(seen) == set(METHODS)
-        assert set(seen[UNTIL_CHOSEN:]) == {TOPK}
+        assert set(seen[UNTIL_CHOSEN + CHECKED :]) == {TOPK}
 
 
 def test_nothing_is_lost_by_trying(three_ranks):
@@ -144,7 +153,7 @@ def test_a_settled_run_resumes_bit_for_bit(engine):
 
 
 def test_a_run_that_still_tries_resumes_with_what_it_tried(two_ranks):
-    for started, _, _, _, other in two_ranks.run(resumed, UNTIL_TRYING + SETTLED + TIMED + 2, UNTIL_CHOSEN):
+    for started, _, _, _, other in two_ranks.run(resumed, UNTIL_TRYING + TURN + 2, UNTIL_CHOSEN):
         assert started == TOPK
         assert other == {"chosen": TOPK}
 
@@ -252,7 +261,7 @@ def by_hand(count):
     return optimizer.plan, "plan" in optimizer.full_state_dict()["grace"], kinds, digest(weights(model))
 
 
-@pytest.mark.parametrize("count", [WARM + 1, UNTIL_TRYING + SETTLED + TIMED + 1])
+@pytest.mark.parametrize("count", [WARM + 1, UNTIL_TRYING + TURN + 1])
 def test_a_choice_by_hand_ends_planning(two_ranks, count):
     (plan, saved, kinds, one), (*_, other) = two_ranks.run(by_hand, count)
     assert (plan, saved, kinds) == (None, False, {TOPK})
@@ -275,7 +284,7 @@ def test_all_ranks_plan_or_none(two_ranks):
 def really(folder):
     """A small network planned by the planner itself."""
     planning.LINK_SECONDS, planning.CODEC_SECONDS = 0.2, 0.01
-    grace.torch.auto.Planning, clock.time = planning.Planning, time
+    grace.torch.auto.Planning, step_timer.time = planning.Planning, time
     planning.default_path = lambda key: __import__("pathlib").Path(folder) / "calibration.json"
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64))

@@ -11,9 +11,9 @@ from grace.partition.exchange import LEAST, Exchanges
 from grace.partition.layout import Devices, groups_of
 from grace.partition.plan import Plan, Stage
 from grace.partition.search import plan
+from grace.planner.default_costs import DefaultCodecs
+from grace.planner.exchange_costs import Costs
 from grace.planner.network import Links
-from grace.planner.usual import UsualCodecs
-from grace.planner.works import Costs
 from tests.partition.graphs import chain
 
 GRAPH = chain(6, nbytes=1e6, parameters=1e6, rows=8)
@@ -126,7 +126,7 @@ def test_exchanges_share_the_links_that_they_pass():
 
 def test_exchanges_of_stages():
     link = Links(1e8, 1e-4)
-    costs = Costs(link, UsualCodecs())
+    costs = Costs(link, DefaultCodecs())
     variables = [Variable(f"w{i}", (500, 500)) for i in range(4)]
     plain, sparse = Exchanges(costs), Exchanges(costs, "topk(ratio=0.01)")
     assert plain.seconds(variables, 1, link) == plain.seconds([], 2, link) == 0.0
@@ -140,7 +140,7 @@ def test_exchanges_of_stages():
 
 def test_exchanges_by_strategies(monkeypatch):
     monkeypatch.setenv("GRACE_RESOURCES", "of-all-ranks.yaml")  # which the launcher names
-    costs, slow = Costs(Links(1e8), UsualCodecs()), Links(1e8)
+    costs, slow = Costs(Links(1e8), DefaultCodecs()), Links(1e8)
     variables = [Variable("w", (1000, 1000)), Variable("b", (1000,))]
     sparse = {"sync": {"type": "allgather"}, "compressor": "topk(ratio=0.01)", "memory": "residual"}
     rules = {"version": 1, "rules": [{"match": {"ndim": 2}, **sparse}, {"match": {}, "sync": {"type": "allreduce"}}]}

@@ -19,9 +19,9 @@ from grace.partition.orders import check
 from grace.partition.predict import predicted, timeline
 from grace.partition.search import Asked, plan, search
 from grace.partition.stages import Cut, Program, exhaustive
+from grace.planner.default_costs import DefaultCodecs
+from grace.planner.exchange_costs import Costs
 from grace.planner.network import Links
-from grace.planner.usual import UsualCodecs
-from grace.planner.works import Costs
 from tests.partition.graphs import chain, drawn
 
 FAST = Links(1e12)
@@ -33,7 +33,7 @@ def space_of(seed, count, devices, batch=8, nodes=1, limit=None):
     graph = drawn(seed, count)
     made = [Block.of(graph, (graph.nodes[i].name for i in unit)) for unit in closed(graph)]
     between, inside = (Links(draws.choice([1.0, 10.0, 1000.0]), draws.choice([0.0, 0.1])) for _ in range(2))
-    costs = Costs(between, UsualCodecs(), inside)
+    costs = Costs(between, DefaultCodecs(), inside)
     ranks = Devices(tuple(rank * nodes // devices for rank in range(devices)), between, inside)
     compressor = draws.choice([None, "fp16"])
     return Space(graph, made, ranks, Exchanges(costs, compressor), batch, limit, draws.choice([0.0, 1.0, 2.0]))
@@ -156,7 +156,7 @@ def test_memory_makes_it_recompute_or_cut():
 
 
 def test_replicas_lie_within_nodes_and_stages_between_them_or_the_other_way():
-    two = Costs(Links(1e8), UsualCodecs(), Links(1e11))
+    two = Costs(Links(1e8), DefaultCodecs(), Links(1e11))
     values = chain(4, nbytes=1e9, parameters=1e6, rows=8)  # much crosses, little is exchanged
     found = plan(values, 4, 8, two, nodes=[0, 0, 1, 1], stages=2, replicas=2)
     assert (found.layout, found.stages[0].ranks) == ("stages", (0, 2))

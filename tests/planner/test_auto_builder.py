@@ -5,10 +5,9 @@ import pytest
 from grace.core.registry import make
 from grace.core.variable import Variable
 from grace.errors import ConfigError
-from grace.planner.asked import asked, started
+from grace.planner.auto_request import auto_request, starting_choices
 from grace.planner.builders.auto import Auto, timeline
-from grace.planner.candidates import ways
-from grace.planner.grouped import grouped
+from grace.planner.uniform import uniform_strategy
 from grace.strategy.builder import OneNode
 from grace.strategy.choices import STRATEGY, Choices
 
@@ -78,12 +77,12 @@ def test_units_are_understood(bandwidth):
 def test_no_plan_leaves_its_class(quality):
     problem = Auto(quality=quality).problem(VARIABLES, OneNode(4))
     allowed = {"exact": {"exact"}, "half": {"exact", "half"}, "unbiased": {"exact", "half", "unbiased"}}[quality]
-    assert {way.quality for way in ways(problem)} <= allowed
+    assert {method.quality for method in problem.candidates()} <= allowed
 
 
 def test_a_method_is_feedback_with_a_memory_that_is_named():
     problem = Auto(methods=[{"compressor": "bf16", "memory": "residual"}]).problem(VARIABLES, OneNode(4))
-    assert {way.memory for way in ways(problem) if way.compressor != "none"} == {"residual"}
+    assert [(method.memory, method.quality) for method in problem.candidates()[1:]] == [("residual", "feedback")]
 
 
 def test_the_strategy_says_who_built_it():
@@ -100,15 +99,15 @@ def test_gradients_come_in_reverse_and_rows_take_no_time():
 
 def test_auto_is_asked_for_by_name_object_dict_or_environment(monkeypatch):
     for given in ("auto", " auto(seed=3)", {"name": "auto", "seed": 3}, Auto()):
-        assert isinstance(asked(Choices(strategy=given)).options, Auto)
-    assert asked(Choices()) is None
+        assert isinstance(auto_request(Choices(strategy=given)).options, Auto)
+    assert auto_request(Choices()) is None
     monkeypatch.setenv(STRATEGY, "auto(replan=9)")
-    assert asked(Choices()).options.replan == 9
-    assert asked(Choices(strategy="parallax")) is None
+    assert auto_request(Choices()).options.replan == 9
+    assert auto_request(Choices(strategy="parallax")) is None
     with pytest.raises(ConfigError, match="no parameter 'spede'"):
-        asked(Choices(strategy="auto(spede=3)"))
+        auto_request(Choices(strategy="auto(spede=3)"))
 
 
 def test_it_starts_from_plain_sums():
-    strategy = started(Choices(strategy="auto")).strategy.build(VARIABLES, OneNode(2))
-    assert strategy.plans == grouped(VARIABLES, 2).plans
+    strategy = starting_choices(Choices(strategy="auto")).strategy.build(VARIABLES, OneNode(2))
+    assert strategy.plans == uniform_strategy(VARIABLES, 2).plans

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import math
 import random
 import stat
 from dataclasses import replace
@@ -15,15 +14,11 @@ from hypothesis import strategies as st
 from grace.core.backend import LocalBackend
 from grace.errors import ConfigError
 from grace.planner.calibration import Calibration, Key, default_path, read
-from grace.planner.corrections import Step, error_of, fitted_corrections
 from grace.planner.costs import Codec, Cost, Curve
-from grace.planner.mirror import Mirror
+from grace.planner.simulated_ranks import SimulatedRanks
 from grace.planner.step import Contention
 
 KEY = Key((("a", 2), ("b", 2)), "torch.distributed (gloo)", "torch 2.9.0", ranks=4, threads=1)
-STEP = Step(
-    "topk everywhere", 0.1, {"allgather, topk, residual": 0.02}, {"allgather": 0.05}, 0.2, codec=0.03, waited=0.07
-)
 CURVE = Curve(((1e3, 1e-4), (1e6, 1e-3), (1e8, 0.1)))
 MADE = Calibration(
     key=KEY,
@@ -39,8 +34,6 @@ MADE = Calibration(
     step=2e-4,
     by_ring=True,
     concatenates=True,
-    corrections={"allgather": 1.5, "allgather, topk, residual": 2.0},
-    steps=(STEP, replace(STEP, codec=None, waited=None)),
 )
 
 
@@ -53,7 +46,7 @@ def path(tmp_path):
 def test_what_is_written_is_read(path):
     assert read(path, KEY, now=1e9 + 5) == MADE
     assert [each.name for each in path.parent.iterdir()] == ["c.json"]
-    assert json.loads(path.read_text())["format"] == 1
+    assert json.loads(path.read_text())["format"] == 2
 
 
 @pytest.mark.parametrize(
@@ -96,33 +89,24 @@ def change(document, place, value):
 @pytest.mark.parametrize(
     ("place", "value", "said"),
     [
-        (["format"], 2, r"is of format 2; this Grace reads format 1"),
-        (["made"], None, r"is damaged: made is missing"),
-        (["made"], "today", r"is damaged: made must be a number from 0 on, not 'today'"),
-        (["bucket"], math.nan, r"is damaged: bucket must be a number from 0 on, not nan"),
-        (["step"], True, r"is damaged: step must be a number"),
-        (["curves", "allreduce", "4"], [], r"is damaged: curves.allreduce.4 is empty"),
-        (
-            ["curves", "allreduce", "4", 1, 1],
-            1e-5,
-            r"allreduce.4 must rise: 0.0001 s for 1000 bytes, and 1e-05 s",
-        ),
-        (
-            ["curves", "allreduce", "4", 0, 1],
-            -1,
-            r"allreduce.4\[0\].seconds must be a number from 1e-12 on, not -1",
-        ),
+        (["format"], 1, r"is of format 1; this Grace reads format 2"),
+        (["made"], None, r"is damaged: the calibration: the field 'made' is missing"),
+        (["made"], "today", r"is damaged: the calibration: made must be a finite number, not 'today'"),
+        (["bucket"], -1, r"is damaged: bucket must be a number from 0 on, not -1"),
+        (["step"], True, r"is damaged: the calibration: step must be a finite number"),
+        (["curves", "allreduce", "4"], [], r"is damaged: curves.allreduce.4 must be a list of bytes and seconds"),
+        (["curves", "allreduce", "4", 1, 1], 1e-5, r"curves.allreduce.4 must .* both rising"),
+        (["curves", "allreduce", "4", 0, 1], -1, r"curves.allreduce.4 must be a list of bytes and seconds above 0"),
         (["curves", "allreduce", "x"], [[1, 1]], r"curves.allreduce: 'x' is no number of ranks"),
         (["curves", "gossip"], {"2": [[1, 1]]}, r"curves.gossip: there is no such collective"),
-        (["codecs", "allreduce, none, none", "start", "call"], -1e-9, r"start.call must be a number from 0 on"),
-        (["codecs", "allreduce, none, none", "finish"], None, r"codecs.allreduce, none, none.finish is missing"),
-        (["codecs", "allreduce, none, none", "end"], 1, r"allreduce, none, none.end is nothing that a calibration has"),
-        (["corrections", "allgather"], 0, r"corrections.allgather must be a number"),
+        (["codecs", "allreduce, none, none", "start", "call"], -1e-9, r"parts of a cost are seconds from 0 on"),
+        (["codecs", "allreduce, none, none", "finish"], None, r"codecs.allreduce, none, none.finish must be an object"),
+        (["codecs", "allreduce, none, none", "end"], 1, r"allreduce, none, none: the field 'end' is unknown"),
+        (["codecs", "allgather, topk, residual", "bits"], 0, r"a value takes more than 0 bits"),
         (["key", "ranks"], 5, r"key.hosts has 4 ranks, key.ranks 5"),
-        (["key", "hosts", 0], ["a"], r"key.hosts.host must be a name and a number"),
-        (["steps", 0, "seconds"], [], r"steps\[0\].seconds must be a number"),
-        (["contention", "abreast"], 10**9, r"contention.abreast must be at most 1024"),
-        (["more"], 1, r"more is nothing that a calibration has"),
+        (["key", "hosts", 0], ["a"], r"key.hosts must be a list of names and numbers"),
+        (["contention", "abreast"], 0, r"one collective at least"),
+        (["more"], 1, r"the field 'more' is unknown"),
     ],
 )
 def test_a_damaged_one_is_refused_by_the_place(path, place, value, said):
@@ -204,10 +188,10 @@ def test_a_file_with_other_bytes_is_refused_or_a_calibration(rng: random.Random)
 
 
 def test_the_key_is_that_of_the_run():
-    key = Key.of(Mirror(3), ["b", "a", "b"], "numpy", 2)
+    key = Key.of(SimulatedRanks(3), ["b", "a", "b"], "numpy", 2)
     assert (key.hosts, key.engine, key.ranks, key.threads) == ((("a", 1), ("b", 2)), "mirror", 3, 2)
     assert key.framework.startswith("numpy 2") or key.framework.startswith("numpy 1")
-    assert Key.of(Mirror(3, 1), ["b", "a", "b"], "numpy", 2).digest == key.digest
+    assert Key.of(SimulatedRanks(3, 1), ["b", "a", "b"], "numpy", 2).digest == key.digest
     assert Key.of(LocalBackend(), ["a"], "numpy", 2).digest != key.digest
 
 
@@ -227,75 +211,18 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(path, monkeypatch):
     assert (path.read_text(), stat.S_IMODE(path.stat().st_mode)) == (before, mode)
 
 
-# -- what steps teach --------------------------------------------------------------------------------------------------
+# -- what it is used for -----------------------------------------------------------------------------------------------
 
 
-def test_costs_are_those_that_were_measured_times_corrections():
-    plain, corrected = MADE.costs(corrected=False), MADE.costs()
-    assert plain.network.seconds("allgather", 1e6, 4) == 1e-3
-    assert corrected.network.seconds("allgather", 1e6, 4) == 1.5e-3
-    assert corrected.network.seconds("allreduce", 1e6, 4) == 1e-3
-    assert corrected.codecs["allgather, topk, residual"].start.call == 2e-5
-    assert corrected.codecs["allgather, topk, residual"].bits == 1.5
-    assert corrected.codecs["allreduce, none, none"] == MADE.codecs["allreduce, none, none"]
-    assert (plain.contention, plain.bucket, plain.step, plain.by_ring) == (MADE.contention, 1e-4, 2e-4, True)
-    assert plain.inside.seconds("allreduce", 1e6, 2) == 1e-3
+def test_costs_are_those_that_were_measured():
+    costs = MADE.costs()
+    assert costs.network.seconds("allgather", 1e6, 4) == 1e-3
+    assert costs.codecs["allgather, topk, residual"].bits == 1.5
+    assert costs.codecs["allreduce, none, none"] == MADE.codecs["allreduce, none, none"]
+    assert (costs.contention, costs.bucket, costs.step, costs.by_ring) == (MADE.contention, 1e-4, 2e-4, True)
+    assert costs.inside.seconds("allreduce", 1e6, 2) == 1e-3
     with pytest.raises(ConfigError, match=r"has no times of collectives.*by all ranks"):
-        replace(MADE, curves={}).network()
-
-
-def steps(factors, rng, count, noise=0.0, parts=True):
-    """Steps whose parts take as much longer than predicted."""
-    found = []
-    for _ in range(count):
-        codecs = {key: rng.uniform(0.01, 0.1) for key in ("topk", "qsgd") if rng.random() < 0.7}
-        exposed = {kind: rng.uniform(0.01, 0.2) for kind in ("allgather", "alltoall") if rng.random() < 0.7}
-        codec, waited = (
-            sum(seconds * factors[key] for key, seconds in each.items()) * math.exp(rng.gauss(0, noise))
-            for each in (codecs, exposed)
-        )
-        measured = {"codec": codec, "waited": waited} if parts else {}
-        found.append(Step("s", 0.2, codecs, exposed, 0.2 + codec + waited, **measured))
-    return found
-
-
-FACTORS = {"topk": 1.8, "qsgd": 0.8, "allgather": 2.5, "alltoall": 1.0}
-
-
-@pytest.mark.parametrize("parts", [True, False])
-def test_factors_are_found(parts):
-    seen = steps(FACTORS, random.Random(0), 200, noise=0.05, parts=parts)
-    found = fitted_corrections(seen)
-    for key, factor in FACTORS.items():
-        assert found[key] == pytest.approx(factor, rel=0.15 if parts else 0.3)
-    before, after = error_of(seen), error_of(seen, found)
-    assert after.median < before.median / 4
-    assert after.worst < before.worst
-
-
-def test_few_steps_teach_little():
-    seen = steps({key: 3.0 for key in FACTORS}, random.Random(1), 60)
-    sizes = [fitted_corrections(seen[:n]).get("allgather", 1.0) for n in (0, 2, 10, 60)]
-    assert sizes == sorted(sizes)
-    assert sizes[0] == 1.0
-    assert sizes[-1] == pytest.approx(3.0, rel=0.1)
-
-
-def test_steps_without_such_parts_teach_nothing():
-    assert fitted_corrections([Step("s", 1.0, {}, {"allgather": 1e-4}, 1.3)]) == {}
-    with pytest.raises(ConfigError, match="no measured step"):
-        error_of([])
-
-
-def test_steps_are_added_without_the_corrections_that_they_were_predicted_with():
-    fresh = replace(MADE, corrections={}, steps=())
-    true = Step("s", 0.1, {}, {"allgather": 0.1}, 0.4)
-    for _ in range(20):
-        factor = fresh.corrections.get("allgather", 1.0)
-        fresh = fresh.with_step(replace(true, exposed={"allgather": 0.1 * factor}))
-    assert fresh.corrections["allgather"] == pytest.approx(3.0, rel=0.1)
-    assert fresh.steps[-1].exposed["allgather"] == pytest.approx(0.1)
-    assert error_of(fresh.steps, fresh.corrections).worst < 0.05 < error_of(fresh.steps).worst
+        replace(MADE, curves={}).costs()
 
 
 def test_where_there_is_no_home_nothing_is_kept(monkeypatch):

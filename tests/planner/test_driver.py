@@ -8,49 +8,72 @@ import pytest
 from grace.core.backend import LocalBackend
 from grace.core.variable import Variable
 from grace.errors import ConfigError, ExchangeError
-from grace.planner import clock
-from grace.planner.driver import CHECKED, HELD, PLAIN, ROUNDS, SETTLED, TIMED, WARM, Driver
-from grace.planner.grouped import grouped
+from grace.planner import step_timer
+from grace.planner.driver import HELD, PLAIN, SETTLED, TIMED, WARM, WATCH_FIRST, Driver
+from grace.planner.uniform import uniform_strategy
 
 VARIABLES = [Variable("w", (64, 64)), Variable("b", (64,))]
-METHODS = {"none": "none", "fp16": "fp16", "topk": "topk"}
-STRATEGIES = {name: grouped(VARIABLES, 1, spec) for name, spec in METHODS.items()}
-TRYING = len(METHODS) * ROUNDS * (SETTLED + TIMED)
-UNTIL_TRYING, UNTIL_CHOSEN = WARM + HELD + PLAIN, WARM + HELD + PLAIN + TRYING
+METHODS = {"none": "none", "fp16": "fp16", "topk": "topk", "qsgd": "qsgd"}
+STRATEGIES = {name: uniform_strategy(VARIABLES, 1, spec) for name, spec in METHODS.items()}
+TURN = SETTLED + TIMED
+UNTIL_TRYING = WARM + HELD + PLAIN
+UNTIL_CHECKED = UNTIL_TRYING + (3 + 4) * TURN
+"""Steps until the check: of the baseline and two candidates, then of three and the baseline."""
+CHECK = 3 * TURN
 
 
 class Planner:
-    """Measures nothing, and finds three candidates."""
+    """Measures nothing, and finds two candidates at first, and a third when all methods were measured."""
 
-    seconds = 11.6
+    def __init__(self, fails=(), later="qsgd"):
+        self.fails, self.later, self.took, self.more = dict(fails), later, {}, 2
 
-    def __init__(self, fails=None):
-        self.fails, self.took = fails, {}
+    def fail(self, what):
+        if what in self.fails:
+            raise self.fails[what]
 
-    def measure(self, gradients, timeline, plain):
-        if self.fails is not None:
-            raise self.fails
-        self.gradients, self.timeline, self.plain = gradients, timeline, plain
+    def measure_links(self, plain):
+        self.plain = plain
+        self.fail("links")
+
+    def prepare(self, gradients, timeline, plain, skew):
+        self.fail("methods")
+        self.gradients, self.timeline, self.skew = gradients, timeline, skew
+
+    def measure_next(self):
+        self.fail("more")
+        self.more -= 1
+        return self.more > 0
 
     def candidates(self):
-        return [SimpleNamespace(name=name, strategy=STRATEGIES[name]) for name in ("topk", "fp16", "none")]
+        self.fail("candidates")
+        names = ["topk", "fp16", "none"] if self.more > 0 else ["topk", self.later, "fp16", "none"]
+        return [SimpleNamespace(name=name, strategy=STRATEGIES[name]) for name in names]
 
     def learned(self, seconds):
+        self.fail("learned")
         self.took = dict(seconds)
 
-    def explained(self, chosen, why):
-        return {"chosen": chosen, "why": why}, why or f"{chosen} is taken"
+    def explained(self, chosen, note):
+        self.fail("explained")
+        return {"chosen": chosen, "note": note}, note or f"{chosen} is taken"
+
+
+class Several(LocalBackend):
+    """Says that there are several ranks, all of which tell the same."""
+
+    size = 2
 
 
 class Run:
     """A training run whose steps take what ``seconds`` says, by what they are exchanged with."""
 
-    def __init__(self, monkeypatch, seconds, fails=None, refuses=(), **options):
+    def __init__(self, monkeypatch, seconds, fails=(), refuses=(), backend=None, **options):
         self.now, self.seconds, self.using, self.refuses = 0.0, dict(seconds), "none", refuses
         self.used, self.said = [], []
-        monkeypatch.setattr(clock.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(step_timer.time, "perf_counter", lambda: self.now)
         self.planner = Planner(fails)
-        backend = LocalBackend()
+        backend = backend or LocalBackend()
         self.driver = Driver(self.planner, backend, STRATEGIES["none"], self.switch, self.said.append, **options)
 
     def switch(self, strategy):
@@ -75,8 +98,11 @@ class Run:
             self.now += 0.005  # what the user does between steps
 
 
+SECONDS = {"none": 0.1, "fp16": 0.05, "topk": 0.02, "qsgd": 0.03}
+
+
 def test_the_timeline_starts_at_the_first_gradient(monkeypatch):
-    run = Run(monkeypatch, {"none": 0.1, "fp16": 0.2, "topk": 0.3})
+    run = Run(monkeypatch, SECONDS)
     run.steps(UNTIL_TRYING)
     timeline = run.planner.timeline
     assert timeline.ready == pytest.approx({"b": 0.0, "w": 0.001})
@@ -86,85 +112,165 @@ def test_the_timeline_starts_at_the_first_gradient(monkeypatch):
     assert run.planner.gradients == {"w": "a gradient"}
 
 
-def test_what_disturbs_steps_is_not_planned_by(monkeypatch):
-    run = Run(monkeypatch, {"none": 0.1, "fp16": 0.2, "topk": 0.3})
-    run.steps(WARM + HELD + SETTLED)
-    run.seconds["none"] = 0.4
-    run.steps(3)
-    run.seconds["none"] = 0.1
-    run.steps(PLAIN - SETTLED - 3)
-    assert run.planner.plain == pytest.approx(0.119)
-
-
 @pytest.mark.parametrize(
     ("seconds", "chosen"),
     [
-        ({"none": 0.1, "fp16": 0.05, "topk": 0.02}, "topk"),
-        ({"none": 0.1, "fp16": 0.05, "topk": 0.2}, "fp16"),
-        ({"none": 0.1, "fp16": 0.12, "topk": 0.2}, "none"),
-        ({"none": 0.1, "fp16": 0.099, "topk": 0.2}, "none"),  # not faster by enough
+        (SECONDS, "topk"),
+        ({**SECONDS, "topk": 0.2}, "qsgd"),  # which is found when all methods were measured
+        ({**SECONDS, "topk": 0.2, "qsgd": 0.2}, "fp16"),
+        ({"none": 0.1, "fp16": 0.12, "topk": 0.2, "qsgd": 0.2}, "none"),
+        ({"none": 0.1, "fp16": 0.099, "topk": 0.2, "qsgd": 0.2}, "none"),  # not faster by enough
     ],
 )
 def test_the_fastest_is_kept_if_it_is_faster(monkeypatch, seconds, chosen):
     run = Run(monkeypatch, seconds)
-    run.steps(UNTIL_CHOSEN + CHECKED + 5)
+    run.steps(UNTIL_CHECKED + CHECK)
+    assert run.driver.settled
     assert run.used[:UNTIL_TRYING] == ["none"] * UNTIL_TRYING
-    assert set(run.used[UNTIL_TRYING:UNTIL_CHOSEN]) == set(METHODS)
-    assert set(run.used[UNTIL_CHOSEN:]) == {chosen}
-    assert run.driver.plan["chosen"] == chosen
+    assert set(run.used[UNTIL_TRYING:UNTIL_CHECKED]) == set(METHODS)
+    run.steps(5)
+    assert set(run.used[UNTIL_CHECKED + CHECK :]) == {chosen}
+    assert run.driver.plan == {"chosen": chosen, "note": ""}
     assert run.planner.took == pytest.approx({name: took + 0.019 for name, took in seconds.items()})
-    assert not run.driver.left
 
 
-def test_back_if_it_does_not_hold_what_it_promised(monkeypatch):
-    run = Run(monkeypatch, {"none": 0.1, "fp16": 0.09, "topk": 0.05})
-    run.steps(UNTIL_CHOSEN)
-    assert run.using == "topk"
+def test_it_is_settled_soon():
+    assert UNTIL_TRYING <= 15
+    assert UNTIL_TRYING + (4 + 5 + 3) * TURN <= 60  # three candidates at first, then one more
+
+
+def test_a_failed_check_takes_the_next_best(monkeypatch):
+    run = Run(monkeypatch, SECONDS)
+    run.steps(UNTIL_CHECKED)
     run.seconds["topk"] = 0.15
-    run.steps(CHECKED + 1)
+    run.steps(2 * CHECK)
+    assert run.driver.settled
+    assert run.used[UNTIL_CHECKED + CHECK] == "qsgd"
+    run.steps(1)
+    assert run.used[-1] == "qsgd"
+    assert run.driver.plan["chosen"] == "qsgd"
+    note = run.driver.plan["note"]
+    assert note.startswith(
+        "topk took 169 ms a step when it was checked, after 39 in its trial, and uncompressed sums 119"
+    )
+
+
+def test_a_check_compares_with_the_baseline_of_the_same_minutes(monkeypatch):
+    run = Run(monkeypatch, SECONDS)
+    run.steps(UNTIL_CHECKED)
+    run.seconds = {name: 10 * seconds for name, seconds in SECONDS.items()}  # somebody else uses the machine
+    run.steps(CHECK + 1)
+    assert run.used[-1] == "topk"
+
+
+def test_back_to_plain_sums_if_no_check_holds(monkeypatch):
+    run = Run(monkeypatch, SECONDS)
+    run.steps(UNTIL_CHECKED)
+    run.seconds = {**dict.fromkeys(METHODS, 0.2), "none": 0.1}
+    run.steps(3 * CHECK + 1)
     assert run.used[-1] == "none"
     assert run.driver.plan["chosen"] == "none"
-    assert any("topk took 169 ms a step instead of 69" in line for line in run.said)
+    assert run.driver.plan["note"].count("when it was checked") == 3
 
 
-@pytest.mark.parametrize("fails", [ConfigError("no link"), ValueError("a defect")])
-def test_training_goes_on_where_planning_fails(monkeypatch, fails):
-    run = Run(monkeypatch, {"none": 0.1}, fails)
-    run.steps(UNTIL_CHOSEN + 5)
-    assert set(run.used) == {"none"}
-    assert str(fails) in run.said[-1]
+@pytest.mark.parametrize("what", ["links", "methods", "more", "candidates", "learned", "explained"])
+@pytest.mark.parametrize("error", [ConfigError("no link"), RuntimeError("generator raised StopIteration")])
+def test_training_goes_on_uncompressed_whatever_fails(monkeypatch, what, error):
+    run = Run(monkeypatch, SECONDS, {what: error})
+    run.steps(UNTIL_CHECKED + CHECK + 5)
+    assert run.used[-1] == "none"
+    assert run.driver.plan is None
+    assert sum(str(error) in line for line in run.said) == 1
+    assert "training goes on uncompressed" in run.said[-1]
 
 
 def test_an_engine_that_fails_is_heard(monkeypatch):
-    run = Run(monkeypatch, {"none": 0.1}, ExchangeError("the others are gone"))
+    run = Run(monkeypatch, SECONDS, {"links": ExchangeError("the others are gone")})
     with pytest.raises(ExchangeError, match="gone"):
         run.steps(UNTIL_TRYING)
 
 
 def test_a_candidate_that_is_refused_is_left_out(monkeypatch):
-    run = Run(monkeypatch, {"none": 0.1, "fp16": 0.05, "topk": 0.01}, refuses=("topk",))
-    run.steps(UNTIL_CHOSEN)
-    assert run.driver.plan["chosen"] == "fp16"
+    run = Run(monkeypatch, SECONDS, refuses=("topk",))
+    run.steps(UNTIL_CHECKED + CHECK)
+    assert run.driver.plan["chosen"] == "qsgd"
     assert "topk is left out: it does not suit this run" in " ".join(run.said)
 
 
-def test_the_pause_is_announced(monkeypatch):
-    run = Run(monkeypatch, {"none": 0.1, "fp16": 0.05, "topk": 0.02})
+class Straggling(Several):
+    """The other rank's timeline is longer: it computes half a second more, for which this one waits."""
+
+    def allgather_object(self, value):
+        other = dict(value)
+        if value.get("what") == "steps to plan by":
+            timeline, plain = value["value"]
+            other["value"] = (type(timeline)(timeline.ready, timeline.forward + 0.5, timeline.backward), plain)
+        return [value, other]
+
+
+def test_the_slowest_ranks_computing_counts(monkeypatch):
+    run = Run(monkeypatch, {**SECONDS, "none": 0.6}, backend=Straggling())
     run.steps(UNTIL_TRYING)
-    assert run.said == ["grace: auto: measuring links and methods, then planning; about 12 s"]
+    assert run.planner.timeline.forward == pytest.approx(0.515)
+    assert run.planner.skew == pytest.approx(0.498)
+
+
+class Alike(Several):
+    def allgather_object(self, value):
+        return [value, value]
+
+
+def settled(monkeypatch, **options):
+    run = Run(monkeypatch, SECONDS, backend=Alike(), **options)
+    run.steps(UNTIL_CHECKED + CHECK + WATCH_FIRST)
+    assert run.using == "topk"
+    return run
+
+
+def test_a_slower_link_is_told_once(monkeypatch):
+    run = settled(monkeypatch)
+    said, began = len(run.said), run.now
+    run.seconds["topk"] = 0.2
+    while len(run.said) == said:
+        run.steps(1)
+        assert run.now - began < 5.0
+    assert "steps wait 200 ms for exchanges, and 20 when this was chosen: the link is slower" in run.said[-1]
+    run.steps(200)
+    assert len(run.said) == said + 1
+    assert run.using == "topk"
+
+
+def test_a_slower_link_is_planned_for_within_5_seconds(monkeypatch):
+    run = settled(monkeypatch, replan=100_000)
+    began = run.now
+    run.seconds["topk"] = 0.2
+    while run.using == "topk":
+        run.steps(1)
+    assert run.now - began < 5.0
+    run.steps(HELD + PLAIN + 8 * TURN + CHECK)  # all three are tried at once
+    assert run.driver.plan["chosen"] == "qsgd"
+
+
+def test_steps_that_vary_are_no_slower_link(monkeypatch):
+    run = settled(monkeypatch)
+    said = len(run.said)
+    for seconds in (0.03, 0.02, 0.035, 0.02) * 10:
+        run.seconds["topk"] = seconds
+        run.steps(3)
+    assert len(run.said) == said
 
 
 def test_another_link_leads_to_another_plan(monkeypatch):
-    run = Run(monkeypatch, {"none": 0.1, "fp16": 0.05, "topk": 0.02}, replan=50)
-    run.steps(UNTIL_CHOSEN + CHECKED + 49)
+    run = Run(monkeypatch, SECONDS, replan=50)
+    run.steps(UNTIL_CHECKED + CHECK + 49)
     assert run.driver.plan["chosen"] == "topk"
-    run.seconds = {"none": 0.01, "fp16": 0.02, "topk": 0.02}
-    run.steps(1 + HELD + PLAIN + TRYING + CHECKED)
+    run.seconds = {"none": 0.01, "fp16": 0.02, "topk": 0.02, "qsgd": 0.02}
+    run.steps(1 + HELD + PLAIN + 8 * TURN)
     assert run.driver.plan["chosen"] == "none"
 
 
 def test_steps_with_several_exchanges_are_not_planned_by(monkeypatch):
-    run = Run(monkeypatch, {"none": 0.1})
+    run = Run(monkeypatch, SECONDS)
     for _ in range(UNTIL_TRYING):
         for _ in range(2):
             run.driver.computed(dict)
@@ -175,10 +281,10 @@ def test_steps_with_several_exchanges_are_not_planned_by(monkeypatch):
 
 
 def test_a_settled_plan_goes_on(monkeypatch):
-    run = Run(monkeypatch, {"none": 0.1, "fp16": 0.05, "topk": 0.02}, replan=50)
-    run.steps(UNTIL_CHOSEN + CHECKED + 20)
+    run = Run(monkeypatch, SECONDS, replan=50)
+    run.steps(UNTIL_CHECKED + CHECK + 20)
     saved = {"plan": run.driver.document()}
-    again = Run(monkeypatch, {"none": 0.1, "fp16": 0.05, "topk": 0.02}, replan=50)
+    again = Run(monkeypatch, SECONDS, replan=50)
     found = again.driver.found(saved)
     assert found.strategy == STRATEGIES["topk"].to_dict()
     again.driver.resume(found)
@@ -187,40 +293,40 @@ def test_a_settled_plan_goes_on(monkeypatch):
 
 
 def test_what_was_only_tried_is_planned_anew(monkeypatch):
-    run = Run(monkeypatch, {"none": 0.1, "fp16": 0.05, "topk": 0.02})
-    run.steps(UNTIL_TRYING + SETTLED + TIMED + 1)
+    run = Run(monkeypatch, SECONDS)
+    run.steps(UNTIL_TRYING + TURN + 1)
     assert run.using == "topk"
     saved = {"plan": run.driver.document()}
     again = Run(monkeypatch, run.seconds)
     again.switch(STRATEGIES["topk"])
     again.driver.resume(again.driver.found(saved))
-    again.steps(1 + HELD + PLAIN + TRYING)
+    again.steps(1 + HELD + PLAIN + 7 * TURN + CHECK)
     assert again.used[:2] == ["topk", "none"]
     assert again.driver.plan["chosen"] == "topk"
 
 
 @pytest.mark.parametrize("damage", ["{", "[]", '{"current": 1}'])
 def test_a_damaged_plan_is_refused(monkeypatch, damage):
-    run = Run(monkeypatch, {"none": 0.1})
+    run = Run(monkeypatch, SECONDS)
     with pytest.raises(ConfigError, match="plan is damaged"):
         run.driver.found({"plan": damage})
 
 
 def test_a_plan_for_another_cluster_is_left(monkeypatch):
-    run = Run(monkeypatch, {"none": 0.1})
+    run = Run(monkeypatch, SECONDS)
     told = json.loads(run.driver.document())
     assert run.driver.found({"plan": json.dumps({**told, "cluster": [8, 2]})}) is None
     assert run.driver.found(None) is None
 
 
-@pytest.mark.parametrize("count", [WARM + 1, UNTIL_TRYING + 1, UNTIL_CHOSEN + CHECKED + 1])
+@pytest.mark.parametrize("count", [WARM + 1, UNTIL_TRYING + 1, UNTIL_CHECKED + CHECK + 1])
 def test_a_choice_by_hand_ends_planning(monkeypatch, count):
-    run = Run(monkeypatch, {"none": 0.1, "fp16": 0.05, "topk": 0.02}, replan=10)
+    run = Run(monkeypatch, SECONDS, replan=10)
     run.steps(count)
     saved = {"plan": run.driver.document()}
     run.driver.stop()
     said, using = list(run.said), run.using
-    run.steps(UNTIL_CHOSEN)
+    run.steps(UNTIL_CHECKED)
     assert (run.said, run.using, run.driver.plan) == (said, using, None)
     assert not run.driver.holds
     assert run.driver.document() == ""

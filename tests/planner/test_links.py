@@ -10,8 +10,8 @@ from grace.core.backend import Handle, LocalBackend
 from grace.errors import ConfigError, RankError
 from grace.planner import links
 from grace.planner.links import KINDS, measure_network
-from grace.planner.mirror import Mirror
 from grace.planner.network import Measured
+from grace.planner.simulated_ranks import SimulatedRanks
 
 SMALL = (1024, 1 << 16)
 
@@ -36,7 +36,7 @@ def clock(monkeypatch):
     return found
 
 
-class Wire(Mirror):
+class Wire(SimulatedRanks):
     """Collectives that take as long as bytes say: a tenth of a millisecond, and as long again for 10 kB."""
 
     def allreduce(self, tensor):
@@ -192,4 +192,4 @@ def test_alone_there_is_nothing_to_measure():
 )
 def test_what_cannot_be_is_refused(options, said):
     with pytest.raises(ConfigError, match=said):
-        measure_network(Mirror(2), **options)
+        measure_network(SimulatedRanks(2), **options)

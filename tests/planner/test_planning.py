@@ -1,4 +1,4 @@
-"""What ``auto`` measures between two steps, in which order, and for how long; over ranks that are pretended."""
+"""What ``auto`` measures between two steps, in which order, and what it keeps; over ranks that are pretended."""
 
 import re
 import time
@@ -10,17 +10,23 @@ import pytest
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.planner import planning
-from grace.planner.asked import asked
+from grace.planner.auto_request import auto_request
 from grace.planner.calibration import Calibration, Key, default_path, read
-from grace.planner.mirror import Mirror
-from grace.planner.network import Links
-from grace.planner.planning import USUAL, Planning, measured
-from grace.planner.promise import by_promise
+from grace.planner.costs import Curve
+from grace.planner.default_costs import DefaultCodecs
+from grace.planner.exchange_costs import Costs
+from grace.planner.network import Links, Measured
+from grace.planner.planning import Planning, by_promise, fitted
+from grace.planner.problem import Problem, offers
+from grace.planner.simulated_ranks import SimulatedRanks
 from grace.planner.step import Timeline
+from grace.planner.uniform import uniform_strategy
+from grace.strategy.builder import OneNode
 from grace.strategy.choices import Choices
 
 VARIABLES = [Variable("w", (256, 128)), Variable("v", (64, 256)), Variable("b", (64,))]
 TIMELINE = Timeline({"w": 2e-3, "v": 1e-3, "b": 0.0}, forward=1e-3, backward=2e-3)
+OFFERED = [offer.spec for offer in offers() if not offer.tables_only]
 
 
 @pytest.fixture
@@ -37,64 +43,102 @@ def quick(monkeypatch, tmp_path):
     monkeypatch.setenv("GRACE_CALIBRATION", str(tmp_path / "calibration.json"))
 
 
-def planning_of(strategy="auto"):
-    return Planning(asked(Choices(strategy=strategy)), Mirror(2), lambda: ["a", "b"], VARIABLES, "numpy", 1)
+def planning_of(strategy="auto", ranks=2, **options):
+    names = [f"n{rank}" for rank in range(ranks)]
+    request = auto_request(Choices(strategy=strategy))
+    return Planning(request, SimulatedRanks(ranks), lambda: names, VARIABLES, "numpy", 1, **options)
 
 
-def order(bandwidth, methods=USUAL, first=("none",), variables=VARIABLES):
-    return by_promise(methods, variables, TIMELINE, Links(bandwidth, 1e-6), ["a", "b"], first)
+def prepared(gradients, strategy="auto", plain=4e-3, **options):
+    made = planning_of(strategy, **options)
+    made.measure_links(plain)
+    made.prepare(gradients, TIMELINE, plain)
+    return made
+
+
+def order(bandwidth):
+    costs = Costs(Links(bandwidth, 1e-6), DefaultCodecs())
+    problem = Problem(VARIABLES, TIMELINE, costs, OneNode(2))
+    return [method.compressor for method in by_promise(problem)]
 
 
 def test_slow_links_want_few_bytes_and_fast_ones_little_computing():
     slow, fast = order(1e4), order(1e12)
-    assert sorted(slow) == sorted(fast) == sorted(USUAL)
-    assert slow.index("topk(ratio=0.001)") < slow.index("topk(ratio=0.05)") < slow.index("fp16")
-    assert fast[:2] == ["none", "fp16"]
+    assert len(slow) == len(fast) == len(OFFERED)
+    assert slow.index("topk") < slow.index("block(bits=4)") < slow.index("cast") < slow.index("none")
+    assert set(fast[:2]) == {"none", "cast"}
 
 
-def test_some_come_first_whatever_they_promise():
-    assert order(1e12, first=("none", "powersgd(rank=4)"))[:2] == ["none", "powersgd(rank=4)"]
+def test_the_promising_methods_are_measured_first_and_none_is_dropped(quick, gradients):
+    made = prepared(gradients)
+    first = {key.split(", ")[1] for key in made.problem.costs.codecs}
+    assert {"none", "powersgd(rank=4)"} < first
+    assert len(first) <= 4
+    assert len(made.candidates()) > 1
+    while made.measure_next():
+        pass
+    assert {key.split(", ")[1] for key in made.problem.costs.codecs} == {
+        "cast" if spec == "fp16" else "topk" if spec == "topk(ratio=0.01)" else spec for spec in OFFERED
+    }
+    assert made.left_out == {}
+    names = {one.name: one.strategy.plans for one in made.found}
+    for one in made.candidates():  # a plan keeps its name, and a name its plan
+        assert names.get(one.name, one.strategy.plans) == one.strategy.plans
 
 
-def test_what_cannot_carry_rows_comes_last():
-    rows = [Variable("words", (100, 8), sparse=True), *VARIABLES]
-    line = Timeline({**TIMELINE.ready, "words": 0.0}, backward=2e-3)
-    found = by_promise(["signsgd", "topk"], rows, line, Links(1e9, 1e-6), ["a", "b"])
-    assert found == ["topk", "signsgd"]
+def test_what_could_not_be_measured_is_told(quick, gradients):
+    made = prepared(gradients, "auto(methods=['fp16', 'powersgd(rank=200)'])")
+    while made.measure_next():
+        pass
+    made.candidates()
+    made.learned({"none": 4e-3})
+    plan, _ = made.explained("none", "")
+    assert any("powersgd(rank=200)" in remark and "smaller" in remark for remark in plan["remarks"])
 
 
-def test_no_other_method_is_begun_when_time_is_up(gradients):
-    choices = ["allreduce, none, none", "allgather, qsgd, none", "allgather, topk, residual"]
-    codecs, errors, norms = measured(choices, gradients, 2, 0, limit=0.0)
-    assert list(codecs) == ["allreduce, none, none"]
-    assert list(errors) == ["none"]
-    assert set(norms) == set(gradients)
-
-
-@pytest.mark.parametrize(("limit", "known"), [(1e-9, 1), (60.0, len(USUAL))])
-def test_a_plan_is_made_of_what_there_was_time_for(quick, monkeypatch, gradients, limit, known):
-    monkeypatch.setattr(planning, "CODECS_SECONDS", limit)
+def test_ranks_that_compute_longer_are_told(quick, gradients):
     made = planning_of()
-    made.measure(gradients, TIMELINE, 4e-3)
-    assert len({key.partition(", ")[2] for key in made.calibration.codecs}) == known
-    found = made.candidates()
-    assert "none" in [one.name for one in found]
-    names = {one.name for one in found}
-    assert len(names) > 1 if known > 1 else names == {"none"}
-    made.learned({one.name: 1e-3 * (i + 1) for i, one in enumerate(found)})
-    plan, line = made.explained(found[0].name, "")
-    assert plan
-    assert line
+    made.measure_links(4e-3)
+    made.prepare(gradients, replace(TIMELINE, forward=0.5), 0.5, skew=0.49)
+    made.candidates()
+    plan, _ = made.explained("none", "")
+    assert any("the slowest rank computes 502 ms a step, the fastest 12" in remark for remark in plan["remarks"])
+    assert made.found[0].prediction.step == pytest.approx(0.502, rel=0.05)  # waiting for it is no time of the network
 
 
-def test_what_an_earlier_run_measured_is_known_still(quick, monkeypatch, gradients):
-    first, second = planning_of(), planning_of()
-    first.measure(gradients, TIMELINE, 4e-3)
+def test_tables_are_told_by_their_rows(quick):
+    gradients = {v.name: np.zeros(v.shape, np.float32) for v in VARIABLES}
+    gradients["w"][::10] = 1.0
+    gradients["v"][:] = np.random.default_rng(0).standard_normal((64, 256))
+    made = prepared(gradients, adaptive=True)
+    assert set(made.problem.errors.tables) == {"w"}
+    assert made.problem.errors.adaptive
+
+
+def curve(seconds_a_byte):
+    return Curve.through([(n, 2e-5 + n * seconds_a_byte) for n in (1e3, 1e5, 1e7)])
+
+
+@pytest.mark.parametrize("plain", [0.01, 0.03, 0.05, 0.5])
+def test_collectives_are_scaled_so_that_a_plain_step_takes_what_it_took(plain):
+    costs = Costs(Measured({"allreduce": {2: curve(1e-7)}}), DefaultCodecs())
+    problem = Problem(VARIABLES, TIMELINE, costs, OneNode(2))
+    strategy = uniform_strategy(VARIABLES, 2)
+    alone, found = problem.predict(strategy).step, fitted(problem, plain).predict(strategy).step
+    assert abs(found - plain) <= abs(alone - plain) + 1e-12
+    if 0.5 < plain / alone < 2:
+        assert found == pytest.approx(plain, rel=0.05)
+
+
+def test_what_an_earlier_run_measured_is_kept(quick, gradients):
+    first = prepared(gradients)
+    while first.measure_next():
+        pass
     first.candidates()
     first.learned({})
-    monkeypatch.setattr(planning, "CODECS_SECONDS", 1e-9)
-    second.measure(gradients, TIMELINE, 4e-3)
+    second = prepared(gradients, "auto(methods=['fp16'])")
     assert set(second.calibration.codecs) == set(first.calibration.codecs)
+    assert {key.split(", ")[1] for key in second.problem.costs.codecs} == {"none", "cast", "powersgd(rank=4)"}
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -106,55 +150,36 @@ def test_what_is_refused_is_told_and_the_users_file_left_alone(
     if not named:
         monkeypatch.delenv("GRACE_CALIBRATION")
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    key = Key.of(Mirror(2), ["a", "b"], "numpy", 1)
+    key = Key.of(SimulatedRanks(2), ["n0", "n1"], "numpy", 1)
     path = default_path(key)
     other = replace(key, ranks=3, hosts=(("a", 3),)) if damage == "ranks" else key
-    Calibration(other, time.time() - 40 * 86400 * (damage == "old"), corrections={"allreduce": 3.0}).write(path)
+    Calibration(other, time.time() - 40 * 86400 * (damage == "old"), step=3.0).write(path)
     if damage == "text":
         path.write_text("no calibration")
     before = path.read_text()
-    made = planning_of("auto(methods=['fp16'])")
     with pytest.warns(UserWarning, match=f"auto does without it.*{re.escape(str(path))}.*{said}"):
-        made.measure(gradients, TIMELINE, 4e-3)
-    assert made.calibration.corrections == {}
+        made = prepared(gradients, "auto(methods=['fp16'])")
     made.candidates()
     made.learned({"none": 4e-3})
     assert (path.read_text() == before) == named
-    assert named or read(path, key).steps
+    assert named or read(path, key).codecs
 
 
 def test_the_reference_is_measured_where_it_is_not_wanted(quick, gradients):
-    made = planning_of("auto(methods=['fp16'], reference='powersgd(rank=1)')")
-    made.measure(gradients, TIMELINE, 4e-3)
-    assert set(made.problem.errors) == {"none", "cast", "powersgd"}
-    assert made.problem.budget == pytest.approx(sum(made.problem.errors["powersgd"].values()))
+    made = prepared(gradients, "auto(methods=['fp16'], reference='powersgd(rank=1)')")
+    assert set(made.problem.errors.measured) == {"none", "cast", "powersgd"}
+    assert [one.name for one in made.candidates() if "powersgd" in one.name] == []
 
 
-def test_what_it_takes_is_told():
-    few = planning_of("auto(methods=['fp16'])")
-    assert few.seconds == pytest.approx(planning.LINK_SECONDS + 6 * planning.CODEC_SECONDS + 0.53)
-    longest = planning.LINK_SECONDS + planning.CODECS_SECONDS + planning.CODEC_SECONDS + 0.53
-    assert few.seconds < planning_of().seconds == pytest.approx(longest)
-
-
-def test_one_rank_has_nothing_to_exchange(gradients):
-    made = Planning(asked(Choices(strategy="auto")), Mirror(1), lambda: ["a"], VARIABLES, "numpy", 1)
+def test_one_rank_has_nothing_to_exchange():
     with pytest.raises(ConfigError, match="there is one rank"):
-        made.measure(gradients, TIMELINE, 4e-3)
+        planning_of(ranks=1).measure_links(4e-3)
 
 
-def test_plans_of_the_same_methods_are_told_apart(quick, gradients):
-    """What is tried, what its steps teach, and what is chosen go by names: those of plans that sum otherwise than the
-    baseline does too."""
-    made = planning_of("auto(quality='exact')")
-    made.measure(gradients, TIMELINE, 4e-3)
-    costs = replace(made.problem.costs, network=Links(1e9, 1e-3), step=0.0)  # few messages are better
-    made.problem = replace(made.problem, costs=costs)
+def test_what_trials_took_is_in_the_plan(quick, gradients):
+    made = prepared(gradients)
     found = made.candidates()
-    names = [one.name for one in found]
-    assert len(found) > 1
-    assert len(set(names)) == len(names)
-    assert next(one for one in found if one.name == "none").baseline
-    made.learned({found[0].name: 1e-3})
-    assert [one.name for one in made.found if one.measured is not None] == [found[0].name]
-    assert len(made.calibration.steps) == 1
+    made.learned({one.name: 1e-3 * (i + 1) for i, one in enumerate(found)})
+    plan, line = made.explained(found[0].name, "")
+    assert plan["candidates"][0]["measured"] == 1e-3
+    assert line.startswith(f"{found[0].name}: 1 ms measured") or found[0].baseline

@@ -10,10 +10,10 @@ from grace.communicators.choice import build_communicator
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.planner.costs import Codec, Cost
+from grace.planner.exchange_costs import DENSE, Costs, works_of
 from grace.planner.network import Links
 from grace.planner.simulate import most_sent, simulate
 from grace.planner.step import ALONE, Contention, Timeline, Transfer, Work
-from grace.planner.works import DENSE, Costs, works_of
 from grace.session.bucketing import Limits
 from grace.session.sharding import uniform
 from tests.support.pretended import sent_by

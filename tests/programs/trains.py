@@ -86,14 +86,21 @@ def train_auto(phase: str, fault: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     optimizer = grace.DistributedOptimizer(optimizer, model, strategy="auto(methods=['fp16'])")
     planning.LINK_SECONDS, planning.CODEC_SECONDS = 0.2, 0.02
-    planning.crowding = lambda *ignored: 1.0  # where ranks share cores rank 0 would measure codecs alone
 
     def struck(*ignored: object, **options: object) -> None:
         strike(fault)
         sys.exit(0)
 
-    if grace.rank() == 1 and phase in ("links", "codecs"):
-        setattr(planning, {"links": "measure_network", "codecs": "measured"}[phase], struck)
+    measured = planning.Planning.measure_links
+
+    def struck_behind_links(self: planning.Planning, plain: float) -> None:
+        measured(self, plain)
+        struck()  # while rank 0 measures codecs
+
+    if grace.rank() == 1 and phase == "links":
+        planning.measure_network = struck
+    elif grace.rank() == 1 and phase == "codecs":
+        planning.Planning.measure_links = struck_behind_links
     for _ in range(STEPS):
         optimizer.zero_grad()
         model(torch.randn(8, 64)).square().mean().backward()

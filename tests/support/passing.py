@@ -1,6 +1,6 @@
 """Time that passes only while a test says so, so that a busy machine decides nothing."""
 
-from grace.planner import clock
+from grace.planner import step_timer
 
 
 class Passing:
@@ -21,4 +21,4 @@ passing = Passing()
 
 def time_by_hand():
     """From now on steps of this process take what they sleep by :data:`passing`."""
-    clock.time = passing
+    step_timer.time = passing

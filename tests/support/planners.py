@@ -2,7 +2,8 @@
 
 from types import SimpleNamespace
 
-from grace.planner.grouped import grouped
+from grace.planner.driver import HELD, PLAIN, SETTLED, TIMED, WARM
+from grace.planner.uniform import uniform_strategy
 
 TOPK = "topk(ratio=0.1)"
 METHODS = ("none", TOPK, "powersgd(rank=1)")
@@ -10,6 +11,13 @@ SHAPES = {"w": (12, 8), "v": (40, 6), "b": (5,)}
 SLEEPS = {"none": 0.03, TOPK: 0.001, "powersgd(rank=1)": 0.015}
 """Seconds of a step by each."""
 NONE_FASTEST = {**SLEEPS, "none": 0.0, TOPK: 0.03}
+TURN = SETTLED + TIMED
+UNTIL_TRYING = WARM + HELD + PLAIN
+"""Steps until the first turn."""
+UNTIL_CHOSEN = UNTIL_TRYING + 2 * len(METHODS) * TURN
+"""Steps until the check begins."""
+CHECKED = 3 * TURN
+"""Steps of the check."""
 
 
 class Planning:
@@ -17,22 +25,26 @@ class Planning:
 
     failing = None
     """The rank that cannot."""
-    seconds = 2.0
 
-    def __init__(self, asked, backend, names, variables, *ignored):
+    def __init__(self, request, backend, names, variables, *ignored):
         self.backend, self.variables = backend, variables
 
-    def measure(self, gradients, timeline, plain):
-        assert set(gradients) == set(timeline.ready) == {v.name for v in self.variables}
+    def measure_links(self, plain):
         if self.failing == self.backend.rank:
             raise ValueError("no such thing")
 
+    def prepare(self, gradients, timeline, plain, skew):
+        assert set(gradients) == set(timeline.ready) == {v.name for v in self.variables}
+
+    def measure_next(self):
+        return False
+
     def candidates(self):
-        made = [(name, grouped(self.variables, self.backend.size, name)) for name in METHODS]
+        made = [(name, uniform_strategy(self.variables, self.backend.size, name)) for name in METHODS]
         return [SimpleNamespace(name=name, strategy=strategy) for name, strategy in made]
 
     def learned(self, seconds):
         self.took = dict(seconds)
 
-    def explained(self, chosen, why):
-        return {"chosen": chosen}, why or f"{chosen} is taken"
+    def explained(self, chosen, note):
+        return {"chosen": chosen}, note or f"{chosen} is taken"

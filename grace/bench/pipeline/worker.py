@@ -23,8 +23,8 @@ from grace.partition.baselines import BY_HAND
 from grace.partition.blocks import cut_at
 from grace.partition.graph import Graph
 from grace.partition.search import space_of
-from grace.planner.clock import undisturbed
 from grace.planner.network import Links
+from grace.planner.step_timer import undisturbed
 from grace.torch import Pipeline
 from grace.torch.pipeline.dry import graph_of
 

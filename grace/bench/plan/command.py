@@ -1,4 +1,4 @@
-"""``grace bench plan``: whether steps take what the planner predicts, and whether it chooses well."""
+"""``grace bench plan``: the order of predicted steps, and the regret of what ``auto`` chooses."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +13,7 @@ from grace.bench.common.progress import Bar
 from grace.bench.plan import scenarios
 from grace.bench.plan.settings import LINKS, METHODS, MODELS, QUICK_ROUNDS, ROUNDS, Event, Settings
 from grace.bench.plan.tables import markdown, plans_table, verdict_words
-from grace.bench.plan.verdicts import Totals, judged, totals
+from grace.bench.plan.verdicts import Verdict, judged, totals
 
 NAME = "grace bench plan"
 
@@ -36,16 +36,15 @@ def command(
     resume: options.Resume = False,
     quick: Annotated[bool, typer.Option("--quick", help="Less time for everything.")] = False,
 ) -> None:
-    """Compare steps that the planner predicts with steps that are measured.
+    """Measure whether auto chooses well, beside other plans.
 
-    In each scenario (a model, a number of ranks, a link) the ranks measure what
-    strategy="auto" measures, and rank 0 predicts what a step takes by several
-    plans: plain sums, 16-bit floats, one method for all variables, a mix by
-    sizes, and the plans that are its own best ones. Then all of them are
-    measured in turns. The tables have errors, how many pairs of plans are in
-    the right order, how much longer the chosen plan's step is than that of the
-    best one (regret), and what corrections that are fitted to other steps
-    change. The last one is Markdown.
+    In each scenario (a model, a number of ranks, a link) the ranks train with
+    strategy="auto" until it has chosen. Then its choice, its other candidates,
+    plain sums and one method for all variables are measured in turns. The
+    tables have how many pairs of plans were predicted in the right order, how
+    much longer the chosen plan's step is than that of the best one within the
+    bounds (regret), and after how many steps it was chosen. The last one is
+    Markdown.
     """
     settings = Settings(
         models=options.split(models),
@@ -59,7 +58,7 @@ def command(
 
 def validate(
     settings: Settings, out: Path | None = None, resume: bool = False, console: Console | None = None
-) -> Totals | None:
+) -> Verdict | None:
     """Measure, and show tables.
 
     Args:
@@ -69,7 +68,7 @@ def validate(
         console: where all is shown; nowhere if left out.
 
     Returns:
-        What comes out of all scenarios; None if nothing was measured.
+        The worst of all scenarios; None if nothing was measured.
 
     Raises:
         ConfigError: the file to go on from is damaged.
@@ -87,13 +86,12 @@ def validate(
                 _show(console, name, event["scenario"])
 
         scenarios.run(settings, kept, found, watch)
-    result = totals(found) if found else None
-    if result is not None:
+    if found:
         where = f", {known} of them measured before" if known else ""
         console.print(f"\n[bold]All {len(found)} scenarios{where}[/]\n")
-        console.print(markdown(found, result), markup=False, soft_wrap=True)
+        console.print(markdown(found), markup=False, soft_wrap=True)
     ending.fail()
-    return result
+    return totals(found)[0] if found else None
 
 
 def _show(console: Console, name: str, scenario: Scenario) -> None:

@@ -9,14 +9,10 @@ from grace.bench.step.settings import MODELS as KNOWN
 from grace.communicators.choice import build_communicator
 from grace.errors import ConfigError
 
-MODELS = ("transformer", "resnet", "lstm", "ncf")
+MODELS = ("transformer", "resnet", "lstm", "ncf", "mlp")
 LINKS = "loopback,10gbit,1gbit,100mbit"
-METHODS = ("fp16", "qsgd", "efsignsgd", "topk(ratio=0.01)", "powersgd(rank=4)")
+METHODS = ("fp16", "block(bits=4)", "qsgd", "efsignsgd", "topk(ratio=0.01)", "powersgd(rank=4)")
 """Each for all variables, beside plain sums."""
-SCATTERED = "qsgd"
-"""Carried by scatter_reduce too."""
-MIXED = "topk(ratio=0.01)"
-"""Of large variables, in a plan that leaves small ones as they are."""
 ROUNDS, QUICK_ROUNDS = 3, 2
 Event = dict[str, Any]
 
@@ -31,8 +27,8 @@ class Settings:
         ranks: numbers of processes on this machine.
         methods: compressor specs, each of which makes a plan.
         rounds: how often each plan has its turn.
-        own: how many plans of the planner's are measured, the best ones.
-        seconds: about how long the links are measured, each method's codec, and each plan's steps.
+        own: how many of the planner's other candidates are measured, the best ones.
+        seconds: about how long each plan's steps are measured.
 
     Raises:
         ConfigError: a value cannot work.
@@ -47,7 +43,7 @@ class Settings:
     methods: list[str] = dataclasses.field(default_factory=lambda: list(METHODS))
     rounds: int = ROUNDS
     own: int = 3
-    seconds: tuple[float, float, float] = (2.0, 0.25, 1.0)
+    seconds: float = 1.0
 
     def __post_init__(self) -> None:
         for key in ("models", "bandwidths", "ranks", "methods"):
@@ -75,4 +71,4 @@ class Settings:
 
     def quick(self) -> "Settings":
         """The same with less time for everything."""
-        return dataclasses.replace(self, rounds=min(self.rounds, QUICK_ROUNDS), own=1, seconds=(0.3, 0.05, 0.3))
+        return dataclasses.replace(self, rounds=min(self.rounds, QUICK_ROUNDS), own=1, seconds=0.3)

@@ -7,9 +7,7 @@ Usage: python -m grace.bench.plan.worker FOLDER MODEL, where FOLDER holds settin
     {"scenario": {...}}     all of it: facts, and plans with what was predicted and measured
 """
 
-import dataclasses
 import os
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,44 +16,38 @@ from typing import Any
 import torch
 
 import grace
-from grace.bench.plan.settings import MIXED, SCATTERED, Event, Settings
+from grace.bench.plan.settings import Event, Settings
 from grace.bench.ranks.run import as_rank, joined
 from grace.bench.workloads.models import workload
 from grace.core.backend import Backend
-from grace.core.registry import make
 from grace.errors import ConfigError, ExchangeError
-from grace.planner.clock import undisturbed
-from grace.planner.driver import ROUNDS as TRIED
-from grace.planner.explain import lost, plan_of
-from grace.planner.grouped import grouped
-from grace.planner.planning import Planning, measured_step
+from grace.planner.error_budget import SLACK, allows, class_of
+from grace.planner.explain import largest_share
 from grace.planner.problem import Problem
-from grace.planner.quality import SLACK, allows, class_of
-from grace.planner.search import Candidate
+from grace.planner.step_timer import undisturbed
+from grace.planner.uniform import uniform_strategy
 from grace.strategy.plan import Strategy
 
 LR = 1e-4
-SLOW, VERY_SLOW = 0.7, 2.0
+SLOW = 0.7
 """Seconds of a step from which on fewer are made: what disturbs them is short beside them."""
 MOST = 10
 """Steps of a block."""
-Trial = tuple[str, Strategy]
 
 
 class Trainer:
-    """A model that trains, and the planner that has measured its steps.
+    """A model that trains under ``strategy="auto"``.
 
     Args:
-        settings: what to run.
         model: its name.
         backend: the run that this rank has joined.
     """
 
-    def __init__(self, settings: Settings, model: str, backend: Backend):
+    def __init__(self, model: str, backend: Backend):
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         torch.manual_seed(0)
         work = workload(model, backend.rank)
-        self.model, self.loss, self.backend, self.settings = work.model, work.loss, backend, settings
+        self.model, self.loss, self.backend = work.model, work.loss, backend
         plain = torch.optim.SGD(self.model.parameters(), lr=LR)
         self.optimizer = grace.DistributedOptimizer(plain, self.model, strategy="auto")
         self.session: Any = self.optimizer._grace
@@ -68,209 +60,130 @@ class Trainer:
         self.optimizer.step()
         return time.perf_counter() - began
 
-    def slowest(self, seconds: float) -> float:
-        """Of all ranks."""
-        return float(max(self.backend.allgather_object(seconds)))
+    def settle(self) -> tuple[int, int]:
+        """Train until ``auto`` has chosen; return the steps that took, and those of them before it tried anything.
 
-    def planned(self) -> Planning:
-        """Train as ``strategy="auto"`` does until it would try candidates; returns what it has found by then."""
-        auto = self.session.auto
-        planning: Planning = auto.planner
-        planning.shares = self.settings.seconds[:2]
-        planning.beside = [f"scatter_reduce, {make('compressor', SCATTERED).spec}, none"]
-        if self.slowest(self.step()) > VERY_SLOW:
-            auto.held_steps, auto.plain_steps = 3, 2  # of which one and one count
-            auto.then()
-        while auto.left and not auto.turns:
+        Raises:
+            ExchangeError: nothing was planned; rank 0 has said why.
+        """
+        auto, steps, plain = self.session.auto, 0, 0
+        while not auto.settled:
             self.step()
-        if not auto.turns:
+            steps += 1
+            plain += not auto.turns and not auto.results
+        if auto.plan is None:
             raise ExchangeError("nothing was planned; rank 0 has said why")
-        auto.left = 0
-        return planning
+        auto.watch = None  # what other plans take is no news of the link
+        return steps, plain
 
 
 def measure(settings: Settings, model: str, backend: Backend, emit: Callable[[Event], None]) -> None:
-    """Let ``auto`` measure and plan, then measure plans in turns; rank 0 calls ``emit`` with each event.
+    """Let ``auto`` choose, then measure plans in turns; rank 0 calls ``emit`` with each event.
 
     Raises:
-        ConfigError: nothing can be planned here.
         ExchangeError: the engine failed, or planning did.
     """
-    began = time.perf_counter()
-    trainer = Trainer(settings, model, backend)
-    planning = trainer.planned()
-    candidates, missing = _plans(settings, planning) if backend.rank == 0 else ([], {})
-    trials: list[Trial] = backend.allgather_object([(one.name, one.strategy) for one in candidates])[0]
-    expected: list[float] = backend.allgather_object([one.prediction.step for one in candidates])[0]
-    prepared = time.perf_counter() - began
-    runs = _runs(trainer, trials, expected)
-    blocks = _turns(runs, trainer, emit)
+    trainer = Trainer(model, backend)
+    settled, uncompressed = trainer.settle()
+    planner = trainer.session.auto.planner
+    rows, missing = _plans(settings, planner, trainer.optimizer.plan) if backend.rank == 0 else ([], {})
+    strategies: list[Strategy] = backend.allgather_object([row.pop("strategy") for row in rows])[0]
+    runs = [_Run(trainer, strategy, number) for number, strategy in enumerate(strategies)]
+    _turns(runs, settings, trainer, emit)
     if backend.rank == 0:
-        emit({"scenario": _document(planning, candidates, missing, blocks, prepared, time.perf_counter() - began)})
+        for row, run in zip(rows, runs, strict=True):
+            row["measured_ms"] = 1e3 * run.slowest
+        about = {"settled": settled, "uncompressed": uncompressed, "plan": str(trainer.optimizer.plan)}
+        emit({"scenario": {**about, "calibration": planner.calibration.to_dict(), "missing": missing, "plans": rows}})
 
 
-def _plans(settings: Settings, planning: Planning) -> tuple[list[Candidate], dict[str, str]]:
-    """What is measured, plain sums first, and what cannot be predicted, and why."""
-    problem = planning.problem
-    assert problem is not None
-    variables, ranks, nodes = problem.variables, problem.cluster.world_size, len(set(problem.cluster.ranks))
-    made = {"none": lambda: grouped(variables, ranks, nodes=nodes)}
-    for method in settings.methods:
-        made[method] = lambda method=method: grouped(variables, ranks, method, nodes=nodes)  # type: ignore[misc]
-    made[f"{SCATTERED}, scatter_reduce"] = lambda: grouped(
-        variables, ranks, SCATTERED, None, "scatter_reduce", nodes=nodes
-    )
-    mixed = f"size_threshold(compressor={MIXED})"
-    made[mixed] = lambda: make("builder", mixed).build(variables, problem.cluster)
-    found, missing = list[Candidate](), dict[str, str]()
-    for name, strategy in made.items():
+def _plans(settings: Settings, planner: Any, plan: Any) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Return a row for each plan, plain sums first, the chosen one among them; and what cannot be carried, and why."""
+    problem: Problem = planner.problem
+    made, missing = dict[str, Strategy](), dict[str, str]()
+    for method in ["none", *settings.methods]:
         try:
-            found.append(_candidate(name, strategy(), problem))
+            made[method] = uniform_strategy(problem.variables, problem.ranks, method, nodes=problem.nodes)
+            problem.predict(made[method])
         except ConfigError as error:
-            missing[name] = str(error)
-    own = [one for one in planning.found if not one.baseline and (one.name not in made)]
-    chosen = plan_of(problem, planning.found).chosen
-    for one in [*own[: settings.own], chosen]:
-        if all(one.strategy.plans != other.strategy.plans for other in found):
-            found.append(dataclasses.replace(one, name=f"planned: {one.name} ({len(found)})"))
-    return found, missing
+            made.pop(method, None)
+            missing[method] = str(error)
+    single = set(made)
+    others = [one for one in plan.candidates if not one.baseline][: settings.own]
+    for one in [plan.chosen, *others]:
+        if all(one.strategy.plans != other.plans for other in made.values()):
+            made[f"planned: {one.name}"] = one.strategy
+    rows = [
+        {
+            "name": name,
+            "strategy": strategy,
+            "predicted_ms": 1e3 * problem.predict(strategy).step,
+            "allowed": _allowed(problem, strategy),
+            "single": name in single,
+            "chosen": strategy.plans == plan.chosen.strategy.plans,
+        }
+        for name, strategy in made.items()
+    ]
+    return rows, missing
 
 
-def _candidate(name: str, strategy: Strategy, problem: Problem) -> Candidate:
-    methods = tuple({part.compressor: None for plan in strategy.plans for part in plan.parts})
-    return Candidate(name, strategy, problem.predict(strategy), lost(problem, strategy), None, name == "none", methods)
+def _allowed(problem: Problem, strategy: Strategy) -> bool:
+    """Return True if ``auto`` could choose it: of its class, and within the bound of every variable."""
+    parts = {(part.compressor, part.memory) for plan in strategy.plans for part in plan.parts}
+    fits = all(allows(problem.quality, class_of(compressor, memory)) for compressor, memory in parts)
+    return fits and all(largest_share(problem, plan) <= SLACK for plan in strategy.plans)
 
 
 # -- steps ---------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class Run:
-    """A plan that is ready to train by.
+class _Run:
+    """A plan that is ready to train by, with memories of its own.
 
-    Attributes:
-        take: goes on by it.
-        seconds: about what a step takes.
-        blocks: seconds of its steps on each rank, by block and rank.
-        codec, sent: on rank 0, seconds and bytes per step, by block.
+    Args:
+        trainer: whose model.
+        strategy: the plan.
+        number: which it is: with the first one's runner the others' are made.
     """
 
-    take: Callable[[], None]
-    seconds: float
-    blocks: list[list[list[float]]] = dataclasses.field(default_factory=list)
-    codec: list[float] = dataclasses.field(default_factory=list)
-    sent: list[float] = dataclasses.field(default_factory=list)
+    def __init__(self, trainer: Trainer, strategy: Strategy, number: int):
+        session = trainer.session
+        if number == 0:
+            trainer.optimizer.use_strategy(strategy)
+            self.runner, self.plan = session.runner, session.plan
+        else:
+            self.runner, self.plan = session.beside(strategy)
+        self.session = session
+        self.take()
+        self.seconds = max(trainer.backend.allgather_object([trainer.step(), trainer.step()][-1]))
+        self.blocks: list[list[list[float]]] = []
+        """Seconds of its steps, by block and rank."""
+
+    def take(self) -> None:
+        """Go on by it."""
+        self.session.take(self.runner, self.plan)
+
+    @property
+    def slowest(self) -> float:
+        """Seconds of a step of the rank whose steps are longest; the lower quartile."""
+        ranks = range(len(self.blocks[0]))
+        return max(undisturbed([s for block in self.blocks for s in block[rank]]) for rank in ranks)
 
 
-def _runs(trainer: Trainer, trials: Sequence[Trial], expected: Sequence[float]) -> list[Run]:
-    """A runner for each, so that each remembers its own residuals; all have made their first steps."""
-    session, found = trainer.session, list[Run]()
-    for number, ((_, strategy), seconds) in enumerate(zip(trials, expected, strict=True)):
-        runner, plan = session.runner, session.plan
-        if number:  # the first is what the run has begun with
-            runner, plan = session.beside(strategy)
-        found.append(Run(lambda e=runner, p=plan: session.take(e, p), seconds))  # type: ignore[misc]
-    for run in found[1:]:
-        run.take()
-        took = [trainer.step() for _ in range(1 if run.seconds > SLOW else 2)]
-        run.seconds = trainer.slowest(took[-1])
-    return found
-
-
-def _turns(runs: Sequence[Run], trainer: Trainer, emit: Callable[[Event], None]) -> list[Run]:
+def _turns(runs: Sequence[_Run], settings: Settings, trainer: Trainer, emit: Callable[[Event], None]) -> None:
     """Measure them in turns, one round after the other, backwards in every other one."""
-    rounds, budget = trainer.settings.rounds, trainer.settings.seconds[2]
-    emit({"blocks": rounds * len(runs)})
-    for number in range(rounds):
+    emit({"blocks": settings.rounds * len(runs)})
+    for number in range(settings.rounds):
         for run in runs if number % 2 == 0 else runs[::-1]:
-            if number * run.seconds > max(budget, SLOW):  # it has had its share
+            if number * run.seconds > max(settings.seconds, SLOW):  # it has had its share
                 continue
             run.take()
-            settling = run.seconds < SLOW / 2
-            steps = min(MOST, max(1, round(budget / rounds / run.seconds)))
-            _block(run, trainer, settling, steps)
-            emit({"times_ms": [1e3 * s for s in run.blocks[-1][0]]})
-    return list(runs)
-
-
-def _block(run: Run, trainer: Trainer, settling: bool, steps: int) -> None:
-    for _ in range(settling):
-        trainer.step()
-    trainer.backend.allgather_object(None)  # nobody starts before what came earlier is done
-    traffic = trainer.session.runner.traffic
-    codec, sent = traffic.codec_seconds, traffic.sent_bytes
-    took = [trainer.step() for _ in range(steps)]
-    run.codec.append((traffic.codec_seconds - codec) / steps)
-    run.sent.append((traffic.sent_bytes - sent) / steps)
-    run.blocks.append(trainer.backend.allgather_object(took))
-
-
-# -- what rank 0 tells ---------------------------------------------------------------------------------
-
-
-def _document(
-    planning: Planning,
-    candidates: Sequence[Candidate],
-    missing: dict[str, str],
-    runs: Sequence[Run],
-    prepared: float,
-    seconds: float,
-) -> Event:
-    problem, calibration = planning.problem, planning.calibration
-    assert problem is not None
-    assert calibration is not None
-    tried = {one.strategy.plans for one in planning.found}
-    chosen = plan_of(problem, planning.found).chosen.strategy.plans
-    plans = [
-        {
-            **_measured(run),
-            "name": one.name,
-            "predicted_ms": 1e3 * one.prediction.step,
-            "compute_ms": 1e3 * one.prediction.compute,
-            "codec_ms": 1e3 * one.prediction.codec,
-            "exposed_ms": 1e3 * one.prediction.exposed,
-            "predicted_bytes": one.prediction.sent,
-            "allowed": _allowed(problem, one),
-            "tried": one.strategy.plans in tried or one.name == "fp16",
-            "chosen": one.strategy.plans == chosen,
-            "strategy": one.strategy.to_dict(),
-            "step": measured_step(problem, one, undisturbed(_slowest(run.blocks))).to_dict(),
-        }
-        for one, run in zip(candidates, runs, strict=True)
-    ]
-    return {
-        "timeline": dataclasses.asdict(problem.timeline),
-        "plain": planning.plain,
-        "calibration": calibration.to_dict(),
-        "prepared_seconds": prepared,
-        "seconds": seconds,
-        "missing": missing,
-        "plans": plans,
-    }
-
-
-def _measured(run: Run) -> Event:
-    """Milliseconds of the slowest rank: lower quartiles of all steps, and of as many rounds as ``auto`` tries."""
-    return {
-        "measured_ms": 1e3 * undisturbed(_slowest(run.blocks)),
-        "first_ms": 1e3 * undisturbed(_slowest(run.blocks[:TRIED])),
-        "measured_codec_ms": 1e3 * statistics.median(run.codec),
-        "measured_bytes": statistics.median(run.sent),
-        "times_ms": [1e3 * seconds for block in run.blocks for seconds in block[0]],
-    }
-
-
-def _slowest(blocks: Sequence[Sequence[Sequence[float]]]) -> list[float]:
-    """Seconds of the rank whose steps are longest."""
-    ranks = [[s for block in blocks for s in block[rank]] for rank in range(len(blocks[0]))]
-    return max(ranks, key=undisturbed)
-
-
-def _allowed(problem: Problem, one: Candidate) -> bool:
-    """Whether ``auto`` could choose it: of its class, and within its budget of errors."""
-    parts = {(part.compressor, part.memory) for plan in one.strategy.plans for part in plan.parts}
-    fits = all(allows(problem.quality, class_of(compressor, memory)) for compressor, memory in parts)
-    return fits and one.error <= problem.budget * SLACK
+            if run.seconds < SLOW / 2:
+                trainer.step()
+            trainer.backend.allgather_object(None)  # nobody starts before what came earlier is done
+            steps = min(MOST, max(1, round(settings.seconds / settings.rounds / run.seconds)))
+            run.blocks.append(trainer.backend.allgather_object([trainer.step() for _ in range(steps)]))
+            emit({"times_ms": [1e3 * seconds for seconds in run.blocks[-1][0]]})
 
 
 def main(folder: str, model: str) -> None:

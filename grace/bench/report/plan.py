@@ -11,9 +11,8 @@ from grace.bench.report.page import document, figure_html, write
 from grace.bench.report.tables import Column, figure_of, table, words_of
 from grace.planner.explain import Plan
 from grace.planner.network import links_of
-from grace.planner.outlook import SHOWN, forms, over_ranks, over_rates
-from grace.planner.planning import methods_of
-from grace.planner.problem import Problem
+from grace.planner.problem import Problem, methods_of, short
+from grace.planner.scaling import over_ranks, over_rates
 
 CHOSEN = "this plan"
 
@@ -39,17 +38,18 @@ def write_plan(path: Path, plan: Plan, problem: Problem, about: Mapping[str, str
 
 def page(plan: Plan, problem: Problem, about: Mapping[str, str]) -> str:
     """The report as text."""
-    shown = SHOWN if problem.methods is None else methods_of(problem.methods, problem.quality)
-    found, strategies = forms(shown), {CHOSEN: plan.chosen.strategy} if plan.compresses else {}
+    methods = methods_of(problem.methods, problem.quality, problem.cluster.world_size, bool(problem.errors.tables))
+    shown = [short(method.compressor) for method in methods]
+    strategies = {CHOSEN: plan.chosen.strategy} if plan.compresses else {}
     ranks = problem.cluster.world_size
     steps = {CHOSEN: problem.predict(plan.chosen.strategy)} if plan.compresses else {}
-    rates = over_rates(problem, found, strategies)
-    here = over_ranks(problem, found, ranks=[ranks])
+    rates = over_rates(problem, shown, strategies)
+    here = over_ranks(problem, shown, ranks=[ranks])
     links = links_of(problem.costs.network)
     now = links.bandwidth * 8 if links else None
     drawn = [
         figures.gantt({"plain all-reduce": problem.predict(plan.plain.strategy), **steps}, "step"),
-        figures.over_ranks(over_ranks(problem, found, strategies), ranks, "ranks"),
+        figures.over_ranks(over_ranks(problem, shown, strategies), ranks, "ranks"),
         figures.over_rates(rates, now, "rates"),
         figures.memory({**steps, **{name: line[0][1] for name, line in here.items()}}, "memory"),
     ]
@@ -76,7 +76,7 @@ def _candidates(plan: Plan) -> list[dict[str, Any]]:
                 "faster": plain / p.step if p.step else None,
                 "sent": p.sent,
                 "memory": p.memory,
-                "error": one.error / plan.budget if plan.budget else None,
+                "error": one.share,
                 **{key: round(1e3 * getattr(p, key), 6) for key in ("step", "compute", "codec", "exposed")},
             }
         )
@@ -93,7 +93,7 @@ CANDIDATES = [
     figure_of("exposed", "exposed", "ms"),
     figure_of("sent", "sent", "per rank, step", of_bytes),
     figure_of("memory", "memory", "per rank", of_bytes),
-    figure_of("error", "error", "of the budget"),
+    figure_of("error", "error", "of the bound"),
 ]
 VARIABLES = [
     words_of("variables", "variables"),
@@ -101,7 +101,6 @@ VARIABLES = [
     figure_of("elements", "elements", "", whole),
     words_of("method", "method"),
     words_of("sync", "sync"),
-    words_of("places", "group, rank"),
-    figure_of("error", "error", "share"),
+    figure_of("share", "error", "of the bound"),
     words_of("why", "why"),
 ]

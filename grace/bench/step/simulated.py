@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from grace.core.backend import Handle
-from grace.planner.mirror import Mirror
+from grace.planner.simulated_ranks import SimulatedRanks
 
 CALIBRATION = 20_000_000
 """Cycles that a kernel sleeps, to learn how many a second has."""
@@ -50,7 +50,7 @@ class Lane:
         return Handle(wait, later=handle.result)
 
 
-class Simulated(Mirror):
+class Simulated(SimulatedRanks):
     """Ranks that one process pretends, behind a wire: a collective takes its bytes over the bandwidth.
 
     What arrives are copies, made on the wire's stream, as NCCL would write them.

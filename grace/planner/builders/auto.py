@@ -10,14 +10,14 @@ from typing import Any
 
 from grace.core.registry import make
 from grace.core.variable import Variable
+from grace.planner.default_costs import DefaultCodecs
+from grace.planner.error_budget import REFERENCE, ErrorModel, check_quality
+from grace.planner.exchange_costs import Costs
 from grace.planner.explain import Plan, plan_of
-from grace.planner.network import Levels, Links, Uneven
-from grace.planner.problem import REFERENCE, Problem
-from grace.planner.quality import check_quality
-from grace.planner.search import search
+from grace.planner.greedy import find_candidates
+from grace.planner.network import Levels, Links
+from grace.planner.problem import Problem
 from grace.planner.step import Timeline
-from grace.planner.usual import UsualCodecs
-from grace.planner.works import Costs
 from grace.strategy.builder import Builder, Cluster, bandwidths
 from grace.strategy.plan import Strategy
 
@@ -33,8 +33,8 @@ TIMES = {"ms": 1e-3, "us": 1e-6, "ns": 1e-9, "s": 1.0}
 
 @dataclass
 class Auto(Builder):
-    """Chooses by prediction: the way of every variable with which a step is expected to be shortest, among all methods
-    of a class of quality, within an error budget; plain all-reduce if nothing is 3 % faster.
+    """Chooses by prediction: the method of every variable with which a step is expected to be shortest, within a bound
+    on its error, among the methods of a class of quality; plain all-reduce if nothing is 3 % faster.
 
     It knows the links only by ``bandwidth`` and ``latency``, and what methods take and lose by figures that were
     measured elsewhere and by expectation; ``grace calibrate`` measures them on a cluster.
@@ -43,13 +43,14 @@ class Auto(Builder):
         quality: what may be lost: "exact" (nothing), "half" (16-bit floats), "unbiased" (also methods that are right
             on average), or "feedback" (also biased ones with a memory).
         methods: what may be chosen beside no compression, specs of compressors, or dicts of "compressor", "memory" and
-            "communicator"; None for all of that class. Votes and staleness must be named.
-        reference: the method whose error, on all variables, the plan's must not exceed.
+            "communicator"; None for those of that class that offer themselves. Votes and staleness must be named.
+        reference: the method whose error on a matrix is the bound of others' there
+            (:mod:`grace.planner.error_budget`).
         bandwidth: of each rank's link: Gbit/s, or as "100mbit"; that of the resources if left out, or else 10.
         latency: of a message: seconds, or as "50us"; 50 us if left out.
         backward: seconds of backward, in which gradients come in reverse order, by their elements; 0 if left out, so
             that nothing hides what is sent.
-        seed: of the search.
+        seed: of random methods.
         replan: steps after which a run that measures plans again; 0 for never. It does not matter here.
 
     >>> from grace.strategy.builder import OneNode
@@ -102,7 +103,7 @@ class Auto(Builder):
             ConfigError: ``methods`` names something unknown, or something that ``quality`` excludes.
         """
         problem = self.problem(variables, resources)
-        return plan_of(problem, search(problem))
+        return plan_of(problem, find_candidates(problem))
 
     def problem(self, variables: Sequence[Variable], resources: Cluster) -> Problem:
         """What is planned, with what is known without measuring.
@@ -115,10 +116,10 @@ class Auto(Builder):
             timeline(variables, self.backward or 0.0),
             self.costs(resources),
             resources,
-            quality=self.quality,
-            methods=self.methods,
-            reference=make("compressor", self.reference).spec,
-            seed=self.seed,
+            ErrorModel(reference=make("compressor", self.reference).spec),
+            self.quality,
+            self.methods,
+            self.seed,
         )
 
     def costs(self, resources: Cluster) -> Costs:
@@ -134,14 +135,13 @@ class Auto(Builder):
         told = bandwidths(resources) if self.bandwidth is None else None
         if told is None or len(counts) == 1:
             gbit = min(told) if told else self._quantity("bandwidth", GBIT, UNITS, "")
-            return Costs(Links(gbit * GIGA, latency), UsualCodecs(), inside=inside)
+            return Costs(Links(gbit * GIGA, latency), DefaultCodecs(), inside=inside)
         by_rank = dict(zip(resources.ranks, told, strict=True))
-        between = Uneven(tuple(by_rank[node] * count * GIGA for node, count in counts.items()), latency)
+        between = Links(min(by_rank[node] * count for node, count in counts.items()) * GIGA, latency)  # all wait for it
         if several == 1:
-            return Costs(between, UsualCodecs(), inside=inside)
-        order = {node: i for i, node in enumerate(counts)}
-        levels = Levels(INSIDE, between, several, tuple(order[node] for node in resources.ranks))
-        return Costs(levels, UsualCodecs(), inside=inside, between=between)
+            return Costs(between, DefaultCodecs(), inside=inside)
+        levels = Levels(INSIDE, between, several)
+        return Costs(levels, DefaultCodecs(), inside=inside, between=between)
 
     def _quantity(self, key: str, usual: float, units: dict[str, float], what: str) -> float:
         """A number, or text with a unit."""

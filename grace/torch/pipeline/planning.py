@@ -18,8 +18,8 @@ from grace.partition.graph import Graph
 from grace.partition.orders import SINGLE
 from grace.partition.plan import SCHEDULES, Plan
 from grace.partition.search import plan as search
-from grace.planner.clock import undisturbed
 from grace.planner.network import Links
+from grace.planner.step_timer import undisturbed
 from grace.session.versions import public
 
 USUAL = Links(1.25e9, 50e-6)

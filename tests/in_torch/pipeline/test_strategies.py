@@ -104,7 +104,7 @@ def planned(shorter):
 
 
 def test_auto_chooses_for_each_stage_and_resumes():
-    shorter = {"WARM": 1, "HELD": 3, "PLAIN": 3, "TIMED": 2, "ROUNDS": 1, "CHECKED": 2}
+    shorter = {"WARM": 1, "HELD": 3, "PLAIN": 3, "TIMED": 2}
     answers = ranks_of(4).run(planned, shorter)
     same_bits([values for values, _, _, _ in answers])
     for a, b, names in ((0, 1, ["table.weight"]), (2, 3, ["table.weight", "middle.weight", "middle.bias"])):

@@ -8,7 +8,6 @@ from grace.bench.report.figures.bars import Bar, horizontal
 from grace.bench.report.figures.labels import text_width
 from grace.bench.report.figures.step import lines_of, named_lines
 from grace.bench.report.figures.style import (
-    DASHES,
     INK,
     MUTED,
     PALETTE,
@@ -20,7 +19,7 @@ from grace.bench.report.figures.style import (
     place,
     svg,
 )
-from grace.planner.outlook import Line
+from grace.planner.scaling import Line
 from grace.planner.step import Prediction
 
 KEYS = (
@@ -32,10 +31,10 @@ KEYS = (
 LANES = {"compute": 1, "start": 1, "middle": 1, "finish": 1, "wire": 0, "inside": 0}
 COLORS = {"compute": MUTED, "wire": PALETTE[0], "inside": PALETTE[2]}
 CODEC = PALETTE[1]
+DARK = {"none": INK, "this plan": MUTED}
+"""Colours of what is no method."""
 WIDE = 620
 """CSS pixels of a panel with many lines."""
-FORMS = {", allgather": DASHES[1], ", scatter_merge": DASHES[2]}
-"""What follows a method's name, and its dash."""
 
 
 def gantt(steps: Mapping[str, Prediction], name: str) -> Figure:
@@ -96,9 +95,8 @@ def over_ranks(lines: Mapping[str, Line], now: int, name: str) -> Figure:
     about = "Lines of the time of a step against ranks: " + _said(lines, "{:,} ranks")
     caption = (
         "One method for all variables, cut into an optimizer's own buckets, over links like these; the plan as it is, "
-        "without planning anew. All-gathers (broken lines, and topk's own) bring what every rank sends, so that they "
-        "rise with the ranks: where one crosses another line of its method, gathering has stopped paying, and where "
-        "it crosses none's, compressing has. "
+        "without planning anew. All-gathers (topk's) bring what every rank sends, and rise with the ranks: where "
+        "one crosses none's line, compressing has stopped paying. "
         f"The dotted line is at {now:,} ranks."
     )
     return Figure("Step time against ranks", caption, [Panel("", svg(drawing, name, about), about)])
@@ -148,16 +146,12 @@ def memory(steps: Mapping[str, Prediction], name: str) -> Figure:
 
 
 def looks(names: Mapping[str, Any] | Sequence[str]) -> dict[str, Look]:
-    """A colour for each method, a dash for each form of it; plans and none are dark."""
+    """Return a colour for each method; plans and none are dark."""
     found: dict[str, Look] = {}
-    colors: dict[str, str] = {"none": INK, "this plan": MUTED}
     for name in names:
-        form = next((form for form in FORMS if name.endswith(form)), "")
-        method = name.removesuffix(form)
-        used = len(colors) - 2
-        color = colors.setdefault(method, PALETTE[used % len(PALETTE)])
-        marker = "*" if method == "this plan" else ("o", "s")[used // len(PALETTE) % 2]
-        found[name] = Look(color, marker, FORMS.get(form, "-"))
+        used = len([one for one in found if one not in DARK])
+        marker = "*" if name == "this plan" else ("o", "s")[used // len(PALETTE) % 2]
+        found[name] = Look(DARK.get(name, PALETTE[used % len(PALETTE)]), marker, "-")
     return found
 
 

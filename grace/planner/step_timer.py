@@ -8,7 +8,7 @@ from grace.planner.step import Timeline
 
 
 def undisturbed(seconds: Sequence[float]) -> float:
-    """The lower quartile, because what else a machine does makes things longer only.
+    """Return the lower quartile, because what else a machine does makes things longer only.
 
     >>> undisturbed([4.0, 1.0, 2.0, 9.0, 3.0])
     2.0
@@ -16,7 +16,7 @@ def undisturbed(seconds: Sequence[float]) -> float:
     return sorted(seconds)[(len(seconds) - 1) // 4]
 
 
-class Clock:
+class StepTimer:
     """When things happened in the steps of a phase."""
 
     def __init__(self) -> None:
@@ -25,30 +25,35 @@ class Clock:
         self.now: dict[str, Any] = {"ready": {}}
 
     def ready(self, name: str) -> None:
-        """A variable's gradient is there."""
+        """Note that a variable's gradient is there."""
         self.now["ready"][name] = time.perf_counter()
 
     def mark(self, what: str) -> None:
-        """What happened: "computed" or "exchanged", once a step; more often, and the step does not count."""
+        """Note that a step is "computed" or "exchanged", once a step; more often, and the step does not count."""
         self.now[what] = time.perf_counter() if what not in self.now else None
 
     def end(self, counts: bool) -> None:
-        """The optimizer has stepped."""
+        """Note that the optimizer has stepped."""
         now = time.perf_counter()
         if counts and self.ended and self.now.get("computed") and self.now.get("exchanged"):
             self.steps.append({**self.now, "began": self.ended, "ended": now})
         self.begin()
 
     def begin(self) -> None:
-        """The next step begins."""
+        """Begin the next step."""
         self.now, self.ended = {"ready": {}}, time.perf_counter()
 
     def seconds(self) -> list[float]:
-        """Of whole steps."""
+        """Return the seconds of whole steps."""
         return [step["ended"] - step["began"] for step in self.steps]
 
+    def taken_waits(self) -> list[tuple[float, float]]:
+        """Return the seconds that steps waited for exchanges, and those of the steps, and forget the steps."""
+        steps, self.steps = self.steps, []
+        return [(step["exchanged"] - step["computed"], step["ended"] - step["began"]) for step in steps]
+
     def timeline(self, names: Sequence[str]) -> Timeline | None:
-        """What steps take undisturbed, backward from the first gradient on; None if no step tells of any gradient."""
+        """Return what steps take undisturbed, backward from the first gradient on; None if no step has a gradient."""
         steps = [step for step in self.steps if step["ready"]]
         if not steps:
             return None

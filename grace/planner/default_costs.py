@@ -41,10 +41,10 @@ BITS = {"adaptive": 30.0, "dgc": 64.0, "threshold": 64.0}
 INCEPTIONN = 12.0
 
 
-class UsualCodecs(Mapping[str, Codec]):
-    """Codecs of every built-in method and communicator, by :func:`grace.planner.works.codec_key`.
+class DefaultCodecs(Mapping[str, Codec]):
+    """Codecs of every built-in method and communicator, by :func:`grace.planner.exchange_costs.codec_key`.
 
-    >>> codec = UsualCodecs()["allgather, topk(ratio=0.05), residual"]
+    >>> codec = DefaultCodecs()["allgather, topk(ratio=0.05), residual"]
     >>> round(codec.start.seconds(1, 25e6, 2) * 1e3, 1)
     40.1
     """

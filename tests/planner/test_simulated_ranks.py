@@ -7,7 +7,7 @@ from grace.core.backend import Handle
 from grace.core.context import Context
 from grace.core.variable import Variable
 from grace.errors import ConfigError
-from grace.planner.mirror import Mirror
+from grace.planner.simulated_ranks import SimulatedRanks
 from grace.session.plan import UniformPlan
 from grace.session.setup import build_step_runner
 
@@ -27,7 +27,7 @@ FRAMEWORKS = ["numpy", "torch", pytest.param("tensorflow", marks=pytest.mark.slo
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize(("size", "rank"), [(1, 0), (3, 0), (3, 2)])
 def test_every_collective_brings_what_equal_ranks_would(framework, size, rank):
-    mirror = Mirror(size, rank)
+    mirror = SimulatedRanks(size, rank)
     numbers, raw = made(framework, [1.0, 2.0, -3.0], "float32"), made(framework, [5, 6, 7], "uint8")
     gathered, kept = mirror.allgather(raw).wait(), raw
     assert [np.asarray(part).tolist() for part in gathered] == [[5, 6, 7]] * size
@@ -46,7 +46,7 @@ def test_every_collective_brings_what_equal_ranks_would(framework, size, rank):
 
 def test_bytes_are_counted_as_every_backend_counts_them():
     def sent(do, rank=0):
-        mirror = Mirror(4, rank)
+        mirror = SimulatedRanks(4, rank)
         handle = do(mirror)
         assert isinstance(handle, Handle)
         return mirror.sent_bytes
@@ -60,26 +60,26 @@ def test_bytes_are_counted_as_every_backend_counts_them():
 
 
 def test_others_broadcast_what_this_rank_does():
-    mirror, own = Mirror(3, 1), np.uint8([1, 2])
+    mirror, own = SimulatedRanks(3, 1), np.uint8([1, 2])
     first, mine, last = (mirror.broadcast(own if r == 1 else np.zeros(2, np.uint8), r) for r in range(3))
     assert [handle.wait().tolist() for handle in (first, mine, last)] == [[1, 2]] * 3
     assert mirror.broadcast(np.uint8([9]), 0).wait().tolist() == [9]  # nothing like it was sent
 
 
 def test_copies_of_large_tensors_are_shared(monkeypatch):
-    monkeypatch.setattr("grace.planner.mirror.MOST_BYTES", 20)
-    parts = Mirror(5).allgather(np.zeros(10, np.uint8)).wait()
+    monkeypatch.setattr("grace.planner.simulated_ranks.MOST_BYTES", 20)
+    parts = SimulatedRanks(5).allgather(np.zeros(10, np.uint8)).wait()
     assert len({id(part) for part in parts}) == 2
     assert len(parts) == 5
 
 
 def test_there_must_be_such_a_rank():
     with pytest.raises(ConfigError, match=r"of 2 ranks.*no rank 2"):
-        Mirror(2, 2)
+        SimulatedRanks(2, 2)
 
 
 def test_it_splits_and_tells_how_long_it_took():
-    mirror = Mirror(4, 2)
+    mirror = SimulatedRanks(4, 2)
     some = mirror.split([1, 2])
     assert (some.size, some.rank, mirror.split([0, 1])) == (2, 1, None)
     mirror.allgather(np.zeros(1 << 16, np.uint8))
@@ -94,7 +94,7 @@ def test_exchanges_over_it_give_what_one_rank_alone_gets(spec, ranks):
     x = np.random.default_rng(0).standard_normal((20, 30)).astype(np.float32)
 
     def mean(size):
-        mirror, variable = Mirror(size), Variable("w", x.shape)
+        mirror, variable = SimulatedRanks(size), Variable("w", x.shape)
         plan = UniformPlan(spec, None, "allgather" if spec == "efsignsgd" else None)
         runner = build_step_runner(lambda: [variable], lambda: plan, mirror, Context(seed=3))
         runner.start(runner.buckets[0], [x.copy()], [True])

@@ -7,10 +7,10 @@ import pytest
 import grace
 from grace.core.variable import Variable
 from grace.planner import planning
-from grace.planner.asked import asked
+from grace.planner.auto_request import auto_request
 from grace.planner.codecs import Measured
 from grace.planner.costs import Codec, Cost
-from grace.planner.crowd import cores, crowding
+from grace.planner.oversubscription import cores, oversubscription
 from grace.planner.step import Timeline
 from grace.strategy.choices import Choices
 
@@ -25,7 +25,7 @@ def bound(nodes, shared=True):
     backend, mine = grace.init(), cores()
     os.sched_setaffinity(0, {mine[0 if shared else backend.rank % len(mine)]})
     try:
-        return crowding(backend, nodes), len(mine)
+        return oversubscription(backend, nodes), len(mine)
     finally:
         os.sched_setaffinity(0, mine)
 
@@ -47,7 +47,7 @@ def planned(node):
         seen.append(choice)
         return Measured(choice, Codec(Cost(call=1e-3), Cost(), Cost(element=1e-9)), {"w": 0.0}, {"w": 1.0})
 
-    options = asked(Choices(strategy="auto(methods=['fp16'])"))
+    options = auto_request(Choices(strategy="auto(methods=['fp16'])"))
     made = planning.Planning(options, backend, lambda: names, [Variable("w", (64, 64))], "numpy", 1)
     made.shares = 0.05, 0.01
     former, planning.measure = planning.measure, measure

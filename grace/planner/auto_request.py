@@ -1,4 +1,4 @@
-"""Whether the user asked for a strategy that chooses itself, and what it starts from."""
+"""The request for a strategy that chooses itself, and the strategy that it starts from."""
 
 import os
 from collections.abc import Sequence
@@ -8,14 +8,14 @@ from grace.core import specs
 from grace.core.registry import make
 from grace.core.variable import Variable
 from grace.planner.builders.auto import Auto
-from grace.planner.grouped import grouped
+from grace.planner.uniform import uniform_strategy
 from grace.strategy.builder import Builder, Cluster
 from grace.strategy.choices import STRATEGY, Choices
 from grace.strategy.plan import Strategy
 
 
-class Asked(NamedTuple):
-    """What the user said.
+class AutoRequest(NamedTuple):
+    """The user's request.
 
     Attributes:
         options: the builder with its parameters.
@@ -27,23 +27,23 @@ class Asked(NamedTuple):
 
 
 class Baseline(Builder):
-    """Everything summed uncompressed, as an optimizer without any choice does it: what planning starts from."""
+    """Sums everything uncompressed, as an optimizer without any choice does; planning starts from it."""
 
     name = "uniform"
 
     def build(self, variables: Sequence[Variable], resources: Cluster) -> Strategy:
-        return grouped(variables, resources.world_size, nodes=len(set(resources.ranks)))
+        return uniform_strategy(variables, resources.world_size, nodes=len(set(resources.ranks)))
 
 
-def asked(choices: Choices) -> Asked | None:
-    """What was asked for, if it was ``strategy="auto"``; None if it is something else.
+def auto_request(choices: Choices) -> AutoRequest | None:
+    """Return the request, if the user chose ``strategy="auto"``; None if the choice is something else.
 
     Raises:
         ConfigError: it has a parameter that is none, or one of a wrong value.
 
-    >>> asked(Choices(strategy="auto(replan=500)")).options.replan
+    >>> auto_request(Choices(strategy="auto(replan=500)")).options.replan
     500
-    >>> asked(Choices(strategy="parallax")) is None
+    >>> auto_request(Choices(strategy="parallax")) is None
     True
     """
     strategy = choices.strategy
@@ -53,9 +53,9 @@ def asked(choices: Choices) -> Asked | None:
     if isinstance(strategy, str) and strategy.partition("(")[0].strip() == "auto":
         named = specs.parse(strategy)[0] == "auto"
     made = make("builder", strategy) if named else strategy
-    return Asked(made, choices.resources) if isinstance(made, Auto) else None
+    return AutoRequest(made, choices.resources) if isinstance(made, Auto) else None
 
 
-def started(choices: Choices) -> Choices:
-    """The same choices with the strategy that planning starts from."""
+def starting_choices(choices: Choices) -> Choices:
+    """Return the same choices with the strategy that planning starts from."""
     return choices._replace(strategy=Baseline())

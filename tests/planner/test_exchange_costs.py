@@ -13,9 +13,9 @@ from grace.core.variable import Variable
 from grace.errors import ConfigError, PayloadError
 from grace.exchange.sparse_rows import SparseRows
 from grace.planner.costs import Codec, Cost, Curve
+from grace.planner.exchange_costs import DENSE, Costs, codec_key, works, works_of
 from grace.planner.network import Links, Measured
 from grace.planner.simulate import most_sent
-from grace.planner.works import DENSE, Costs, codec_key, works, works_of
 from grace.session.bucketing import Limits
 from grace.session.sharding import uniform
 from grace.session.step_runner import StepRunner

@@ -1,4 +1,4 @@
-"""Ranks that share cores: how much longer computing takes when all of them compute, as they do in a step."""
+"""Ranks that share cores: the factor by which computing takes longer when all of them compute, as they do in a step."""
 
 import os
 from collections.abc import Sequence
@@ -7,17 +7,17 @@ from grace.core.backend import Backend
 from grace.session.agreement import tell
 
 
-def crowding(backend: Backend, nodes: Sequence[str]) -> float:
-    """By what factor a codec, which computes in one thread, takes longer when all ranks of a node are at theirs than
-    when one is alone: ranks per core, of the node that has most; 1 where every rank has a core. Every rank must call
-    it.
+def oversubscription(backend: Backend, nodes: Sequence[str]) -> float:
+    """Return the factor by which a codec, which computes in one thread, takes longer when all ranks of a node are at
+    theirs than when one is alone: ranks per core, of the node that has most; 1 where every rank has a core. Every rank
+    must call it.
 
     Args:
         backend: of the ranks.
         nodes: the name of each rank's node.
 
     >>> from grace.core.backend import LocalBackend
-    >>> crowding(LocalBackend(), ["here"])
+    >>> oversubscription(LocalBackend(), ["here"])
     1.0
     """
     told = tell(backend, "cores", cores())
@@ -29,5 +29,5 @@ def crowding(backend: Backend, nodes: Sequence[str]) -> float:
 
 
 def cores() -> list[int]:
-    """Those that this process may run on."""
+    """Return the cores that this process may run on."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))

@@ -15,7 +15,7 @@ MOST_BYTES = 1 << 28
 """Of copies that a collective makes of what this rank sends; beyond, ranks share copies."""
 
 
-class Mirror(Backend):
+class SimulatedRanks(Backend):
     """A backend that pretends ``size`` ranks, all of which send what this rank sends.
 
     Nothing travels. What arrives is made of copies, as it would be of other memory than what was sent; the seconds that
@@ -30,7 +30,7 @@ class Mirror(Backend):
     Raises:
         ConfigError: there is no such rank.
 
-    >>> run = Mirror(3)
+    >>> run = SimulatedRanks(3)
     >>> run.allreduce(np.float32([1, 2])).wait(), run.sent_bytes
     (array([3., 6.], dtype=float32), 11)
     >>> [part.tolist() for part in run.alltoall(np.uint8([7, 8, 9])).wait()]
@@ -96,11 +96,11 @@ class Mirror(Backend):
         began = time.perf_counter()
         return self._done(self._copies(tensor), began)
 
-    def duplicate(self) -> "Mirror":
+    def duplicate(self) -> "SimulatedRanks":
         return self.like(_given=None)  # type: ignore[no-any-return]
 
-    def split(self, ranks: Sequence[int]) -> "Mirror | None":
-        return Mirror(len(ranks), list(ranks).index(self.rank)) if self.rank in ranks else None
+    def split(self, ranks: Sequence[int]) -> "SimulatedRanks | None":
+        return SimulatedRanks(len(ranks), list(ranks).index(self.rank)) if self.rank in ranks else None
 
     def allgather_object(self, value: Any) -> list[Any]:
         raw = pickle.dumps(value)

@@ -10,20 +10,21 @@
 Sizes go ahead where the data decide them.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from grace.communicators import Allreduce
 from grace.communicators.sparse import row_communicator
 from grace.core.route import EngineTraits
-from grace.core.variable import equal_sizes
+from grace.core.variable import Variable, equal_sizes
 from grace.errors import ConfigError
 from grace.exchange.bucket import Bucket
-from grace.exchange.route_bytes import bytes_of, bytes_within_node
+from grace.exchange.route_bytes import LegBytes, bytes_of, bytes_within_node, rows_of
+from grace.exchange.sparse_codec import RowCompressor
 from grace.planner.costs import Codec
-from grace.planner.network import Network, rooted
-from grace.planner.payloads import Payloads, check_bits, elements_of, kept_bytes, payloads_of
+from grace.planner.network import KINDS, Network
 from grace.planner.step import ALONE, Contention, Transfer, Work
 from grace.session.sharding import Shard, bucketed
 from grace.strategy.execution import compiled
@@ -116,10 +117,10 @@ def works_of(shards: Sequence[Shard], ranks: int, costs: Costs, nodes: Sequence[
         raise ConfigError(f"nodes= tells the nodes of {len(nodes)} ranks, and there are {ranks}")
     by_name = {shard.variable.name: shard for shard in shards}
     places = Places.of(ranks, nodes)
-    ways: dict[int, Way] = {}
+    ways: dict[int, CommunicatorCosts] = {}
     for shard in shards:
         if id(shard.communicator) not in ways:
-            ways[id(shard.communicator)] = Way.of(shard.communicator)
+            ways[id(shard.communicator)] = CommunicatorCosts.of(shard.communicator)
     found, carried = [], set[bool]()
     for bucket in bucketed([shard for shard in shards if not shard.period]):
         delayed = bucket.communicator.delayed
@@ -136,7 +137,7 @@ def works_of(shards: Sequence[Shard], ranks: int, costs: Costs, nodes: Sequence[
 
 
 @dataclass(frozen=True)
-class Way:
+class CommunicatorCosts:
     """What is the same for all buckets of a communicator.
 
     Attributes:
@@ -150,7 +151,7 @@ class Way:
     keepers: tuple[tuple[str, Any], ...]
 
     @classmethod
-    def of(cls, communicator: Any) -> "Way":
+    def of(cls, communicator: Any) -> "CommunicatorCosts":
         """That of a communicator."""
         stateful = tuple((kind, part) for kind, part in communicator.keepers.items() if part.stateful)
         return cls(communicator.describe(), codec_key(communicator), stateful)
@@ -184,7 +185,7 @@ class Places:
         return cls(ranks, len(counts), max(counts.values(), default=1), tuple(order[node] for node in nodes))
 
 
-def _known(bucket: Bucket, way: Way, shards: Sequence[Shard], places: Places, costs: Costs) -> Work:
+def _known(bucket: Bucket, way: CommunicatorCosts, shards: Sequence[Shard], places: Places, costs: Costs) -> Work:
     """The bucket's work, which may have been worked out before."""
     variables, names = tuple(bucket.variables), tuple(dict.fromkeys([shard.whole.name for shard in shards]))
     first = shards[0]
@@ -205,10 +206,30 @@ def _known(bucket: Bucket, way: Way, shards: Sequence[Shard], places: Places, co
     return work  # type: ignore[no-any-return]
 
 
+class Payloads(NamedTuple):
+    """One collective of an exchange.
+
+    Attributes:
+        kind: see :data:`grace.planner.network.KINDS`.
+        nbytes: of a rank's buffer.
+        rooted: whether it begins or ends at one rank.
+        hop: whether it is but the second half of a sum.
+        half: whether 16-bit floats are added up.
+    """
+
+    kind: str
+    nbytes: float
+    rooted: bool = False
+    hop: bool = False
+    half: bool = False
+
+
 class _Exchange:
     """What one bucket does."""
 
-    def __init__(self, bucket: Bucket, way: Way, names: tuple[str, ...], shard: Shard, places: Places, costs: Costs):
+    def __init__(
+        self, bucket: Bucket, way: CommunicatorCosts, names: tuple[str, ...], shard: Shard, places: Places, costs: Costs
+    ):
         self.bucket, self.way, self.names, self.shard, self.costs, self.places = (
             bucket,
             way,
@@ -276,8 +297,7 @@ class _Exchange:
                 return [Transfer(kind, ranks * each, others * nbytes, occupies=ranks * occupies)]
             share = {"allreduce": 2 * others / ranks, "allgather": others, "alltoall": others / ranks}[kind]
             return [Transfer(kind, each, share * nbytes, occupies=occupies)]
-        root = self.root
-        each, one = rooted(network, kind, nbytes, ranks, root)
+        root, each, one = self.root, network.seconds(kind, nbytes, ranks), network.seconds(kind, nbytes, 2)
         if kind == "gather":
             return [Transfer(kind, each, nbytes, root, one)]
         if not self.communicator.local_replication or self.led or self.places.ranks == 1:
@@ -317,3 +337,94 @@ class _Exchange:
         variables, elements = len(self.bucket.variables), self.elements
         before += dense.start.seconds(variables, elements, largest) + dense.finish.seconds(variables, elements, largest)
         return before, after, sum(one.leg.sent(one.nbytes, largest, 0) for legs in there for one in legs)
+
+
+# -- what travels, and what is kept --------------------------------------------------------------------
+
+
+def payloads_of(legs: Sequence[LegBytes], ranks: int) -> list[Payloads]:
+    """The collectives of a route on so many ranks. One of the user's, which no network was measured for, is taken for
+    an all-to-all that sends as much as it sends from the rank that sends most."""
+    found, in_parts = list[Payloads](), False
+    for leg, nbytes, dtype in legs:
+        kind, rooted = leg.collective.name, leg.root is not None
+        if kind not in KINDS:
+            most = max(leg.sent(nbytes, ranks, rank) for rank in range(ranks))
+            kind, nbytes, rooted = "alltoall", most * ranks / max(1, ranks - 1), False
+        half = kind == "allreduce" and dtype in ("float16", "bfloat16")
+        found.append(Payloads(kind, nbytes, rooted, in_parts, half))
+        in_parts = leg.in_parts
+    return found
+
+
+def check_bits(bucket: Bucket, bits: float | None) -> None:
+    """Refuse to guess how many bits an element takes.
+
+    Raises:
+        ConfigError: the data decide, and nobody says.
+    """
+    communicator: Any = bucket.communicator
+    compressor = communicator.compressor
+    inner = compressor.inner if isinstance(compressor, RowCompressor) else compressor
+    if bits is None and any(inner.wire_bits(variable.shape) is None for variable in bucket.variables):
+        raise ConfigError(
+            f"{bucket.names[0]!r} is carried by {communicator.describe()}, whose bytes the data decide: its codec must "
+            "say the bits that an element takes (Codec.bits), as it was measured"
+        )
+
+
+def elements_of(variables: Sequence[Variable], rows: Mapping[str, float], sparse: bool) -> float:
+    """Return the number of elements that are compressed; with ``sparse`` those of the rows that come."""
+    if not sparse:
+        return sum(variable.numel for variable in variables)
+    return sum(rows_of(variable, rows) * math.prod(variable.shape[1:]) for variable in variables)
+
+
+def of_all_ranks(communicator: Any) -> tuple[bool, bool, bool]:
+    """Whether what is computed before, between and behind a communicator's collectives is done with whole payloads of
+    every rank, and so grows with the ranks.
+
+    >>> from grace.communicators import ReduceBroadcast, ScatterReduce
+    >>> of_all_ranks(ReduceBroadcast("topk")), of_all_ranks(ScatterReduce("qsgd"))
+    ((False, True, False), (False, False, False))
+    """
+    rooted = communicator.rooted
+    return False, rooted, not (rooted or communicator.sums or communicator.cuts)  # pieces get shorter
+
+
+def kept_bytes(
+    bucket: Bucket, ranks: int, elements: float, payloads: Sequence[Payloads], keepers: Sequence[tuple[str, Any]]
+) -> float:
+    """Bytes that a bucket's exchange keeps on the rank that keeps most: what method and memories remember, twice (what
+    is kept, and what this step makes of it); its buffers; and what comes from other ranks.
+
+    Args:
+        elements: how many are compressed.
+        keepers: the parts that remember something, by what they are.
+    """
+    communicator: Any = bucket.communicator
+    kept = wires = 0.0
+    for kind, part in keepers:
+        share = ranks if kind == "shard_memory" else 1
+        for variable in bucket.variables:
+            shape = (-(-variable.numel // share),) if share > 1 else variable.shape
+            kept += 8.0 * _numbers(part.keeps(shape), variable.numel / share)
+    for payload in payloads:
+        gathers = payload.kind in ("allgather", "gather") or (payload.kind == "broadcast" and not payload.rooted)
+        came = ranks * payload.nbytes if gathers else 0.0 if payload.kind == "allreduce" else payload.nbytes
+        wires = max(wires, payload.nbytes + came)
+    if communicator.delayed:
+        under_way = communicator.staleness if communicator.sync else communicator.ahead
+        wires = wires * max(1, under_way) + 4.0 * elements * under_way
+    return kept + wires
+
+
+def _numbers(keeps: Any, usual: float) -> float:
+    """How many numbers there are in what a part keeps; as many as the variable has where it does not say."""
+    if keeps is None:
+        return usual
+    if keeps is float:
+        return 1.0
+    if isinstance(keeps, dict):
+        return sum(_numbers(one, usual) for one in keeps.values())
+    return float(math.prod(keeps))

@@ -1,0 +1,96 @@
+"""Strategies that give each variable one method, cut into the buckets that an optimizer without a strategy makes."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from grace.communicators.choice import build_communicator
+from grace.core.communicator import Communicator
+from grace.core.variable import Variable
+from grace.session.bucketing import Limits
+from grace.session.sharding import Chooser, Shard, bucketed
+from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
+
+LIMITS = Limits()
+"""The usual limits of a bucket."""
+DENSE = ShardPlan(Sync("allreduce"), "none", "none")
+
+
+def shards_of(
+    variables: Sequence[Variable], wanted: Sequence[Communicator], choose: Chooser, limits: Limits | None = LIMITS
+) -> list[Shard]:
+    """Return a shard for each variable.
+
+    Args:
+        variables: in declaration order.
+        wanted: the communicator of each; a variable that its method does not shrink is summed uncompressed.
+        choose: gives the communicators that carry variables.
+        limits: of a bucket; None for all variables in one.
+    """
+    return [
+        Shard(variable, variable, choose(variable, carrier), None, None if variable.sparse else limits)
+        for variable, carrier in zip(variables, wanted, strict=True)
+    ]
+
+
+def assigned_strategy(
+    variables: Sequence[Variable],
+    wanted: Sequence[Communicator],
+    ranks: int,
+    nodes: int = 1,
+    limits: Limits | None = LIMITS,
+    builder: dict[str, Any] | None = None,
+) -> Strategy:
+    """Return the strategy that carries each variable by a communicator of its own.
+
+    Args:
+        variables: in declaration order.
+        wanted: the communicator of each; the same object for those that may share a bucket.
+        ranks: how many there are.
+        nodes: how many machines the ranks are on.
+        limits: of a bucket; None for all variables in one.
+        builder: name, parameters and seed of the strategy's maker.
+    """
+    carrier_of = dict(zip((variable.name for variable in variables), wanted, strict=True))
+    parts: dict[str, ShardPlan] = {}
+    for bucket in bucketed(shards_of(variables, wanted, Chooser(), limits)):
+        for variable in bucket.variables:
+            carrier = carrier_of[variable.name]
+            part = DENSE
+            if bucket.communicator is carrier or variable.sparse:
+                part = ShardPlan(Sync.of(carrier.to_dict()), carrier.compressor.spec, carrier.memory.spec)
+            has_group = "group" in part.sync.to_dict()
+            parts[variable.name] = replace(part, sync=replace(part.sync, group=bucket.index)) if has_group else part
+    plans = tuple(VariablePlan(variable, (parts[variable.name],)) for variable in variables)
+    return Strategy(plans, ranks, nodes, builder or {})
+
+
+def uniform_strategy(
+    variables: Sequence[Variable],
+    ranks: int,
+    compressor: Any = "none",
+    memory: Any = None,
+    communicator: Any = None,
+    nodes: int = 1,
+    limits: Limits | None = LIMITS,
+) -> Strategy:
+    """Return ``DistributedOptimizer(compressor=...)`` written down: the same buckets, in the same order.
+
+    Args:
+        variables: in declaration order.
+        ranks: how many there are.
+        compressor, memory, communicator: specs or objects; None for the usual ones.
+        nodes: how many machines the ranks are on.
+        limits: of a bucket; None for all variables in one.
+
+    Raises:
+        ConfigError: the three do not go together.
+
+    >>> two = [Variable("w", (512, 512)), Variable("b", (1,))]
+    >>> strategy = uniform_strategy(two, 4, "topk")
+    >>> [(plan.parts[0].compressor, plan.parts[0].sync.type) for plan in strategy.plans]
+    [('topk', 'allgather'), ('none', 'allreduce')]
+    """
+    wanted = build_communicator(compressor, memory, communicator, ranks)
+    made = {"name": "uniform", "params": {"compressor": wanted.compressor.spec}, "seed": 0}
+    return assigned_strategy(variables, [wanted] * len(variables), ranks, nodes, limits, made)

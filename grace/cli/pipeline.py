@@ -72,13 +72,18 @@ def plan(
         bool | None, typer.Option("--recompute/--keep", help="Compute stages' forward again; both are tried.")
     ] = None,
     layout: Annotated[str | None, typer.Option(help="Neighbours in the order of ranks: replicas or stages.")] = None,
-    blocks: Annotated[str, typer.Option(help=f"From how many blocks stages are made: {RANGE}.")] = "32",
+    blocks: Annotated[
+        str | None, typer.Option(help=f"From how many blocks stages are made: {RANGE}.", show_default="32,128")
+    ] = None,
     cuts: Annotated[
         str | None, typer.Option("--cut", help="Last nodes of all stages but the last, with commas.")
     ] = None,
     optimizer_state: Annotated[
         float, typer.Option(min=0, help="Bytes for each byte of parameters: SGD 0, with momentum 1, Adam 2.")
     ] = 1.0,
+    fewer: Annotated[
+        bool, typer.Option("--fewer", help="Leave devices unused where that is faster, up to half of them.")
+    ] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Show what cuts by hand would take, too.")] = False,
 ) -> None:
     """Plan a pipeline for a model, or for one that was measured elsewhere: no devices are needed."""
@@ -116,20 +121,27 @@ def plan(
         cuts=None if cuts is None else [one.strip() for one in cuts.split(",")],
         blocks=numbers(blocks, "--blocks"),
         optimizer_state=optimizer_state,
+        fewer=fewer,
     )
     found = replace(found, versions={**found.versions, **versions_of(model)})
     _print(found)
+    if found.world_size < devices:
+        print(f"It uses {found.world_size} of the {devices} devices: more would be slower.")
+    usable = None if limit is None else limit * (1 - memory_margin)
+    choices = (compressor, None, None, chosen)
+    space = space_of(graph, devices, rows, costs, memory=usable, choices=choices, nodes=at, state=optimizer_state)
+    alone = baselines.data_parallel(space)
+    if alone is not None and alone < found.seconds:
+        less = 1 - alone / found.seconds
+        print(f"Data parallelism alone is faster: {_step(alone)}, {less:.0%} less. Use DistributedOptimizer instead.")
     if compare:
-        usable = None if limit is None else limit * (1 - memory_margin)
-        choices = (compressor, None, None, chosen)
-        space = space_of(graph, devices, rows, costs, memory=usable, choices=choices, nodes=at, state=optimizer_state)
-        print("\ndata parallelism alone:", _step(baselines.data_parallel(space)))
+        print("\ndata parallelism alone:", _step(alone))
         for name, how in baselines.BY_HAND.items():
             made = baselines.cut_by_hand(space, how)
             print(f"{name}:", _step(None if made is None else made.seconds))
     if out is not None:
         found.save(out)
-        print(f"Wrote {out}: {len(found.stages)} stages for {devices} ranks")
+        print(f"Wrote {out}: {len(found.stages)} stages for {found.world_size} ranks")
 
 
 @app.command()

@@ -30,8 +30,12 @@ MOST_LOCAL = 4
 """Stages on a rank, at most, of schedules that take several."""
 MOST_MICROBATCHES = 8
 """Micro-batches for each rank, at most, where nobody says how many."""
+BLOCKS = (32, 128)
+"""Numbers of blocks that are tried where nobody says how many: on slow links the best cut may lie within one of few."""
 FINER, MOST_BLOCKS = 2, 128
 """Times as many blocks are tried where memory nearly suffices for the cuts between these, and up to how many."""
+LEAST_USED = 0.5
+"""The part of the devices that a plan must use, where it may use fewer."""
 Some = int | Iterable[int] | None
 
 
@@ -67,15 +71,16 @@ def plan(
     recompute: bool | None = None,
     layout: str | None = None,
     cuts: Sequence[str] | None = None,
-    blocks: Some = 32,
+    blocks: Some = None,
     optimizer_state: float = 1.0,
     optimizer_seconds: float = 0.0,
+    fewer: bool = False,
 ) -> Plan:
-    """The plan whose step is expected to be shortest.
+    """Return the plan whose step is expected to be shortest.
 
     Args:
         graph: the model, measured.
-        devices: how many ranks; all of them are used.
+        devices: how many ranks.
         batch: rows of a step, all replicas together.
         links: between ranks; or costs, with the network between nodes and within them, and codecs.
         memory: bytes of a device; no limit if left out.
@@ -90,9 +95,10 @@ def plan(
         recompute: whether stages compute forward again; both are tried if left out.
         layout: "replicas" or "stages" (:mod:`grace.partition.layout`); both are tried if left out.
         cuts: names of the last nodes of all stages but the last, in the graph's order.
-        blocks: k, from how many blocks stages are made; several are tried each.
+        blocks: k, from how many blocks stages are made; several are tried each, :data:`BLOCKS` if left out.
         optimizer_state: bytes for each byte of parameters: 0 of plain SGD, 1 with momentum, 2 of Adam.
         optimizer_seconds: of its step for each byte of parameters.
+        fewer: True if the plan may leave devices (the last ones) unused, up to half of them; else all are used.
 
     Raises:
         ConfigError: memory does not suffice (the message names the stage and what is missing), or nothing fits what
@@ -117,17 +123,22 @@ def plan(
     )
     found: list[Plan] = []
     refused: ConfigError | None = None
-    numbers = sorted(_some(blocks) or {32}) if cuts is None else [len(cuts) + 1]
-    while numbers:
-        most = numbers.pop(0)
+    if cuts is not None:
+        numbers = [len(cuts) + 1]
+    else:
+        numbers = sorted(_some(blocks) or {k for k in BLOCKS if k == BLOCKS[0] or len(graph.nodes) > BLOCKS[0]})
+    least = math.ceil(devices * LEAST_USED) if fewer else devices
+    tries = [(most, used) for used in range(devices, least - 1, -1) for most in numbers]
+    while tries:
+        most, used = tries.pop(0)
         space = space_of(
             graph,
-            devices,
+            used,
             batch,
             links,
             memory=None if memory is None else memory * (1 - memory_margin),
             choices=(compressor, residual, communicator, strategy),
-            nodes=nodes,
+            nodes=None if nodes is None else nodes[:used],
             cuts=cuts,
             most=most,
             state=optimizer_state,
@@ -137,8 +148,8 @@ def plan(
             found.append(search(space, asked))
         except TooLittleMemory as error:
             refused = error
-            if error.nearly and not (found or numbers or cuts) and space.count < MOST_BLOCKS:
-                numbers = [min(FINER * space.count, MOST_BLOCKS)]
+            if error.nearly and not (found or tries or cuts) and space.count < MOST_BLOCKS:
+                tries = [(min(FINER * space.count, MOST_BLOCKS), devices)]
         except ConfigError as error:
             refused = error
     if not found:

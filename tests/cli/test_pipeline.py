@@ -41,6 +41,15 @@ def test_a_pipeline_is_planned_shown_and_checked(tmp_path):
     assert "another model" in run(tmp_path, "check", "plan.json", "--profile", other, code=2)
 
 
+def test_data_parallelism_is_named_where_it_is_faster(tmp_path):
+    resnet, alexnet = (PROFILE.replace("gnmt", name) for name in ("resnet18", "alexnet"))
+    said = run(tmp_path, "plan", "-n", "8", "--profile", resnet, "--bandwidth", "10gbit", "--blocks", "32")
+    assert "Data parallelism alone is faster: " in said
+    said = run(tmp_path, "plan", "-n", "8", "--profile", alexnet, "--bandwidth", "10gbit", "--blocks", "32", "--fewer")
+    assert "Data parallelism alone is faster: " not in said
+    assert "of the 8 devices: more would be slower" in said
+
+
 def test_what_is_given_is_kept(tmp_path):
     asked = ("-n", "4", "--profile", PROFILE, "--batch", "64", "--microbatches", "4-8", "-o", "plan.json")
     run(tmp_path, "plan", *asked, "--replicas", "1,2,1", "--recompute", "--nodes", "2", "--inside", "100gbit")

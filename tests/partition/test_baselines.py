@@ -8,7 +8,7 @@ import pytest
 from grace.errors import ConfigError
 from grace.partition.baselines import BY_HAND, cut_by_hand, data_parallel, equal_time, table
 from grace.partition.profiles import read
-from grace.partition.search import Asked, search, space_of
+from grace.partition.search import Asked, plan, search, space_of
 from grace.planner.network import Links
 from tests.partition.graphs import chain
 
@@ -78,3 +78,21 @@ def test_data_parallelism_hides_exchanges_and_needs_the_memory():
 def test_too_many_stages_are_refused():
     with pytest.raises(ConfigError, match="cannot be cut"):
         BY_HAND["equal layers"](chain(3), 4)
+
+
+def planned(name, gbit, **options):
+    graph = read(PROFILES / f"{name}.json")
+    return plan(graph, 8, graph.rows * 8, Links(gbit * 1e9 / 8, 20e-6), **options)
+
+
+def test_finer_blocks_are_tried_too():
+    coarse, finer, usual = (planned("gnmt", 1, **blocks) for blocks in ({"blocks": 32}, {"blocks": 128}, {}))
+    assert finer.seconds < 0.9 * coarse.seconds
+    assert usual.seconds == min(coarse.seconds, finer.seconds)
+
+
+def test_a_plan_may_use_fewer_devices():
+    every, fewer = planned("alexnet", 10, blocks=32), planned("alexnet", 10, blocks=32, fewer=True)
+    assert every.world_size == 8
+    assert 4 <= fewer.world_size < 8
+    assert fewer.seconds < every.seconds

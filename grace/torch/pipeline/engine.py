@@ -48,7 +48,7 @@ class Pipeline(StateOfStages):
         schedule: "gpipe", "1f1b", "interleaved", "zero_bubble" or "zbv"; the first two are tried if left out.
         recompute: keep only what comes into a stage, and compute forward again for backward; None tries both.
         cuts: names of the last nodes of all stages but the last.
-        blocks: from how many blocks stages are made.
+        blocks: from how many blocks stages are made; several numbers are tried each, 32 and 128 if left out.
         memory: bytes of a device; no limit if left out. ``memory_margin`` of them stays free.
         links: what connects ranks (:class:`grace.planner.network.Links`, or ``Costs``); 10 Gbit/s if left out.
         plan: a :class:`~grace.partition.plan.Plan`, or a file: written if it is not there, or else read.
@@ -94,7 +94,7 @@ class Pipeline(StateOfStages):
         schedule: Any = None,
         recompute: bool | None = False,
         cuts: Sequence[str] | None = None,
-        blocks: int = 32,
+        blocks: Any = None,
         memory: float | None = None,
         memory_margin: float = 0.1,
         links: Any = None,

@@ -40,7 +40,7 @@ class Wanted:
     schedule: Any = None
     recompute: bool | None = False
     cuts: Sequence[str] | None = None
-    blocks: int = 32
+    blocks: Any = None
     memory: float | None = None
     memory_margin: float = 0.1
     links: Any = None

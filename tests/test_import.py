@@ -47,6 +47,18 @@ def test_import_loads_no_optional_package(use):
     assert run(f"{use}; print(sorted({set(HEAVY)!r} & set(sys.modules)))") == "[]"
 
 
+def test_the_planner_is_loaded_only_by_who_asks_for_it():
+    pytest.importorskip("torch", reason="torch is not installed")
+    rooms = ("grace.planner", "grace.partition", "grace.bench", "grace.cli")
+    use = """
+        import sys, torch, grace, grace.torch
+        grace.init("local")
+        model = torch.nn.Linear(2, 2)
+        grace.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, compressor="topk")
+    """
+    assert run(f"{textwrap.dedent(use)}\nprint([m for m in sys.modules if m.startswith({rooms!r})])") == "[]"
+
+
 @pytest.mark.alone
 def test_import_takes_less_than_0_3_seconds_beyond_numpy():
     script = """

@@ -4,7 +4,6 @@ import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from grace.core import specs
 from grace.core.registry import make
 from grace.core.variable import Variable
 from grace.planner.builders.auto import Auto
@@ -24,6 +23,10 @@ class AutoRequest(NamedTuple):
 
     options: Auto
     resources: Any
+
+    def starting_choices(self, choices: Choices) -> Choices:
+        """Return the same choices with the strategy that planning starts from."""
+        return choices._replace(strategy=Baseline())
 
 
 class Baseline(Builder):
@@ -46,16 +49,8 @@ def auto_request(choices: Choices) -> AutoRequest | None:
     >>> auto_request(Choices(strategy="parallax")) is None
     True
     """
-    strategy = choices.strategy
-    if strategy is None:
-        strategy = os.environ.get(STRATEGY)
-    named = isinstance(strategy, dict) and strategy.get("name") == "auto"
-    if isinstance(strategy, str) and strategy.partition("(")[0].strip() == "auto":
-        named = specs.parse(strategy)[0] == "auto"
-    made = make("builder", strategy) if named else strategy
-    return AutoRequest(made, choices.resources) if isinstance(made, Auto) else None
-
-
-def starting_choices(choices: Choices) -> Choices:
-    """Return the same choices with the strategy that planning starts from."""
-    return choices._replace(strategy=Baseline())
+    if not choices.asks_for_auto:
+        return None
+    strategy: Any = os.environ[STRATEGY] if choices.strategy is None else choices.strategy
+    made: Any = make("builder", strategy)
+    return AutoRequest(made, choices.resources)

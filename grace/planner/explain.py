@@ -269,7 +269,7 @@ def _why(problem: Problem, plans: Sequence[VariablePlan], saved: float) -> str:
     if not serving:
         return "no method makes them smaller" if lossy else ""
     shares = [errors.share(m.compressor, m.communicator.name, m.memory, largest) for m in serving]
-    return "every method loses too much" if min(shares) > SLACK else "compressing them would save nothing"
+    return "every method loses too much" if min(shares) > SLACK else "compressing them gains nothing"
 
 
 def _dense(part: ShardPlan) -> ShardPlan:

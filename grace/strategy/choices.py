@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from grace.errors import ConfigError
 from grace.session.bucketing import Limits
 from grace.session.plan import ExchangePlan, UniformPlan
+from grace.strategy.builder import Builder
 from grace.strategy.execution import StrategyPlan
 
 STRATEGY = "GRACE_STRATEGY"
@@ -21,6 +22,16 @@ class Choices(NamedTuple):
     communicator: Any = None
     strategy: Any = None
     resources: Any = None
+
+    @property
+    def asks_for_auto(self) -> bool:
+        """True if the planner is to choose: ``strategy="auto"``, as a spec, dict or builder, or in the environment."""
+        strategy = os.environ.get(STRATEGY) if self.strategy is None else self.strategy
+        if isinstance(strategy, str):
+            return strategy.partition("(")[0].strip() == "auto"
+        if isinstance(strategy, dict):
+            return strategy.get("name") == "auto"
+        return isinstance(strategy, Builder) and strategy.name == "auto"
 
     def plan(
         self,

@@ -5,20 +5,23 @@ import os
 import sys
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from grace.core.variable import Variable
 from grace.exchange.sparse_rows import SparseRows
-from grace.planner.driver import Driver
-from grace.planner.planning import Planning
+from grace.strategy.choices import Choices
 from grace.strategy.execution import StrategyPlan
 from grace.strategy.plan import Strategy
 from grace.tensorflow.graph_exchange import HostRun
 from grace.tensorflow.graph_tensors import dtypes_of, flags, packed, zeros
 from grace.tensorflow.sharding import Pair
 from grace.tensorflow.switching import check_current, switch
+
+if TYPE_CHECKING:  # the planner is loaded only by who asks for it
+    from grace.planner.auto_request import AutoRequest
+    from grace.planner.driver import Driver
 
 ADAPTIVE = ("beta_1", "rho", "initial_accumulator_value")
 """Hyperparameters of optimizers that divide each element by its history."""
@@ -29,7 +32,7 @@ class PlannedRun(HostRun):
 
     def run(self, given: Sequence[Any], rate: Any) -> list[Pair]:
         """At once, eagerly; a value is None where no rank had a gradient."""
-        auto: Driver = self.session.auto
+        auto = self.session.auto
         if auto.left:
             for name in self.place:
                 auto.ready(name)
@@ -76,8 +79,24 @@ def is_adaptive(optimizer: Any) -> bool:
     return any(hasattr(optimizer, name) for name in ADAPTIVE)
 
 
-def driver_of(session: Any) -> Driver:
+def requested(choices: Choices) -> "AutoRequest | None":
+    """Return the request for ``strategy="auto"``; None if the user chose something else.
+
+    Raises:
+        ConfigError: it has a parameter that is none, or one of a wrong value.
+    """
+    if not choices.asks_for_auto:
+        return None
+    from grace.planner.auto_request import auto_request
+
+    return auto_request(choices)
+
+
+def driver_of(session: Any) -> "Driver":
     """Return what follows a session's steps."""
+    from grace.planner.driver import Driver
+    from grace.planner.planning import Planning
+
     me = weakref.proxy(session)  # which holds the driver
     backend, runner, request = session.backend, session.runner, session.asked
 

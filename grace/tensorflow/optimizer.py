@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -16,7 +16,6 @@ from grace.core.calls import KERAS
 from grace.core.given import as_in_grace, keras_backend, keras_runs_on, not_an_optimizer
 from grace.errors import ConfigError
 from grace.exchange.bucket import Traffic
-from grace.planner.explain import Plan
 from grace.session.checkpoint import say_whose
 from grace.session.hyperparameters import facts, numbers
 from grace.session.settings import ReduceOp, Settings
@@ -30,6 +29,9 @@ from grace.tensorflow.refusals import check_momentum, left_out, not_reached, ref
 from grace.tensorflow.session import Mean, Session
 from grace.tensorflow.switching import use_strategy
 from grace.tensorflow.variables import is_overwritten, value_of
+
+if TYPE_CHECKING:  # the planner is loaded only by who asks for it
+    from grace.planner.explain import Plan
 
 
 @dataclass
@@ -218,11 +220,15 @@ class DistributedMixin(Once):
         return self._grace.strategy
 
     @property
-    def plan(self) -> Plan | None:
+    def plan(self) -> "Plan | None":
         """Why ``strategy="auto"`` chose what it did; prints as a table. None as long as it measures, and where the user
         chose."""
         auto = self._grace.auto
-        return None if auto is None or auto.plan is None else Plan.from_dict(auto.plan)
+        if auto is None or auto.plan is None:
+            return None
+        from grace.planner.explain import Plan
+
+        return Plan.from_dict(auto.plan)
 
     def use_strategy(self, strategy: Any, resources: Any = None) -> None:
         """Go on by another strategy. Memories go along; what a residual holds that the new strategy has no memory for

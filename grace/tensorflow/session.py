@@ -19,9 +19,6 @@ from grace.exchange.bucket import Bucket, Traffic
 from grace.exchange.sparse_rows import SparseRows
 from grace.exchange.step_stamp import CYCLE, digest
 from grace.kernels.tensorflow.graph_numbers import refuse_xla
-from grace.planner.auto_request import AutoRequest, auto_request, starting_choices
-from grace.planner.driver import Driver
-from grace.planner.resuming import load
 from grace.session import checkpoint
 from grace.session.agreement import tell
 from grace.session.metrics import metrics
@@ -32,7 +29,7 @@ from grace.session.step_runner import StepRunner
 from grace.session.versions import public
 from grace.strategy.choices import Choices
 from grace.strategy.execution import StrategyPlan
-from grace.tensorflow.auto import PlannedRun, driver_of
+from grace.tensorflow.auto import PlannedRun, driver_of, requested
 from grace.tensorflow.averaging import average
 from grace.tensorflow.distribute import refuse_distribute
 from grace.tensorflow.graph_exchange import GraphRun, HostRun
@@ -101,8 +98,8 @@ class Session:
         self.closed = False
         self.saved: tuple[Any, str] | None = None
         self.plan: ExchangePlan | None = None
-        self.asked: AutoRequest | None = None
-        self.auto: Driver | None = None
+        self.asked: Any = None
+        self.auto: Any = None
         self.due: list[int] = []
         """The ids of the buckets that are averaged after this step."""
         self.late: set[int] = set()
@@ -199,11 +196,11 @@ class Session:
             bucket.label = f"{self.label}.{bucket.index}.{re.sub('[^A-Za-z0-9_.]', '_', bucket.variables[0].name)}"
 
     def _choose(self, facts: list[tuple[str, str]]) -> ExchangePlan:
-        wanted = self.asked = auto_request(self.choices)
+        wanted = self.asked = requested(self.choices)
         if wanted:
             self.settings.check_auto()
         facts += [("the strategy", wanted.options.spec)] if wanted else []
-        self.plan = (starting_choices(self.choices) if wanted else self.choices).plan(self.settings.limits)
+        self.plan = (wanted.starting_choices(self.choices) if wanted else self.choices).plan(self.settings.limits)
         return self.plan
 
     def _load(self, saved: Any, memory: str) -> None:
@@ -212,6 +209,8 @@ class Session:
         if auto is None:
             checkpoint.load(former, lambda: saved, memory, self.inside)
             return
+        from grace.planner.resuming import load
+
         runner, resumed = load(former, auto, saved, memory, self.inside, self.check)
         if resumed is not None:
             former.close()

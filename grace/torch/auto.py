@@ -3,27 +3,45 @@
 import sys
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grace.planner.auto_request import AutoRequest
-from grace.planner.driver import Driver
-from grace.planner.planning import Planning
+from grace.strategy.choices import Choices
 from grace.strategy.execution import StrategyPlan
 from grace.strategy.plan import Strategy
+
+if TYPE_CHECKING:  # the planner is loaded only by who asks for it
+    from grace.planner.auto_request import AutoRequest
+    from grace.planner.driver import Driver
 
 ADAPTIVE = ("betas", "alpha", "rho", "initial_accumulator_value")
 """Hyperparameters of adaptive optimizers."""
 
 
-def driver_of(session: Any, request: AutoRequest) -> Driver:
+def requested(choices: Choices) -> "AutoRequest | None":
+    """Return the request for ``strategy="auto"``; None if the user chose something else.
+
+    Raises:
+        ConfigError: it has a parameter that is none, or one of a wrong value.
+    """
+    if not choices.asks_for_auto:
+        return None
+    from grace.planner.auto_request import auto_request
+
+    return auto_request(choices)
+
+
+def driver_of(session: Any, request: "AutoRequest") -> "Driver":
     """Return what follows a session's steps.
 
     Args:
         session: the optimizer's.
         request: the user's.
     """
+    from grace.planner.driver import Driver
+    from grace.planner.planning import Planning
+
     me = weakref.proxy(session)  # which holds the driver
     backend = session.runner.backend
 

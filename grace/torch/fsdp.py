@@ -13,7 +13,6 @@ from grace.exchange.bucket import Contribution, Outcome, Traffic
 from grace.exchange.header import resolve
 from grace.exchange.round_trip import RoundTrip, start_round_trip
 from grace.exchange.tracing import recorder
-from grace.planner.auto_request import auto_request
 from grace.session import checkpoint
 from grace.session.hyperparameters import facts as in_words
 from grace.session.metrics import metrics
@@ -278,7 +277,7 @@ def register_fsdp_hook(
 
     def choose():
         choices = Choices(compressor, memory, communicator, strategy)
-        if auto_request(choices):
+        if choices.asks_for_auto:
             raise ConfigError(
                 "strategy='auto' plans while training runs, which FSDP's hook cannot: give a strategy's file"
             )

@@ -15,8 +15,6 @@ from grace.exchange.bucket import Bucket, Outcome
 from grace.exchange.sparse_rows import SparseRows, scaled
 from grace.exchange.step_stamp import digest
 from grace.exchange.tracing import recorder
-from grace.planner.auto_request import AutoRequest, auto_request, starting_choices
-from grace.planner.driver import Driver
 from grace.session import checkpoint
 from grace.session.hyperparameters import facts as in_words
 from grace.session.momentum import owners
@@ -29,7 +27,7 @@ from grace.session.switching import replaced, switched
 from grace.session.versions import public
 from grace.strategy.choices import Choices
 from grace.strategy.execution import StrategyPlan
-from grace.torch.auto import copies, driver_of
+from grace.torch.auto import copies, driver_of, requested
 from grace.torch.gradients import check_as_made, check_untouched, dense_of, rows_of
 from grace.torch.life import check_free
 from grace.torch.parameters import (
@@ -124,7 +122,7 @@ class Session:
         ]
 
         self.plan: ExchangePlan | None = None
-        self.asked: AutoRequest | None = None
+        self.asked: Any = None
         self.chosen_sets = chosen = groups is not None and groups != 0
 
         def choose():
@@ -132,11 +130,12 @@ class Session:
             limits = settings.limits.of_sets if chosen else settings.limits
             apart = lambda: me().apart(own) if not known else ()  # type: ignore[union-attr]  # noqa: E731
             together = lambda: horovod_groups(own, groups, apart())  # noqa: E731
-            if wanted := auto_request(choices):
+            if wanted := requested(choices):
                 settings.check_auto()
                 facts.append(("the strategy", wanted.options.spec))
             self.asked = wanted
-            self.plan = (starting_choices(choices) if wanted else choices).plan(limits, together, sparse_known=known)
+            start = wanted.starting_choices(choices) if wanted else choices
+            self.plan = start.plan(limits, together, sparse_known=known)
             return self.plan
 
         self.runner = build_step_runner(
@@ -174,7 +173,7 @@ class Session:
         self.unused: UnusedMeans | None = None
         if settings.broadcast and not backend.elastic:
             broadcast_parameters(start, 0, backend)
-        self.auto: Driver | None = None if self.asked is None else driver_of(self, self.asked)
+        self.auto: Any = None if self.asked is None else driver_of(self, self.asked)
 
     @property
     def optimizer(self) -> Any:

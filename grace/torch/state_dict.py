@@ -5,19 +5,21 @@ import io
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from grace.core.backend import Backend
 from grace.errors import ConfigError
 from grace.exchange.bucket import Traffic
-from grace.planner.explain import Plan
 from grace.session import checkpoint, saved_form
 from grace.session.metrics import metrics
 from grace.strategy.execution import StrategyPlan
 from grace.torch.session import Session
 from grace.torch.step_hooks import DCP
+
+if TYPE_CHECKING:  # the planner is loaded only by who asks for it
+    from grace.planner.explain import Plan
 
 KEY = "grace.rank"
 """With the rank, the name of its memories among the settings of the first parameter group, where
@@ -119,11 +121,15 @@ class StateMixin:
         return self._grace.strategy
 
     @property
-    def plan(self) -> Plan | None:
+    def plan(self) -> "Plan | None":
         """Why ``strategy="auto"`` chose what it did; prints as a table. None as long as it measures, and where the user
         chose."""
         auto = self._grace.auto
-        return None if auto is None or auto.plan is None else Plan.from_dict(auto.plan)
+        if auto is None or auto.plan is None:
+            return None
+        from grace.planner.explain import Plan
+
+        return Plan.from_dict(auto.plan)
 
     def use_strategy(self, strategy: Any, resources: Any = None) -> None:
         """Go on by another strategy. Memories go along; what a residual holds that the new strategy has no memory for

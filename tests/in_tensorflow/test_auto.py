@@ -10,6 +10,7 @@ import pytest
 tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 import grace
+from grace.planner import planning, step_timer
 from tests.support.passing import passing, time_by_hand
 from tests.support.planners import CHECKED, NONE_FASTEST, SHAPES, SLEEPS, TOPK, UNTIL_CHOSEN, Planning
 from tests.support.pools import launched
@@ -18,6 +19,8 @@ from tests.support.training import made_up
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 STEPS = UNTIL_CHOSEN + CHECKED + 3
+PLANNING = planning.Planning
+"""The planner itself."""
 ENGINES = ["horovodrun-gloo", "mpirun-mpi"]
 
 
@@ -26,10 +29,8 @@ def choosing(sleeps, graph, steps=STEPS):
     was traced."""
     import keras
 
-    import grace.tensorflow.auto
-
     time_by_hand()
-    grace.tensorflow.auto.Planning = Planning
+    planning.Planning = Planning  # which the driver is made with
     variables = [keras.Variable(np.zeros(shape, "f"), name=name) for name, shape in SHAPES.items()]
     optimizer = grace.DistributedOptimizer(keras.optimizers.SGD(1.0), strategy="auto")
     traced = []
@@ -73,11 +74,10 @@ def new():
     """A model under auto, whose planner is made up."""
     import keras
 
-    import grace.tensorflow.auto
     from tests.support.tensorflow_training import LOSS, network
 
     time_by_hand()
-    grace.tensorflow.auto.Planning = Planning
+    planning.Planning = Planning  # which the driver is made with
     model = network()
     model.compile(grace.DistributedOptimizer(keras.optimizers.SGD(0.02, momentum=0.9), strategy="auto"), LOSS)
     return model
@@ -122,11 +122,10 @@ def saved_and_went_on(folder, ways=WAYS):
 
 def went_on(folder, way, epochs=2):
     """Weights, the plan, and with what the resumed run began and ended; and what it was warned of."""
-    import grace.tensorflow.auto
     from tests.support.tensorflow_training import digest
 
     time_by_hand()
-    grace.tensorflow.auto.Planning = Planning
+    planning.Planning = Planning  # which the driver is made with
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = grace.tensorflow.load_model(path_of(folder, way))
@@ -168,11 +167,9 @@ def really(folder):
 
     import keras
 
-    import grace.tensorflow.auto
-    from grace.planner import planning, step_timer
     from tests.support.tensorflow_training import digest
 
-    grace.tensorflow.auto.Planning, step_timer.time = planning.Planning, time
+    planning.Planning, step_timer.time = PLANNING, time
     planning.LINK_SECONDS, planning.CODEC_SECONDS = 0.2, 0.01
     planning.default_path = lambda key: Path(folder) / "calibration.json"
     keras.utils.set_random_seed(0)

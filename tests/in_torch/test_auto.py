@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import grace
-import grace.torch.auto
 from grace.planner import planning, step_timer
 from grace.planner.driver import WARM
 from tests.support.passing import passing, time_by_hand
@@ -36,13 +35,15 @@ from tests.support.training import Given, copied, digest, made_up, weights
 
 pytestmark = pytest.mark.ranks
 
+PLANNING = planning.Planning
+"""The planner itself."""
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def made(failing=None, replan=0, lr=1.0, momentum=0.0, planner=Planning, **options):
     """A model and its optimizer under auto, whose planner is made up."""
     time_by_hand()
-    grace.torch.auto.Planning = planner
+    planning.Planning = planner  # which the driver is made with
     planner.failing = failing
     model = Given(SHAPES)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
@@ -284,7 +285,7 @@ def test_all_ranks_plan_or_none(two_ranks):
 def really(folder):
     """A small network planned by the planner itself."""
     planning.LINK_SECONDS, planning.CODEC_SECONDS = 0.2, 0.01
-    grace.torch.auto.Planning, step_timer.time = planning.Planning, time
+    planning.Planning, step_timer.time = PLANNING, time
     planning.default_path = lambda key: __import__("pathlib").Path(folder) / "calibration.json"
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64))
@@ -319,7 +320,7 @@ def test_the_planner_itself(two_ranks, tmp_path):
 def test_one_process_has_nothing_to_exchange(capfd):
     grace.init("local")
     try:
-        grace.torch.auto.Planning = planning.Planning
+        planning.Planning = PLANNING
         model = Given(SHAPES)
         optimizer = grace.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, strategy="auto")
         for step in range(UNTIL_TRYING + 1):

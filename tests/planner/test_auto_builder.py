@@ -5,7 +5,7 @@ import pytest
 from grace.core.registry import make
 from grace.core.variable import Variable
 from grace.errors import ConfigError
-from grace.planner.auto_request import auto_request, starting_choices
+from grace.planner.auto_request import auto_request
 from grace.planner.builders.auto import Auto, timeline
 from grace.planner.uniform import uniform_strategy
 from grace.strategy.builder import OneNode
@@ -109,5 +109,5 @@ def test_auto_is_asked_for_by_name_object_dict_or_environment(monkeypatch):
 
 
 def test_it_starts_from_plain_sums():
-    strategy = starting_choices(Choices(strategy="auto")).strategy.build(VARIABLES, OneNode(2))
+    strategy = auto_request(Choices(strategy="auto")).starting_choices(Choices()).strategy.build(VARIABLES, OneNode(2))
     assert strategy.plans == uniform_strategy(VARIABLES, 2).plans

@@ -17,7 +17,7 @@ It is then watched: a link that becomes slower is told, and with ``replan`` plan
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grace.core.backend import Backend
 from grace.errors import ConfigError, ExchangeError, GraceError
@@ -25,6 +25,9 @@ from grace.planner.step import Timeline
 from grace.planner.step_timer import StepTimer, undisturbed
 from grace.session.agreement import tell
 from grace.strategy.plan import Strategy
+
+if TYPE_CHECKING:
+    from grace.planner.planning import Planning
 
 WARM, HELD, PLAIN = 2, 5, 5
 """Steps of each phase before planning."""
@@ -38,48 +41,6 @@ WATCH_SECONDS, WATCH_FIRST = 0.25, 5
 """About how much training lies between two looks at a settled run, and the steps until the first one."""
 SLOWER, MUCH_SLOWER, FELT = 2.0, 4.0, 0.2
 """The factors by which a wait must have grown in two looks, or in one; and the part of a step that this must take."""
-
-
-class Tried(Protocol):
-    """A candidate, as a planner gives it."""
-
-    @property
-    def name(self) -> str:
-        """The name, unlike all others."""
-        ...
-
-    @property
-    def strategy(self) -> Strategy:
-        """The strategy."""
-        ...
-
-
-class Planner(Protocol):
-    """What is done between steps; see :class:`grace.planner.planning.Planning`."""
-
-    def measure_links(self, plain: float) -> None:
-        """Measure the links. Every rank calls it."""
-        ...
-
-    def prepare(self, gradients: Mapping[str, Any], timeline: Timeline, plain: float, skew: float) -> None:
-        """Measure the most promising methods. Rank 0 calls it."""
-        ...
-
-    def measure_next(self) -> bool:
-        """Measure one more method; return False if there is none. Rank 0 calls it."""
-        ...
-
-    def candidates(self) -> Sequence[Tried]:
-        """Return what is worth a try, best first, the baseline too. Rank 0 calls it."""
-        ...
-
-    def learned(self, seconds: Mapping[str, float]) -> None:
-        """Keep what steps of candidates took, by name. Rank 0 calls it."""
-        ...
-
-    def explained(self, chosen: str, note: str) -> tuple[Any, str]:
-        """Return the plan as its users see it, a document, and in one line. Rank 0 calls it."""
-        ...
 
 
 class Resumed(NamedTuple):
@@ -115,7 +76,7 @@ class Driver:
 
     def __init__(
         self,
-        planner: Planner,
+        planner: "Planning",
         backend: Backend,
         start: Strategy,
         switch: Callable[[Strategy], None],

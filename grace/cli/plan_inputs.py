@@ -20,7 +20,7 @@ from grace.planner.codecs import is_table, measure
 from grace.planner.costs import Codec
 from grace.planner.default_costs import DefaultCodecs
 from grace.planner.exchange_costs import Costs
-from grace.planner.network import links_of
+from grace.planner.network import Levels, links_of
 from grace.planner.planning import CODEC_SECONDS, choices_of
 from grace.planner.problem import Problem, methods_of
 from grace.planner.step import Timeline
@@ -171,13 +171,13 @@ def costs_of(auto: Auto, cluster: Cluster, calibration: Calibration | None, wher
         costs = auto.costs(cluster)
         links = links_of(costs.network)
         assert links is not None
-        whose = "of the slowest node" if costs.between else "between ranks"
+        whose = "of the slowest node" if isinstance(costs.network, Levels) else "between ranks"
         given = "" if told else ", assumed: say --bandwidth, -r or --calibration"
         said = f"{of_rate(links.bandwidth * 8)} {whose}, {links.latency * 1e6:.3g} us a message{given}"
         if calibration is None:
             return costs, said
         made = calibration.costs(network=costs.network)
-        return replace(made, inside=made.inside or costs.inside, between=costs.between), said
+        return replace(made, inside=made.inside or costs.inside), said
     if not calibration.curves:
         raise ConfigError(
             f"{where}: was made by one rank alone, and has no times of collectives. {AGAIN}, by all ranks; or say "

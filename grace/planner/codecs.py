@@ -5,7 +5,7 @@ import contextlib
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -29,24 +29,23 @@ from grace.session.step_runner import StepRunner
 
 Choice = str | Mapping[str, Any] | Callable[[], Communicator]
 MOST_ELEMENTS = 1 << 24
-"""Of a bucket that is timed."""
+"""Elements of a bucket that is timed."""
 PROBE, SAMPLED = 1 << 18, 1 << 16
-"""Elements of what is timed first, and of each variable whose bits are counted."""
-MOST_VARIABLES = 256
-"""Small ones that are timed together."""
-PART, WEIGHT, LARGE = 4, 8, 2
-"""The whole model is timed, and such a part of each variable; and as how many measurements the former counts, and the
-largest variable alone, which a plan may treat alone."""
-MINOR = 0.1
-"""Of what the whole takes; by how much of what takes less a cost is off matters less."""
+"""Elements of the bucket that is timed first, and of each variable whose bits are counted."""
+PIECES, PIECE = 32, 256
+"""Variables of the bucket that tells what a variable costs, and their elements."""
+MOST_RANKS = 8
+"""Ranks that are pretended."""
 WARM, LEAST, MOST = 2, 3, 9
 """Steps that are not timed (a bucket's codec is found in the first one), and how many are."""
 DRAWS = 3
 """Seeds that a random method's error is the mean of."""
 SMALL = 1 << 12
-"""Elements up to which a variable is small."""
+"""Elements of a variable that its error is measured on at least."""
 TABLE_SAMPLE = 4096
 """Rows that are looked at, to tell tables."""
+BEHIND_WARMUPS = 1 << 31
+"""The step that methods are timed at: a warm-up sends more at first, for a small part of a run."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +64,8 @@ class Measured:
     errors: Mapping[str, float]
 
 
-BEHIND_WARMUPS = 1 << 31
-"""The step that methods are timed at: a warm-up sends more at first, for a small part of a run."""
-
-
 def maker(choice: Choice, ranks: int = 1) -> Callable[[], Communicator]:
-    """A function that makes a new communicator, with a compressor and a memory that remember nothing, at each call.
+    """Return a function that makes a new communicator at each call, whose parts remember nothing.
 
     Args:
         choice: a compressor's spec; a communicator's, a compressor's and a memory's as ``describe()`` writes them; the
@@ -108,13 +103,12 @@ def measure(
     limit_seconds: float = 1.0,
     synchronize: Callable[[], Any] = lambda: None,
 ) -> Measured:
-    """Run real exchanges of these gradients over pretended ranks, and time what they compute.
+    """Run real exchanges of these gradients over simulated ranks, and time what they compute.
 
-    Several sets of variables are timed, for two numbers of ranks, so that costs can be told apart: one small variable,
-    many, the largest, a part of all, and all: what a step of this very model takes counts most, because caches do not
-    hold it, and what a method takes depends on shapes and values. Of large models a part is taken, so that it takes
-    about ``limit_seconds`` (and, the first time, what compiling loops takes besides). Gradients are copied, never
-    changed.
+    A bucket of all variables is timed, because what a method takes depends on shapes and values, and on caches that do
+    not hold them; and one of many small pieces, so that what a variable takes is told from what an element takes. Of
+    large models a part is taken, so that it takes about ``limit_seconds`` (and, the first time, what compiling loops
+    takes besides). Gradients are copied, never changed.
 
     Args:
         choice: what :func:`maker` takes.
@@ -147,24 +141,26 @@ def measure(
     smaller = [name for name in tensors if _shrinks(communicator, name, tensors[name])]
     if not smaller:
         raise ConfigError(f"{method} makes none of these {len(tensors)} gradients smaller; give it larger ones")
-    timing = _Timing(fresh, seed, synchronize)
+    timing, pretended = _Timing(fresh, seed, synchronize), _pretended(communicator, ranks)
     largest = max((tensors[name] for name in smaller), key=numel)
-    numbers = _ranks(communicator, ranks)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         compressed = {name: tensors[name] for name in smaller}
         try:
-            elements, each = timing.fitting(compressed, numbers[0], limit_seconds / 2 / (WARM + LEAST))
+            whole, took = timing.whole(compressed, pretended, limit_seconds / 2)
         except PayloadError:  # owners of ranges, which differ, cannot all send the same; those of one variable's can
             compressed = {"x": largest}
-            elements, each = timing.fitting(compressed, numbers[0], limit_seconds / 2 / (WARM + LEAST))
-        turns = _turns(compressed, numbers, elements)
-        sizes, took = [], []
-        for chosen, number, weight in turns:
-            with contextlib.suppress(PayloadError):
-                took += [timing.run(chosen, number, limit_seconds / 4 / len(turns))] * weight
-                sizes += [(len(chosen), float(sum(map(numel, chosen.values()))), number)] * weight
-        start, middle, finish = map(_fitted, [sizes] * 3, zip(*took, strict=True), of_all_ranks(communicator))
+            whole, took = timing.whole(compressed, pretended, limit_seconds / 2)
+        given = list(compressed.values())
+        pieces = {f"x{i}": shortened(given[i % len(given)], PIECE) for i in range(PIECES)}
+        took_pieces = took
+        with contextlib.suppress(PayloadError):
+            took_pieces = timing.run(pieces, pretended, limit_seconds / 4)
+        start, middle, finish = (
+            _cost((pieces, seconds), (whole, all_seconds), pretended if grows else 0)
+            for seconds, all_seconds, grows in zip(took_pieces, took, of_all_ranks(communicator), strict=True)
+        )
+        each = max(1e-12, sum(took) / sum(map(numel, whole.values())))
         share = min(1.0, limit_seconds / 4 / DRAWS / (each * sum(map(numel, tensors.values()))))
         losses = _Losses(fresh, seed)
         errors = losses.errors({name: tensors[name] for name in smaller}, share)
@@ -174,12 +170,19 @@ def measure(
     return Measured(method, codec, errors)
 
 
-def _fitted(sizes: Sequence[tuple[int, float, int]], seconds: Sequence[float], peers: bool) -> Cost:
-    """The cost nearest to measurements; none, if none took any time."""
-    if not any(seconds):
-        return Cost()
-    measured = [(*size, max(each, 1e-9)) for size, each in zip(sizes, seconds, strict=True)]
-    return Cost.fitted(measured, MINOR * max(seconds), peers)
+def _cost(pieces: tuple[Mapping[str, Any], float], whole: tuple[Mapping[str, Any], float], ranks: int) -> Cost:
+    """Return the cost of each variable and of each element by which two buckets take what they took, neither below 0.
+
+    Args:
+        pieces: a bucket of small variables, and its seconds.
+        whole: the same of all variables.
+        ranks: of how many ranks' payloads each element is computed; 0 if it does not grow with the ranks.
+    """
+    (few, some), (many, all_) = ((len(tensors), sum(map(numel, tensors.values()))) for tensors, _ in (pieces, whole))
+    both = few * all_ - many * some
+    element = max(0.0, (few * whole[1] - many * pieces[1]) / both) if both > 0 else whole[1] / all_
+    variable = max(0.0, (whole[1] - element * all_) / many)
+    return Cost(variable=variable, peer=element / ranks) if ranks else Cost(variable=variable, element=element)
 
 
 class _Timing:
@@ -194,23 +197,25 @@ class _Timing:
     def __init__(self, fresh: Callable[[], Communicator], seed: int, synchronize: Callable[[], Any]):
         self.fresh, self.seed, self.synchronize = fresh, seed, synchronize
 
-    def fitting(self, tensors: Mapping[str, Any], ranks: int, seconds: float) -> tuple[float, float]:
-        """Of how many elements a step takes about so long, and seconds for each; more and more of all are tried."""
+    def whole(
+        self, tensors: Mapping[str, Any], ranks: int, seconds: float
+    ) -> tuple[dict[str, Any], tuple[float, float, float]]:
+        """Return the part of all tensors that can be timed for so long, all of them if possible, and what it took."""
         whole, elements = sum(map(numel, tensors.values())), PROBE
         while True:
             taken = share_of(tensors, elements)
-            took = sum(self.run(taken, ranks, 0.0, least=1))
+            took = self.run(taken, ranks, 0.0, least=1)
             size = sum(map(numel, taken.values()))
-            most = size * seconds / max(took, 1e-9)
+            most = size * seconds / (WARM + LEAST) / max(sum(took), 1e-9)
             if size >= whole or elements * 4 > min(most, MOST_ELEMENTS):
-                return max(most, size), took / size
+                return taken, self.run(taken, ranks, seconds)
             elements *= 4
 
     def run(
         self, tensors: Mapping[str, Any], ranks: int, seconds: float, least: int = LEAST
     ) -> tuple[float, float, float]:
-        """Seconds of start, of what lies between two collectives, and of finish, for a bucket of these: the lower
-        quartiles of some steps, because what else a machine does makes them longer only.
+        """Return the seconds of start, of what lies between two collectives, and of finish, for a bucket of these: the
+        lower quartiles of some steps, because what else a machine does makes them longer only.
 
         Args:
             tensors: all compressed.
@@ -310,33 +315,11 @@ def _runner(communicator: Communicator, tensors: Mapping[str, Any], mirror: Simu
         runner.close()
 
 
-def _turns(
-    tensors: Mapping[str, Any], numbers: Sequence[int], elements: float
-) -> list[tuple[dict[str, Any], int, int]]:
-    """Variables that are timed together, for how many ranks, and how much that counts: one small variable, the small
-    ones, the largest, a part of all, and all, as far as so many elements allow."""
-    order = sorted(tensors, key=lambda name: numel(tensors[name]))
-    small = [name for name in order if numel(tensors[name]) <= SMALL] or order[:1]
-    whole = share_of(tensors, int(min(max(elements, SMALL), MOST_ELEMENTS)))
-    size = sum(map(numel, whole.values()))
-    few = {name: whole[name] for name in small[:MOST_VARIABLES]}
-    one = {order[0]: whole[order[0]]}
-    if len(tensors) == 1:
-        piece = shortened(next(iter(whole.values())), max(1, size // 32))
-        few = {f"x{i}": piece for i in range(32)}
-    turns = [(chosen, number, 1) for chosen in (few, share_of(tensors, size // PART)) for number in numbers]
-    large = {order[-1]: shortened(tensors[order[-1]], int(min(max(elements, SMALL), MOST_ELEMENTS)))}
-    return [(one, numbers[0], 1), (large, numbers[0], LARGE), *turns, (whole, numbers[0], WEIGHT)]
-
-
-def _ranks(communicator: Communicator, ranks: int) -> list[int]:
-    """How many ranks there are (or so many that they can be pretended), and another number; or that which the
-    communicator was made for."""
+def _pretended(communicator: Communicator, ranks: int) -> int:
+    """Return how many ranks are pretended: as many as there are, or as the communicator was made for, but few."""
     if communicator.made_for is not None:
-        return [communicator.made_for]
-    least = max(2, _root(communicator) + 1)
-    actual = max(least, min(ranks, 8))
-    return [actual, least if actual > least + 1 else actual + 2]
+        return communicator.made_for
+    return max(2, _root(communicator) + 1, min(ranks, MOST_RANKS))
 
 
 def _root(communicator: Communicator) -> int:

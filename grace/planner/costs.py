@@ -2,7 +2,6 @@
 
 import bisect
 import functools
-import itertools
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
@@ -36,46 +35,6 @@ class Cost:
     def times(self, factor: float) -> "Cost":
         """The same with all seconds multiplied."""
         return Cost(*(factor * part for part in astuple(self)))
-
-    @classmethod
-    def fitted(
-        cls, measured: Sequence[tuple[int, float, int, float]], least: float = 0.0, peers: bool = True
-    ) -> "Cost":
-        """The nearest to measurements, by the squares of relative errors, with no part below zero.
-
-        Args:
-            measured: variables, elements, ranks and seconds of each.
-            least: seconds; errors of what took less count relative to them.
-            peers: it may grow with the ranks; else what looks so is noise, and ``peer`` is 0.
-
-        Raises:
-            ConfigError: there is no measurement, or one of no time.
-
-        >>> true = Cost(call=1e-5, variable=2e-6, element=1e-9)
-        >>> sizes = [(1, 1e3, 2), (1, 1e6, 2), (50, 1e4, 2), (100, 1e6, 4)]
-        >>> found = Cost.fitted([(*size, true.seconds(*size)) for size in sizes])
-        >>> round(found.call * 1e6, 3), round(found.variable * 1e6, 3), round(found.element * 1e9, 3)
-        (10.0, 2.0, 1.0)
-        """
-        if not measured or any(not seconds > 0 for *_, seconds in measured):
-            raise ConfigError("a cost is fitted to times above zero, and to one at least")
-        rows = np.array([(1.0, v, n, n * ranks) for v, n, ranks, _ in measured])
-        times = np.array([seconds for *_, seconds in measured])
-        scales = np.maximum(times, least)
-        rows, aims = rows / scales[:, None], times / scales
-        best, smallest = np.zeros(4), np.inf
-        tried = [(False, True)] * 3 + [(False, peers)]
-        for kept in itertools.product(*tried):  # the best of those that have no part below zero
-            chosen = np.flatnonzero(kept)
-            found = np.zeros(4)
-            if chosen.size:
-                scale = np.linalg.norm(rows[:, chosen], axis=0)
-                scale[scale == 0] = 1.0
-                found[chosen] = np.linalg.lstsq(rows[:, chosen] / scale, aims, rcond=None)[0] / scale
-            error = float(np.sum((rows @ found - aims) ** 2))
-            if np.all(found >= 0) and error < smallest - 1e-12:
-                best, smallest = found, error
-        return cls(*map(float, best))
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from grace.communicators import Allreduce
-from grace.communicators.sparse import row_communicator
 from grace.core.route import EngineTraits
-from grace.core.variable import Variable, equal_sizes
+from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.exchange.bucket import Bucket
-from grace.exchange.route_bytes import LegBytes, bytes_of, bytes_within_node, rows_of
+from grace.exchange.route_bytes import LegBytes, bytes_of, rows_of
 from grace.exchange.sparse_codec import RowCompressor
 from grace.planner.costs import Codec
 from grace.planner.network import KINDS, Network
@@ -31,7 +29,7 @@ from grace.strategy.execution import compiled
 from grace.strategy.plan import Strategy
 
 DENSE = "allreduce, none, none"
-"""What carries averages, and what the ranks of a node reduce among themselves."""
+"""The codec of averages now and then."""
 MOST_KNOWN = 100_000
 """Buckets that are remembered."""
 
@@ -43,8 +41,7 @@ class Costs:
     Attributes:
         network: between the ranks that exchange.
         codecs: what computing takes, by :func:`codec_key`.
-        inside: within a node; the network itself if left out.
-        between: between the nodes' leaders in hierarchical exchanges; the network itself if left out.
+        inside: within a node, for pipelines; the network itself if left out.
         contention: what computing and exchanges beside it cost each other.
         bucket: seconds of fixed work per bucket.
         step: seconds of fixed work per step.
@@ -63,7 +60,6 @@ class Costs:
     by_ring: bool = False
     concatenates: bool = False
     rows: Mapping[str, float] = field(default_factory=dict)
-    between: Network | None = None
     known: dict[Any, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
     """Buckets that were worked out before."""
 
@@ -79,16 +75,16 @@ def codec_key(communicator: Any) -> str:
     return f"{communicator.name}, {communicator.compressor.spec}, {communicator.memory.spec}"
 
 
-def works(strategy: Strategy, costs: Costs, nodes: Sequence[int] | None = None) -> list[Work]:
-    """The buckets of a strategy, in the order in which ranks start them; averages come last.
+def works(strategy: Strategy, costs: Costs) -> list[Work]:
+    """Return what the buckets of a strategy do, in the order in which ranks start them; averages come last.
 
     Args:
         strategy: whose world size counts.
         costs: of what it does.
-        nodes: the number of the node of each rank; as many on each of the strategy's nodes if left out.
 
     Raises:
-        ConfigError: there is no codec for what it uses; the message names it.
+        ConfigError: there is no codec for what it uses, which the message names; or it is hierarchical, which is not
+            predicted.
 
     >>> from grace.core.variable import Variable
     >>> from grace.planner.network import Links
@@ -98,112 +94,32 @@ def works(strategy: Strategy, costs: Costs, nodes: Sequence[int] | None = None) 
     >>> work.names, work.transfers[0].nbytes
     (('a', 'b'), 8048.0)
     """
-    if nodes is None:
-        sizes = equal_sizes(strategy.world_size, strategy.nodes)
-        nodes = [node for node, size in enumerate(sizes) for _ in range(size)]
-    return works_of(compiled(strategy, strategy.variables), strategy.world_size, costs, nodes)
+    return works_of(compiled(strategy, strategy.variables), strategy.world_size, costs)
 
 
-def works_of(shards: Sequence[Shard], ranks: int, costs: Costs, nodes: Sequence[int] | None = None) -> list[Work]:
-    """The same for shards (of a plan that is no strategy), whose communicators need not be in a run.
-
-    Args:
-        nodes: the number of the node of each rank; all on one if left out.
+def works_of(shards: Sequence[Shard], ranks: int, costs: Costs) -> list[Work]:
+    """Return the same for shards, whose communicators need not be in a run.
 
     Raises:
-        ConfigError: as :func:`works`; or the nodes are those of another number of ranks.
+        ConfigError: as :func:`works`.
     """
-    if nodes is not None and len(nodes) != ranks:
-        raise ConfigError(f"nodes= tells the nodes of {len(nodes)} ranks, and there are {ranks}")
     by_name = {shard.variable.name: shard for shard in shards}
-    places = Places.of(ranks, nodes)
-    ways: dict[int, CommunicatorCosts] = {}
-    for shard in shards:
-        if id(shard.communicator) not in ways:
-            ways[id(shard.communicator)] = CommunicatorCosts.of(shard.communicator)
+    described = {id(shard.communicator): shard.communicator.describe() for shard in shards}
     found, carried = [], set[bool]()
-    for bucket in bucketed([shard for shard in shards if not shard.period]):
-        delayed = bucket.communicator.delayed
-        bucket.carries = delayed not in carried  # one bucket of a step tells the ranks' places, and one beside training
-        carried.add(delayed)
-        found.append(
-            _known(bucket, ways[id(bucket.communicator)], [by_name[name] for name in bucket.names], places, costs)
-        )
-    for bucket in bucketed([shard for shard in shards if shard.period]):
-        found.append(
-            _known(bucket, ways[id(bucket.communicator)], [by_name[name] for name in bucket.names], places, costs)
-        )
+    for averaged in (False, True):
+        for bucket in bucketed([shard for shard in shards if bool(shard.period) == averaged]):
+            if not averaged:  # one bucket of a step carries the header, and one beside training
+                bucket.carries = bucket.communicator.delayed not in carried
+                carried.add(bucket.communicator.delayed)
+            own = [by_name[name] for name in bucket.names]
+            names = tuple(dict.fromkeys([shard.whole.name for shard in own]))
+            key = described[id(bucket.communicator)], tuple(bucket.variables), names, bucket.carries, averaged, ranks
+            if key not in costs.known:
+                if len(costs.known) >= MOST_KNOWN:
+                    costs.known.clear()
+                costs.known[key] = _Exchange(bucket, names, own[0], ranks, costs).work()
+            found.append(costs.known[key])
     return found
-
-
-@dataclass(frozen=True)
-class CommunicatorCosts:
-    """What is the same for all buckets of a communicator.
-
-    Attributes:
-        described: it, with all of its parameters.
-        key: of its codec.
-        keepers: those of its parts that keep something, by what they are.
-    """
-
-    described: str
-    key: str
-    keepers: tuple[tuple[str, Any], ...]
-
-    @classmethod
-    def of(cls, communicator: Any) -> "CommunicatorCosts":
-        """That of a communicator."""
-        stateful = tuple((kind, part) for kind, part in communicator.keepers.items() if part.stateful)
-        return cls(communicator.describe(), codec_key(communicator), stateful)
-
-
-@dataclass(frozen=True)
-class Places:
-    """Who takes part.
-
-    Attributes:
-        ranks: how many.
-        nodes: on how many nodes.
-        largest: ranks of the largest node.
-        node_of: each rank's node; empty if all are on one.
-    """
-
-    ranks: int
-    nodes: int = 1
-    largest: int = 1
-    node_of: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, ranks: int, nodes: Sequence[int] | None) -> "Places":
-        """Of so many ranks on these nodes."""
-        if nodes is None:
-            return cls(ranks, 1, ranks)
-        counts: dict[int, int] = {}
-        for node in nodes:
-            counts[node] = counts.get(node, 0) + 1
-        order = {node: i for i, node in enumerate(counts)}
-        return cls(ranks, len(counts), max(counts.values(), default=1), tuple(order[node] for node in nodes))
-
-
-def _known(bucket: Bucket, way: CommunicatorCosts, shards: Sequence[Shard], places: Places, costs: Costs) -> Work:
-    """The bucket's work, which may have been worked out before."""
-    variables, names = tuple(bucket.variables), tuple(dict.fromkeys([shard.whole.name for shard in shards]))
-    first = shards[0]
-    key = (
-        way.described,
-        variables,
-        names,
-        bucket.carries,
-        first.hierarchical,
-        first.period,
-        places,
-    )
-    work = costs.known.get(key)
-    if work is None:
-        if len(costs.known) >= MOST_KNOWN:
-            costs.known.clear()
-        work = costs.known[key] = _Exchange(bucket, way, names, first, places, costs).work()
-    return work  # type: ignore[no-any-return]
 
 
 class Payloads(NamedTuple):
@@ -212,9 +128,9 @@ class Payloads(NamedTuple):
     Attributes:
         kind: see :data:`grace.planner.network.KINDS`.
         nbytes: of a rank's buffer.
-        rooted: whether it begins or ends at one rank.
-        hop: whether it is but the second half of a sum.
-        half: whether 16-bit floats are added up.
+        rooted: True if it begins or ends at one rank.
+        hop: True if it is but the second half of a sum.
+        half: True if 16-bit floats are added up.
     """
 
     kind: str
@@ -225,118 +141,64 @@ class Payloads(NamedTuple):
 
 
 class _Exchange:
-    """What one bucket does."""
+    """The exchange of one bucket, which belongs to variables of these names, among so many ranks."""
 
-    def __init__(
-        self, bucket: Bucket, way: CommunicatorCosts, names: tuple[str, ...], shard: Shard, places: Places, costs: Costs
-    ):
-        self.bucket, self.way, self.names, self.shard, self.costs, self.places = (
-            bucket,
-            way,
-            names,
-            shard,
-            costs,
-            places,
-        )
+    def __init__(self, bucket: Bucket, names: tuple[str, ...], shard: Shard, ranks: int, costs: Costs):
+        self.bucket, self.names, self.shard, self.ranks, self.costs = bucket, names, shard, ranks, costs
         self.communicator: Any = bucket.communicator
-        self.led = shard.hierarchical and places.ranks > 1
-        self.ranks = places.nodes if self.led else places.ranks
-        self.inside, self.between = costs.inside or costs.network, costs.between or costs.network
-        self.network = self.between if self.led else costs.network
-        key = DENSE if shard.period else way.key
-        codec = costs.codecs.get(key)
+        self.key = DENSE if shard.period else codec_key(self.communicator)
+        codec = costs.codecs.get(self.key)
         if codec is None:
             raise ConfigError(
-                f"{self.names[0]!r} is carried by {key}, and nobody measured what that takes. Measured: "
+                f"{names[0]!r} is carried by {self.key}, and nobody measured what that takes. Measured: "
                 f"{', '.join(map(repr, costs.codecs)) or 'nothing'}"
             )
-        self.codec, self.key = codec, key
-        variables = bucket.variables
-        self.sparse = variables[0].sparse and not shard.period  # averages now and then are dense
-        self.elements = elements_of(variables, costs.rows, self.sparse)
+        if shard.hierarchical:
+            raise ConfigError(f"{names[0]!r} is exchanged by nodes (hierarchical), which is not predicted")
+        self.codec = codec
+        sparse = bucket.variables[0].sparse and not shard.period  # averages now and then are dense
+        self.elements = elements_of(bucket.variables, costs.rows, sparse)
         check_bits(bucket, codec.bits)
 
-    def _engine(self, ranks: int) -> EngineTraits:
-        on_cpu = self.bucket.variables[0].device.startswith("cpu")
-        return EngineTraits(ranks, self.costs.by_ring, self.costs.concatenates, on_cpu)
-
     def work(self) -> Work:
-        """All of it."""
-        legs = bytes_of(self.bucket, self._engine(self.ranks), self.codec.bits, self.costs.rows)
-        payloads = payloads_of(legs, self.ranks)
-        transfers = tuple(transfer for one in payloads for transfer in self._transfers(one))
-        before, after, inside = self._within() if self.led else (0.0, 0.0, 0.0)
+        """Return all that the bucket does in a step."""
+        on_cpu = self.bucket.variables[0].device.startswith("cpu")
+        engine = EngineTraits(self.ranks, self.costs.by_ring, self.costs.concatenates, on_cpu)
+        payloads = payloads_of(bytes_of(self.bucket, engine, self.codec.bits, self.costs.rows), self.ranks)
         gaps, usual = len(payloads) - 1, sum(not payload.hop for payload in payloads) - 1
         size = len(self.bucket.variables), self.elements, self.ranks
+        stateful = [(kind, part) for kind, part in self.communicator.keepers.items() if part.stateful]
         return Work(
             names=self.names,
             start=self.codec.start.seconds(*size) + self.costs.bucket,
-            transfers=transfers if self.ranks > 1 else (),
+            transfers=tuple(map(self._transfer, payloads)) if self.ranks > 1 else (),
             middle=self.codec.middle.seconds(*size) * usual / gaps if gaps else 0.0,
             finish=self.codec.finish.seconds(*size),
             delayed=self.communicator.delayed and not self.shard.period,
-            memory=kept_bytes(
-                self.bucket, self.ranks, self.elements, payloads, () if self.shard.period else self.way.keepers
-            ),
-            before=before,
-            after=after,
-            inside=inside,
+            memory=kept_bytes(self.bucket, self.ranks, self.elements, payloads, () if self.shard.period else stateful),
             period=self.shard.period,
-            method=self.key,
         )
 
-    def _transfers(self, payload: Payloads) -> list[Transfer]:
-        """A collective, as the wire sees it."""
-        kind, nbytes, ranks, network = payload.kind, payload.nbytes, self.ranks, self.network
-        others = ranks - 1
-        if not payload.rooted:
-            timed = "allreduce16" if payload.half else kind
-            each = network.seconds(timed, nbytes, ranks)
-            occupies = max(0.0, each - network.seconds(timed, 0.0, ranks))
-            if kind == "broadcast":  # from each rank in its turn
-                return [Transfer(kind, ranks * each, others * nbytes, occupies=ranks * occupies)]
-            share = {"allreduce": 2 * others / ranks, "allgather": others, "alltoall": others / ranks}[kind]
-            return [Transfer(kind, each, share * nbytes, occupies=occupies)]
-        root, each, one = self.root, network.seconds(kind, nbytes, ranks), network.seconds(kind, nbytes, 2)
-        if kind == "gather":
-            return [Transfer(kind, each, nbytes, root, one)]
-        if not self.communicator.local_replication or self.led or self.places.ranks == 1:
-            return [Transfer(kind, each, 0.0, root, one, others * nbytes)]
-        nodes, largest = self.places.nodes, self.places.largest
-        hand_on = self.inside.seconds(kind, nbytes, largest)
-        between = self.between.seconds(kind, nbytes, nodes)
-        own = self._node_size(root)
-        sent = (nodes - 1 + own - 1) * nbytes
-        return [Transfer(kind, between + hand_on, 0.0, root, (one if nodes > 1 else 0.0) + hand_on, sent)]
-
-    @property
-    def root(self) -> int:
-        """The destination; that of the node that speaks for it, among those."""
-        destination: int = self.communicator.destination
-        if not self.led:
-            return destination
-        return self.places.node_of[destination] if self.places.node_of else 0
-
-    def _node_size(self, rank: int) -> int:
-        node_of = self.places.node_of
-        return node_of.count(node_of[rank]) if node_of else self.places.ranks
-
-    def _within(self) -> tuple[float, float, float]:
-        """Seconds before and behind, and bytes, of the exchange within the node."""
-        largest, inside = self.places.largest, self.inside
-        if largest == 1:
-            return 0.0, 0.0, 0.0
-        dense = self.costs.codecs.get(DENSE)
-        if dense is None:
-            raise ConfigError(f"hierarchical exchanges need a codec of {DENSE}, and nobody measured that")
-        own: Any = row_communicator(Allreduce("none"), "") if self.sparse else Allreduce("none")
-        there = bytes_within_node(self.bucket, own, self._engine(largest), self.costs.rows)
-        before, after = (
-            sum(inside.seconds(one.kind, one.nbytes, largest) for one in payloads_of(legs, largest)) for legs in there
+    def _transfer(self, payload: Payloads) -> Transfer:
+        """Return a collective, as the wire sees it."""
+        kind, nbytes, ranks, network, others = (
+            payload.kind,
+            payload.nbytes,
+            self.ranks,
+            self.costs.network,
+            self.ranks - 1,
         )
-        variables, elements = len(self.bucket.variables), self.elements
-        before += dense.start.seconds(variables, elements, largest) + dense.finish.seconds(variables, elements, largest)
-        return before, after, sum(one.leg.sent(one.nbytes, largest, 0) for legs in there for one in legs)
+        each = network.seconds("allreduce16" if payload.half else kind, nbytes, ranks)
+        if payload.rooted:
+            root, sending = self.communicator.destination, network.seconds(kind, nbytes, 2)
+            if kind == "gather":
+                return Transfer(kind, each, nbytes, root, sending)
+            return Transfer(kind, each, 0.0, root, sending, others * nbytes)
+        occupies = max(0.0, each - network.seconds("allreduce16" if payload.half else kind, 0.0, ranks))
+        if kind == "broadcast":  # from each rank in its turn
+            return Transfer(kind, ranks * each, others * nbytes, occupies=ranks * occupies)
+        share = {"allreduce": 2 * others / ranks, "allgather": others, "alltoall": others / ranks}[kind]
+        return Transfer(kind, each, share * nbytes, occupies=occupies)
 
 
 # -- what travels, and what is kept --------------------------------------------------------------------

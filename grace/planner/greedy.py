@@ -159,7 +159,7 @@ class Greedy:
             works = self.works(choice)
             prediction = self.problem.simulate(works)
             lost = sum(self.shares[number][v] for v, number in enumerate(choice))
-            busy = sum(w.start + w.finish + w.before + w.after + sum(t.seconds for t in w.transfers) for w in works)
+            busy = sum(w.start + w.finish + sum(t.seconds for t in w.transfers) for w in works)
             found = self.scores[choice] = round(prediction.step, 9), round(lost, 9), round(busy, 12)
         return found
 

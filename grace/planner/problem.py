@@ -77,7 +77,7 @@ class Problem:
         Raises:
             ConfigError: the costs do not tell what one of its methods takes.
         """
-        return self.simulate(works(strategy, self.costs, self.cluster.ranks))
+        return self.simulate(works(strategy, self.costs))
 
     def works_of(self, shards: Sequence[Shard]) -> list[Work]:
         """Return what the buckets of shards do in a step.
@@ -85,7 +85,7 @@ class Problem:
         Raises:
             ConfigError: as :meth:`predict`.
         """
-        return works_of(shards, self.ranks, self.costs, self.cluster.ranks)
+        return works_of(shards, self.ranks, self.costs)
 
     def simulate(self, found: Sequence[Work]) -> Prediction:
         """Predict a step whose buckets do this, in the order in which they start."""

@@ -74,7 +74,7 @@ def over_rates(
     def predict(name: str, rate: float) -> Prediction:
         if name not in strategies:
             strategies[name] = uniform_strategy(problem.variables, problem.ranks, name, nodes=problem.nodes)
-        costs = dataclasses.replace(problem.costs, network=Links(rate / 8, latency), between=None)
+        costs = dataclasses.replace(problem.costs, network=Links(rate / 8, latency))
         return dataclasses.replace(problem, costs=costs).predict(strategies[name])
 
     return _lines([*strategies, *methods], rates, predict)

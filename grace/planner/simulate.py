@@ -162,9 +162,6 @@ class _Step:
             if need > done:
                 self._model(need - done)
                 done = need
-            if work.before:
-                begin, self.time = self.time, self.time + work.before
-                self.events.append(("inside", i, begin, self.time))
             begin = self.time
             self._compute(work.start * self.encoding)
             self.codec += work.start * self.encoding
@@ -213,9 +210,6 @@ class _Step:
             self._compute(work.finish)
             self.codec += work.finish
             self.events.append(("finish", i, begin, self.time))
-            if work.after:
-                begin, self.time = self.time, self.time + work.after
-                self.events.append(("inside", i, begin, self.time))
 
     def _averages(self) -> float:
         """Seconds per step of what is averaged now and then."""
@@ -232,7 +226,6 @@ def most_sent(works: Sequence[Work]) -> float:
     """Bytes that leave the rank that sends most, in a step."""
     usual, more = 0.0, dict[int, float]()
     for work in works:
-        usual += work.inside
         for transfer in work.transfers:
             usual += transfer.nbytes / max(1, work.period)
             if transfer.root >= 0:

@@ -83,11 +83,7 @@ class Work:
         finish: seconds of computing after the last one.
         delayed: its means are applied in a later step, so that nothing waits for it as long as the link can follow.
         memory: bytes that it keeps on a rank, between steps and during one: residuals, wires, what is decoded.
-        before: seconds that computing waits for an exchange within the node, before ``start``.
-        after: the same, behind ``finish``.
-        inside: bytes that leave a rank for others of its node.
         period: averaged every so many steps, after the optimizer's, while all wait; 0 if it is exchanged in every step.
-        method: communicator, compressor and memory, as codecs are known by.
     """
 
     names: tuple[str, ...]
@@ -97,11 +93,7 @@ class Work:
     finish: float = 0.0
     delayed: bool = False
     memory: float = 0.0
-    before: float = 0.0
-    after: float = 0.0
-    inside: float = 0.0
     period: int = 0
-    method: str = ""
 
 
 @dataclass(frozen=True)

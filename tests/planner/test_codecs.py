@@ -77,17 +77,6 @@ def test_times_are_those_of_the_whole_model_and_not_the_shortest():
     assert found.start.seconds(3, 9000, 2) == pytest.approx(14e-3, rel=0.5)
 
 
-def test_the_largest_variable_is_timed_alone(monkeypatch):
-    """A plan may treat it alone, and of many together the times of one cannot be told."""
-    timed, run = [], codecs._Timing.run
-    monkeypatch.setattr(
-        codecs._Timing, "run", lambda self, given, *more, **as_: timed.append(given) or run(self, given, *more, **as_)
-    )
-    given = {f"w{i}": np.ones((50, 50), np.float32) for i in range(8)} | {"embedding": np.ones((300, 100), np.float32)}
-    measure("topk", given, ranks=2, limit_seconds=QUICK)
-    assert {"embedding": (300, 100)} in [{name: x.shape for name, x in each.items()} for each in timed]
-
-
 def test_what_is_lost_is_what_the_method_says():
     x = gradients()
     found = measure("topk(ratio=0.1)", x, ranks=2, limit_seconds=QUICK)

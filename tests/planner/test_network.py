@@ -131,7 +131,6 @@ def test_a_resource_file_tells_the_planner_which_nodes_are_fast():
     costs = Auto(latency=0).costs(cluster)
     slow = Links(1e9 / 8)
     assert costs.network.seconds("allreduce", 1e6, 6) == slow.seconds("allreduce", 1e6, 6)  # passes each link once
-    assert costs.between.seconds("allreduce", 1e6, 3) == slow.seconds("allreduce", 1e6, 3)
     variables = [Variable(f"w{i}", (1000, 1000)) for i in range(4)]
     problem = Auto(latency=0).problem(variables, cluster)
 
@@ -140,6 +139,6 @@ def test_a_resource_file_tells_the_planner_which_nodes_are_fast():
         plans = tuple(VariablePlan(variable, (part,)) for variable in variables)
         return problem.predict(Strategy(plans, 6, 3)).step
 
-    assert step(type="allreduce", hierarchical=True) < step(type="allreduce") < step(type="allgather")
+    assert step(type="allreduce") < step(type="allgather")
     one = Resources.of({"nodes": [{**CLUSTER["nodes"][0], "network_bandwidth": 8}]})
     assert Auto().costs(one).network.bandwidth == 0.5e9  # each of two ranks has half

@@ -178,14 +178,6 @@ def test_delayed_exchanges_are_free_as_long_as_the_link_can_follow():
     assert slowed.step == pytest.approx(5.75 + 1.0)  # computing beside 3 s of exchange is 2 s worth
 
 
-def test_the_nodes_own_exchange_is_waited_for():
-    works = [Work(("c",), before=0.5, transfers=sends(1.0), after=0.25), Work(("a",), transfers=sends(1.0))]
-    found = step(works)
-    assert found.step == 5.5 + 1.0 + 0.5  # handing on is done before the second has come
-    assert (found.codec, found.exposed) == (0.0, 1.5)
-    assert step(works[:1]).step == 5.5 + 0.25 + 0.5
-
-
 def test_averages_are_shared_by_the_steps_between():
     work = Work(("a",), start=0.5, transfers=sends(3.0), finish=0.5, period=4)
     found = step([work])
@@ -196,7 +188,7 @@ def test_averages_are_shared_by_the_steps_between():
 
 QUARTERS = st.integers(0, 12).map(lambda n: n / 4)
 PART = st.sampled_from([0.25, 0.5, 1.0])
-KINDS = ["sum", "rounds", "root", "delayed", "node", "average"]
+KINDS = ["sum", "rounds", "root", "delayed", "average"]
 
 
 @st.composite
@@ -209,8 +201,7 @@ def a_work(draw):
         root, part = draw(st.integers(0, 2)), draw(PART)
         kinds = ("gather", "broadcast", "broadcast")
         transfers = tuple(Transfer(k, s, 1, root, part * s) for k, s in zip(kinds, seconds, strict=False))
-    inside = draw(QUARTERS) if kind == "node" else 0.0
-    more = {"before": inside, "after": inside, "delayed": kind == "delayed", "period": 3 * (kind == "average")}
+    more = {"delayed": kind == "delayed", "period": 3 * (kind == "average")}
     return Work(names, draw(QUARTERS), transfers, draw(QUARTERS), draw(QUARTERS), **more)
 
 
@@ -222,7 +213,7 @@ def longer(draw, works):
     """The same, one thing of which takes longer."""
     i = draw(st.integers(0, len(works) - 1))
     more, work = draw(QUARTERS), works[i]
-    what = draw(st.sampled_from(["start", "middle", "finish", "before", "after", "transfer"]))
+    what = draw(st.sampled_from(["start", "middle", "finish", "transfer"]))
     if what == "transfer" and work.transfers:
         j = draw(st.integers(0, len(work.transfers) - 1))
         transfer = work.transfers[j]
@@ -231,7 +222,7 @@ def longer(draw, works):
         if transfer.root < 0 and draw(st.booleans()):
             slow = dataclasses.replace(slow, occupies=transfer.occupies + more)
         work = dataclasses.replace(work, transfers=(*work.transfers[:j], slow, *work.transfers[j + 1 :]))
-    elif what != "transfer" and not (what in ("before", "after") and (work.delayed or work.period)):
+    elif what != "transfer":
         work = dataclasses.replace(work, **{what: getattr(work, what) + more})
     return [*works[:i], work, *works[i + 1 :]]
 
@@ -267,7 +258,7 @@ def test_the_parts_add_up(works, contention):
     found = step(works, contention=contention)
     assert found.step >= found.compute + found.codec - 1e-9
     assert found.step == pytest.approx(found.compute + found.codec + found.exposed)
-    bound = found.compute + found.codec + sum(w.before + w.after + sum(t.seconds for t in w.transfers) for w in works)
+    bound = found.compute + found.codec + sum(t.seconds for w in works for t in w.transfers)
     if not any(w.delayed for w in works) and not contention.wire:
         assert found.step <= bound + sum(w.middle * len(w.transfers) for w in works) + 1e-9
     assert all(begin <= end for _, _, begin, end in found.events)

@@ -13,7 +13,7 @@ def there(result) -> Handle:
 def sent_by(works, rank: int) -> float:
     """Bytes that leave a rank, in a step; of a hierarchical exchange, one that speaks for its node."""
     return sum(
-        work.inside + sum(t.root_nbytes if t.root == rank else t.nbytes for t in work.transfers) / max(1, work.period)
+        sum(t.root_nbytes if t.root == rank else t.nbytes for t in work.transfers) / max(1, work.period)
         for work in works
     )
 

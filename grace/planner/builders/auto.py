@@ -141,7 +141,7 @@ class Auto(Builder):
         if several == 1:
             return Costs(between, DefaultCodecs(), inside=inside)
         levels = Levels(INSIDE, between, several)
-        return Costs(levels, DefaultCodecs(), inside=inside, between=between)
+        return Costs(levels, DefaultCodecs(), inside=inside)
 
     def _quantity(self, key: str, usual: float, units: dict[str, float], what: str) -> float:
         """A number, or text with a unit."""

@@ -26,10 +26,9 @@ KEYS = (
     ("the model computes", "rest"),
     ("encode and decode", "codec"),
     ("on the wire", "wire"),
-    ("within the node", "node"),
 )
-LANES = {"compute": 1, "start": 1, "middle": 1, "finish": 1, "wire": 0, "inside": 0}
-COLORS = {"compute": MUTED, "wire": PALETTE[0], "inside": PALETTE[2]}
+LANES = {"compute": 1, "start": 1, "middle": 1, "finish": 1, "wire": 0}
+COLORS = {"compute": MUTED, "wire": PALETTE[0]}
 CODEC = PALETTE[1]
 DARK = {"none": INK, "this plan": MUTED}
 """Colours of what is no method."""

@@ -26,7 +26,6 @@ from grace.planner.codecs import maker, measure
 from grace.planner.costs import Codec
 from grace.planner.links import MeasuredLinks, measure_network
 from grace.planner.oversubscription import oversubscription
-from grace.planner.step import ALONE
 from grace.session.agreement import tell
 
 SHAPES = ((1024, 1024), (256, 128, 3, 3), (512, 512), *((64, 64),) * 8, *((256,),) * 8, *((10,),) * 4)
@@ -100,7 +99,7 @@ def calibrate(
         curves=links.curves,
         inside=inside,
         codecs=codecs,
-        contention=links.contention or ALONE,
+        contention=links.contention,
         by_ring=backend.by_ring,
         concatenates=backend.concatenates,
     )

@@ -37,8 +37,8 @@ def show(made: Calibration, console: Console, age: float | None = None) -> None:
             console.print(_collectives(curves, f"milliseconds of a collective over {where}"))
     if made.codecs:
         console.print(_codecs(made))
-    if made.contention.wire or made.contention.encode:
-        console.print(f"computing takes {made.contention.wire:.0%} longer while a collective is under way")
+    if made.contention:
+        console.print(f"computing takes {made.contention:.0%} longer while a collective is under way")
 
 
 def _collectives(curves: Curves, title: str) -> Table:

@@ -73,13 +73,12 @@ class Exchanges:
         if replicas == 1 or not variables:
             return 0.0
         every = self._works(variables, replicas, network)
-        return min(simulate(Timeline({}), one, self.costs.contention, self.costs.step).step for one in every)
+        return min(simulate(Timeline({}), one, self.costs.contention).step for one in every)
 
     def beside(self, variables: Sequence[Variable], replicas: int, network: Network, timeline: Timeline) -> float:
         """Seconds of a step of data parallelism alone, whose exchange goes on beside backward."""
         every = [[]] if replicas == 1 or not variables else self._works(variables, replicas, network)
-        step = self.costs.step if every[0] else 0.0
-        return min(simulate(timeline, one, self.costs.contention, step).step for one in every)
+        return min(simulate(timeline, one, self.costs.contention).step for one in every)
 
     def kept(self, variables: Sequence[Variable], replicas: int) -> float:
         """Bytes of memories and buffers on a rank."""

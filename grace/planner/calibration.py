@@ -23,7 +23,6 @@ from grace.errors import ConfigError
 from grace.planner.costs import Codec, Cost, Curve
 from grace.planner.exchange_costs import Costs
 from grace.planner.network import KINDS, Measured, Network
-from grace.planner.step import ALONE, Contention
 from grace.session.versions import public
 
 FORMAT = 2
@@ -108,8 +107,7 @@ class Calibration:
         curves: what collectives over all ranks take, by kind and number of ranks.
         inside: the same within a node; empty if there is one node, or one rank on each.
         codecs: what methods compute, by :func:`grace.planner.exchange_costs.codec_key`.
-        contention: what computing and exchanges cost each other.
-        bucket, step: seconds of fixed work per bucket and per step.
+        contention: the part by which computing takes longer while a collective is under way.
         by_ring: whether the engine's sums go round a ring.
         concatenates: whether it gathers payloads of unequal sizes itself.
 
@@ -124,9 +122,7 @@ class Calibration:
     curves: Curves = field(default_factory=dict)
     inside: Curves = field(default_factory=dict)
     codecs: Mapping[str, Codec] = field(default_factory=dict)
-    contention: Contention = ALONE
-    bucket: float = 0.0
-    step: float = 0.0
+    contention: float = 0.0
     by_ring: bool = False
     concatenates: bool = False
 
@@ -150,8 +146,6 @@ class Calibration:
             self.codecs,
             Measured(self.inside) if self.inside else None,
             self.contention,
-            self.bucket,
-            self.step,
             by_ring=self.by_ring,
             concatenates=self.concatenates,
         )
@@ -167,9 +161,7 @@ class Calibration:
             "curves": _curves_to(self.curves),
             "inside": _curves_to(self.inside),
             "codecs": {name: asdict(codec) for name, codec in self.codecs.items()},
-            "contention": asdict(self.contention),
-            "bucket": self.bucket,
-            "step": self.step,
+            "contention": self.contention,
             "by_ring": self.by_ring,
             "concatenates": self.concatenates,
         }
@@ -194,14 +186,13 @@ class Calibration:
                     name: _codec(codec, f"codecs.{name}")
                     for name, codec in _object(said.get("codecs"), "codecs").items()
                 },
-                "contention": documents.record(Contention, said.get("contention"), "contention"),
             }
             return documents.record(cls, said, "the calibration", **parts)  # type: ignore[no-any-return]
         except ConfigError as error:
             raise ConfigError(f"is damaged: {error}") from None
 
     def __post_init__(self) -> None:
-        for name in ("made", "bucket", "step"):
+        for name in ("made", "contention"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be a number from 0 on, not {getattr(self, name)}")
         if (count := sum(ranks for _, ranks in self.key.hosts)) != self.key.ranks:

@@ -377,7 +377,7 @@ def is_table(gradient: Any) -> bool:
         return True
     if len(gradient.shape) != 2:
         return False
-    rows = _array(gradient[:: max(1, int(gradient.shape[0]) // TABLE_SAMPLE | 1)])
+    rows = _array(gradient[:: 1 + int(gradient.shape[0]) // TABLE_SAMPLE])
     return bool(np.mean(np.any(rows != 0, axis=1)) < 0.5)
 
 

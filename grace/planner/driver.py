@@ -463,6 +463,8 @@ class Watch:
     def compare(self, wait: float, step: float) -> str:
         """Take the ranks' wait and step; return what has grown, in words, if it has; the same on all ranks."""
         self.timed, self.steps = [], min(1000, max(2, round(WATCH_SECONDS / max(step, 1e-6))))
+        if step <= 0:  # no step since the last look had one exchange
+            return ""
         if self.usual is None:
             self.usual = wait, step
             return ""

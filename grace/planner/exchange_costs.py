@@ -23,7 +23,7 @@ from grace.exchange.route_bytes import LegBytes, bytes_of, rows_of
 from grace.exchange.sparse_codec import RowCompressor
 from grace.planner.costs import Codec
 from grace.planner.network import KINDS, Network
-from grace.planner.step import ALONE, Contention, Transfer, Work
+from grace.planner.step import Transfer, Work
 from grace.session.sharding import Shard, bucketed
 from grace.strategy.execution import compiled
 from grace.strategy.plan import Strategy
@@ -42,9 +42,7 @@ class Costs:
         network: between the ranks that exchange.
         codecs: what computing takes, by :func:`codec_key`.
         inside: within a node, for pipelines; the network itself if left out.
-        contention: what computing and exchanges beside it cost each other.
-        bucket: seconds of fixed work per bucket.
-        step: seconds of fixed work per step.
+        contention: the part by which computing takes longer while a collective is under way.
         by_ring: whether the engine's sums go round a ring (:attr:`grace.core.backend.Backend.by_ring`).
         concatenates: whether it gathers payloads of unequal sizes itself
             (:attr:`grace.core.backend.Backend.concatenates`).
@@ -54,9 +52,7 @@ class Costs:
     network: Network
     codecs: Mapping[str, Codec]
     inside: Network | None = None
-    contention: Contention = ALONE
-    bucket: float = 0.0
-    step: float = 0.0
+    contention: float = 0.0
     by_ring: bool = False
     concatenates: bool = False
     rows: Mapping[str, float] = field(default_factory=dict)
@@ -170,7 +166,7 @@ class _Exchange:
         stateful = [(kind, part) for kind, part in self.communicator.keepers.items() if part.stateful]
         return Work(
             names=self.names,
-            start=self.codec.start.seconds(*size) + self.costs.bucket,
+            start=self.codec.start.seconds(*size),
             transfers=tuple(map(self._transfer, payloads)) if self.ranks > 1 else (),
             middle=self.codec.middle.seconds(*size) * usual / gaps if gaps else 0.0,
             finish=self.codec.finish.seconds(*size),

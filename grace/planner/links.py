@@ -11,7 +11,6 @@ import numpy as np
 from grace.core.backend import Backend, Handle
 from grace.errors import ConfigError
 from grace.planner.costs import Curve
-from grace.planner.step import Contention
 from grace.planner.step_timer import undisturbed
 from grace.session.agreement import tell
 
@@ -34,13 +33,13 @@ class MeasuredLinks:
 
     Attributes:
         curves: seconds by bytes, as :class:`grace.planner.network.Measured` takes them.
-        contention: what computing loses while a collective is under way; None if nothing was computed.
+        contention: the part by which computing takes longer while a collective is under way; 0 if nothing was computed.
         transfer: by how much a collective takes longer while this rank computes: 0.1 is a tenth.
         seconds: that all of it took.
     """
 
     curves: Mapping[str, Mapping[int, Curve]] = field(default_factory=dict)
-    contention: Contention | None = None
+    contention: float = 0.0
     transfer: float = 0.0
     seconds: float = 0.0
 
@@ -115,11 +114,10 @@ def measure_network(
             points = [(float(nbytes), typical(found)) for (one_kind, nbytes), found in took.items() if one_kind == kind]
             curves[kind] = {backend.size: Curve.through(points)}
         progress("computing beside", 0.9)
-        contention, transfer = None, 0.0
+        contention, transfer = 0.0, 0.0
         if compute is not None:
             first = curves.get("allreduce")
-            slower, transfer = tests.beside(compute, _near(first or next(iter(curves.values())), backend), share)
-            contention = Contention(wire=slower)
+            contention, transfer = tests.beside(compute, _near(first or next(iter(curves.values())), backend), share)
         progress("done", 1.0)
     finally:
         backend.sent_bytes = sent

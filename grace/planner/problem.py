@@ -89,7 +89,7 @@ class Problem:
 
     def simulate(self, found: Sequence[Work]) -> Prediction:
         """Predict a step whose buckets do this, in the order in which they start."""
-        return simulate(self.timeline, found, self.costs.contention, self.costs.step)
+        return simulate(self.timeline, found, self.costs.contention)
 
     def candidates(self) -> list["Method"]:
         """Return the methods to choose from, no compression first; those whose costs nobody knows are left out.

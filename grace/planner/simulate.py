@@ -3,7 +3,7 @@
 The rules are those of the exchanges (:class:`grace.session.step_runner.StepRunner`):
 
 - A bucket starts when its gradients are there and all before it have started. Then computing encodes it, and its first
-  collective joins the queue of the wire, which carries one at a time (or as many as the engine does).
+  collective joins the queue of the wire, which carries one at a time.
 - Behind backward, all buckets that have more collectives go on, one collective each in every round: computing waits for
   the one under way, does what comes between, and the next one joins the queue. Then bucket by bucket computing waits
   for the last one and decodes. The optimizer comes after all of them.
@@ -11,27 +11,23 @@ The rules are those of the exchanges (:class:`grace.session.step_runner.StepRunn
   receive; so what goes through different roots overlaps. Between a gather and its answer the root computes alone.
 - Delayed exchanges run beside training, one after the other, from the end of the step that sent them; a step takes no
   less than they do, and the link carries theirs in addition.
-- While something travels, computing takes longer by ``contention.wire``.
+- While something travels, computing takes longer by ``contention``.
 
 None of this lets a step become faster when something in it takes longer.
 """
 
-import bisect
 from collections.abc import Sequence
 
-from grace.planner.step import ALONE, Contention, Prediction, Timeline, Work
+from grace.planner.step import Prediction, Timeline, Work
 
 
-def simulate(
-    timeline: Timeline, works: Sequence[Work], contention: Contention = ALONE, fixed: float = 0.0
-) -> Prediction:
+def simulate(timeline: Timeline, works: Sequence[Work], contention: float = 0.0) -> Prediction:
     """What a step takes, once steps follow each other.
 
     Args:
         timeline: when gradients are ready. One that it does not name is ready when backward ends.
         works: the buckets, in the order in which ranks start them.
-        contention: what computing and exchanges beside it cost each other.
-        fixed: seconds of work of every step besides, such as starting and ending exchanges; they count as codec.
+        contention: the part by which computing takes longer while a collective is under way: 0.1 is a tenth.
 
     >>> from grace.planner.step import Transfer
     >>> timeline = Timeline({"b": 0.1, "w": 0.2}, forward=0.1, backward=0.2)
@@ -39,17 +35,17 @@ def simulate(
     >>> simulate(timeline, [Work(("b",), transfers=(send,)), Work(("w",), transfers=(send,))]).step
     0.5
     """
-    return _Step(timeline, works, contention).run(fixed)
+    return _Step(timeline, works, contention).run()
 
 
 class _Step:
     """One step of the rank that takes longest."""
 
-    def __init__(self, timeline: Timeline, works: Sequence[Work], contention: Contention):
+    def __init__(self, timeline: Timeline, works: Sequence[Work], contention: float):
         self.timeline, self.works = timeline, works
-        self.slower, self.encoding = 1.0 + contention.wire, 1.0 + contention.encode
-        self.slots = [0.0] * contention.abreast
-        """When the engine can carry one more; ascending."""
+        self.slower = 1.0 + contention
+        self.free = 0.0
+        """When the engine can carry one more."""
         self.time = self.codec = 0.0
         self.barrier = 0.0
         """When all collectives without a root are done, for which those with one wait."""
@@ -66,7 +62,7 @@ class _Step:
         """When the last collective that a bucket has started is done."""
         self.events: list[tuple[str, int, float, float]] = []
 
-    def run(self, fixed: float) -> Prediction:
+    def run(self) -> Prediction:
         """All of it."""
         beside, carried = self._delayed()
         self.busy = beside
@@ -74,8 +70,6 @@ class _Step:
         self._backward()
         self._go_on()
         self._finish()
-        self._compute(fixed)
-        self.codec += fixed
         self._model(self.timeline.optimizer)
         own = sum(t.seconds for w in self.works if not (w.delayed or w.period) for t in w.transfers if t.root < 0)
         step = max(self.time, beside, carried + own if carried else 0.0) + self._averages()
@@ -116,15 +110,14 @@ class _Step:
         """A bucket's collective joins the queue."""
         transfer = self.works[i].transfers[number]
         if transfer.root < 0:
-            begin = max(ready, self.slots[0])
+            begin = max(ready, self.free)
             if self.links:
                 begin = max(begin, *self.links.values())
             occupies = transfer.seconds if transfer.occupies is None else transfer.occupies
             self.own = max(begin, self.own) + occupies
             end = max(begin + transfer.seconds, self.own)
             self.barrier = max(self.barrier, end)
-            bisect.insort(self.slots, end)
-            del self.slots[0]
+            self.free = end
         else:
             here = max(self.own, self.barrier, self.time)
             begin = max(ready, here, self.links.get(transfer.root, 0.0))
@@ -163,8 +156,8 @@ class _Step:
                 self._model(need - done)
                 done = need
             begin = self.time
-            self._compute(work.start * self.encoding)
-            self.codec += work.start * self.encoding
+            self._compute(work.start)
+            self.codec += work.start
             self.events.append(("start", i, begin, self.time))
             if work.transfers and not work.delayed:
                 self._launch(i, 0, self.time)

@@ -97,35 +97,6 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Contention:
-    """What computing and an exchange that runs beside it cost each other.
-
-    Attributes:
-        wire: by how much computing takes longer while a collective is under way: 0.1 is a tenth.
-        encode: by how much encoding in backward takes longer than alone.
-        abreast: how many collectives an engine carries at once: they share the link, and only their latencies overlap.
-
-    Raises:
-        ConfigError: they cost less than nothing, or none is carried.
-    """
-
-    wire: float = 0.0
-    encode: float = 0.0
-    abreast: int = 1
-
-    def __post_init__(self) -> None:
-        if not (self.wire >= 0 and self.encode >= 0 and self.abreast >= 1):
-            raise ConfigError(
-                "computing and exchanges cost each other at least 0, and one collective at least is carried at once; "
-                f"not {self}"
-            )
-
-
-ALONE = Contention()
-"""Nothing."""
-
-
-@dataclass(frozen=True)
 class Prediction:
     """A step as it is expected: seconds, but for bytes.
 

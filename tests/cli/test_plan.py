@@ -14,7 +14,6 @@ import pytest
 from grace.planner.calibration import Calibration, Key
 from grace.planner.costs import Codec, Cost, Curve
 from grace.planner.explain import Plan
-from grace.planner.step import Contention
 from tests.support.command import grace_command
 from tests.support.limits import HANGS
 
@@ -216,7 +215,7 @@ def calibrated(ranks=2, nodes=1, framework=None, curves=True, **key):
         made=time.time(),
         curves={"allreduce": {ranks: curve}} if curves else {},
         codecs={"allreduce, none, none": cost, "allreduce, cast, none": cost},
-        contention=Contention(wire=0.1),
+        contention=0.1,
     )
 
 

@@ -16,7 +16,6 @@ from grace.errors import ConfigError
 from grace.planner.calibration import Calibration, Key, default_path, read
 from grace.planner.costs import Codec, Cost, Curve
 from grace.planner.simulated_ranks import SimulatedRanks
-from grace.planner.step import Contention
 
 KEY = Key((("a", 2), ("b", 2)), "torch.distributed (gloo)", "torch 2.9.0", ranks=4, threads=1)
 CURVE = Curve(((1e3, 1e-4), (1e6, 1e-3), (1e8, 0.1)))
@@ -29,9 +28,7 @@ MADE = Calibration(
         "allreduce, none, none": Codec(Cost(1e-5, 2e-6, 1e-9), Cost(), Cost(element=1e-9, peer=2e-10)),
         "allgather, topk, residual": Codec(Cost(1e-5), bits=1.5),
     },
-    contention=Contention(0.1, 0.2, abreast=2),
-    bucket=1e-4,
-    step=2e-4,
+    contention=0.1,
     by_ring=True,
     concatenates=True,
 )
@@ -92,8 +89,8 @@ def change(document, place, value):
         (["format"], 1, r"is of format 1; this Grace reads format 2"),
         (["made"], None, r"is damaged: the calibration: the field 'made' is missing"),
         (["made"], "today", r"is damaged: the calibration: made must be a finite number, not 'today'"),
-        (["bucket"], -1, r"is damaged: bucket must be a number from 0 on, not -1"),
-        (["step"], True, r"is damaged: the calibration: step must be a finite number"),
+        (["contention"], -1, r"is damaged: contention must be a number from 0 on, not -1"),
+        (["contention"], True, r"is damaged: the calibration: contention must be a finite number"),
         (["curves", "allreduce", "4"], [], r"is damaged: curves.allreduce.4 must be a list of bytes and seconds"),
         (["curves", "allreduce", "4", 1, 1], 1e-5, r"curves.allreduce.4 must .* both rising"),
         (["curves", "allreduce", "4", 0, 1], -1, r"curves.allreduce.4 must be a list of bytes and seconds above 0"),
@@ -105,7 +102,6 @@ def change(document, place, value):
         (["codecs", "allgather, topk, residual", "bits"], 0, r"a value takes more than 0 bits"),
         (["key", "ranks"], 5, r"key.hosts has 4 ranks, key.ranks 5"),
         (["key", "hosts", 0], ["a"], r"key.hosts must be a list of names and numbers"),
-        (["contention", "abreast"], 0, r"one collective at least"),
         (["more"], 1, r"the field 'more' is unknown"),
     ],
 )
@@ -219,7 +215,7 @@ def test_costs_are_those_that_were_measured():
     assert costs.network.seconds("allgather", 1e6, 4) == 1e-3
     assert costs.codecs["allgather, topk, residual"].bits == 1.5
     assert costs.codecs["allreduce, none, none"] == MADE.codecs["allreduce, none, none"]
-    assert (costs.contention, costs.bucket, costs.step, costs.by_ring) == (MADE.contention, 1e-4, 2e-4, True)
+    assert (costs.contention, costs.by_ring) == (0.1, True)
     assert costs.inside.seconds("allreduce", 1e6, 2) == 1e-3
     with pytest.raises(ConfigError, match=r"has no times of collectives.*by all ranks"):
         replace(MADE, curves={}).costs()

@@ -246,10 +246,10 @@ def test_what_was_worked_out_is_kept_for_the_same_costs_only():
 def test_codecs_cost_what_they_cost_for_the_bucket():
     shards = uniform([Variable("w", (1000,)), Variable("v", (24, 10))], quiet("powersgd", "allreduce"))
     codec = Codec(Cost(call=1.0), Cost(variable=2.0), Cost(element=3.0, peer=1.0))
-    found = works_of(shards, 2, Costs(LINKS, {"allreduce, powersgd, residual": codec, DENSE: Codec()}, bucket=0.5))
+    found = works_of(shards, 2, Costs(LINKS, {"allreduce, powersgd, residual": codec, DENSE: Codec()}))
     matrix, vector = sorted(found, key=lambda work: -len(work.transfers))
-    assert (matrix.start, matrix.middle, matrix.finish) == (1.5, 2.0, 3 * 240 + 2 * 240)
-    assert (vector.start, vector.middle, vector.finish, vector.names) == (0.5, 0.0, 0.0, ("w",))
+    assert (matrix.start, matrix.middle, matrix.finish) == (1.0, 2.0, 3 * 240 + 2 * 240)
+    assert (vector.start, vector.middle, vector.finish, vector.names) == (0.0, 0.0, 0.0, ("w",))
     assert [transfer.kind for transfer in matrix.transfers] == ["allreduce"] * 2
 
 

@@ -153,7 +153,7 @@ def test_what_is_refused_is_told_and_the_users_file_left_alone(
     key = Key.of(SimulatedRanks(2), ["n0", "n1"], "numpy", 1)
     path = default_path(key)
     other = replace(key, ranks=3, hosts=(("a", 3),)) if damage == "ranks" else key
-    Calibration(other, time.time() - 40 * 86400 * (damage == "old"), step=3.0).write(path)
+    Calibration(other, time.time() - 40 * 86400 * (damage == "old"), contention=3.0).write(path)
     if damage == "text":
         path.write_text("no calibration")
     before = path.read_text()

@@ -8,12 +8,11 @@ from hypothesis import strategies as st
 
 from grace.communicators.choice import build_communicator
 from grace.core.variable import Variable
-from grace.errors import ConfigError
 from grace.planner.costs import Codec, Cost
 from grace.planner.exchange_costs import DENSE, Costs, works_of
 from grace.planner.network import Links
 from grace.planner.simulate import most_sent, simulate
-from grace.planner.step import ALONE, Contention, Timeline, Transfer, Work
+from grace.planner.step import Timeline, Transfer, Work
 from grace.session.bucketing import Limits
 from grace.session.sharding import uniform
 from tests.support.pretended import sent_by
@@ -25,14 +24,13 @@ def sends(*seconds, **more):
     return tuple(Transfer("allreduce", s, 100.0 * s) for s in seconds)
 
 
-def step(works, timeline=TIMELINE, contention=ALONE, fixed=0.0):
-    return simulate(timeline, works, contention, fixed)
+def step(works, timeline=TIMELINE, contention=0.0):
+    return simulate(timeline, works, contention)
 
 
 def test_nothing_to_exchange():
     found = step([])
     assert (found.step, found.compute, found.codec, found.exposed, found.sent) == (5.5, 5.5, 0, 0, 0)
-    assert step([], fixed=0.25).step == 5.75
 
 
 def test_one_bucket_of_everything_overlaps_nothing():
@@ -83,33 +81,14 @@ def test_encoding_delays_backward_and_what_is_ready_later():
     found = step(works)
     assert [event[2:] for event in found.events if event[0] == "start"] == [(2.0, 2.5), (3.5, 4.0)]
     assert (found.step, found.codec, found.exposed) == (6.5, 1.0, 0.0)
-    slower = step(works, contention=Contention(encode=0.5))
-    assert (slower.step, slower.codec) == (7.0, 1.5)
 
 
 def test_computing_is_slower_while_something_travels():
     works = [Work(("c",), transfers=sends(1.5))]
-    assert step(works, contention=Contention(wire=0.5)).step == 5.5 + 0.5  # 1 of the 3 s left takes 1.5
-    assert step(works, contention=Contention(wire=0.5)).exposed == 0.5
+    assert step(works, contention=0.5).step == 5.5 + 0.5  # 1 of the 3 s left takes 1.5
+    assert step(works, contention=0.5).exposed == 0.5
     long = [Work(("a",), transfers=sends(2.0)), Work(("a",), transfers=sends(3.0), finish=1.0), Work(("a",))]
-    assert step(long, contention=Contention(wire=1.0)).step == 5 + 5 + 1 + 0.5
-
-
-def test_engines_that_carry_several_at_once_overlap_their_latencies():
-    def works(occupies):
-        return [Work(("a",), transfers=(Transfer("allreduce", 1.0, occupies=occupies),)) for _ in range(4)]
-
-    two = Contention(abreast=2)
-    assert step(works(0.25)).step == 5 + 4 * 1.0 + 0.5
-    assert step(works(0.25), contention=two).step == 5 + 2 * 1.0 + 0.5
-    assert step(works(1.0), contention=two).step == 5 + 4 * 1.0 + 0.5  # of the link there is one
-    assert step(works(0.75), contention=two).step == 5 + 4 * 0.75 + 0.5
-
-
-def test_contention_is_no_gain():
-    for wrong in ({"wire": -0.1}, {"encode": -1.0}, {"abreast": 0}):
-        with pytest.raises(ConfigError, match="cost each other at least 0"):
-            Contention(**wrong)
+    assert step(long, contention=1.0).step == 5 + 5 + 1 + 0.5
 
 
 def test_gradients_that_the_timeline_does_not_name_come_last():
@@ -174,7 +153,7 @@ def test_delayed_exchanges_are_free_as_long_as_the_link_can_follow():
     beside = [work, Work(("a",), transfers=sends(4.0))]
     assert step(beside).step == 5.25 + 4 + 0.5
     assert step([work, Work(("a",), transfers=sends(4.0)), work, work]).step == 3 * 2.0 + 4.0  # of one link
-    slowed = step([work], contention=Contention(wire=0.5))
+    slowed = step([work], contention=0.5)
     assert slowed.step == pytest.approx(5.75 + 1.0)  # computing beside 3 s of exchange is 2 s worth
 
 
@@ -206,7 +185,7 @@ def a_work(draw):
 
 
 STEPS = st.lists(a_work(), max_size=6)
-BESIDE = st.builds(Contention, QUARTERS, QUARTERS, st.integers(1, 3))
+BESIDE = QUARTERS
 
 
 def longer(draw, works):
@@ -234,8 +213,7 @@ def test_nothing_that_takes_longer_makes_a_step_faster(data, works, contention):
     if works:
         slower = step(longer(data.draw, works), contention=contention)
         assert slower.step >= usual.step - 1e-9
-    worse = dataclasses.replace(contention, wire=contention.wire + data.draw(QUARTERS))
-    assert step(works, contention=worse).step >= usual.step - 1e-9
+    assert step(works, contention=contention + data.draw(QUARTERS)).step >= usual.step - 1e-9
 
 
 @settings(max_examples=80, deadline=None)
@@ -259,7 +237,7 @@ def test_the_parts_add_up(works, contention):
     assert found.step >= found.compute + found.codec - 1e-9
     assert found.step == pytest.approx(found.compute + found.codec + found.exposed)
     bound = found.compute + found.codec + sum(t.seconds for w in works for t in w.transfers)
-    if not any(w.delayed for w in works) and not contention.wire:
+    if not any(w.delayed for w in works) and not contention:
         assert found.step <= bound + sum(w.middle * len(w.transfers) for w in works) + 1e-9
     assert all(begin <= end for _, _, begin, end in found.events)
     assert found.sent == pytest.approx(most_sent(works))
@@ -277,7 +255,7 @@ def test_more_bytes_or_worse_links_never_predict_a_faster_step(numel, more, slow
         communicator = build_communicator(method, None, None)
         shards = uniform([Variable(name, (n, 4)) for name in "cba"], communicator, Limits(10**9))
         keys = {DENSE, communicator.describe()}
-        return step(works_of(shards, ranks, Costs(links, dict.fromkeys(keys, codec))), contention=Contention(0.1, 0.1))
+        return step(works_of(shards, ranks, Costs(links, dict.fromkeys(keys, codec))), contention=0.1)
 
     usual = predicted(numel, Links(1e8, 1e-5))
     assert predicted(numel + more, Links(1e8, 1e-5)).step >= usual.step

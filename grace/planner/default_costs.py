@@ -3,6 +3,7 @@
 ``grace calibrate`` measures it on the cluster and the engine that there are.
 """
 
+import functools
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -32,25 +33,30 @@ class DefaultCodecs(Mapping[str, Codec]):
     """
 
     def __getitem__(self, key: str) -> Codec:
-        communicator, _, rest = key.partition(", ")
-        compressor, _, memory = rest.rpartition(", ")
-        first, *others = [make("compressor", part).traits for part in specs.split(compressor) or (compressor,)]
-        encode, decode = COPIES.get(first.category, SUMMED if first.summable else OTHERS)
-        encode += KEEPING * (memory != "none") + 0.2 * len(others)  # a second method encodes few values
-        each = communicator in ("allgather", "broadcast")  # decodes what every rank sent
-        again = encode + decode if communicator in ("scatter_reduce", "scatter_merge", "reduce_broadcast") else ROUND
-        return Codec(
-            start=Cost(CALL, VARIABLE, encode * COPY),
-            middle=Cost(CALL, VARIABLE, again * COPY),
-            finish=Cost(CALL, VARIABLE, (1.0 if each else decode) * COPY, decode * COPY if each else 0.0),
-            bits=_bits(compressor),
-        )
+        return _codec(key)
 
     def __iter__(self) -> Iterator[str]:
         return iter(())
 
     def __len__(self) -> int:
         return 0
+
+
+@functools.cache
+def _codec(key: str) -> Codec:
+    communicator, _, rest = key.partition(", ")
+    compressor, _, memory = rest.rpartition(", ")
+    first, *others = [make("compressor", part).traits for part in specs.split(compressor) or (compressor,)]
+    encode, decode = COPIES.get(first.category, SUMMED if first.summable else OTHERS)
+    encode += KEEPING * (memory != "none") + 0.2 * len(others)  # a second method encodes few values
+    each = communicator in ("allgather", "broadcast")  # decodes what every rank sent
+    again = encode + decode if communicator in ("scatter_reduce", "scatter_merge", "reduce_broadcast") else ROUND
+    return Codec(
+        start=Cost(CALL, VARIABLE, encode * COPY),
+        middle=Cost(CALL, VARIABLE, again * COPY),
+        finish=Cost(CALL, VARIABLE, (1.0 if each else decode) * COPY, decode * COPY if each else 0.0),
+        bits=_bits(compressor),
+    )
 
 
 def _bits(spec: str) -> float | None:

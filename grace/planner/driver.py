@@ -89,6 +89,8 @@ class Driver:
         self.names = [variable.name for variable in start.variables]
         self.strategies = {baseline: start}
         """Those that were tried, by name."""
+        self.resumed_strategy: dict[str, Any] = {}
+        """The document of the strategy that a checkpoint had."""
         self.cluster = [start.world_size, start.nodes]
         self.timer = StepTimer()
         self.gradients: dict[str, Any] = {}
@@ -167,7 +169,9 @@ class Driver:
         """Return what a checkpoint holds of planning; empty once the user chose."""
         if not self.current:
             return ""
-        about = {"current": self.current, "strategy": self.strategies[self.current].to_dict(), "plan": self.plan}
+        known = self.strategies.get(self.current)
+        strategy = self.resumed_strategy if known is None else known.to_dict()
+        about = {"current": self.current, "strategy": strategy, "plan": self.plan}
         left = self.left if self.then == self._again else 0
         return json.dumps({**about, "settled": self.settled, "left": left, "cluster": self.cluster})
 
@@ -190,6 +194,8 @@ class Driver:
     def resume(self, resumed: "Resumed") -> None:
         """Go on as a checkpoint says, with the strategy that it had, which the session goes on by already."""
         self.current, self.plan, self.gradients = resumed.current, resumed.plan, {}
+        self.resumed_strategy = resumed.strategy
+        self.strategies = {self.baseline: self.strategies[self.baseline]}
         if resumed.settled:
             self._settle()
             self.left = resumed.left

@@ -154,7 +154,7 @@ def test_a_settled_run_resumes_bit_for_bit(engine):
 
 
 def test_a_run_that_still_tries_resumes_with_what_it_tried(two_ranks):
-    for started, _, _, _, other in two_ranks.run(resumed, UNTIL_TRYING + TURN + 2, UNTIL_CHOSEN):
+    for started, _, _, _, other in two_ranks.run(resumed, UNTIL_TRYING + TURN + 2, UNTIL_CHOSEN + CHECKED):
         assert started == TOPK
         assert other == {"chosen": TOPK}
 

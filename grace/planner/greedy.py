@@ -26,7 +26,7 @@ STARTS = 2
 """Uniform plans that are refined, no compression besides."""
 FEW, LARGE = 32, 16
 """Variables up to which each is a set of its own; of more, the largest ones are."""
-EVALUATIONS = 100
+EVALUATIONS = 80
 """Predictions for each start."""
 ALIKE = 0.01
 """Plans with the same methods whose predicted steps differ by less are one candidate."""

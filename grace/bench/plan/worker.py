@@ -83,7 +83,7 @@ def measure(settings: Settings, model: str, backend: Backend, emit: Callable[[Ev
     Raises:
         ExchangeError: the engine failed, or planning did.
     """
-    trainer = Trainer(model, backend)
+    began, trainer = time.perf_counter(), Trainer(model, backend)
     settled, uncompressed = trainer.settle()
     planner = trainer.session.auto.planner
     rows, missing = _plans(settings, planner, trainer.optimizer.plan) if backend.rank == 0 else ([], {})
@@ -93,7 +93,8 @@ def measure(settings: Settings, model: str, backend: Backend, emit: Callable[[Ev
     if backend.rank == 0:
         for row, run in zip(rows, runs, strict=True):
             row["measured_ms"] = 1e3 * run.slowest
-        about = {"settled": settled, "uncompressed": uncompressed, "plan": str(trainer.optimizer.plan)}
+        about: Event = {"settled": settled, "uncompressed": uncompressed, "seconds": time.perf_counter() - began}
+        about["plan"] = str(trainer.optimizer.plan)
         emit({"scenario": {**about, "calibration": planner.calibration.to_dict(), "missing": missing, "plans": rows}})
 
 

@@ -225,7 +225,7 @@ class Gradients:
         auto = self._session.auto
         if auto is not None and auto.watching:
             self.places.own.allgather_object(None)  # so that nobody's schedule is taken for exchange
-            auto.clock.begin()
+            auto.timer.begin()
             for name, p in self.parameters.items():
                 if p.grad is not None:
                     auto.ready(name)

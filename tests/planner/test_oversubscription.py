@@ -2,6 +2,7 @@
 
 import os
 
+import numpy as np
 import pytest
 
 import grace
@@ -45,15 +46,16 @@ def planned(node):
 
     def measure(choice, *ignored):
         seen.append(choice)
-        return Measured(choice, Codec(Cost(call=1e-3), Cost(), Cost(element=1e-9)), {"w": 0.0}, {"w": 1.0})
+        return Measured(choice, Codec(Cost(call=1e-3), Cost(), Cost(element=1e-9)), {"w": 0.0})
 
     options = auto_request(Choices(strategy="auto(methods=['fp16'])"))
     made = planning.Planning(options, backend, lambda: names, [Variable("w", (64, 64))], "numpy", 1)
-    made.shares = 0.05, 0.01
-    former, planning.measure = planning.measure, measure
+    former, planning.measure, planning.LINK_SECONDS = planning.measure, measure, 0.05
     os.sched_setaffinity(0, {mine[0]})
     try:
-        made.measure({"w": None}, Timeline({"w": 0.0}), 1e-3)
+        made.measure_links(1e-3)
+        if backend.rank == 0:
+            made.prepare({"w": np.ones((64, 64), np.float32)}, Timeline({"w": 0.0}), 1e-3)
     finally:
         planning.measure = former
         os.sched_setaffinity(0, mine)
@@ -68,7 +70,7 @@ def test_one_measures_alone_and_the_others_turns_are_added(two_ranks):
     assert other == (0, None)
 
 
-def test_ranks_with_cores_of_their_own_measure_beside_each_other(two_ranks):
-    (count, codec), other = two_ranks.run(planned, "node{}")
+def test_ranks_with_cores_of_their_own_wait_for_no_other(two_ranks):
+    (_, codec), other = two_ranks.run(planned, "node{}")
     assert codec == (1e-3, 1e-9)
-    assert other == (count, None)
+    assert other == (0, None)

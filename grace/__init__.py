@@ -14,11 +14,11 @@ from grace.backends.horovod import INSTEAD, Compression
 from grace.backends.runtime import init, is_initialized, local_rank, local_size, rank, shutdown, size
 from grace.backends.together import allgather_object, barrier, broadcast_object, from_root
 from grace.communicators.compat import from_params
+from grace.core.arguments import keras_backend, keras_runs_on, not_an_optimizer, unconverted
 from grace.core.backend import Backend, Handle
 from grace.core.communicator import Communicator
 from grace.core.compressor import Compressor, TensorSpec, Traits
 from grace.core.context import Context
-from grace.core.given import keras_backend, keras_runs_on, not_an_optimizer, unconverted
 from grace.core.memory import Memory
 from grace.core.registry import known, make, register
 from grace.core.state import State
@@ -241,4 +241,4 @@ def join(device: int = -1) -> int:
         raise ConfigError(
             "grace.join() is for torch: under Keras give every rank as many batches (steps_per_epoch=...)"
         )
-    return importlib.import_module("grace.torch.life").only_optimizer("join").join()
+    return importlib.import_module("grace.torch.lifecycle").only_optimizer("join").join()

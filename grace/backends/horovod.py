@@ -6,7 +6,7 @@ import os
 from typing import Any, ClassVar
 
 from grace.core.backend import Backend
-from grace.core.waiting import timeout_for
+from grace.core.waits import timeout_for
 from grace.errors import ConfigError
 
 MADE = {"_allreduce_grad_async", "_HAS_AGGREGATE_GRAD"}

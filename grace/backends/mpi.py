@@ -16,7 +16,7 @@ import grace.backends.openmpi  # noqa: F401 - before mpi4py
 from mpi4py import MPI
 
 from grace.core.backend import Backend, Handle, Tensor
-from grace.core.waiting import timeout_for
+from grace.core.waits import timeout_for
 from grace.core.watch import Patience
 from grace.errors import RankError
 from grace.kernels import kernels_of

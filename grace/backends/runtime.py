@@ -14,7 +14,7 @@ from grace.backends.signals import raise_on_sigterm
 from grace.core import watch
 from grace.core.backend import Backend, LocalBackend
 from grace.core.registry import loaded
-from grace.core.waiting import choose, timeout_for
+from grace.core.waits import choose, timeout_for
 from grace.errors import ConfigError, MissingExtraError, missing_extra
 
 GROUP = "grace.backends"

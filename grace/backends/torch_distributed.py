@@ -18,7 +18,7 @@ from grace.backends.torch_streams import Side
 from grace.backends.torchrun import store_of_this_start
 from grace.core.backend import Backend, Handle
 from grace.core.channels import Channels
-from grace.core.waiting import timeout_for
+from grace.core.waits import timeout_for
 from grace.core.watch import LOOK_SECONDS, Patience
 from grace.errors import ConfigError, missing_extra
 

@@ -50,7 +50,7 @@ class Adaptive(Accumulating):
         sides, means, counts = [], [], []
         for sign in (1, -1):
             side, count = k.one_side(flat, sign)
-            if self.bounded and k.far(flat):
+            if self.bounded and k.on_device(flat):
                 room = kept(self.ratio, n)
                 values, indices, count = k.largest_above(side, 0.0, room, self.ratio)
                 sides.append(encode(k, indices, n + 1, fixed=False))

@@ -69,7 +69,7 @@ class DGC(Sparsifier):
         k = kernels_of(tensor)
         n = check_positions(math.prod(tensor.shape))
         flat = k.flat(tensor)
-        if self.bounded and k.far(flat):
+        if self.bounded and k.on_device(flat):
             return self.within(flat, 0.0, kept(self.current_ratio, n)), tuple(tensor.shape)
         indices = self._select(k, flat, n, name)
         return [k.gather(flat, indices), encode(k, indices, n, fixed=False)], tuple(tensor.shape)

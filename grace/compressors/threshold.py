@@ -48,7 +48,7 @@ class Threshold(Sparsifier):
         k = kernels_of(tensor)
         n = check_positions(math.prod(tensor.shape))
         flat = k.flat(tensor)
-        if self.bounded and k.far(flat):
+        if self.bounded and k.on_device(flat):
             return self.within(flat, self._least(), kept(self.capacity, n)), tuple(tensor.shape)
         indices = k.above(flat, self._least())
         coded = encode(k, indices, n, fixed=False)

@@ -12,7 +12,7 @@ import numpy as np
 
 from grace.core import watch
 from grace.core.channels import Channels
-from grace.core.waiting import TIMEOUT, asked_for, waiting
+from grace.core.waits import TIMEOUT, asked_for, waiting
 from grace.errors import ConfigError, ExchangeError, GraceError
 
 Tensor = Any

@@ -11,10 +11,10 @@ from grace.core.backend import Backend, Handle, LocalBackend
 from grace.core.component import Component
 from grace.core.compressor import Compressor, Tensor
 from grace.core.context import Context
-from grace.core.kept import is_ours
 from grace.core.memory import Memory
 from grace.core.registry import legal_communicators, legal_memories, make
 from grace.core.route import ALL_GATHER, ALL_REDUCE, Carries, EngineTraits, Leg, Route, formula_of
+from grace.core.transactional_dict import is_ours
 from grace.errors import ConfigError
 
 

@@ -5,8 +5,8 @@ import math
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
-from grace.core.kept import Keeping, is_ours
-from grace.core.ported import ITEM_SIZE, aggregating, check_shape, encoding
+from grace.core.grace_api import ITEM_SIZE, aggregating, check_shape, encoding
+from grace.core.transactional_dict import StatefulComponent, is_ours
 from grace.errors import ConfigError, payload_of
 from grace.kernels import kernels_of
 from grace.kernels.checks import check_range
@@ -103,7 +103,7 @@ class Traits:
         return self.fixed_size == "by data"
 
 
-class Compressor(Keeping):
+class Compressor(StatefulComponent):
     """Turns a gradient into a small payload and back. Write ``compress`` and ``decompress``.
 
     ``compress(tensor, name) -> (payload, ctx)``: ``payload`` is the list of tensors that travels,
@@ -395,7 +395,7 @@ class Sparsifier(Accumulating):
 def shown(parts: list[Tensor], count: list[Tensor]) -> list[Tensor]:
     """Return the parts without the elements that only fill their room, by the count that came with them, if one did. On
     a device these stay, because kernels leave out positions that are not there."""
-    if not count or kernels_of(parts[0]).far(parts[0]):
+    if not count or kernels_of(parts[0]).on_device(parts[0]):
         return parts
     n = int(kernels_of(count[0]).to_list(count[0])[0])
     check_range(n, n, parts[0].shape[0] + 1, "the number of elements")

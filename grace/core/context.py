@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from grace.core.calls import TORCH, Calls
+from grace.core.api_names import TORCH, Calls
 from grace.kernels.random import Stream, stream_key
 
 

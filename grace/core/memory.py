@@ -5,11 +5,11 @@ from numbers import Number
 from typing import Any, ClassVar
 
 from grace.core.compressor import Compressor, Payload, Tensor
-from grace.core.kept import Keeping, Kept
+from grace.core.transactional_dict import StatefulComponent, TransactionalDict
 from grace.kernels import kernels_of
 
 
-class Memory(Keeping):
+class Memory(StatefulComponent):
     """Error feedback. Write ``compensate``, and ``update`` to learn what a payload left out; keep what you remember in
     ``self.state[name]``, or in dicts by name (``self.residuals = {}``), which become the same.
 
@@ -65,7 +65,10 @@ class Memory(Keeping):
 
     def rescale(self, factor: float) -> None:
         """The loss scale changed by ``factor``: bring what is remembered into the new units."""
-        for state in (self.state, *(part.state for part in self.whole().values() if isinstance(part, Kept))):
+        for state in (
+            self.state,
+            *(part.state for part in self.whole().values() if isinstance(part, TransactionalDict)),
+        ):
             state.map(lambda value: value * factor)
 
 

@@ -23,7 +23,7 @@ class Variable:
     """Whether its gradients come as rows."""
 
     @property
-    def far(self) -> bool:
+    def on_device(self) -> bool:
         """Whether it lies on a device, as torch calls them."""
         return self.device.partition(":")[0] not in ("", "cpu")
 

@@ -1,9 +1,9 @@
 """The watch: what ranks tell each other beside the engine, of where they wait and how they end.
 
 An engine tells a rank that waits at most that nothing comes. So every rank keeps one connection to rank 0
-(:mod:`grace.core.hub`), served by threads that sleep. Over it a rank tells how it ends (normally, or by which error)
-and, if asked, where it is: in which exchange, or at which line of the program. And before something that all ranks do
-together, other than exchanges, they compare what it is (:func:`meet`).
+(:mod:`grace.core.watch_server`), served by threads that sleep. Over it a rank tells how it ends (normally, or by which
+error) and, if asked, where it is: in which exchange, or at which line of the program. And before something that all
+ranks do together, other than exchanges, they compare what it is (:func:`meet`).
 
 Nothing depends on it: where it cannot be opened Grace says so once, and its messages say less.
 """
@@ -21,9 +21,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from grace.core import hub as hubs
-from grace.core.hub import LOST, SILENT, Hub, Line, addresses, connected, machine
-from grace.core.waiting import Wait, here, program_is_here, waits
+from grace.core import watch_server
+from grace.core.waits import Wait, here, program_is_here, waits
+from grace.core.watch_server import LOST, SILENT, Line, WatchServer, addresses, connected, machine
 from grace.errors import RankError
 
 WARN_SECONDS = 30.0
@@ -71,12 +71,12 @@ class Watch:
 
     Args:
         rank: this one.
-        line: to the hub.
-        hub: on rank 0.
+        line: to the server.
+        server: on rank 0.
     """
 
-    def __init__(self, rank: int, line: Line, hub: Hub | None):
-        self.rank, self.line, self.hub = rank, line, hub
+    def __init__(self, rank: int, line: Line, server: WatchServer | None):
+        self.rank, self.line, self.server = rank, line, server
         self.ended: dict[int, tuple[str, float]] = {}
         """How ranks ended, and when that was heard, in this order."""
         self.news = threading.Condition()
@@ -151,7 +151,7 @@ class Watch:
             self.asked += 1
             number = self.asked
             self.line.send(ask=number)
-            self.news.wait_for(lambda: number in self.answers or self.closing, 2 * hubs.ANSWER_SECONDS)
+            self.news.wait_for(lambda: number in self.answers or self.closing, 2 * watch_server.ANSWER_SECONDS)
             answers = self.answers.pop(number, [[[], SILENT, [0]]] if 0 not in self.ended else [])
         absent, there = [f"rank {rank} {how}" for rank, (how, _) in list(self.ended.items())], []
         for places, line, ranks in answers:
@@ -234,15 +234,15 @@ class Watch:
         self.hung_up.set()
         with contextlib.suppress(OSError):
             self.line.socket.shutdown(socket.SHUT_RDWR)
-        if self.hub is not None:
-            self.hub.close()
+        if self.server is not None:
+            self.server.close()
 
     def forget(self) -> None:
         """In a child made by fork, which is no rank."""
         self.closing = True
         self.line.close()
-        if self.hub is not None:
-            self.hub.forget()
+        if self.server is not None:
+            self.server.forget()
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -336,16 +336,16 @@ def _open(backend: Any) -> Watch | None:
     told = backend.all_objects((machine(), backend.timeout))
     backend.timeout = min(timeout for _, timeout in told)
     alone = len({place for place, _ in told}) == 1
-    hub, offer, watch, error = None, None, None, ""
+    server, offer, watch, error = None, None, None, ""
     if backend.rank == 0:
         with contextlib.suppress(OSError):
             token = secrets.token_hex(16)
-            hub = Hub(backend.size, alone, token)
-            offer = (["127.0.0.1"] if alone else addresses(), hub.port, token)
+            server = WatchServer(backend.size, alone, token)
+            offer = (["127.0.0.1"] if alone else addresses(), server.port, token)
     offer = backend.all_objects(offer)[0]
     try:
         line = connected(offer, backend.rank)
-        watch = Watch(backend.rank, line, hub)
+        watch = Watch(backend.rank, line, server)
     except OSError as raised:
         error = f"rank {backend.rank} does not reach rank 0: {raised}"
     errors = [told for told in backend.all_objects(error) if told]
@@ -353,8 +353,8 @@ def _open(backend: Any) -> Watch | None:
         return watch
     if watch is not None:
         watch.hang_up()
-    elif hub is not None:
-        hub.close()
+    elif server is not None:
+        server.close()
     if backend.rank == 0:
         print(
             f"grace: ranks cannot tell each other where they wait and how they end ({errors[0]}); all else works",

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from grace.core.compressor import Tensor
-from grace.core.ported import check_shape
+from grace.core.grace_api import check_shape
 from grace.errors import ExchangeError, GraceError, PayloadError
 from grace.exchange.codec import CodecSetup, PerVariableCodec
 from grace.exchange.header import Header

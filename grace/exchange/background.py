@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from grace.core.waiting import waiting
+from grace.core.waits import waiting
 from grace.errors import ExchangeError, PayloadError, StepError
 from grace.exchange.bucket import Outcome, Traffic
 from grace.exchange.round_trip import RoundTrip

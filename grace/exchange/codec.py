@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from grace.core.compressor import Compressor, Payload, PayloadSpec, Tensor
+from grace.core.grace_api import check_decodes
 from grace.core.memory import Memory
-from grace.core.ported import check_decodes
 from grace.core.variable import Variable, equal_bounds
 from grace.errors import PayloadError
 from grace.exchange.bucket import Bucket

@@ -14,8 +14,8 @@ import numpy as np
 
 from grace.core.compressor import Compressor, Tensor
 from grace.core.context import Context
-from grace.core.kept import is_ours
 from grace.core.memory import ErrorFeedback, Memory
+from grace.core.transactional_dict import is_ours
 from grace.exchange.codec import CodecSetup, PerVariableCodec
 from grace.exchange.double_buffer import DoubleBuffer
 from grace.exchange.header import LARGEST_KEPT, OVERFLOW, PRESENT, Header

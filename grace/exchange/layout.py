@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from grace.core.compressor import Payload, PayloadSpec, Tensor, TensorSpec
-from grace.core.ported import ITEM_SIZE
+from grace.core.grace_api import ITEM_SIZE
 from grace.errors import ConfigError, PayloadError
 from grace.kernels import Kernels
 from grace.kernels.contract.primitives import Placed

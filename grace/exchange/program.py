@@ -41,7 +41,7 @@ class BucketProgram:
         self.size_key = compressor.size_key(context.step)
         self.sizes_by_shape = self.traits.fixed_size == "by shape"
         self.sums = communicator.sums
-        self.on_device = communicator.can_defer and self.kernels.far(like)
+        self.on_device = communicator.can_defer and self.kernels.on_device(like)
         self.shares_stamps = communicator.sums or communicator.rooted
         self.codec = self._make_codec(like)
         self.apart = self.codec if isinstance(self.codec, ApartCodec) else None

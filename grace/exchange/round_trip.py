@@ -10,7 +10,7 @@ from typing import Any
 from grace.core.backend import Backend
 from grace.core.compressor import Tensor
 from grace.core.route import CONCATENATE, Carries, Leg
-from grace.core.waiting import waiting
+from grace.core.waits import waiting
 from grace.errors import ExchangeError, GraceError, PayloadError, payload_of
 from grace.exchange.bucket import Contribution, Outcome
 from grace.exchange.header import MISSING, OVERFLOW, PRESENT, REFUSED, Header, both, resolve, status

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from grace.core.composition import Composed
 from grace.core.compressor import AFTER_WARMUP, Compressor, TensorSpec
 from grace.core.context import Context
-from grace.core.ported import ITEM_SIZE
+from grace.core.grace_api import ITEM_SIZE
 from grace.core.route import BROADCAST, CONCATENATE, Carries, EngineTraits, Leg, route_of
 from grace.core.variable import Variable
 from grace.exchange.bucket import Bucket

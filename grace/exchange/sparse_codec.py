@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from grace.core.compressor import Compressor, Payload, Tensor, Traits
+from grace.core.grace_api import ITEM_SIZE
 from grace.core.memory import Memory
-from grace.core.ported import ITEM_SIZE
 from grace.errors import ConfigError, payload_of
 from grace.exchange.sparse_rows import NOTHING
 from grace.kernels import kernels_of

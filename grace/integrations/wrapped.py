@@ -11,7 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from grace.backends.alone import check_trainer
-from grace.core.calls import TORCH
+from grace.core.api_names import TORCH
 from grace.errors import ConfigError
 from grace.session.agreement import tell
 from grace.session.checkpoint import check_mode

@@ -8,8 +8,8 @@ from typing import Any
 
 from grace.communicators.choice import SCATTER, break_even, default_communicator
 from grace.core import specs
-from grace.core.kept import is_ours
 from grace.core.registry import aliases, known, legal_communicators, make
+from grace.core.transactional_dict import is_ours
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.exchange.sparse_codec import unfit

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from grace.backends import runtime
+from grace.core.api_names import BY_HAND
 from grace.core.backend import Backend
-from grace.core.calls import BY_HAND
 from grace.core.communicator import Communicator
 from grace.core.compressor import Tensor
 from grace.core.context import Context
@@ -19,7 +19,7 @@ from grace.core.variable import Variable
 from grace.errors import ConfigError, RankError
 from grace.exchange.bucket import Bucket
 from grace.kernels import kernels_of
-from grace.session import checkpoint, saved_form
+from grace.session import checkpoint, state_schema
 from grace.session.agreement import agree
 from grace.session.plan import UniformPlan
 from grace.session.setup import build_step_runner
@@ -293,7 +293,7 @@ def _groups(state: Any) -> list[list[Variable]]:
             "this is no state of a communicator that is called by hand: give what its state_dict() returned"
         )
     try:
-        saved_form.TENSORS(state.get("tensors"), "'tensors'")
+        state_schema.TENSORS(state.get("tensors"), "'tensors'")
     except ConfigError:
         given = []
     else:

@@ -16,7 +16,7 @@ fits (the same name and shape, and the same kind of memory, whatever else change
 "reset" starts with empty memories. The step counter is restored in each case.
 
 Every save has an id, the same on all ranks, and the ranks compare what they are about to load: it must be of one save.
-What a state looks like, and how it is known to be whole, stands in :mod:`grace.session.saved_form`.
+What a state looks like, and how it is known to be whole, stands in :mod:`grace.session.state_schema`.
 """
 
 import warnings
@@ -26,12 +26,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grace.communicators.choice import took_default
+from grace.core.api_names import Calls
 from grace.core.backend import Backend
-from grace.core.calls import Calls
-from grace.core.kept import Keeping
+from grace.core.transactional_dict import StatefulComponent
 from grace.errors import ConfigError, ExchangeError, RankError
 from grace.exchange.sparse_rows import SparseRows
-from grace.session import saved_form
+from grace.session import state_schema
 from grace.session.agreement import tell
 from grace.session.reshard import Misfit, Partitions, Resharding, bare
 from grace.session.step_runner import StepRunner
@@ -46,7 +46,7 @@ def save(runner: StepRunner) -> dict[str, Any]:
     Raises:
         ExchangeError: a step is under way.
     """
-    return saved_form.seal(_saved(runner))
+    return state_schema.seal(_saved(runner))
 
 
 def _saved(runner: StepRunner) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def _saved(runner: StepRunner) -> dict[str, Any]:
     context = runner.context
     pending = runner.pending()  # first: what is on its way may still change what a destination keeps
     return {
-        "version": saved_form.VERSION,
+        "version": state_schema.VERSION,
         "id": f"{runner.run}.{context.step}",
         "components": runner.name,
         "pieces": partitions_of(runner),
@@ -76,7 +76,7 @@ def _say_unsaved(runner: StepRunner) -> None:
     """Warn once of what users' parts keep elsewhere than in their state."""
     for communicator in runner.communicators:
         for part in communicator.whole().values():
-            attributes = part.unsaved() if isinstance(part, Keeping) else []
+            attributes = part.unsaved() if isinstance(part, StatefulComponent) else []
             if attributes:
                 warnings.warn(
                     f"the {part.kind} {part.spec} keeps something in its attribute {', '.join(attributes)} that is not "
@@ -171,7 +171,7 @@ def gather(runner: StepRunner, settle: Callable[[], Any] = lambda: None) -> dict
         }
     except Exception as raised:
         error = raised
-    return saved_form.seal({**saved, "ranks": tell(runner.backend, "a state to save", own, error, "could not save")})
+    return state_schema.seal({**saved, "ranks": tell(runner.backend, "a state to save", own, error, "could not save")})
 
 
 @dataclass
@@ -260,7 +260,7 @@ def compare(
     facts = ["no checkpoint"] if saved is NOTHING else ["a checkpoint of a plain optimizer"]
     if error is None and saved:  # runs that plan their strategy come here before anything else was looked at
         try:
-            saved_form.check(saved)
+            state_schema.check(saved)
         except ConfigError as raised:
             error = raised
     if error is None and saved:
@@ -298,7 +298,7 @@ def prepare(
     if memory == "reset":
         return loaded
     saved = inside(saved)
-    saved, context, now = saved_form.renamed(saved, list(runner.shards_of)), runner.context, runner.name
+    saved, context, now = state_schema.renamed(saved, list(runner.shards_of)), runner.context, runner.name
     if strict:
         by_strategy = any(name.startswith("strategy ") for name in (saved["components"], now))
         by_default = any(took_default(c, bare(saved["components"]), bare(now)) for c in runner.communicators)
@@ -332,13 +332,13 @@ def undamaged(saved: Any, memory: str, calls: Calls) -> tuple[dict[str, Any], li
     Raises:
         ConfigError: it is damaged; with "reset" the values that it holds do not matter.
     """
-    saved_form.check(saved)
-    spoilt = saved_form.spoilt(saved, calls.partial) if memory != "reset" else {}
+    state_schema.check(saved)
+    spoilt = state_schema.spoilt(saved, calls.partial) if memory != "reset" else {}
     if spoilt and memory == "strict":
         more = f" ({len(spoilt) - 1} values more are missing or damaged)" if len(spoilt) > 1 else ""
         raise ConfigError(f"{next(iter(spoilt.values()))}{more}; {calls.otherwise}")
-    saved_form.check_facts(saved)
-    return (saved_form.without(saved, spoilt) if spoilt else saved), list(spoilt.values())
+    state_schema.check_facts(saved)
+    return (state_schema.without(saved, spoilt) if spoilt else saved), list(spoilt.values())
 
 
 def apply(runner: StepRunner, loaded: Loaded) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
-from grace.core.calls import TORCH
+from grace.core.api_names import TORCH
 
 WITHOUT_EFFECT = {"foreach", "fused", "differentiable", "capturable", "jit_compile"}
 """How an optimizer computes, not what."""

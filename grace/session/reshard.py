@@ -15,7 +15,7 @@ from typing import Any
 from grace.core.variable import equal_bounds
 from grace.errors import ConfigError
 from grace.kernels import kernels_of
-from grace.session.likeness import unlike, unlike_rows
+from grace.session.shape_check import unlike, unlike_rows
 from grace.session.shard_memories import added, joined
 from grace.session.step_runner import StepRunner
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from grace.core.backend import Backend
 from grace.core.communicator import Communicator
 from grace.core.context import Context
-from grace.core.kept import Keeping
+from grace.core.transactional_dict import StatefulComponent
 from grace.core.variable import Variable
 from grace.errors import ConfigError
 from grace.session.agreement import agree
@@ -66,7 +66,7 @@ def build_step_runner(
         runner.claim()
         for communicator in runner.communicators:
             for part in communicator.whole().values():
-                if isinstance(part, Keeping):
+                if isinstance(part, StatefulComponent):
                     part.look()
         _check_delays(runner, later)
         runner.settings, runner.compress_after = list(settings), compress_after

@@ -15,8 +15,8 @@ from grace.core.communicator import Communicator
 from grace.core.component import Component
 from grace.core.compressor import Tensor
 from grace.core.context import Context
-from grace.core.kept import is_ours
 from grace.core.memory import Memory
+from grace.core.transactional_dict import is_ours
 from grace.core.variable import Variable
 from grace.errors import PayloadError, StepError
 from grace.exchange.background import ExchangeThread, Pending
@@ -202,7 +202,9 @@ class StepRunner:
         facts = [*versions(self.backend), ("the seed", str(self.context.seed)), ("the choice", self.name)]
         facts += [(f"variable {v.name!r}", v.describe()) for v in self.variables]
         if any(communicator.compressor.bounded for communicator in self.communicators):  # sizes follow from it
-            facts.append(("the place of gradients", "a device" if any(v.far for v in self.variables) else "the CPU"))
+            facts.append(
+                ("the place of gradients", "a device" if any(v.on_device for v in self.variables) else "the CPU")
+            )
         order = [(f"in bucket {bucket.index}:", repr(v.name)) for bucket in self.buckets for v in bucket.variables]
         return [*facts, *order]
 

@@ -3,7 +3,7 @@
 from grace.core.backend import Backend
 from grace.exchange import layout
 from grace.kernels.fused.availability import missing
-from grace.session import saved_form
+from grace.session import state_schema
 
 
 def public(version: str) -> str:
@@ -32,6 +32,6 @@ def versions(backend: Backend) -> list[tuple[str, str]]:
     return [
         ("the backend", f"{kind.__module__}.{kind.__qualname__}"),
         ("wires of version", str(layout.WIRE_FORMAT)),
-        ("checkpoints of version", str(saved_form.VERSION)),
+        ("checkpoints of version", str(state_schema.VERSION)),
         ("compiled kernels:", fused()),
     ]

@@ -7,8 +7,8 @@ from typing import Any
 import keras
 
 from grace.backends.runtime import current
+from grace.core.arguments import keras_backend, keras_runs_on
 from grace.core.backend import Backend
-from grace.core.given import keras_backend, keras_runs_on
 from grace.errors import ConfigError
 from grace.tensorflow.distribute import refuse_distribute
 from grace.tensorflow.optimizer_state import distributed_in

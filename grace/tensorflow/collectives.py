@@ -6,8 +6,8 @@ from typing import Any
 import tensorflow as tf
 
 from grace.backends.together import chosen_root, compared, engine_for, named
+from grace.core.arguments import unconverted
 from grace.core.backend import Backend
-from grace.core.given import unconverted
 from grace.errors import ConfigError
 from grace.kernels import kernels_of
 from grace.session.settings import reduction

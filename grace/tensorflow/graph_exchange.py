@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from grace.core.waiting import Wait, waits
+from grace.core.waits import Wait, waits
 from grace.errors import ExchangeError
 from grace.exchange.bucket import Bucket, Outcome
 from grace.exchange.header import Header

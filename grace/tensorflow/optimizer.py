@@ -11,9 +11,9 @@ import keras
 import tensorflow as tf
 
 from grace.backends.horovod import Once, compressor_for
+from grace.core.api_names import KERAS
+from grace.core.arguments import as_in_grace, keras_backend, keras_runs_on, not_an_optimizer
 from grace.core.backend import Backend
-from grace.core.calls import KERAS
-from grace.core.given import as_in_grace, keras_backend, keras_runs_on, not_an_optimizer
 from grace.errors import ConfigError
 from grace.exchange.bucket import Traffic
 from grace.planner.explain import Plan

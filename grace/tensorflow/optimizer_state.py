@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from grace.session.checkpoint import say_whose
-from grace.session.saved_form import MODEL, damaged
+from grace.session.state_schema import MODEL, damaged
 from grace.tensorflow.variables import is_overwritten
 
 FILE = "grace_state.npz"

@@ -9,7 +9,7 @@ import keras
 from grace.errors import ConfigError
 from grace.session.checkpoint import check_mode, compare
 from grace.session.files import save_from_root
-from grace.session.saved_form import MODEL
+from grace.session.state_schema import MODEL
 from grace.tensorflow.optimizer import DistributedOptimizer
 from grace.tensorflow.optimizer_state import FILE, decode, distributed
 from grace.tensorflow.reductions import engine_of

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from grace.core.api_names import KERAS
 from grace.core.backend import Backend
-from grace.core.calls import KERAS
 from grace.core.communicator import Communicator
 from grace.core.context import Context
 from grace.core.variable import Variable

@@ -6,8 +6,8 @@ import tensorflow as tf
 
 from grace.backends.horovod import compressor_for
 from grace.backends.runtime import current
+from grace.core.arguments import as_in_grace
 from grace.core.backend import Backend
-from grace.core.given import as_in_grace
 from grace.errors import ConfigError, ExchangeError
 from grace.session.settings import ReduceOp, Settings
 from grace.strategy.choices import Choices

@@ -17,7 +17,7 @@ from grace.core.backend import Backend
 from grace.core.variable import Variable
 from grace.errors import ConfigError, RankError
 from grace.kernels import kernels_of
-from grace.session import saved_form
+from grace.session import state_schema
 from grace.session.agreement import first_difference, tell
 from grace.tensorflow.distribute import refuse_distribute, strategy_of
 from grace.tensorflow.preprocessing import adapt_alike
@@ -82,7 +82,7 @@ def names_as_saved(names: list[str], variables: Sequence[Any], saved: dict[str, 
     """The names of these variables in what is to be loaded, if they are :func:`alike` and so are the shapes; or else
     ``names``."""
     try:
-        saved_form.check(saved)
+        state_schema.check(saved)
     except ConfigError:  # there is none, or all ranks hear of it when it is loaded
         return names
     before = (saved or {}).get("pieces", {})

@@ -14,8 +14,8 @@ from grace.communicators import Allgather, Allreduce, Broadcast, ReduceBroadcast
 from grace.core.communicator import Communicator
 from grace.core.compressor import Compressor, Traits
 from grace.core.memory import Memory
-from grace.torch.capturing import capture
 from grace.torch.collectives import allgather, allreduce, broadcast
+from grace.torch.cuda_graphs import capture
 from grace.torch.ddp import DDPState, register_ddp_hook
 from grace.torch.fsdp import FSDPState, register_fsdp_hook
 from grace.torch.memories import Memories

@@ -10,7 +10,7 @@ import torch
 from grace.backends.runtime import check_group
 from grace.backends.torch_distributed import TorchBackend
 from grace.core.context import Context
-from grace.core.waiting import Wait, waits
+from grace.core.waits import Wait, waits
 from grace.errors import ConfigError, ExchangeError, PayloadError, StepError
 from grace.exchange.bucket import Bucket, Contribution, Outcome, Traffic
 from grace.exchange.header import resolve
@@ -30,8 +30,8 @@ from grace.session.versions import public
 from grace.strategy.choices import STRATEGY
 from grace.torch.ddp_buckets import check_no_join, gradients_of, limits_of, to_send, trainable
 from grace.torch.fsdp_layout import before_steps
-from grace.torch.one_by_one import OneByOne
 from grace.torch.parameters import check_momentum, check_optimizer, check_prompt, hyperparameters, variables
+from grace.torch.python_reducer import OneByOne
 from grace.torch.state_dict import check_not_saved_directly, on_devices, packed_up, unpacked
 from grace.torch.step_hooks import around_steps
 from grace.torch.uses import GradientUses

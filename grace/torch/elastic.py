@@ -16,9 +16,9 @@ import horovod.torch as hvd
 from horovod.torch.elastic.state import StateHandler, get_handler_registry, set_handler_registry
 
 from grace.backends.runtime import current
-from grace.session import saved_form
+from grace.session import state_schema
+from grace.torch.horovod_patches import unnamed
 from grace.torch.parameters import broadcast_optimizer_state
-from grace.torch.routes import unnamed
 from grace.torch.state_dict import StateMixin, load_state, rank_state
 
 
@@ -40,7 +40,7 @@ class OptimizerState(StateHandler):
         session.abandon()
         saved, context = self.saved["grace"], session.context
         moved = (saved["rank"], saved["size"]) != (context.rank, context.size)  # the memories are this rank's own
-        saved = saved_form.seal({**saved, "rank": context.rank, "size": context.size})
+        saved = state_schema.seal({**saved, "rank": context.rank, "size": context.size})
         load_state(self.value, {**self.saved, "grace": saved}, "keep" if moved else "strict", alone=True)
 
     def rejoin(self) -> None:

@@ -18,10 +18,10 @@ from grace.session.plan import ExchangePlan
 from grace.session.step_runner import StepRunner
 from grace.strategy.choices import Choices
 from grace.torch import elastic  # noqa: F401  # Horovod's TorchState must know these optimizers
-from grace.torch.life import Closable, begin
+from grace.torch.horovod_patches import Asked, Initialized
+from grace.torch.lifecycle import Closable, begin
 from grace.torch.outside import OutsideMixin
 from grace.torch.parameters import broadcast_optimizer_state, broadcast_parameters, sparse_layers_of
-from grace.torch.routes import Asked, Initialized
 from grace.torch.session import Session
 from grace.torch.state_dict import StateMixin
 
@@ -342,7 +342,7 @@ def _amp(self: Any) -> bool:
     return self.__dict__.get("_step_supports_amp_scaling", False)
 
 
-REPLACED = {
+PATCHES = {
     "_allreduce_grad_async": _allreduce_grad_async,
     "_make_hook": _make_hook,
     "synchronize": synchronize,
@@ -366,7 +366,7 @@ def distribute(
     """Make the optimizer a Horovod DistributedOptimizer that exchanges through Grace; in place.
 
     Horovod derives a class from the user's at run time, and so does this, from Horovod's class body with
-    ``REPLACED`` in it (Horovod's methods call ``super(self.__class__, self)``, so they must lie in the very
+    ``PATCHES`` in it (Horovod's methods call ``super(self.__class__, self)``, so they must lie in the very
     class of the object). ``step`` is left out of it: a hook does what it does, since learning-rate schedulers
     made earlier have bound the user's ``step``.
     """
@@ -379,7 +379,7 @@ def distribute(
         others = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
         names = [*session.parameters.items(), *((f"grace.frozen.{i}", p) for i, p in enumerate(others))]
     cls, had = type(optimizer), set(vars(optimizer))
-    body = {**_DistributedOptimizer.__dict__, **REPLACED, "__module__": cls.__module__}
+    body = {**_DistributedOptimizer.__dict__, **PATCHES, "__module__": cls.__module__}
     for left_out in ("step", "__dict__", "__weakref__"):
         body.pop(left_out, None)
     bases = (Initialized, Closable, Asked, OutsideMixin if session is None else StateMixin, cls)

@@ -9,18 +9,18 @@ import torch
 from grace.backends.horovod import compressor_for
 from grace.backends.runtime import check_group, current
 from grace.backends.torch_distributed import TorchBackend
+from grace.core.arguments import as_in_grace, not_an_optimizer
 from grace.core.backend import Backend
-from grace.core.given import as_in_grace, not_an_optimizer
 from grace.errors import ConfigError, ExchangeError
 from grace.exchange.tracing import recorder
 from grace.session.plan import ExchangePlan
 from grace.session.settings import ReduceOp, Settings
 from grace.session.step_runner import StepRunner
 from grace.strategy.choices import Choices
-from grace.torch.closures import synchronized
+from grace.torch.closure_sync import synchronized
 from grace.torch.gradients import check_untouched
 from grace.torch.hooks import enlist, gradient_hook
-from grace.torch.life import Closable, begin
+from grace.torch.lifecycle import Closable, begin
 from grace.torch.session import Session
 from grace.torch.state_dict import StateMixin
 from grace.torch.step_hooks import initializing

@@ -12,14 +12,14 @@ from torch.distributed import ReduceOp
 from grace.backends.runtime import check_group
 from grace.backends.torch_distributed import TorchBackend
 from grace.communicators.choice import build_communicator
-from grace.core.calls import REDUCE_SCATTER
+from grace.core.api_names import REDUCE_SCATTER
 from grace.core.context import Context
 from grace.core.variable import Variable
 from grace.errors import ConfigError, ExchangeError
 from grace.exchange.header import OVERFLOW, PRESENT
 from grace.exchange.layout import Layout
 from grace.kernels import kernels_of
-from grace.session import checkpoint, saved_form
+from grace.session import checkpoint, state_schema
 from grace.session.by_hand import AsGiven
 from grace.session.settings import check_integer
 from grace.session.setup import build_step_runner
@@ -129,7 +129,7 @@ class ReduceScatterState:
             self._settle(saves=False)
             own = _opened(given.get(self._key)) if isinstance(given, dict) else None
             if own is not None:
-                saved_form.check(own)
+                state_schema.check(own)
                 self._check_choice(own, memory)
                 if (own["rank"], own["size"]) == (self.backend.rank, self.backend.size):
                     return own  # type: ignore[no-any-return]
@@ -173,7 +173,7 @@ class ReduceScatterState:
                     kept[f"{layout.name}/to_{to}"] = {key: row if n is None else n for key, n in beside.items()} or row
         checkpoint.say_dropped(list(itertools.chain(*dropped)), between=3)
         of_this_run = {"rank": self.backend.rank, "size": size, "pieces": checkpoint.partitions_of(self.runner)}
-        return saved_form.seal({**states[0], **of_this_run, "state": {"memory": kept}})
+        return state_schema.seal({**states[0], **of_this_run, "state": {"memory": kept}})
 
     def close(self) -> None:
         """From now on reduce-scatters are torch's again."""

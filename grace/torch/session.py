@@ -31,7 +31,8 @@ from grace.strategy.choices import Choices
 from grace.strategy.execution import StrategyPlan
 from grace.torch.auto import copies, driver_of
 from grace.torch.gradients import check_as_made, check_untouched, dense_of, rows_of
-from grace.torch.life import check_free
+from grace.torch.initial_sync import start_facts, starting
+from grace.torch.lifecycle import check_free
 from grace.torch.parameters import (
     broadcast_parameters,
     check_momentum,
@@ -43,7 +44,6 @@ from grace.torch.parameters import (
     sparse_of,
     variables,
 )
-from grace.torch.start import start_facts, starting
 from grace.torch.uses import UnusedMeans
 from grace.torch.wrappers import check_unwrapped
 

@@ -13,7 +13,7 @@ from grace.core.backend import Backend
 from grace.errors import ConfigError
 from grace.exchange.bucket import Traffic
 from grace.planner.explain import Plan
-from grace.session import checkpoint, saved_form
+from grace.session import checkpoint, state_schema
 from grace.session.metrics import metrics
 from grace.strategy.execution import StrategyPlan
 from grace.torch.session import Session
@@ -251,13 +251,13 @@ def unpacked(saved: Any) -> Any:
     try:
         return torch.load(io.BytesIO(saved), weights_only=True)
     except Exception as error:  # of whatever kind, by torch's zip reader and its unpickler
-        raise saved_form.damaged(f"it is packed, and cannot be read: {str(error)[:200]}") from error
+        raise state_schema.damaged(f"it is packed, and cannot be read: {str(error)[:200]}") from error
 
 
 def _taken(state_dict: Any, rank: int) -> tuple[dict[str, Any], Any]:
     """A state dict as torch knows it, and what Grace remembers: this rank's, if there are several."""
     if not isinstance(state_dict, dict):
-        raise ConfigError(f"a state dict is a dict, not {saved_form.short(state_dict)}")
+        raise ConfigError(f"a state dict is a dict, not {state_schema.short(state_dict)}")
     plain = {key: value for key, value in state_dict.items() if key != "grace"}
     groups, found = [], {}
     for group in plain.get("param_groups", ()):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import grace
-from grace.core.ported import ITEM_SIZE
+from grace.core.grace_api import ITEM_SIZE
 from grace.exchange.header import MISSING, OVERFLOW, PRESENT, status
 from grace.exchange.layout import Layout
 from tests.support.data import same

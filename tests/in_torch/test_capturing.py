@@ -9,7 +9,7 @@ import torch
 
 import grace
 from grace.errors import ConfigError
-from grace.torch.capturing import CapturedStep, Counts, capture, check, settled_there
+from grace.torch.cuda_graphs import CapturedStep, Counts, capture, check, settled_there
 from tests.support.far import as_far
 from tests.support.training import Given, digest, distributed, gradients, made_up, state_of
 

@@ -19,7 +19,7 @@ from grace.kernels import index_coding
 from grace.kernels.torch import fused
 from grace.kernels.triton import sparsification
 from grace.kernels.triton.tables import SECOND
-from grace.torch.capturing import settled_there
+from grace.torch.cuda_graphs import settled_there
 from tests.support.far import as_far
 from tests.support.implementations import INTERPRETED, OTHERS
 from tests.support.pretended import Pretended

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import grace
-from grace.session import saved_form
+from grace.session import state_schema
 from tests.support.training import Given, copied, ddp, digest, made_up, weights
 
 pytestmark = pytest.mark.ranks
@@ -106,7 +106,7 @@ def voted_under_ddp():
     model = ddp(torch.nn.Linear(8, 8))
     hook = grace.torch.register_ddp_hook(model, "signsgd")
     scale = first.optimizer.state_dict()["grace"]["loss_scale"]
-    saved = saved_form.seal({**hook.state_dict(), "loss_scale": scale})
+    saved = state_schema.seal({**hook.state_dict(), "loss_scale": scale})
     hook.load_state_dict(saved)
     model(torch.ones(1, 8)).sum().backward()
     return sorted({value for p in model.parameters() for value in p.grad.abs().flatten().tolist()})

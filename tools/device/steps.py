@@ -20,7 +20,7 @@ from grace.bench.step.settings import Settings
 from grace.bench.step.simulated import Lane, Simulated
 from grace.core.backend import Handle
 from grace.core.registry import make
-from grace.torch.capturing import WARM_UP, capture, check, settled_there
+from grace.torch.cuda_graphs import WARM_UP, capture, check, settled_there
 from tools.device import place
 from tools.device.events import Log
 

@@ -13,7 +13,10 @@ KEY = ("model", "ranks", "bandwidth")
 
 
 def run(
-    settings: Settings, kept: Kept, found: list[Scenario], watch: Callable[[str, Event], None] = lambda name, e: None
+    settings: Settings,
+    kept: Kept,
+    found: list[Scenario],
+    watch: Callable[[str, Event], None] = lambda name, e: None,
 ) -> None:
     """Measure every scenario that was not yet; each is kept as soon as it is there.
 

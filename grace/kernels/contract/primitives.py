@@ -94,7 +94,7 @@ class Kernels(ValueKernels, SparseKernels):
         """The bytes (uint8) of a contiguous 1-d tensor whose address is known, to be read and written."""
         raise NotImplementedError
 
-    def far(self, x: Tensor) -> bool:
+    def on_device(self, x: Tensor) -> bool:
         """Whether to read a number of this tensor is to wait for a device."""
         return False
 

@@ -49,7 +49,7 @@ class TorchKernels(ValueTorch, SparseTorch, Kernels):
     def cast(self, x, dtype):
         return x.to(DTYPES[dtype])
 
-    def far(self, x):
+    def on_device(self, x):
         return x.device.type != "cpu"
 
     def read(self, tensors):
@@ -262,7 +262,7 @@ class TorchKernels(ValueTorch, SparseTorch, Kernels):
         return narrow.to(torch.int32) & 0xFFFF
 
     def check_indices(self, indices, n):
-        if indices.numel() and not self.far(indices):
+        if indices.numel() and not self.on_device(indices):
             lowest, highest = indices.aminmax()
             check_range(int(lowest), int(highest), n)
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from grace.core.backend import Backend
-from grace.core.waiting import waiting
+from grace.core.waits import waiting
 from grace.errors import ConfigError
 from grace.partition.plan import Plan
 from grace.session.agreement import tell

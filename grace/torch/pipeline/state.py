@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from grace.core.calls import TORCH
+from grace.core.api_names import TORCH
 from grace.errors import ConfigError, RankError
-from grace.session import checkpoint, saved_form
+from grace.session import checkpoint, state_schema
 from grace.session.agreement import tell
 from grace.torch.pipeline.atoms import Atoms
 from grace.torch.pipeline.stages import pieces
@@ -263,7 +263,7 @@ def _check_model(targets: Mapping[str, Any], state: Any) -> None:
         ConfigError: the message names the entry.
     """
     if not isinstance(state, Mapping):
-        raise ConfigError(f"a model's state is a dict of tensors, not {saved_form.short(state)}")
+        raise ConfigError(f"a model's state is a dict of tensors, not {state_schema.short(state)}")
     if targets.keys() != state.keys():
         odd = sorted(map(str, targets.keys() ^ state.keys()))
         raise ConfigError(f"the state is of another model: {', '.join(map(repr, odd[:5]))} is on one side only")
@@ -272,7 +272,7 @@ def _check_model(targets: Mapping[str, Any], state: Any) -> None:
             continue
         value = state[name]
         if not isinstance(value, torch.Tensor):
-            raise ConfigError(f"{name!r} should be a tensor, and in the state it is {saved_form.short(value)}")
+            raise ConfigError(f"{name!r} should be a tensor, and in the state it is {state_schema.short(value)}")
         if target.shape != value.shape:
             raise ConfigError(f"{name!r} has shape {tuple(target.shape)}, in the state {tuple(value.shape)}")
         if value.layout != torch.strided or (value.is_meta and not target.is_meta):
@@ -297,7 +297,7 @@ def _remembered(saved: Any, memory: str) -> tuple[list[dict[str, Any]], list[str
         ConfigError: it is no such state, or is damaged.
     """
     if not isinstance(saved, Mapping):
-        raise ConfigError(f"a state of the pipeline's optimizer is a dict, not {saved_form.short(saved)}")
+        raise ConfigError(f"a state of the pipeline's optimizer is a dict, not {state_schema.short(saved)}")
     names, groups, state = saved.get("names"), saved.get("param_groups"), saved.get("state")
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
         raise ConfigError("the optimizer's state is damaged: 'names' should be a list of the parameters' names")
@@ -335,7 +335,7 @@ def _together(saved: Sequence[Any]) -> Any:
         first["state"] = _joined(first["state"], one["state"], lambda a, b: {**b, **a})
         ranks = zip(first["ranks"], one["ranks"], strict=True)
         first["ranks"] = [_joined(a, b, lambda a, b: {**b, **a}) for a, b in ranks]
-    sealed = [saved_form.seal(one) for one in found]
+    sealed = [state_schema.seal(one) for one in found]
     return sealed if len(sealed) > 1 else next(iter(sealed), None)
 
 
@@ -365,4 +365,4 @@ def _part(kinds: Sequence[dict[str, Any]], names: Sequence[str]) -> tuple[dict[s
     part["pieces"] = {name: piece for name, piece in part["pieces"].items() if name in own}
     part["shared"] = {kind: [name for name in values if of(name)] for kind, values in part["shared"].items()}
     part["state"], part["ranks"] = kept(part["state"]), [kept(one) for one in part["ranks"]]
-    return saved_form.seal(part), len(own) == len(names) or len(kinds) == 1
+    return state_schema.seal(part), len(own) == len(names) or len(kinds) == 1

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from grace.core.kept import is_ours
 from grace.core.state import State
+from grace.core.transactional_dict import is_ours
 from grace.errors import ConfigError
 from grace.exchange.round_trip import RoundTrip
 from grace.torch.optimizer import HookedSession

@@ -1,4 +1,4 @@
-"""The hub of the watch: rank 0 hears how ranks end and where they wait, and hands it on."""
+"""The watch's server: rank 0 hears how ranks end and where they wait, and hands it on."""
 
 import contextlib
 import hmac
@@ -76,7 +76,7 @@ class Line:
         self.socket.close()
 
 
-class Hub:
+class WatchServer:
     """Accepts one connection of each rank, and then no more.
 
     Args:
@@ -106,7 +106,7 @@ class Hub:
         self.wake, waking = socket.socketpair()
         self.selector.register(waking, selectors.EVENT_READ, lambda: waking.recv(1))
         self.waking = waking
-        self.thread = threading.Thread(target=self._run, name="grace hub", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="grace watch server", daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
@@ -250,7 +250,7 @@ def addresses() -> list[str]:
 
 
 def connected(offer: Any, rank: int) -> Line:
-    """A line to the hub.
+    """A line to the server.
 
     Raises:
         OSError: it cannot be reached.

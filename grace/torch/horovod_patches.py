@@ -14,7 +14,7 @@ from horovod.torch import functions, mpi_ops
 from horovod.torch.elastic import state as elastic_state
 
 from grace.backends.horovod_torch import HorovodBackend
-from grace.torch import life, parameters
+from grace.torch import lifecycle, parameters
 
 
 def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
@@ -34,9 +34,9 @@ def join(device: int = -1) -> int:
     Args:
         device: for Horovod's own.
     """
-    if not life.is_open():
+    if not lifecycle.is_open():
         return mpi_ops.join(device)
-    last: int = life.only_optimizer("hvd.join").join()
+    last: int = lifecycle.only_optimizer("hvd.join").join()
     return last
 
 

@@ -2,8 +2,8 @@
 
     self.residuals = {}
 
-They become :class:`Kept`, a part of the component with a state of its own, so that they are saved, rolled back and
-restored like ``self.state``.
+They become :class:`TransactionalDict`, a part of the component with a state of its own, so that they are saved, rolled
+back and restored like ``self.state``.
 """
 
 from collections.abc import Callable, Iterator, MutableMapping
@@ -12,13 +12,13 @@ from typing import Any
 from grace.core.component import Component
 
 
-class Kept(Component, MutableMapping[Any, Any]):
+class TransactionalDict(Component, MutableMapping[Any, Any]):
     """A dict whose tensors and numbers change only when a whole step succeeded.
 
     What is read may be changed in place, so it is copied at its first use in a step. What has other keys than names, or
     other values, is kept beside and is not saved.
 
-    >>> kept = Kept()
+    >>> kept = TransactionalDict()
     >>> kept["w"] = 1.0
     >>> kept.state.commit()
     >>> kept["w"] += 1
@@ -72,7 +72,7 @@ class Kept(Component, MutableMapping[Any, Any]):
         self.update(values)
 
     def __repr__(self) -> str:
-        return f"Kept({', '.join(map(repr, self))})"
+        return f"TransactionalDict({', '.join(map(repr, self))})"
 
     __hash__ = Component.__hash__
     __eq__ = object.__eq__
@@ -94,8 +94,8 @@ def _copy(value: Any) -> Any:
     return value.copy() if hasattr(value, "setflags") else value
 
 
-class Keeping(Component):
-    """A component whose public attributes that are empty dicts become :class:`Kept`, if a user has written it."""
+class StatefulComponent(Component):
+    """A component; if it is a user's, its public attributes that are empty dicts become :class:`TransactionalDict`."""
 
     _looks: dict[str, Any] | None = None
     """What was seen of its attributes when it was taken into use."""
@@ -110,11 +110,11 @@ class Keeping(Component):
             )
         if isinstance(value, dict) and not key.startswith("_"):
             before = vars(self).get(key)
-            if isinstance(before, Kept):
+            if isinstance(before, TransactionalDict):
                 before.replace(value)
                 return
             if not value:
-                value = Kept(getattr(value, "default_factory", None))
+                value = TransactionalDict(getattr(value, "default_factory", None))
                 self.keeping()
         object.__setattr__(self, key, value)
 
@@ -130,7 +130,7 @@ class Keeping(Component):
         """The attributes with what changed since, and no checkpoint holds; told once."""
         if self._looks is None:
             return []
-        beside = [key for key, value in vars(self).items() if isinstance(value, Kept) and value.beside]
+        beside = [key for key, value in vars(self).items() if isinstance(value, TransactionalDict) and value.beside]
         found = beside + [key for key, look in _looks_of(self).items() if self._looks.get(key) != look]
         if found:
             object.__setattr__(self, "_looks", None)

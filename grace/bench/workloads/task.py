@@ -23,8 +23,10 @@ FRAMEWORKS = ("torch", "tensorflow")
 OPTIMIZERS = ("sgd", "adamw")
 ADAMW_BETA2 = 0.99
 """The second moments' decay, for runs of about a thousand steps; AdamW's first beta is the task's ``momentum``."""
-FACTS = ("about", "metric", "unit", "scale", "higher_is_better", "target", "epochs", "quick_epochs", "batch")
-FACTS += ("lr", "optimizer")
+FACTS = (
+    *("about", "metric", "unit", "scale", "higher_is_better", "target"),
+    *("optimizer", "epochs", "quick_epochs", "batch"),
+)
 
 
 def in_optimizer(method: str) -> dict[str, str]:

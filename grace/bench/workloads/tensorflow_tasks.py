@@ -35,8 +35,8 @@ class _Labelled(_InTensorFlow):
 
     def __init__(self) -> None:
         super().__init__()
-        self.train_x, self.test_x = tf.constant(self.train_x), tf.constant(self.test_x)
-        self.train_y, self.test_y = tf.constant(self.train_y), tf.constant(self.test_y)
+        for key in ("train_x", "train_y", "test_x", "test_y"):
+            setattr(self, key, tf.constant(getattr(self, key)))
 
 
 class Digits(_Labelled, digits.Digits):

@@ -44,8 +44,8 @@ class _Labelled(InTorch):
 
     def __init__(self) -> None:
         super().__init__()
-        self.train_x, self.test_x = torch.tensor(self.train_x), torch.tensor(self.test_x)
-        self.train_y, self.test_y = torch.tensor(self.train_y), torch.tensor(self.test_y)
+        for key in ("train_x", "train_y", "test_x", "test_y"):
+            setattr(self, key, torch.tensor(getattr(self, key)))
 
 
 class Digits(_Labelled, digits.Digits):

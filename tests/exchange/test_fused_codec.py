@@ -22,8 +22,9 @@ pytest.importorskip("numba", reason="codecs of whole buckets are compiled")
 SPECS = [
     ("none", None), ("none", "residual"), ("fp16", None), ("fp16", "residual"), ("bf16", "residual(beta=0.5)"),
     ("topk", None), ("topk(ratio=0.3)", "none"), ("topk(ratio=1)", "residual(beta=0.5)"), ("efsignsgd", None),
-    ("efsignsgd", "residual"), ("signsgd", None), ("qsgd", None), ("qsgd(levels=7, bucket_size=33)", "residual"),
-    ("qsgd(norm=max, levels=64, bucket_size=5000)", "residual"), ("onebit", None), ("onebit", "efsignsgd"),
+    ("efsignsgd", "residual"), ("signsgd", None), ("qsgd", None),
+    ("qsgd(levels=7, bucket_size=33, norm=l2)", "residual"), ("qsgd(levels=64, bucket_size=5000)", "residual"),
+    ("onebit", None), ("onebit", "efsignsgd"),
     ("terngrad", None), ("terngrad(clip=1)", "residual"), ("natural", None), ("natural", "residual"),
     ("signum", None), ("signum(momentum=0.3)", None),
     ("topk(ratio=0.1)", "residual(beta=0.7, gamma=0.3)"), ("block", None), ("block(bits=4, block=33)", "residual"),

@@ -23,6 +23,9 @@ from grace.kernels.reference.quantization import ROOT
 
 MAX_BITS = FLOAT32_MAX.view(np.uint32)
 NEAREST = u32(1 << 31)  # the random number of an offset of a half, which rounds to the nearest
+HALF = f32(0.5)
+MAX, L2, RMS = 0, 1, 2
+NORMS = {"max": MAX, "l2": L2, "rms": RMS}
 LARGEST, LOWEST, BOTH, SHIFT23 = f32(LARGEST_FLOAT8), u32(LOWEST_BIASED), u32(257), u32(23)
 EIGHT, MOST_CODE, SIGN, ZERO, SHRINK = i32(8), i32(126), i32(128), i32(0), f32(1 / ROTATED)
 UPPER16 = u32(0xFFFFFF00)  # of the 24 bits of a float32's significand
@@ -37,11 +40,12 @@ def _sum_squares(x):
 
 
 @compiled
-def _scale(x, l2):
-    """The norm of a bucket, at most the largest float32."""
-    if l2:
-        return f32(min(np.sqrt(_sum_squares(x)), f64(FLOAT32_MAX)))
-    return float_of(min(_max_bits(x.view(np.uint32)), MAX_BITS))
+def _scale(x, largest, norm, reach):
+    """The norm of a bucket, whose largest magnitude's bit pattern is known, at most the largest float32."""
+    if norm == MAX:
+        return float_of(min(largest, MAX_BITS))
+    squares = _sum_squares(x)
+    return f32(min(np.sqrt(squares) if norm == L2 else np.sqrt(squares / x.size) * reach, f64(FLOAT32_MAX)))
 
 
 @compiled
@@ -52,6 +56,16 @@ def _round_bucket(x, random, divisor, levels, codes):
         code = i32(raised)
         code = code if code < most else most
         codes[i] = u8(i32(most + (code if x[i] >= 0 else i32(-code))))
+
+
+@compiled
+def _round_nearest(x, divisor, levels, codes):
+    top, below, above = f32(levels), i32(levels), i32(levels + 0.5)
+    offset = HALF if below == above else f32(0)
+    for i in range(x.size):
+        code = i32(abs(x[i]) / divisor * top + offset)
+        code = code if code < below else below
+        codes[i] = u8(i32(above + code) if x[i] >= 0 else i32(below - code))
 
 
 @compiled
@@ -67,14 +81,15 @@ def _round_float8(x, random, divisor, codes):
 
 
 @compiled
-def _quantize(x, codes, scales, levels, bucket_size, l2, nearest, k0, k1, step, draw):
+def _quantize(x, codes, scales, levels, bucket_size, norm, reach, nearest, k0, k1, step, draw):
     """To levels, or where there are none to 8-bit floats."""
     random = np.full(TILE + 4, NEAREST)
     span = max(1, TILE // bucket_size) * bucket_size  # several small buckets share a tile, a large one has several
     for low in range(0, x.size, span):
         high = min(low + span, x.size)
         for start in range(low, high, bucket_size):
-            scales[start // bucket_size] = _scale(part(x, start, min(start + bucket_size, high)), l2)
+            bucket = part(x, start, min(start + bucket_size, high))
+            scales[start // bucket_size] = _scale(bucket, _max_bits(bucket.view(np.uint32)), norm, reach)
         for tile in range(low, high, TILE):
             stop, skip = min(tile + TILE, high), tile % 4
             if not nearest:
@@ -82,10 +97,13 @@ def _quantize(x, codes, scales, levels, bucket_size, l2, nearest, k0, k1, step, 
             for start in range(tile, stop, bucket_size):
                 end, scale = min(start + bucket_size, stop), scales[start // bucket_size]
                 drawn, divisor = part(random, start - tile + skip, end - tile + skip), scale if scale > 0 else f32(1)
+                values, coded = part(x, start, end), part(codes, start, end)
                 if levels == 0:
-                    _round_float8(part(x, start, end), drawn, divisor, part(codes, start, end))
+                    _round_float8(values, drawn, divisor, coded)
+                elif nearest:
+                    _round_nearest(values, divisor, levels, coded)
                 else:
-                    _round_bucket(part(x, start, end), drawn, divisor, levels, part(codes, start, end))
+                    _round_bucket(values, drawn, divisor, levels, coded)
 
 
 @compiled

@@ -166,7 +166,7 @@ BUCKETS: dict[str, tuple[str, list[tuple[Any, str]], dict[str, Any]]] = {
     ),
     "topk of chunks": ("largest of chunks", [(N // 128, "float32"), (N // 128, "int16")], {"chunk": 1024, "kept": 8}),
     "topk of large chunks": ("largest of chunks", [(N, "float32"), (N // 8, "uint8")], {"chunk": 4096, "kept": 4096}),
-    "qsgd": ("levels", [(N, "uint8"), _SCALES], {"levels": 127, "bucket": 512, "l2": True}),
+    "qsgd": ("levels", [(N, "uint8"), _SCALES], {"levels": 127, "bucket": 512, "norm": "l2"}),
     "qsgd of 5 bits": ("levels", [(N * 5 // 8, "uint8"), _SCALES], {"levels": 15, "bits": 5, "bucket": 512}),
     "qsgd of odd buckets": (
         "levels",

@@ -30,7 +30,7 @@ class Block(Accumulating):
 
     "nearest" rounding leaves at most (B - 1) / (B - 1 + 4 L^2) ||x||^2 with "max", and with "rms"
     ((1 - t / sqrt(B))^2 + (1 - 1 / B) d^2 / 4) ||x||^2, which is less than ||x||^2 of blocks of up to 128 elements with
-    2 bits, and 2100 with 3; the memory gives the error back. "stochastic" is unbiased, with a variance of at most
+    2 bits, and 2186 with 3; the memory gives the error back. "stochastic" is unbiased, with a variance of at most
     B / (4 L^2) ||x||^2 as integers and about ||x||^2 / 256 as floats; "rms" has no such rounding, since it would lose
     on average, too, what it cuts off.
 

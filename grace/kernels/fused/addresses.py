@@ -6,13 +6,18 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, njit, types
 
-from grace.kernels.fused.lanes import intrinsic, part, pattern_of
+from grace.kernels.fused.lanes import intrinsic, part, pattern_of, prefetch, prefetch_to_write
 from grace.kernels.fused.loops import LOW31, _max_bits, compiled, u32, u64
 
 GRADIENT, KEPT, NEXT = 0, 1, 2
 """Columns of addresses."""
 SIZE, FIRST, SECOND, MORE = 0, 1, 2, 3
 """Columns of numbers: elements, byte offsets of the payload's tensors, and a number of the method's."""
+
+LINE = 16
+"""Elements of a cache line."""
+AHEAD = 256
+"""Elements that are computed between one request for memory and the next: few enough that none has to wait."""
 
 
 @intrinsic
@@ -63,3 +68,15 @@ def _compensated(row, factors, n, low, high):
     if row[KEPT] == 0:
         return x, _scaled(x, gradient, factors[1])
     return x, _add_kept(x, gradient, part(_at(row[KEPT], n, np.float32), low, high), factors[0], factors[1])
+
+
+@compiled
+def _fetch_ahead(row, low, high):
+    """Ask for the memory of elements that :func:`_compensated` takes soon; they may lie beyond the end."""
+    for i in range(low, high, LINE):
+        place = u64(4 * i)
+        prefetch(row[GRADIENT] + place)
+        if row[NEXT] != 0:
+            prefetch_to_write(row[NEXT] + place)
+        if row[KEPT] != 0:
+            prefetch(row[KEPT] + place)

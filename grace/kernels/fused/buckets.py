@@ -10,7 +10,18 @@ those of the kernels that compressors call one by one, in the same order, so tha
 import numpy as np
 from numba import njit
 
-from grace.kernels.fused.addresses import FIRST, GRADIENT, NEXT, SECOND, SIZE, _at, _compensated
+from grace.kernels.fused.addresses import (
+    AHEAD,
+    FIRST,
+    GRADIENT,
+    LINE,
+    NEXT,
+    SECOND,
+    SIZE,
+    _at,
+    _compensated,
+    _fetch_ahead,
+)
 from grace.kernels.fused.halves import (
     _add_brain,
     _add_half,
@@ -21,8 +32,8 @@ from grace.kernels.fused.halves import (
     _widen_brain,
     _widen_half,
 )
-from grace.kernels.fused.lanes import float_of, part, pattern_of
-from grace.kernels.fused.loops import INF_BITS, TILE, _max_bits, _random_blocks, compiled, f32, f64, u32
+from grace.kernels.fused.lanes import float_of, part, pattern_of, prefetch_to_write
+from grace.kernels.fused.loops import INF_BITS, TILE, _max_bits, _random_blocks, compiled, f32, f64, u32, u64
 from grace.kernels.fused.packing import _add_either, _pack, _pack_signs, _unpack
 from grace.kernels.fused.primitives import _add, _sum_abs
 from grace.kernels.fused.quantization import (
@@ -33,7 +44,15 @@ from grace.kernels.fused.quantization import (
     _side_sums,
     _sum,
 )
-from grace.kernels.fused.rounding import _dequantize_bucket, _reciprocal, _round_bucket, _round_nearest, _scale
+from grace.kernels.fused.rounding import (
+    _dequantize_bucket,
+    _dequantize_to,
+    _reciprocal,
+    _round_bucket,
+    _round_nearest,
+    _round_nearest_and_subtract,
+    _scale,
+)
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
@@ -241,16 +260,21 @@ def encode_levels(
                 codes = part(packed, tile, stop) if bits == 8 else part(held, count, count + stop - tile)
                 for start in range(tile, stop, size):
                     end, scale = min(start + size, stop), scales[start // size]
-                    values, coded = part(x, start, end), part(codes, start - tile, end - tile)
-                    divisor = scale if scale > 0 else f32(1)
-                    if nearest:
-                        _round_nearest(values, divisor, levels, coded)
-                    else:
-                        _round_bucket(
-                            values, part(random, start - tile + skip, end - tile + skip), divisor, levels, coded
-                        )
-                    if row[NEXT] != 0:
-                        _dequantize_bucket(values, coded, scale * f32(-1), middle, reciprocal, rest)
+                    divisor, factor = scale if scale > 0 else f32(1), scale * f32(-1)
+                    for first in range(start, end, AHEAD):
+                        last = min(first + AHEAD, end)
+                        values, coded = part(x, first, last), part(codes, first - tile, last - tile)
+                        if nearest and row[NEXT] != 0:
+                            _round_nearest_and_subtract(values, divisor, levels, coded, factor, reciprocal, rest)
+                        elif nearest:
+                            _round_nearest(values, divisor, levels, coded)
+                        else:
+                            drawn = part(random, first - tile + skip, last - tile + skip)
+                            _round_bucket(values, drawn, divisor, levels, coded)
+                            if row[NEXT] != 0:
+                                _dequantize_bucket(values, coded, factor, middle, reciprocal, rest)
+                        if span <= TILE:
+                            _fetch_ahead(row, first + span, last + span)
                 if bits != 8:
                     count, done = _pack_held(held, count + stop - tile, bits, packed, done)
         if count > 0:
@@ -269,7 +293,6 @@ def decode_levels(outs, wires, plan, weight, levels, bits, bucket_size, held):
         for low in range(0, n, TILE):  # of whole bytes; all ranks' codes of it while its means are in the cache
             high = min(low + TILE, n)
             out = part(_at(outs[v], n, np.float32), low, high)
-            out[:] = 0
             for rank in range(wires.size):
                 packed = part(_at(wires[rank] + plan[v, FIRST], nbytes, np.uint8), low * bits // 8, nbytes)
                 scales = _at(wires[rank] + plan[v, SECOND], buckets, np.float32)
@@ -280,7 +303,13 @@ def decode_levels(outs, wires, plan, weight, levels, bits, bucket_size, held):
                 while start < high:
                     stop = min((start // size + 1) * size, high)
                     places = part(out, start - low, stop - low), part(codes, start - low, stop - low)
-                    _dequantize_bucket(*places, scales[start // size] * weight, middle, reciprocal, rest)
+                    factor = scales[start // size] * weight
+                    if rank == 0:
+                        _dequantize_to(*places, factor, middle, reciprocal, rest)
+                        for i in range(start, stop, LINE):
+                            prefetch_to_write(outs[v] + u64(4 * (i + TILE)))
+                    else:
+                        _dequantize_bucket(*places, factor, middle, reciprocal, rest)
                     start = stop
 
 

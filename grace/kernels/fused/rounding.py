@@ -69,6 +69,21 @@ def _round_nearest(x, divisor, levels, codes):
 
 
 @compiled
+def _round_nearest_and_subtract(x, divisor, levels, codes, factor, high, low):
+    """As :func:`_round_nearest`, and then as :func:`_dequantize_bucket` while elements are in registers."""
+    top, below, above = f32(levels), i32(levels), i32(levels + 0.5)
+    offset = HALF if below == above else f32(0)
+    for i in range(x.size):
+        value = x[i]
+        code = i32(abs(value) / divisor * top + offset)
+        code = code if code < below else below
+        code = i32(above + code) if value >= 0 else i32(below - code)
+        codes[i] = u8(code)
+        level = f32(code) - top
+        x[i] = value + factor * (level * high + level * low)
+
+
+@compiled
 def _round_float8(x, random, divisor, codes):
     for i in range(x.size):
         scaled = abs(x[i]) / divisor * LARGEST
@@ -151,6 +166,14 @@ def _dequantize_bucket(out, codes, factor, middle, high, low):
     for i in range(out.size):
         level = f32(codes[i]) - middle
         out[i] += factor * (level * high + level * low)
+
+
+@compiled
+def _dequantize_to(out, codes, factor, middle, high, low):
+    """As :func:`_dequantize_bucket`, of zeros that need not be there."""
+    for i in range(out.size):
+        level = f32(codes[i]) - middle
+        out[i] = f32(0) + factor * (level * high + level * low)
 
 
 @compiled

@@ -41,7 +41,7 @@ METHODS = [
     ("dynamic8", "residual"), ("block(bits=4)", "residual"), ("block(bits=4, hadamard=32)", "residual"),
     ("block(format=fp8, rounding=stochastic, block=37)", None), ("block(hadamard=32, block=4128)", "residual"),
     ("block(bits=3)", "residual"), ("block(bits=2)", None), ("block(bits=2, scale=max, block=33)", "residual"),
-    ("block(bits=3, scale=rms, block=37)", None), ("block(bits=2, block=5000, hadamard=32)", "none"),
+    ("block(bits=3, scale=rms, block=37)", None), ("block(bits=2, block=4992, hadamard=32)", "none"),
     ("block(bits=4, scale=rms, block=4500)", "residual"), ("block(bits=2, hadamard=32)", None),
     ("topk(ratio=0.02)", None), ("topk(ratio=0.2)", None), ("topk(ratio=0.1, chunk=64)", None),
     ("topk(ratio=0.02, chunk=1024)", "none"), ("randomk(ratio=0.1)", None), ("randomk(ratio=0.1, unbiased=true)", None),

@@ -16,7 +16,7 @@ SIZE, FIRST, SECOND, MORE = 0, 1, 2, 3
 
 LINE = 16
 """Elements of a cache line."""
-AHEAD = 256
+AHEAD = 128
 """Elements that are computed between one request for memory and the next: few enough that none has to wait."""
 
 

@@ -45,6 +45,8 @@ from grace.kernels.fused.quantization import (
     _sum,
 )
 from grace.kernels.fused.rounding import (
+    MAX,
+    MAX_BITS,
     _dequantize_bucket,
     _dequantize_to,
     _reciprocal,
@@ -248,10 +250,14 @@ def encode_levels(
         count, done = 0, 0
         for low in range(0, n, span):
             high = min(low + span, n)
-            for start in range(low, high, size):
-                values, top = _compensated(row, by, n, start, min(start + size, high))
+            for start in range(low, high, size if norm == MAX else span):
+                _, top = _compensated(row, by, n, start, min(start + (size if norm == MAX else span), high))
                 largest = max(largest, top)
-                scales[start // size] = _scale(values, top, norm, reach)
+                if norm == MAX:
+                    scales[start // size] = float_of(min(top, MAX_BITS))
+            if norm != MAX:
+                for start in range(low, high, size):
+                    scales[start // size] = _scale(part(x, start, min(start + size, high)), norm, reach)
             for tile in range(low, high, TILE):
                 stop, skip = min(tile + TILE, high), tile % 4
                 if not nearest:

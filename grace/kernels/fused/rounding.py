@@ -3,6 +3,7 @@
 import numpy as np
 
 from grace.kernels.contract.quantization import LARGEST_FLOAT8, LOWEST_BIASED, ROTATED
+from grace.kernels.fused.compiling import loop
 from grace.kernels.fused.lanes import float_of, part, pattern_of
 from grace.kernels.fused.loops import (
     SHIFT8,
@@ -14,7 +15,6 @@ from grace.kernels.fused.loops import (
     f32,
     f64,
     i32,
-    summing,
     u8,
     u32,
 )
@@ -31,7 +31,7 @@ EIGHT, MOST_CODE, SIGN, ZERO, SHRINK = i32(8), i32(126), i32(128), i32(0), f32(1
 UPPER16 = u32(0xFFFFFF00)  # of the 24 bits of a float32's significand
 
 
-@summing
+@loop(fastmath={"reassoc", "contract"})  # no product is rounded, so that it may be joined with the sum
 def _sum_squares(x):
     total = f64(0)
     for i in range(x.size):
@@ -40,10 +40,10 @@ def _sum_squares(x):
 
 
 @compiled
-def _scale(x, largest, norm, reach):
-    """The norm of a bucket, whose largest magnitude's bit pattern is known, at most the largest float32."""
+def _scale(x, norm, reach):
+    """The norm of a bucket, at most the largest float32."""
     if norm == MAX:
-        return float_of(min(largest, MAX_BITS))
+        return float_of(min(_max_bits(x.view(np.uint32)), MAX_BITS))
     squares = _sum_squares(x)
     return f32(min(np.sqrt(squares) if norm == L2 else np.sqrt(squares / x.size) * reach, f64(FLOAT32_MAX)))
 
@@ -103,8 +103,7 @@ def _quantize(x, codes, scales, levels, bucket_size, norm, reach, nearest, k0, k
     for low in range(0, x.size, span):
         high = min(low + span, x.size)
         for start in range(low, high, bucket_size):
-            bucket = part(x, start, min(start + bucket_size, high))
-            scales[start // bucket_size] = _scale(bucket, _max_bits(bucket.view(np.uint32)), norm, reach)
+            scales[start // bucket_size] = _scale(part(x, start, min(start + bucket_size, high)), norm, reach)
         for tile in range(low, high, TILE):
             stop, skip = min(tile + TILE, high), tile % 4
             if not nearest:

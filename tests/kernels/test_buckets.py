@@ -7,11 +7,13 @@ from grace.compressors.qsgd import QSGD
 from grace.kernels import Stream
 from grace.kernels.contract.quantization import GAUSSIAN_STEPS
 from grace.kernels.fused.primitives import FusedKernels
+from grace.kernels.fused.rounding import _threshold
 from tests.support.data import EPSILON, REFERENCE, data, same
 from tests.support.implementations import ALL, OTHERS
 
 BUCKETS = (1, 5, 32, 512, 1024, 5000)  # 32 and 1024 are what the compiled loops take at a time
 BYTE = 8  # elements that pack() takes at a time
+FLOAT32_MAX_BITS = 0x7F7FFFFF
 
 
 def lengths(bucket: int) -> list[int]:
@@ -63,6 +65,19 @@ def test_every_level_is_the_quotient_that_a_division_gives():
         given = codes[: int(2 * levels + 1)], np.float32([1]), levels, codes.size, 1.0
         zeros = np.zeros(given[0].size, np.float32)
         same(FusedKernels().dequantize(zeros.copy(), *given), REFERENCE.dequantize(zeros, *given))
+
+
+@pytest.mark.parametrize("levels", [1, 1.5])
+def test_the_threshold_of_two_bits_is_the_smallest_magnitude_that_rounds_up(levels):
+    drawn, most = np.random.default_rng(0).integers(1, FLOAT32_MAX_BITS, 10_000), FLOAT32_MAX_BITS + 1
+    scales = np.concatenate([drawn, np.arange(1, 2000), np.arange(most - 50, most)]).astype(np.uint32).view(np.float32)
+    found = np.float32([_threshold(scale, float(levels)) for scale in scales])
+
+    def up(x):
+        return np.floor(x / scales * np.float32(levels) + np.float32(0.5 - levels % 1)) >= 1
+
+    assert up(found).all()
+    assert not up(np.nextafter(found, np.float32(0))).any()
 
 
 @pytest.mark.parametrize("it", OTHERS)

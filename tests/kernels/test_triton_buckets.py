@@ -299,7 +299,7 @@ TRAFFIC = {
     "none": (8.5, 8.5), "none/residual": (16.5, 12.5), "fp16": (6.5, 6.5), "fp16/residual": (14.5, 8.5),
     "qsgd": (5.5, 5.5), "qsgd/residual": (13.5, 5.5), "qsgd(levels=7)": (5.5, 5), "natural": (5.5, 5.5),
     "natural/residual": (13.5, 5.5), "block/none": (5.5, 5.5), "block": (13.5, 5.5), "block(bits=4)": (13.5, 5),
-    "block(bits=3)": (12.5, 4.5), "block(bits=2)": (12.5, 4.5),
+    "block(bits=3)": (12.5, 5), "block(bits=2)": (12.5, 4.5),
     "block(format=fp8)": (13.5, 5.5), "block(bits=4, hadamard=32)": (13.5, 5), "signsgd": (4.5, 4.5),
     "signsgd/residual": (12.5, 4.5), "signum": (12.5, 4.5),
     "efsignsgd/none": (4.5, 4.5), "efsignsgd": (12.5, 4.5), "onebit": (12.5, 4.5),

@@ -53,7 +53,9 @@ from grace.kernels.fused.rounding import (
     _round_bucket,
     _round_nearest,
     _round_nearest_and_subtract,
+    _round_to_two_bits,
     _scale,
+    _threshold,
 )
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
@@ -267,10 +269,14 @@ def encode_levels(
                 for start in range(tile, stop, size):
                     end, scale = min(start + size, stop), scales[start // size]
                     divisor, factor = scale if scale > 0 else f32(1), scale * f32(-1)
+                    compares = bits == 2 and nearest and row[NEXT] != 0
+                    threshold = _threshold(divisor, levels) if compares else f32(0)
                     for first in range(start, end, AHEAD):
                         last = min(first + AHEAD, end)
                         values, coded = part(x, first, last), part(codes, first - tile, last - tile)
-                        if nearest and row[NEXT] != 0:
+                        if compares:
+                            _round_to_two_bits(values, threshold, levels, coded, factor, reciprocal, rest)
+                        elif nearest and row[NEXT] != 0:
                             _round_nearest_and_subtract(values, divisor, levels, coded, factor, reciprocal, rest)
                         elif nearest:
                             _round_nearest(values, divisor, levels, coded)

@@ -23,7 +23,7 @@ from grace.kernels.reference.quantization import ROOT
 
 MAX_BITS = FLOAT32_MAX.view(np.uint32)
 NEAREST = u32(1 << 31)  # the random number of an offset of a half, which rounds to the nearest
-HALF = f32(0.5)
+HALF, NEAR = f32(0.5), u32(2)
 MAX, L2, RMS = 0, 1, 2
 NORMS = {"max": MAX, "l2": L2, "rms": RMS}
 LARGEST, LOWEST, BOTH, SHIFT23 = f32(LARGEST_FLOAT8), u32(LOWEST_BIASED), u32(257), u32(23)
@@ -81,6 +81,36 @@ def _round_nearest_and_subtract(x, divisor, levels, codes, factor, high, low):
         codes[i] = u8(code)
         level = f32(code) - top
         x[i] = value + factor * (level * high + level * low)
+
+
+@compiled
+def _threshold(divisor, levels):
+    """Return the smallest magnitude that :func:`_round_nearest` rounds up from the level next to zero.
+
+    It is divisor (1 - offset) / levels, but for what is rounded there and in :func:`_round_nearest`: at most two
+    float32s from what is computed, so these are tried.
+    """
+    top = f32(levels)
+    offset = HALF if levels == i32(levels) else f32(0)
+    first, below = u32(pattern_of(divisor * f32((1 - offset) / levels)) - NEAR), u32(0)
+    for i in range(2 * NEAR):
+        raised = float_of(u32(first + u32(i))) / divisor * top + offset
+        below += u32(0) if raised >= f32(1) else u32(1)
+    return float_of(u32(first + below))
+
+
+@compiled
+def _round_to_two_bits(x, threshold, levels, codes, factor, high, low):
+    """As :func:`_round_nearest_and_subtract` of levels up to 1 or 1.5, by comparisons."""
+    top, below, above = f32(levels), i32(levels), i32(levels + 0.5)
+    far, near = f32(i32(above + 1)) - top, f32(above) - top
+    far, near = factor * (far * high + far * low), factor * (near * high + near * low)
+    for i in range(x.size):
+        value = x[i]
+        is_far, is_up = abs(value) >= threshold, value >= 0
+        code, amount = i32(1) if is_far else i32(0), far if is_far else near
+        codes[i] = u8(i32(above + code) if is_up else i32(below - code))
+        x[i] = value + amount if is_up else value - amount
 
 
 @compiled

@@ -44,9 +44,11 @@ def rounded(x, scale, offset, levels, FORM: tl.constexpr):
         places = scaled * ((257 - biased) << 23).to(tl.float32, bitcast=True)  # in units of its last bit
         code = tl.minimum((biased - _LOWEST_BIASED) * 8 + tl.minimum(places + offset, 126.0).to(tl.int32), 126)
         return (code + tl.where(x < 0, 128, 0)).to(tl.uint8)
-    below, above = tl.floor(levels), tl.ceil(levels)  # of a code 0; they differ where there is no level 0
-    code = tl.minimum(scaled * levels + (offset - (levels - below)), below)
-    return tl.where(x >= 0, above.to(tl.int32) + code.to(tl.int32), below.to(tl.int32) - code.to(tl.int32)).to(tl.uint8)
+    wide = tl.zeros_like(x) + levels
+    below, above = wide.to(tl.int32), (wide + 0.5).to(tl.int32)  # of a code 0; they differ where there is no level 0
+    most = below.to(tl.float32)
+    code = tl.minimum(scaled * levels + (offset - (wide - most)), most).to(tl.int32)
+    return tl.where(x >= 0, above + code, below - code).to(tl.uint8)
 
 
 @triton.jit(do_not_specialize=WORDS)

@@ -9,7 +9,7 @@ import re
 
 import pytest
 from llvmlite.binding import get_host_cpu_features
-from numba import float32, float64, int32, int64, njit, uint8, uint16, uint32
+from numba import boolean, float32, float64, int32, int64, njit, uint8, uint16, uint32
 
 from grace.kernels.fused import (
     addresses,
@@ -34,8 +34,7 @@ HOT = [
     (rounding._sum_squares, (FLOATS,), r"(mul|fmadd\d+)pd"),
     (rounding._round_bucket, (FLOATS, WORDS, float32, float64, BYTES), "divps"),
     (rounding._round_bucket, (FLOATS, WORDS, float32, float64, BYTES), "cvttps2dq"),
-    (rounding._round_nearest, (FLOATS, float32, float64, BYTES), "divps"),
-    (rounding._round_nearest_and_subtract, (FLOATS, float32, float64, BYTES, *[float32] * 3), "divps"),
+    (rounding._round_nearest, (FLOATS, float32, float64, BYTES, *[float32] * 3, boolean), "divps"),
     (rounding._round_to_two_bits, (FLOATS, float32, float64, BYTES, *[float32] * 3), r"cmp\w*ps"),
     (rounding._dequantize_bucket, (FLOATS, BYTES, float32, float32, float32, float32), "cvtdq2ps"),
     (rounding._dequantize_to, (FLOATS, BYTES, float32, float32, float32, float32), "cvtdq2ps"),

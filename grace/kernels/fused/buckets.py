@@ -52,7 +52,6 @@ from grace.kernels.fused.rounding import (
     _reciprocal,
     _round_bucket,
     _round_nearest,
-    _round_nearest_and_subtract,
     _round_to_two_bits,
     _scale,
     _threshold,
@@ -276,10 +275,9 @@ def encode_levels(
                         values, coded = part(x, first, last), part(codes, first - tile, last - tile)
                         if compares:
                             _round_to_two_bits(values, threshold, levels, coded, factor, reciprocal, rest)
-                        elif nearest and row[NEXT] != 0:
-                            _round_nearest_and_subtract(values, divisor, levels, coded, factor, reciprocal, rest)
                         elif nearest:
-                            _round_nearest(values, divisor, levels, coded)
+                            subtracts = row[NEXT] != 0
+                            _round_nearest(values, divisor, levels, coded, factor, reciprocal, rest, subtracts)
                         else:
                             drawn = part(random, first - tile + skip, last - tile + skip)
                             _round_bucket(values, drawn, divisor, levels, coded)

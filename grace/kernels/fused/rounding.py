@@ -59,18 +59,8 @@ def _round_bucket(x, random, divisor, levels, codes):
 
 
 @compiled
-def _round_nearest(x, divisor, levels, codes):
-    top, below, above = f32(levels), i32(levels), i32(levels + 0.5)
-    offset = HALF if below == above else f32(0)
-    for i in range(x.size):
-        code = i32(abs(x[i]) / divisor * top + offset)
-        code = code if code < below else below
-        codes[i] = u8(i32(above + code) if x[i] >= 0 else i32(below - code))
-
-
-@compiled
-def _round_nearest_and_subtract(x, divisor, levels, codes, factor, high, low):
-    """As :func:`_round_nearest`, and then as :func:`_dequantize_bucket` while elements are in registers."""
+def _round_nearest(x, divisor, levels, codes, factor, high, low, subtracts):
+    """Without random numbers, and then as :func:`_dequantize_bucket` while elements are in registers."""
     top, below, above = f32(levels), i32(levels), i32(levels + 0.5)
     offset = HALF if below == above else f32(0)
     for i in range(x.size):
@@ -80,7 +70,8 @@ def _round_nearest_and_subtract(x, divisor, levels, codes, factor, high, low):
         code = i32(above + code) if value >= 0 else i32(below - code)
         codes[i] = u8(code)
         level = f32(code) - top
-        x[i] = value + factor * (level * high + level * low)
+        if subtracts:
+            x[i] = value + factor * (level * high + level * low)
 
 
 @compiled
@@ -101,7 +92,7 @@ def _threshold(divisor, levels):
 
 @compiled
 def _round_to_two_bits(x, threshold, levels, codes, factor, high, low):
-    """As :func:`_round_nearest_and_subtract` of levels up to 1 or 1.5, by comparisons."""
+    """As :func:`_round_nearest`, which subtracts, of levels up to 1 or 1.5, by comparisons."""
     top, below, above = f32(levels), i32(levels), i32(levels + 0.5)
     far, near = f32(i32(above + 1)) - top, f32(above) - top
     far, near = factor * (far * high + far * low), factor * (near * high + near * low)
@@ -145,7 +136,7 @@ def _quantize(x, codes, scales, levels, bucket_size, norm, reach, nearest, k0, k
                 if levels == 0:
                     _round_float8(values, drawn, divisor, coded)
                 elif nearest:
-                    _round_nearest(values, divisor, levels, coded)
+                    _round_nearest(values, divisor, levels, coded, f32(0), f32(0), f32(0), False)
                 else:
                     _round_bucket(values, drawn, divisor, levels, coded)
 

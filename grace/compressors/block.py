@@ -10,7 +10,7 @@ from grace.kernels.contract.quantization import GAUSSIAN_STEPS, ROTATED
 
 BLOCKS = {8: 512, 4: 512, 3: 128, 2: 128}
 SCALES = {8: "max", 4: "max", 3: "max", 2: "rms"}
-"""The defaults of each number of bits: elements that share a scale, and the scale of codes that are the nearest."""
+"""Defaults by bits: the elements that share a scale, and the scale where codes are the nearest."""
 
 
 @dataclass

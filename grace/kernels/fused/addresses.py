@@ -17,7 +17,7 @@ SIZE, FIRST, SECOND, MORE = 0, 1, 2, 3
 LINE = 16
 """Elements of a cache line."""
 AHEAD = 128
-"""Elements that are computed between one request for memory and the next: few enough that none has to wait."""
+"""Elements that are computed between requests for memory: so few that requests do not wait for each other."""
 
 
 @intrinsic
@@ -72,7 +72,7 @@ def _compensated(row, factors, n, low, high):
 
 @compiled
 def _fetch_ahead(row, low, high):
-    """Ask for the memory of elements that :func:`_compensated` takes soon; they may lie beyond the end."""
+    """Request the memory of elements that :func:`_compensated` takes soon; they may lie beyond the end."""
     for i in range(low, high, LINE):
         place = u64(4 * i)
         prefetch(row[GRADIENT] + place)

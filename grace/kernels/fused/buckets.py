@@ -225,8 +225,10 @@ def _words_of(streams, v):
 
 @compiled
 def _pack_held(held, count, bits, packed, done):
-    """Pack the whole bytes of the first ``count`` of the codes that are held, behind the ``done`` ones before them;
-    the others become the first. Return how many these are, and the codes that are packed now."""
+    """Pack those of ``count`` held codes that fill whole bytes, behind the ``done`` ones before them.
+
+    Return how many are still held, at the beginning, and how many are packed.
+    """
     whole = count // 8 * 8
     _pack(part(held, 0, whole), bits, part(packed, done * bits // 8, packed.size))
     for i in range(count - whole):
@@ -238,7 +240,7 @@ def _pack_held(held, count, bits, packed, done):
 def encode_levels(
     rows, factors, plan, streams, wire, most, levels, bits, bucket_size, norm, reach, nearest, held, sound
 ):
-    """Codes of fewer than 8 bits are held until they are packed, in a tile and up to 7 places more."""
+    """Round to levels. Codes of fewer than 8 bits are held, a tile and up to 7 more, until they fill whole bytes."""
     random, middle = np.empty(TILE + 4, np.uint32), f32(levels)
     reciprocal, rest = _reciprocal(levels)
     for v in range(rows.shape[0]):

@@ -73,8 +73,8 @@ def _prefetching(writes):
 
 
 prefetch, prefetch_to_write = _prefetching(0), _prefetching(1)
-"""Ask for the memory at an address, wherever that is, before it is read or written: processors do not look far beyond
-what is computed now."""
+"""Request the memory at an address, wherever that is, before it is read or written: processors do not look beyond a few
+hundred instructions."""
 
 
 @intrinsic

@@ -48,7 +48,7 @@ def _parted(word, bits):
 
 @compiled
 def _pack_fours(codes, out):
-    """Codes of 4 bits, two a byte."""
+    """Pack codes of 4 bits, two a byte."""
     pairs = part(codes, 0, codes.size // 2 * 2).view(np.uint16)
     for i in range(pairs.size):
         out[i] = u8(pairs[i] | pairs[i] >> u16(4))
@@ -68,7 +68,7 @@ def _unpack_fours(packed, out):
 
 @compiled
 def _pack_twos(codes, out):
-    """Codes of 2 bits, four a byte."""
+    """Pack codes of 2 bits, four a byte."""
     fours = part(codes, 0, codes.size // 4 * 4).view(np.uint32)
     for i in range(fours.size):
         word = fours[i]

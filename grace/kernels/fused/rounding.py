@@ -60,7 +60,7 @@ def _round_bucket(x, random, divisor, levels, codes):
 
 @compiled
 def _round_nearest(x, divisor, levels, codes, factor, high, low, subtracts):
-    """Without random numbers, and then as :func:`_dequantize_bucket` while elements are in registers."""
+    """Round to the nearest level; then subtract it as :func:`_dequantize_bucket` does, while x is in registers."""
     top, below, above = f32(levels), i32(levels), i32(levels + 0.5)
     offset = HALF if below == above else f32(0)
     for i in range(x.size):
@@ -92,7 +92,7 @@ def _threshold(divisor, levels):
 
 @compiled
 def _round_to_two_bits(x, threshold, levels, codes, factor, high, low):
-    """As :func:`_round_nearest`, which subtracts, of levels up to 1 or 1.5, by comparisons."""
+    """Round and subtract as :func:`_round_nearest` does, where levels end at 1 or 1.5, without a division."""
     top, below, above = f32(levels), i32(levels), i32(levels + 0.5)
     far, near = f32(i32(above + 1)) - top, f32(above) - top
     far, near = factor * (far * high + far * low), factor * (near * high + near * low)
@@ -190,7 +190,7 @@ def _dequantize_bucket(out, codes, factor, middle, high, low):
 
 @compiled
 def _dequantize_to(out, codes, factor, middle, high, low):
-    """As :func:`_dequantize_bucket`, of zeros that need not be there."""
+    """Write what :func:`_dequantize_bucket` makes of zeros."""
     for i in range(out.size):
         level = f32(codes[i]) - middle
         out[i] = f32(0) + factor * (level * high + level * low)

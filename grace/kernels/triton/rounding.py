@@ -25,7 +25,7 @@ def square_sums(x):
 
 @triton.jit
 def norm_of(squares, many, REACH: tl.constexpr):
-    """The l2 norm of so many elements, or so often their root mean square, in float32, at most the largest number; NaN
+    """The l2 norm, or REACH times the root mean square of so many elements, in float32, at most the largest number; NaN
     stays."""
     if REACH == 0:
         norm = tl.sqrt(squares)

@@ -103,6 +103,11 @@ class Block(Accumulating):
         return not self.traits.contraction
 
     @property
+    def noise_advice(self) -> str:  # type: ignore[override]
+        """The choice that is recommended instead of error feedback on long blocks."""
+        return "shorter blocks" if self.norm == "rms" else "memory='none'"
+
+    @property
     def block_size(self) -> int:
         """Elements that share a scale."""
         return self.block or BLOCKS[self.bits]

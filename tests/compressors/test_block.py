@@ -7,6 +7,7 @@ import pytest
 from scipy.linalg import hadamard
 
 import grace
+from grace.communicators import Allgather
 from grace.compressors.block import BLOCKS, Block
 from grace.core.context import Context
 from grace.kernels.contract.quantization import GAUSSIAN_STEPS
@@ -186,5 +187,7 @@ def test_defaults_follow_from_bits():
     }.items():
         with pytest.raises(grace.ConfigError, match=why):
             grace.make("compressor", f"block({given})")
+    with pytest.warns(UserWarning, match="not a contraction.*Use shorter blocks"):
+        Allgather("block(bits=2, block=256)")
     with pytest.raises(grace.ConfigError, match="bits must be one of 8, 4, 3, 2, not 5"):
         Block(5)

@@ -74,7 +74,7 @@ class QSGD(Accumulating):
             "levels": self.levels,
             "bits": self.bits,
             "bucket": self.bucket_size,
-            "l2": self.norm == "l2",
+            "norm": self.norm,
         }
 
     def payload_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:

@@ -69,7 +69,6 @@ class ReduceBroadcast(Communicator):
     ):
         self.destination, self.staleness, self.sync, self.ahead = destination, staleness, sync, ahead
         self.local_replication = local_replication
-        self.delayed = not sync or staleness > 0
         self.root = destination
         """The destination among those that take part, if one speaks for several."""
         self.check_integer("destination", 0)
@@ -81,6 +80,7 @@ class ReduceBroadcast(Communicator):
             raise ConfigError("reduce_broadcast: staleness goes with sync=True only; without it the bound is ahead")
         if sync and ahead != AHEAD:
             raise ConfigError("reduce_broadcast: ahead goes with sync=False only; else the bound is staleness")
+        self.delayed = not sync or staleness > 0
         super().__init__(compressor, memory)
         self.sums = self.compressor.traits.summable  # type: ignore[misc]
         if self.delayed and self.compressor.traits.rounds > 1:

@@ -32,7 +32,7 @@ TENSORS = {
     "not narrow": RNG.standard_normal(65_536).astype(np.float32),
 }
 SPECS = ["threshold(value=1.5, capacity=0.5)", "dgc(ratio=0.05)", "adaptive(ratio=0.05)"]
-FAR = mock.patch.object(Kernels, "far", return_value=True)
+FAR = mock.patch.object(Kernels, "on_device", return_value=True)
 
 
 def plain(spec, x):

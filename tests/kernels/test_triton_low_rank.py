@@ -161,7 +161,7 @@ def test_exchanges_agree_with_the_cpus(spec, far, late, monkeypatch):
         with monkeypatch.context() as patched:
             by_triton(patched)
             if far and INTERPRETED:
-                patched.setattr(type(FOUND[0].kernels), "far", lambda self, x: True)
+                patched.setattr(type(FOUND[0].kernels), "on_device", lambda self, x: True)
             patched.setattr(RoundTrip, "next_step", late)  # as of DDP's hook
             found = there.step(elsewhere(gradients, shifted=step == 4), present, discard=step == 2)
         wanted = here.step(gradients, present, discard=step == 2)

@@ -241,7 +241,7 @@ def test_what_was_found_is_said_once_by_rank_0(monkeypatch, capsys, variables, s
         monkeypatch.setenv(key, value)
     backend = grace.init("local")
     assert capsys.readouterr().err == ""  # it was chosen
-    monkeypatch.setattr(launchers, "_told", False)
+    monkeypatch.setattr(launchers, "_announced", False)
     backend.rank = 1
     launchers.announce(backend)
     backend.rank = 0

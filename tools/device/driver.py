@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from grace.bench.ranks.events import tell
 from grace.core.atomic_files import replacing
-from grace.launch.processes import end, kept, signals_raise
+from grace.launch.processes import end, guarded, signals_raise
 from tools.device import tables
 from tools.device.events import LONGEST, read
 from tools.device.parts import Part
@@ -59,7 +59,7 @@ class Worker:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
         with self.said.open("ab") as said:
             self.process = subprocess.Popen(
-                kept(command), stdin=subprocess.PIPE, stdout=said, stderr=said, env=env, start_new_session=True
+                guarded(command), stdin=subprocess.PIPE, stdout=said, stderr=said, env=env, start_new_session=True
             )
 
     def events(self) -> list[dict[str, Any]]:

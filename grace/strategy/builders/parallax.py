@@ -35,7 +35,7 @@ class Parallax(Reducing):
     def build(self, variables, resources):
         loads, dense = Loads(resources), count()
         parts = [
-            self.reduced(v, loads.place(v.nbytes)) if v.sparse else self.collective(v, next(dense) // self.chunk_size)
+            self.reduced(v, loads.assign(v.nbytes)) if v.sparse else self.collective(v, next(dense) // self.chunk_size)
             for v in variables
         ]
         return self.strategy([VariablePlan(v, (part,)) for v, part in zip(variables, parts, strict=True)], resources)

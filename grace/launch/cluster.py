@@ -331,8 +331,9 @@ def _format_error(error: pydantic.ValidationError, document: dict) -> str:
 def _format_location(where: list[int | str], document: dict) -> str:
     """Return the location of an error, with a node's address.
 
-    >>> _format_location(["nodes", 1, "gpus", 0], {"nodes": [{}, {"address": "10.0.0.2"}]}), _format_location(["ssh",
-    "a", "port"], {}) ('node 10.0.0.2: gpus: 0', 'ssh: a: port')
+    >>> document = {"nodes": [{}, {"address": "10.0.0.2"}]}
+    >>> _format_location(["nodes", 1, "gpus", 0], document), _format_location(["ssh", "a", "port"], {})
+    ('node 10.0.0.2: gpus: 0', 'ssh: a: port')
     """
     names = [part if isinstance(part, str) else shown(part) for part in where]
     if where[0] == "nodes" and len(where) > 1 and isinstance(where[1], int):

@@ -1,4 +1,4 @@
-"""How long it takes to plan: ``python -m grace.bench.step.planning_time``.
+"""Time that planning takes: ``python -m grace.bench.step.planning_time``.
 
 For each number of variables a model like a transformer's, of made up shapes, is planned as ``auto`` does without
 measuring: layouts and methods, refinement, and the explanation. One line each: seconds, and what was chosen.
@@ -15,11 +15,11 @@ from grace.planner.explain import Plan
 
 BLOCK = ((512, 512), (512,), (512, 2048), (2048,), (2048, 512), (512,), (512,))
 BACKWARD = 2e-9
-"""Seconds for each element."""
+"""Seconds of backward for each element."""
 
 
 def model(count: int) -> list[Variable]:
-    """An embedding, and as many matrices, biases and norms as there is room for.
+    """Return an embedding, and further matrices, biases and norms, up to a number of variables.
 
     >>> [variable.shape for variable in model(3)], len(model(200))
     ([(32000, 512), (512, 512), (512,)], 200)
@@ -29,12 +29,12 @@ def model(count: int) -> list[Variable]:
 
 
 def timed(count: int, ranks: int = 8, **options: object) -> tuple[float, Plan]:
-    """Seconds that a plan of so many variables takes, and the plan.
+    """Return the seconds that a plan of so many variables takes, and the plan.
 
     Args:
-        count: of variables.
-        ranks: two on each node.
-        options: of :class:`grace.planner.builders.auto.Auto`.
+        count: the number of variables.
+        ranks: the number of ranks, two on each node.
+        options: arguments of :class:`grace.planner.builders.auto.Auto`.
 
     Raises:
         ConfigError: an option is wrong.

@@ -19,7 +19,7 @@ class Signum(SignSGD):
     "signSGD: compressed optimisation for non-convex problems", arXiv 1802.04434.
 
     Args:
-        momentum: how much of m is kept at each step, in [0, 1].
+        momentum: the part of m that is kept at each step, in [0, 1].
 
     >>> import numpy as np
     >>> signum = Signum(momentum=0.5)

@@ -59,7 +59,7 @@ class TopK(Sparsifier):
 
     Args:
         ratio: the part of the elements that is sent, after the warm-up, in (0, 1].
-        chunk: how many elements each choose their largest, a power of two
+        chunk: number of elements that each choose their largest, a power of two
             from 32 to 4096; 0: all together.
         warmup_steps: steps until the ratio is ``ratio``; 0: it always is.
 

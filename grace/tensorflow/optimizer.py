@@ -271,7 +271,7 @@ class DistributedMixin(Once):
         """Continue from ``state()`` of the same rank, or from ``full_state()``.
 
         Args:
-            state: what was saved.
+            state: the saved state.
             memory: "strict"; "keep" to keep the memories that fit this run, and drop the others with a warning; or
                 "reset" to start with empty ones.
 
@@ -323,7 +323,7 @@ def DistributedOptimizer(
         communicator: spec, dict or object, or a Communicator object that holds all three; the compressor's default
             for so many ranks (:func:`~grace.communicators.choice.break_even`). Such an object may also be given as in
             GRACE: as the second argument, or as ``grace=``.
-        strategy: how each variable is exchanged, instead of one method for all: a strategy file's path, a
+        strategy: the exchange of each variable, instead of one method for all: a strategy file's path, a
             :class:`~grace.strategy.Strategy`, or a builder's spec ("parallax(compressor=qsgd)") or object. Rank 0's
             counts. If nothing is given, the file that ``grace launch --strategy`` names.
         resources: the cluster that a builder builds for: a resource file's path, or
@@ -340,7 +340,7 @@ def DistributedOptimizer(
             GRACE_NODE) are the same. Not for Horovod.
         compress_after: steps that are exchanged uncompressed first; memories begin with the compression. Not for
             methods that apply momentum, and not for ``strategy="auto"``.
-        seed: of the random numbers of stochastic methods; the same on all ranks.
+        seed: the seed of stochastic methods' random numbers; the same on all ranks.
         bucket_bytes: bytes on the wire that a collective carries; if left out, as many as keep the link busy
             (:class:`grace.session.bucketing.Limits`): 1 to 2 MB of a model of 100 MB, and 25 MiB uncompressed.
         group_bytes: bytes of gradient that share a collective at most, whatever is sent of them.

@@ -25,7 +25,7 @@ class LearningRateWarmupCallback(OnRanks):
     Args:
         initial_lr: the learning rate after the warm-up: that of one rank, times the number of ranks.
         warmup_epochs: number of epochs of the warm-up; it may be a fraction.
-        momentum_correction: where SGD's and RMSprop's velocities have the learning rate in them, scale them as it
+        momentum_correction: True to scale the velocities of SGD and RMSprop, which contain the learning rate, as it
             changes.
         steps_per_epoch: batches an epoch; as Keras counts them, if left out.
         verbose: 1 to print the end of the warm-up, on rank 0.

@@ -15,7 +15,7 @@ class Parallax(Reducing):
 
     Args:
         chunk_size: dense variables that travel together.
-        sync, staleness, local_replication, ahead: of the sparse ones, as in a strategy's ``sync``.
+        sync, staleness, local_replication, ahead: for sparse variables, as in a strategy's ``sync``.
 
     >>> from grace.strategy.builder import OneNode
     >>> from grace.core.variable import Variable

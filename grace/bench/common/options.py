@@ -26,8 +26,8 @@ SIZES = ("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 def split(text: str) -> list[str]:
     """Split a list of specs at its commas; those inside parentheses belong to a spec.
 
-    >>> split("none, qsgd(levels=7, norm=max),topk")
-    ['none', 'qsgd(levels=7, norm=max)', 'topk']
+    >>> split("none, qsgd(levels=7, norm=l2),topk")
+    ['none', 'qsgd(levels=7, norm=l2)', 'topk']
     """
     parts, depth = [""], 0
     for character in text:
@@ -117,7 +117,7 @@ def launched() -> bool:
     return any(os.environ.get(key, "1") not in ("", "1") for key in SIZES)
 
 
-COMPOSITIONS = ("topk | efsignsgd", "topk | qsgd(levels=7, bucket_size=64, norm=max)")
+COMPOSITIONS = ("topk | efsignsgd", "topk | qsgd(levels=7, bucket_size=64)")
 
 
 def every_method() -> list[str]:
@@ -125,7 +125,7 @@ def every_method() -> list[str]:
     compositions.
 
     >>> every_method()[:4], every_method()[-1]
-    (['none', 'adaptive', 'bf16', 'block'], 'topk | qsgd(levels=7, bucket_size=64, norm=max)')
+    (['none', 'adaptive', 'bf16', 'block'], 'topk | qsgd(levels=7, bucket_size=64)')
     """
     names = [name for name, cls in known("compressor").items() if dataclasses.MISSING not in cls.parameters().values()]
     short = [name for name, spec in aliases("compressor").items() if spec["name"] == "cast"]

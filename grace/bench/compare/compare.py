@@ -72,7 +72,7 @@ MEASURES = {
 """Measures of each kind of results; a row's verdict depends on the first one."""
 IDENTITY = {
     "step": ("engine", "ranks", "bandwidth", "name"),
-    "train": ("ranks", "bandwidth", "method"),
+    "train": ("ranks", "bandwidth", "optimizer", "method"),
     "kernels": ("tensor", "method"),
 }
 """Keys that identify the rows of each kind; the last one is the row's name."""

@@ -1,5 +1,6 @@
 """Figures of training: GRACE's two (quality against volume and against throughput), curves, time to the target."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,10 +18,15 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def figures(rows: Rows, settings: Settings, looks: Mapping[str, Look], name: str) -> list[Figure]:
-    """Return all figures that the rows allow; ``name`` is the prefix of their elements' ids."""
+    """Return all figures that the rows allow, for each optimizer; ``name`` is the prefix of their elements' ids."""
     rows = [row for row in rows if number(row.get("quality")) is not None]
-    found = [_trade(rows, settings, looks, name), _curves(rows, settings, looks, name)]
-    found.append(_target(rows, settings, looks, name))
+    found: list[Figure] = []
+    by_optimizer = cases(rows, "optimizer")
+    for (optimizer,), some in by_optimizer.items():
+        for draw in (_trade, _curves, _target):
+            figure = draw(some, settings, looks, f"{name}-{optimizer}")
+            title = f"{figure.title}, {optimizer}" if len(by_optimizer) > 1 else figure.title
+            found.append(dataclasses.replace(figure, title=title))
     return [figure for figure in found if figure.panels]
 
 

@@ -79,11 +79,12 @@ class HorovodBackend(OverHorovod):
     def recording(self) -> Iterator[list[Operation]]:
         """Return a context in which collectives that are started are recorded, in the list that it yields, and not
         run."""
-        self._recorded, operations = [], self._recorded
+        outer = self._recorded
+        self._recorded = []
         try:
             yield self._recorded
         finally:
-            self._recorded = operations
+            self._recorded = outer
 
     def _start(self, operation: Operation) -> Handle:
         if self._recorded is not None:

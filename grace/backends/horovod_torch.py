@@ -204,7 +204,8 @@ class Operation:
             time.sleep(POLL_SECONDS)
             patience()
         output = hvd.synchronize(self.work)
-        done, self.done = self.done, None
+        done = self.done
+        self.done = None  # a second call must not wait for Horovod's handle again
         done(output)
 
 

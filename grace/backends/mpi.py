@@ -77,10 +77,12 @@ class MPIBackend(Backend):
         self.watched = self.comm.Get_size() > 1 and same == MPI.CONGRUENT
         if same not in (MPI.CONGRUENT, MPI.IDENT):
             self.members = self.comm.group.Translate_ranks(group=MPI.COMM_WORLD.group)
-        self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
+        self.rank = self.comm.Get_rank()
+        self.size = self.comm.Get_size()
         if comm is None:
             node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
-            self.local_rank, self.local_size = node.Get_rank(), node.Get_size()
+            self.local_rank = node.Get_rank()
+            self.local_size = node.Get_size()
             node.Free()
         self.pending: list[Any] = []
         self.sums = _sum_operations()
@@ -284,8 +286,10 @@ class _Staged:
 
 def _abort_on_errors(comm: Any) -> None:
     """Set a hook by which an error that nobody catches ends all ranks: the others would wait for this one for ever."""
-    before, rank, size = sys.excepthook, comm.Get_rank(), comm.Get_size()
-    if getattr(before, "aborts", False):
+    before = sys.excepthook
+    rank = comm.Get_rank()
+    size = comm.Get_size()
+    if getattr(before, "aborts", False):  # another backend of this process has set the hook
         return
 
     def hook(kind: Any, value: Any, trace: Any) -> None:

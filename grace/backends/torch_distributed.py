@@ -180,12 +180,14 @@ class TorchBackend(Backend):
         """Start a collective by ``begin``, and return its handle; on a GPU ``wait()`` only makes later work on it
         wait."""
         side = self._side(sent.device) if sent.is_cuda else None
-        if side is not None:
+        if side is not None:  # NCCL: collectives overlap with computation on a stream of their own
             begun = side.start(begin, [sent, *(result if isinstance(result, list) else [result])])
             return Handle(lambda: side.join(begun), result, (begun,))
         work = begin()
         if sent.is_cuda:
             return Handle(work.wait, result, (work,))
+
+        # gloo would wait as long as the group's timeout: short waits in between let the watch end this one.
 
         def wait() -> None:
             began, patience = time.monotonic(), None

@@ -53,7 +53,7 @@ class Adaptive(Accumulating):
             if self.bounded and k.on_device(flat):
                 room = kept_count(self.ratio, n)
                 values, indices, count = k.largest_above(side, 0.0, room, self.ratio)
-                sides.append(encode(k, indices, n + 1, fixed=False))
+                sides.append(encode(k, indices, n + 1, fixed=False))  # index n stands for an unused place
                 some = k.cast(count, "float32") + k.cast(count == 0, "float32")
                 means.append(k.mean_abs(values) * (room / some))
                 counts.append(count)

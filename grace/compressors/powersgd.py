@@ -67,7 +67,9 @@ class PowerSGD(Accumulating):
     def exchange_all(
         self, tensors: Iterable[Tensor], names: Sequence[str]
     ) -> Generator[list[Payload], list[Payload], list[tuple[Payload, Any]]]:
-        starts, taken, products = self._starts(names), list[Tensor](), _Products()
+        starts = self._starts(names)
+        taken: list[Tensor] = []
+        products = _Products()
         for tensor, name in zip(tensors, names, strict=True):
             rows, columns, rank = self.sizes(tuple(tensor.shape))
             matrix = kernels_of(tensor).reshape(tensor, (rows, columns))

@@ -333,9 +333,11 @@ class GraphRun(Run):
             return 0
 
     def _commit(self) -> None:
-        waits.pop(id(self), None)
+        waits.pop(id(self), None)  # the watch reports no wait of a step that has ended
         outcomes = self.outcomes
-        self.running, self.operations, self.outcomes = {}, {}, []
+        self.running = {}
+        self.operations = {}
+        self.outcomes = []
         self.runner.settle(outcomes)
 
     # -- the collectives that an exchange takes ----------------------------------------------------------

@@ -100,9 +100,11 @@ class DistributedMixin(Once):
         known = {_key(variable) for variable in variables}
         usable = len(given) == len(grads) and all(_key(variable) in known for variable in given)
         if not usable or all(gradient is None for gradient in grads):
-            super().apply(grads, trainable_variables)  # type: ignore[misc]  # which says what is wrong
+            super().apply(grads, trainable_variables)  # type: ignore[misc]  # raises Keras's own error
             self._reached = not grads
             return
+        # Keras drops variables without a gradient, but another rank may have one: all variables take part, with zeros
+        # where this rank has none, and update_step skips those that no rank has a gradient for.
         gradient_of = {_key(v): g for v, g in zip(given, grads, strict=True) if g is not None}
         step = _Step(absent=known - gradient_of.keys())
         object.__setattr__(self, "_step", step)
@@ -124,7 +126,7 @@ class DistributedMixin(Once):
         overwritten = [i for i, variable in enumerate(vars) if is_overwritten(variable)]
         if overwritten:
             largest = self._grace.largest([found[i] for i in overwritten])
-            with tf.control_dependencies(largest):  # the exchange comes after it, on every rank
+            with tf.control_dependencies(largest):  # the order of collectives: the exchange follows, on every rank
                 found = tf.nest.map_structure(tf.identity, found, expand_composites=True)
             for i, value in zip(overwritten, largest, strict=True):
                 found[i] = tf.where(value == self._missing_gradient(vars[i]), vars[i].value, value)
@@ -141,14 +143,16 @@ class DistributedMixin(Once):
         super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
     def _clip_gradients(self, grads: list[Any]) -> list[Any]:
-        step, self._reached = self._step, True
+        self._reached = True
+        step = self._step
         variables = [v for v in self._trainable_variables if not is_overwritten(v)]
         gradient_of = {_key(v): g for v, g in zip(step.variables, grads, strict=True)}
+        # Keras may pass some variables only. The exchange takes all of them at every step, in one order.
         gradients = [None if _key(v) in step.absent else gradient_of.get(_key(v)) for v in variables]
-        brought = self._grace(gradients, variables, self.learning_rate, value_of(self.iterations))
-        if self._grace.late - gradient_of.keys():
+        exchanged = self._grace(gradients, variables, self.learning_rate, value_of(self.iterations))
+        if self._grace.late - gradient_of.keys():  # their means come in a later step, which this call would lose
             raise delayed_variables_left_out(self)
-        means = dict(zip(map(_key, variables), brought, strict=True))
+        means = dict(zip(map(_key, variables), exchanged, strict=True))
         step.found = {key: means[key].found for key in means if key in step.absent | self._grace.late}
         return super()._clip_gradients([_mean_or_zeros(means[_key(v)], v) for v in step.variables])  # type: ignore[misc]
 
@@ -156,7 +160,7 @@ class DistributedMixin(Once):
         """Update a variable, unless no rank had a gradient for it."""
         found = self._step.found.get(_key(variable), True)
         if tf.is_tensor(found):
-            tf.cond(found, lambda: (update(), 0)[1], lambda: 0)
+            tf.cond(found, lambda: (update(), 0)[1], lambda: 0)  # both branches must return a tensor
         elif found:
             update()
 

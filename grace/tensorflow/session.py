@@ -181,12 +181,13 @@ class Session:
             compress_after=self.settings.compress_after,
         )
         self.check_plan(runner)
-        self.variables, self.names = list(variables), names
+        self.variables = list(variables)
+        self.names = names
         assert self.plan is not None
         self.use_runner(runner, self.plan)
-        runner.hyperparameters = lambda: [("the learning rate", f"{self.lr:g}")]
+        runner.hyperparameters = lambda: [("the learning rate", f"{self.lr:g}")]  # for errors about ranks that differ
         self.auto = driver_of(self) if self.asked else None
-        if self.saved is None:
+        if self.saved is None:  # another rank may have loaded a checkpoint: all refuse together
             checkpoint.compare(self.backend, checkpoint.NOTHING, "strict")
         else:
             self._load(*self.saved)
@@ -284,14 +285,15 @@ class Session:
             )
         present = tuple(gradient is not None for gradient in gradients)
         given = [self._to_exchange(i, gradient) for i, gradient in enumerate(gradients)]
-        number = 0 if updates is None else tf.cast(updates, tf.int64) % CYCLE  # which a float32 holds
+        # Both numbers of the step stamp travel to Python in one tensor; a float32 holds any number below CYCLE.
+        number = 0 if updates is None else tf.cast(updates, tf.int64) % CYCLE
         rate = tf.stack([tf.cast(1.0 if lr is None else lr, tf.float32), tf.cast(number, tf.float32)])
         if tf.executing_eagerly() and self._starts_from_python(runner):
             run = HostRun if self.auto is None else PlannedRun
             return self._to_means(run(self, runner, present).run(given, rate))
         if not tf.executing_eagerly():
             return self._in_graph(given, present, rate)
-        # the engine's operations block when they are run one by one; in a graph they are under way together
+        # Eagerly each of the engine's operations blocks; in a graph they are under way together.
         if self._function is None:
             self._function = tf.function(self._in_graph, autograph=False, reduce_retracing=True)
         means = self._function(given, present, rate)
@@ -309,7 +311,7 @@ class Session:
         operations."""
         if not self.backend.pairs_by_name or self.auto is not None:
             return True
-        # A graph's collectives are the same at every step.
+        # A graph has the same collectives at every step; these communicators have others in some steps.
         return any(c.moves_payloads or c.compress_after for c in runner.communicators)
 
     def _to_exchange(self, i: int, gradient: Any) -> Any:
@@ -371,9 +373,11 @@ class Session:
         """Start the exchange of one bucket, with eager tensors."""
         assert self.runner is not None
         self.check_open()
+        # Only one bucket of a step carries the step stamp; reading the tensor costs as much as compressing a small one.
         if self.needs_lr or bucket.carries:
             self.lr, updates = map(float, np.asarray(rate))
-            self.context.updates, self.context.settings = int(updates), digest(self.lr)
+            self.context.updates = int(updates)
+            self.context.settings = digest(self.lr)
         return self.runner.start(bucket, [self.inside(gradient) for gradient in gradients], present)
 
     def inside(self, value: Any) -> Any:

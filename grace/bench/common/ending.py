@@ -31,9 +31,11 @@ class Ending:
             with signals_raise():
                 yield
         except (WorkerError, LinkError) as error:
-            self.code, self.message = 1, str(error)
+            self.code = 1
+            self.message = str(error)
         except KeyboardInterrupt:
-            self.code, self.message = 130, self.interrupted
+            self.code = 130  # as shells do: 128 and SIGINT's number
+            self.message = self.interrupted
 
     def exit_if_failed(self) -> None:
         """Print the failure and exit, if there was one.

@@ -100,7 +100,9 @@ class Link:
             raise ConfigError(f"a link's rate is between 1 kbit/s and 1000 Gbit/s, not {rate:g} bit/s")
         if not 0 <= latency_ms <= 60_000:
             raise ConfigError(f"a link's latency is between 0 and 60000 ms, not {latency_ms:g}")
-        self.ranks, self.rate, self.latency_ms = ranks, rate, latency_ms
+        self.ranks = ranks
+        self.rate = rate
+        self.latency_ms = latency_ms
         self._prefix = ""
         self._process = 0
         self._signals = contextlib.ExitStack()
@@ -166,7 +168,8 @@ class Link:
         return f"{self._prefix}-{rank}"
 
     def _build(self) -> None:
-        self._prefix, self._process = f"{namespaces.prefix()}-{next(_numbers)}", os.getpid()
+        self._prefix = f"{namespaces.prefix()}-{next(_numbers)}"
+        self._process = os.getpid()
         atexit.register(self.close)
         hub = self._namespace("hub")
         for name in [hub, *map(self._namespace, range(self.ranks))]:

@@ -44,7 +44,9 @@ class Table:
         return [self._row(name, blocks, compute) for name, blocks in self.blocks.items()]
 
     def _row(self, name: str, blocks: list[Event], compute: float) -> dict[str, Any]:
-        times, about, rate = _times(blocks), self.about[name], self.rate
+        times = _times(blocks)
+        about = self.about[name]
+        rate = self.rate
         low, step, high = quartiles(times)
         codecs = [block["codec_ms"] for block in blocks]
         codec = None if None in codecs else statistics.median(codecs)

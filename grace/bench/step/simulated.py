@@ -65,7 +65,8 @@ class Simulated(Mirror):
 
     def __init__(self, size: int, lane: Any, rate: float | None):
         super().__init__(size)
-        self.lane, self.rate = lane, rate
+        self.lane = lane
+        self.rate = rate
 
     def _carried(self, move: Callable[[], Handle], sent: torch.Tensor) -> Handle:
         before = self.sent_bytes

@@ -8,6 +8,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -186,25 +187,24 @@ class TorchBackend(Backend):
         work = begin()
         if sent.is_cuda:
             return Handle(work.wait, result, (work,))
+        return Handle(partial(self._wait_on_host, work), result, (work,))
 
-        # gloo would wait as long as the group's timeout: short waits in between let the watch end this one.
-
-        def wait() -> None:
-            began, patience = time.monotonic(), None
-            look = timedelta(seconds=min(LOOK_SECONDS, self.timeout / 4))
-            while True:
-                try:
-                    work.wait(look)
+    def _wait_on_host(self, work: Any) -> None:
+        """Wait for a collective of host tensors, in short waits: the watch must be able to end the whole wait."""
+        began = time.monotonic()
+        patience = None
+        look = timedelta(seconds=min(LOOK_SECONDS, self.timeout / 4))
+        while True:
+            try:
+                work.wait(look)
+                return
+            except RuntimeError:  # the short wait is over, or the collective has failed
+                if work.is_completed():
+                    work.wait()  # raises the collective's own error
                     return
-                except RuntimeError:
-                    if work.is_completed():
-                        work.wait()  # raises the collective's own error
-                        return
-                if patience is None:  # most waits are over before the first look
-                    patience = Patience(self, began)
-                patience()
-
-        return Handle(wait, result, (work,))
+            if patience is None:  # most waits are over before the first look
+                patience = Patience(self, began)
+            patience()
 
     def shutdown(self) -> None:
         if self.owns and dist.is_initialized():

@@ -68,20 +68,20 @@ class PowerSGD(Accumulating):
         self, tensors: Iterable[Tensor], names: Sequence[str]
     ) -> Generator[list[Payload], list[Payload], list[tuple[Payload, Any]]]:
         starts = self._starts(names)
-        taken: list[Tensor] = []
+        originals: list[Tensor] = []
         products = _Products()
         for tensor, name in zip(tensors, names, strict=True):
             rows, columns, rank = self.sizes(tuple(tensor.shape))
             matrix = kernels_of(tensor).reshape(tensor, (rows, columns))
             products.add(matrix, starts(name, columns, rank, tensor))
-            taken.append(tensor)
+            originals.append(tensor)
         means = yield [[p] for p in products.first()]
         ps = _orthonormalized([p for (p,) in means])
         means = yield [[q] for q in products.second(ps)]
         if self.warm_start:
             for name, (q,) in zip(names, means, strict=True):
                 self.state[name] = q
-        return [([p, q], tuple(tensor.shape)) for p, (q,), tensor in zip(ps, means, taken, strict=True)]
+        return [([p, q], tuple(tensor.shape)) for p, (q,), tensor in zip(ps, means, originals, strict=True)]
 
     def bucket_codec(self) -> tuple[str, dict[str, Any]] | None:
         return ("low rank", {}) if self.rank <= NARROW else None

@@ -105,7 +105,8 @@ class _Report:
     def split(self, data: bytes) -> tuple[bytes, bytes]:
         """Return the part of the output to show, and the part that is a launcher's report; empty data ends the
         output."""
-        shown, left_out = bytearray(), bytearray()
+        shown = bytearray()
+        hidden = bytearray()
         for line in data.splitlines(keepends=True):
             text = b"" if self.inside_line else line.strip(b"\r\n")
             self.ended |= REPORT_TO_THE_END.match(text) is not None
@@ -115,14 +116,14 @@ class _Report:
                 shown += self.rule
                 self.rule = line
                 continue
-            (left_out if reports else shown).extend(self.rule + line)
+            (hidden if reports else shown).extend(self.rule + line)
             self.rule = b""
             self.inside = reports
             self.inside_line = not line.endswith(b"\n")
         if not data:
             shown += self.rule
             self.rule = b""
-        return bytes(shown), bytes(left_out)
+        return bytes(shown), bytes(hidden)
 
 
 def _is_rule(text: bytes) -> bool:
@@ -140,7 +141,7 @@ class _Job:
     def __init__(self, command: Command):
         self.command = command
         self.output = bytearray()
-        self.left_out = bytearray()
+        self.hidden = bytearray()
         self.threads: list[threading.Thread] = []
         self.started: list[subprocess.Popen] = []
         self.env_sent = False
@@ -201,8 +202,8 @@ class _Job:
         self._write(target, report, b"")
 
     def _write(self, target: IO[str], report: _Report, data: bytes) -> None:
-        shown, left_out = report.split(data)
-        self.left_out += left_out
+        shown, hidden = report.split(data)
+        self.hidden += hidden
         target.buffer.write(shown)  # type: ignore[attr-defined]
         target.flush()
 
@@ -232,7 +233,7 @@ class _Job:
         if message:
             return End(_exit_code(code), message)
         # No rank and no node is known: the launcher's report, which was not shown, is all there is.
-        sys.stderr.write(self.left_out.decode(errors="replace"))
+        sys.stderr.write(self.hidden.decode(errors="replace"))
         where = f" for node {self.command.node}" if one_of_several else ""
         # launchers have exit codes over 128 of their own, which are no signals
         how = _describe_exit(code) if code < 0 else f"ended with exit code {code}"

@@ -117,8 +117,8 @@ def chosen(rules: Sequence[Any], variable: Variable) -> tuple[Any, Any]:
                 return choice.compressor, choice.memory
         except ValidationError as error:
             first = error.errors()[0]
-            place = ".".join(map(str, schema_words.location(first))) or "as a whole"
-            raise ConfigError(f"rule {i}, {place}: {schema_words.in_words(first)}") from None
+            field = ".".join(map(str, schema_words.location(first))) or "as a whole"
+            raise ConfigError(f"rule {i}, {field}: {schema_words.in_words(first)}") from None
         except re.error as error:
             raise ConfigError(f"rule {i}, match.regex: it cannot be read: {error}") from None
     return "none", None

@@ -44,17 +44,17 @@ class Run:
         self.shards = [shard for shard in runner.shards.values() if not shard.period]
         self.order = {shard.variable.name: i for i, shard in enumerate(self.shards)}
 
-    def bucket_gradients(self, bucket: Bucket, given: Sequence[Any]) -> list[Any]:
+    def bucket_gradients(self, bucket: Bucket, gradients: Sequence[Any]) -> list[Any]:
         """Return the gradients of a bucket's shards, cut from the variables' gradients."""
         shards = [self.runner.shards[variable.name] for variable in bucket.variables]
-        return [cut(shard, given[self.place[shard.whole.name]]) for shard in shards]
+        return [cut(shard, gradients[self.place[shard.whole.name]]) for shard in shards]
 
     def begin(self, bucket: Bucket, shards: Sequence[Any], rate: Any) -> Any:
         """Start the exchange of a bucket, with eager tensors."""
         wholes = [self.runner.shards[variable.name].whole.name for variable in bucket.variables]
         return self.session.start(bucket, shards, [self.present[self.place[name]] for name in wholes], rate)
 
-    def wholes(self, pairs: dict[str, Pair], given: Sequence[Any]) -> list[Pair]:
+    def wholes(self, pairs: dict[str, Pair], gradients: Sequence[Any]) -> list[Pair]:
         """Return the mean of each variable, joined from the means of its shards.
 
         Args:
@@ -64,7 +64,7 @@ class Run:
 
         def own_gradient(shard: Shard) -> Pair:
             index = self.place[shard.whole.name]
-            return cut(shard, given[index]), self.present[index]
+            return cut(shard, gradients[index]), self.present[index]
 
         pairs = {name: (self._scaled(name, value), found) for name, (value, found) in pairs.items()}
         return [joined(self.runner.shards_of[v.name], pairs, own_gradient) for v in self.runner.variables]
@@ -114,31 +114,31 @@ class Run:
 class HostRun(Run):
     """Exchange by an engine that Python drives: buckets start one after the other, in one order on all ranks."""
 
-    def run(self, given: Sequence[Any], rate: Any) -> list[Pair]:
+    def run(self, gradients: Sequence[Any], rate: Any) -> list[Pair]:
         """Exchange at once, eagerly, and return the means; a value is None where no rank had a gradient."""
         with self.computing():
             for bucket in self.runner.buckets:
-                self.begin(bucket, self.bucket_gradients(bucket, given), rate)
+                self.begin(bucket, self.bucket_gradients(bucket, gradients), rate)
             outcomes = self.runner.finish(self.outs)
         pairs: dict[str, Pair] = {
             o.variable.name: (None, False) if o.value is None else (self.outside(o.value), True) for o in outcomes
         }
-        return self.wholes(pairs, given)
+        return self.wholes(pairs, gradients)
 
-    def in_graph(self, given: Sequence[Any], rate: tf.Tensor) -> list[Pair]:
+    def in_graph(self, gradients: Sequence[Any], rate: tf.Tensor) -> list[Pair]:
         """Add the operations to a graph that exchange when it runs, and return the means."""
         token: list[tf.Tensor] = []  # keeps the order in which buckets start, which is the same on all ranks
         for bucket in self.runner.buckets:
-            mine = self.bucket_gradients(bucket, given)
+            shard_gradients = self.bucket_gradients(bucket, gradients)
 
-            def start(*tensors: Any, bucket: Bucket = bucket, mine: list[Any] = mine) -> int:
+            def start(*tensors: Any, bucket: Bucket = bucket, shard_gradients: list[Any] = shard_gradients) -> int:
                 self.session.start_equal()
                 with self.computing():
-                    self.begin(bucket, tf.nest.pack_sequence_as(mine, tensors[:-1]), tensors[-1])
+                    self.begin(bucket, tf.nest.pack_sequence_as(shard_gradients, tensors[:-1]), tensors[-1])
                 return 0
 
             with tf.control_dependencies(token):
-                token = [tf.py_function(start, [*tf.nest.flatten(mine), rate], tf.int32)]
+                token = [tf.py_function(start, [*tf.nest.flatten(shard_gradients), rate], tf.int32)]
 
         def finish_step() -> list[tf.Tensor]:
             with self.computing():
@@ -149,7 +149,7 @@ class HostRun(Run):
         variables = [shard.variable for shard in self.shards]
         with tf.control_dependencies(token):
             flat = tf.py_function(finish_step, [], [*dtypes_of(variables), tf.bool])
-        return self.wholes(packed(variables, flat[:-1]), given)
+        return self.wholes(packed(variables, flat[:-1]), gradients)
 
 
 class GraphRun(Run):
@@ -169,27 +169,29 @@ class GraphRun(Run):
         self.single_group = False
         """True if there is one group of buckets, whose end is the end of the step."""
 
-    def in_graph(self, given: Sequence[Any], rate: tf.Tensor) -> list[Pair]:
+    def in_graph(self, gradients: Sequence[Any], rate: tf.Tensor) -> list[Pair]:
         """Add the operations to a graph that exchange when it runs, and return the means."""
         if all_sums(self.runner):
             self.single_group = True
-            pairs, done = self._add_sums(GraphSums(self.runner), given, rate)
+            pairs, done = self._add_sums(GraphSums(self.runner), gradients, rate)
         else:
             groups, pairs = grouped(self.runner.buckets), {}
             self.single_group = len(groups) == 1
             for buckets in groups:
-                pairs.update(self._add_group(buckets, given, rate))
+                pairs.update(self._add_group(buckets, gradients, rate))
             ends = [found for _, found in pairs.values()]
             done = ends[0] if self.single_group else tf.py_function(self._end_step, ends, tf.int32)
-        wholes = self.wholes(pairs, given)
+        wholes = self.wholes(pairs, gradients)
         with tf.control_dependencies([done]):  # the next step must find this one ended
             values = tf.nest.map_structure(tf.identity, [value for value, _ in wholes])
         return [(value, found) for value, (_, found) in zip(values, wholes, strict=True)]
 
-    def _add_sums(self, sums: GraphSums, given: Sequence[Any], rate: tf.Tensor) -> tuple[dict[str, Pair], tf.Tensor]:
+    def _add_sums(
+        self, sums: GraphSums, gradients: Sequence[Any], rate: tf.Tensor
+    ) -> tuple[dict[str, Pair], tf.Tensor]:
         """Add the operations of buckets of plain sums, and return their pairs and a tensor that is computed when the
         step has ended."""
-        mine = [self.bucket_gradients(bucket, given) for bucket in sums.buckets]
+        shard_gradients = [self.bucket_gradients(bucket, gradients) for bucket in sums.buckets]
         present = [
             [self.present[self.place[self.runner.shards[v.name].whole.name]] for v in bucket.variables]
             for bucket in sums.buckets
@@ -200,9 +202,11 @@ class GraphRun(Run):
             (stamps,) = self._start(sums.stamp_bucket, sums.empty, rate)
             return stamps
 
-        with tf.control_dependencies([mine[0][-1]]):  # one of the first: the forward pass has read all variables
+        # One of the first gradients: when it is computed, the forward pass has read all variables, which start_equal
+        # may then overwrite.
+        with tf.control_dependencies([shard_gradients[0][-1]]):
             stamps = tf.py_function(start, [rate], tf.float32)
-        received, pairs = sums.run(mine, present, stamps)
+        received, pairs = sums.run(shard_gradients, present, stamps)
         finish_stamps = self._finish_function([sums.stamp_bucket], [1])
 
         def finish_step(received: tf.Tensor) -> bool:
@@ -214,20 +218,20 @@ class GraphRun(Run):
         has_carried_over = tf.py_function(finish_step, [received], tf.bool)
         return sums.add_carried_over(pairs, has_carried_over), has_carried_over
 
-    def _add_group(self, buckets: Sequence[Bucket], given: Sequence[Any], rate: tf.Tensor) -> dict[str, Pair]:
+    def _add_group(self, buckets: Sequence[Bucket], gradients: Sequence[Any], rate: tf.Tensor) -> dict[str, Pair]:
         """Add the operations of buckets that share their Python functions, and return their pairs: each call costs as
         much as to compress a small variable."""
         backend: Any = self.runner.backend
         with tf.init_scope():
             plans = [[] if bucket.communicator.delayed else self._operations_of(bucket) for bucket in buckets]
-        mine = [self.bucket_gradients(bucket, given) for bucket in buckets]
+        shard_gradients = [self.bucket_gradients(bucket, gradients) for bucket in buckets]
         variables = [variable for bucket in buckets for variable in bucket.variables]
-        inputs: list[Any] = [*tf.nest.flatten(mine), rate]
+        inputs: list[Any] = [*tf.nest.flatten(shard_gradients), rate]
 
         def start(*tensors: Any) -> list[tf.Tensor]:
-            given = tf.nest.pack_sequence_as(mine, tensors[:-1])
+            gradients = tf.nest.pack_sequence_as(shard_gradients, tensors[:-1])
             return concatenated(
-                self._start(bucket, own, tensors[-1]) for bucket, own in zip(buckets, given, strict=True)
+                self._start(bucket, own, tensors[-1]) for bucket, own in zip(buckets, gradients, strict=True)
             )
 
         def start_and_finish(*tensors: Any) -> list[tf.Tensor]:
@@ -361,11 +365,11 @@ class GraphRun(Run):
     def _program_of(self, bucket: Bucket) -> BucketProgram:
         """Return a bucket's program with known layouts; methods that do not declare sizes encode zeros once, to find
         them."""
-        given = [self.session.inside(zeros(variable)) for variable in bucket.variables]
-        program = BucketProgram(bucket, values_of(given[0]))
+        gradients = [self.session.inside(zeros(variable)) for variable in bucket.variables]
+        program = BucketProgram(bucket, values_of(gradients[0]))
         if not program.codec.layouts:
             with self.computing(), recorder.paused():
-                program.codec.encode(given, Header(program, [True] * len(given)))
+                program.codec.encode(gradients, Header(program, [True] * len(gradients)))
             for _, component in self.runner.components:
                 component.state.rollback()
         return program

@@ -61,11 +61,13 @@ class GraphSums:
             counted = traffic.payload_bytes.get(variable.name, 0)
             traffic.payload_bytes[variable.name] = counted + variable.nbytes
             traffic.header_bytes += variable.bits // 8
-        held = sum(variable.nbytes + variable.bits // 8 for variable in self.variables)
-        backend.count(2 * (backend.size - 1) / backend.size * held)  # a ring's all-reduce
+        nbytes = sum(variable.nbytes + variable.bits // 8 for variable in self.variables)
+        backend.count(2 * (backend.size - 1) / backend.size * nbytes)  # a ring's all-reduce
         traffic.sent_bytes += backend.sent_bytes - before
 
-    def run(self, given: Sequence[Sequence[tf.Tensor]], present: Sequence[Sequence[bool]], stamps: tf.Tensor) -> Any:
+    def run(
+        self, gradients: Sequence[Sequence[tf.Tensor]], present: Sequence[Sequence[bool]], stamps: tf.Tensor
+    ) -> Any:
         """Add the operations to the graph.
 
         Args:
@@ -83,9 +85,9 @@ class GraphSums:
         stamps.set_shape([None])
         received, pairs = None, dict[str, Pair]()
         for i, bucket in enumerate(self.buckets):
-            like = given[i][0]
-            parts = [self._divide(tf.reshape(gradient, [-1]), predivide) for gradient in given[i]]
-            parts.append(tf.constant([float(here) for here in present[i]], like.dtype))
+            like = gradients[i][0]
+            parts = [self._divide(tf.reshape(gradient, [-1]), predivide) for gradient in gradients[i]]
+            parts.append(tf.constant([float(is_present) for is_present in present[i]], like.dtype))
             # Step stamps are float32: they travel in the first buffer if it is too, else by themselves.
             rides = i == 0 and like.dtype == tf.float32
             if rides:
@@ -96,11 +98,11 @@ class GraphSums:
             if i == 0 and not rides:
                 received = backend.run(Operation("allreduce", stamps), stamps, f"{label}.places")
             sizes = [variable.numel for variable in bucket.variables]
-            held, count = sum(sizes), len(sizes)
+            total_numel, count = sum(sizes), len(sizes)
             if rides:
-                received = total[held + count :]
-            found = tf.unstack(total[held : held + count] > 0, count)
-            total = self._divide(total[:held], self.runner.context.size / predivide)
+                received = total[total_numel + count :]
+            found = tf.unstack(total[total_numel : total_numel + count] > 0, count)
+            total = self._divide(total[:total_numel], self.runner.context.size / predivide)
             for variable, value, flag in zip(bucket.variables, tf.split(total, sizes), found, strict=True):
                 pairs[variable.name] = tf.reshape(value, variable.shape), flag
         return received, pairs

@@ -96,16 +96,16 @@ class DistributedMixin(Once):
                 with keras.name_scope(self.name):  # type: ignore[attr-defined]
                     self.build(trainable_variables)  # type: ignore[attr-defined]
         variables = list(self._trainable_variables)
-        given = variables if trainable_variables is None else trainable_variables
+        wanted = variables if trainable_variables is None else trainable_variables
         known = {_key(variable) for variable in variables}
-        usable = len(given) == len(grads) and all(_key(variable) in known for variable in given)
+        usable = len(wanted) == len(grads) and all(_key(variable) in known for variable in wanted)
         if not usable or all(gradient is None for gradient in grads):
             super().apply(grads, trainable_variables)  # type: ignore[misc]  # raises Keras's own error
             self._reached = not grads
             return
         # Keras drops variables without a gradient, but another rank may have one: all variables take part, with zeros
         # where this rank has none, and update_step skips those that no rank has a gradient for.
-        gradient_of = {_key(v): g for v, g in zip(given, grads, strict=True) if g is not None}
+        gradient_of = {_key(v): g for v, g in zip(wanted, grads, strict=True) if g is not None}
         step = _Step(absent=known - gradient_of.keys())
         object.__setattr__(self, "_step", step)
         filled = [gradient_of[_key(v)] if _key(v) in gradient_of else self._missing_gradient(v) for v in variables]

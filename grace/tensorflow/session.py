@@ -149,9 +149,9 @@ class Session:
     def _build(self, variables: Sequence[Any], gradients: Sequence[Any]) -> None:
         names = names_as_saved(names_of(variables), variables, self.saved and self.saved[0])
         sparse_too = not self.settings.sparse_as_dense
-        mine = [(sparse_too and isinstance(g, tf.IndexedSlices), g is not None) for g in gradients]
+        own_flags = [(sparse_too and isinstance(g, tf.IndexedSlices), g is not None) for g in gradients]
         initialized = all(value_of(v).is_initialized() for v in variables)  # or a graph does it when it runs
-        received = tell(self.backend, "TensorFlow's variables", (names, mine, bool(initialized)))
+        received = tell(self.backend, "TensorFlow's variables", (names, own_flags, bool(initialized)))
         # Keras numbers layers by what a process made before: ranks whose names differ only so use rank 0's.
         names = received[0][0] if names_match(names, received[0][0]) else names
         same = [flags for _, flags, _ in received if len(flags) == len(names)]  # others are refused below
@@ -277,33 +277,33 @@ class Session:
         """
         self.check_open()
         runner = self._prepare(variables, gradients)
-        place = {id(value_of(v)): i for i, v in enumerate(self.variables)}
-        if [place.get(id(value_of(v))) for v in variables] != list(range(len(self.variables))):
+        index_of = {id(value_of(v)): i for i, v in enumerate(self.variables)}
+        if [index_of.get(id(value_of(v))) for v in variables] != list(range(len(self.variables))):
             raise ConfigError(
                 f"the exchange was begun with {len(self.variables)} variables ({', '.join(self.names[:3])}, ...); give "
                 "it the same ones in the same order at every step, with None where there is no gradient"
             )
         present = tuple(gradient is not None for gradient in gradients)
-        given = [self._to_exchange(i, gradient) for i, gradient in enumerate(gradients)]
+        converted = [self._to_exchange(i, gradient) for i, gradient in enumerate(gradients)]
         # Both numbers of the step stamp travel to Python in one tensor; a float32 holds any number below CYCLE.
         number = 0 if updates is None else tf.cast(updates, tf.int64) % CYCLE
         rate = tf.stack([tf.cast(1.0 if lr is None else lr, tf.float32), tf.cast(number, tf.float32)])
         if tf.executing_eagerly() and self._starts_from_python(runner):
             run = HostRun if self.auto is None else PlannedRun
-            return self._to_means(run(self, runner, present).run(given, rate))
+            return self._to_means(run(self, runner, present).run(converted, rate))
         if not tf.executing_eagerly():
-            return self._in_graph(given, present, rate)
+            return self._in_graph(converted, present, rate)
         # Eagerly each of the engine's operations blocks; in a graph they are under way together.
         if self._function is None:
             self._function = tf.function(self._in_graph, autograph=False, reduce_retracing=True)
-        means = self._function(given, present, rate)
+        means = self._function(converted, present, rate)
         return [Mean(m.value if bool(m.found) else None, bool(m.found)) for m in means]
 
-    def _in_graph(self, given: list[Any], present: tuple[bool, ...], rate: tf.Tensor) -> list[Mean]:
+    def _in_graph(self, converted: list[Any], present: tuple[bool, ...], rate: tf.Tensor) -> list[Mean]:
         assert self.runner is not None
         driven = HostRun if self.auto is None else PlannedRun
         run = driven if self._starts_from_python(self.runner) else GraphRun
-        means = run(self, self.runner, present).in_graph(given, rate)
+        means = run(self, self.runner, present).in_graph(converted, rate)
         return [Mean(*self._to_own_dtype(i, value, found)) for i, (value, found) in enumerate(means)]
 
     def _starts_from_python(self, runner: StepRunner) -> bool:

@@ -114,8 +114,8 @@ def load(path: Path | str) -> Results:
     complete = set(facts) == known and all(isinstance(facts[key], kind) for key, kind in plain.items())
     if not complete or facts["kind"] not in KINDS or not all(isinstance(row, dict) for row in facts["rows"]):
         raise ConfigError(f"{path} is damaged: it needs {', '.join(sorted(known))}, and a kind of {', '.join(KINDS)}")
-    for place, fault in _faults(facts):
-        raise ConfigError(f"{path} is damaged: {place} {fault}")
+    for field, fault in _faults(facts):
+        raise ConfigError(f"{path} is damaged: {field} {fault}")
     return Results(**facts)
 
 
@@ -129,11 +129,11 @@ ANY = {"verdict", "ranks"}
 def _faults(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield values of other types than reports expect: their place, and the right type."""
     rows = [(f"row {i}, ", row) for i, row in enumerate(facts["rows"], start=1)]
-    for place, named in [("settings.", facts["settings"]), ("machine.", facts["machine"]), *rows]:
+    for field, named in [("settings.", facts["settings"]), ("machine.", facts["machine"]), *rows]:
         for key, value in named.items():
             fault = _fault(key, value)
             if fault:
-                yield f"{place}{key}", fault
+                yield f"{field}{key}", fault
     for i, row in enumerate(facts["rows"], start=1):
         if not isinstance(row.get("ranks", 1), int):
             yield f"row {i}, ranks", "must be a number"

@@ -88,15 +88,15 @@ def compare(
         typer.Exit: a rank or a network failed (1), or Ctrl-C (130); finished scenarios are shown and kept.
     """
     console = console or Console(quiet=True)
-    kept = Kept(out)
-    found = kept.open(resume)
+    store = Kept(out)
+    found = store.open(resume)
     done = {tuple(one[key] for key in KEY) for one in found}
     ending = Ending(NAME)
     with ending.record_failure(), Bar(console) as bar:
         for key in settings.scenarios:
             if key not in done:
                 found.append(_measure(settings, *key, bar, console))
-                kept.add(found[-1])
+                store.add(found[-1])
     if found:
         console.print(f"\n[bold]All {len(found)} scenarios[/]\n")
         console.print(markdown(found), markup=False, soft_wrap=True)

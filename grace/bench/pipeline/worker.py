@@ -114,9 +114,11 @@ def measure(settings: Settings, model: str, compressor: str, backend: Backend, e
     wanted: dict[str, Given] = backend.allgather_object({CHOSEN: free, **baseline_cuts(graph, settings)})[0]
     planning = time.perf_counter()
     runs, missing = list[Run](), dict[str, str]()
-    for name, given in wanted.items():
+    for name, arguments in wanted.items():
         try:
-            runs.append(Run(name, _engine(repeat_rows(cuttable(model), copies), settings, compressor, between, given)))
+            runs.append(
+                Run(name, _engine(repeat_rows(cuttable(model), copies), settings, compressor, between, arguments))
+            )
         except GraceError as error:  # on all ranks: the plan is rank 0's
             if name == CHOSEN:
                 raise
@@ -136,7 +138,7 @@ def measure(settings: Settings, model: str, compressor: str, backend: Backend, e
     emit({"scenario": {**about, "cuts": cuts, "missing": missing, "seconds": seconds}})
 
 
-def _engine(work: Cuttable, settings: Settings, compressor: str, between: Links, given: Given) -> Pipeline:
+def _engine(work: Cuttable, settings: Settings, compressor: str, between: Links, arguments: Given) -> Pipeline:
     return Pipeline(
         work.model,
         work.inputs,
@@ -149,7 +151,7 @@ def _engine(work: Cuttable, settings: Settings, compressor: str, between: Links,
         links=between,
         inputs="global",
         profiles=False,
-        **given,
+        **arguments,
     )
 
 

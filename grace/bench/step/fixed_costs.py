@@ -205,28 +205,28 @@ def main() -> None:
     parser.add_argument("--elements", type=int, default=1000, help="of each of many variables (default: 1000)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all medians and least times there as well")
     parser.add_argument("folder", nargs="?", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.folder is not None:  # this is a rank
-        with join_run(given.folder, dict, "torch") as (settings, backend, emit):
+    arguments = parser.parse_args()
+    if arguments.folder is not None:  # this is a rank
+        with join_run(arguments.folder, dict, "torch") as (settings, backend, emit):
             emit({"scenario": {"rows": measure(settings, backend)}})
         return
     for name in ("steps", "variables", "elements"):
-        if getattr(given, name) < 1:
-            parser.error(f"--{name} must be at least 1, not {getattr(given, name)}")
-    settings = {key: value for key, value in vars(given).items() if key not in ("json", "folder")}
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name} must be at least 1, not {getattr(arguments, name)}")
+    settings = {key: value for key, value in vars(arguments).items() if key not in ("json", "folder")}
     try:
-        settings["methods"] = listed(given.methods)
-        Settings(methods=settings["methods"], ranks=[given.ranks], rounds=given.rounds)  # checks them
+        settings["methods"] = listed(arguments.methods)
+        Settings(methods=settings["methods"], ranks=[arguments.ranks], rounds=arguments.rounds)  # checks them
         rows = run(settings)
     except GraceError as error:
         parser.error(str(error))
-    if given.json is not None:
+    if arguments.json is not None:
         facts = {"settings": settings, "machine": machine(), "versions": versions(), "rows": rows}
-        with replacing(given.json) as draft:
+        with replacing(arguments.json) as draft:
             draft.write_text(json.dumps(facts, indent=1), encoding="utf-8")
     console = Console(width=None if Console().is_terminal else 120)
-    console.print(small_table(rows, given.ranks))
-    console.print(many_table(rows, given.variables))
+    console.print(small_table(rows, arguments.ranks))
+    console.print(many_table(rows, arguments.variables))
 
 
 if __name__ == "__main__":

@@ -56,16 +56,16 @@ def main() -> None:
     parser.add_argument("--bandwidth", default="1gbit", help="of each rank (default: 1gbit)")
     parser.add_argument("--quality", default="feedback", help="exact, half, unbiased or feedback (default)")
     parser.add_argument("--seed", type=int, default=0, help="of the search (default: 0)")
-    given = parser.parse_args()
-    if min([*given.variables, given.ranks]) < 1:
+    arguments = parser.parse_args()
+    if min([*arguments.variables, arguments.ranks]) < 1:
         parser.error("numbers of variables and ranks are at least 1")
-    for count in given.variables:
+    for count in arguments.variables:
         try:
-            options = {"bandwidth": given.bandwidth, "quality": given.quality, "seed": given.seed}
-            seconds, plan = timed(count, given.ranks, **options)
+            options = {"bandwidth": arguments.bandwidth, "quality": arguments.quality, "seed": arguments.seed}
+            seconds, plan = timed(count, arguments.ranks, **options)
         except GraceError as error:
             parser.error(str(error))
-        print(f"{count:,} variables, {given.ranks} ranks: {seconds:.2f} s; {plan.chosen.name}", flush=True)
+        print(f"{count:,} variables, {arguments.ranks} ranks: {seconds:.2f} s; {plan.chosen.name}", flush=True)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def beside_points(axes: Any, points: Sequence[tuple[str, float, float]], obstacl
     frame: Box = tuple(axes.get_window_extent().extents)  # type: ignore[assignment]
     page: Box = (frame[0] + 1, frame[1] + 2, 72 * figure.get_size_inches()[0] - 2, frame[3] + 6)
     dots: list[Box] = [(x - 6, y - 6, x + 6, y + 6) for x, y in canvas]
-    taken: list[Box] = [*obstacles]
+    occupied: list[Box] = [*obstacles]
     crowd = [sum(math.hypot(x - u, y - v) < 60 for u, v in canvas) for x, y in canvas]
     for i in sorted(range(len(points)), key=lambda i: crowd[i]):
         name, (x, y) = short(points[i][0]), canvas[i]
@@ -84,18 +84,18 @@ def beside_points(axes: Any, points: Sequence[tuple[str, float, float]], obstacl
                 box: Box = (left - 3, y + dy - height / 2 - 1, left + width + 3, y + dy + height / 2 + 1)
                 area = (box[2] - box[0]) * (box[3] - box[1])
                 cost = 40 * (area - overlap(box, page)) / area + far * 0.6 + turn * 0.05
-                cost += sum(10 * shared / area + 1.2 for other in taken if (shared := overlap(box, other)))
+                cost += sum(10 * shared / area + 1.2 for other in occupied if (shared := overlap(box, other)))
                 cost += sum(8 * overlap(box, other) / 144 for k, other in enumerate(dots) if k != i or far)
                 end = (left - 1 if dx > 1 else left + width + 1 if dx < -1 else left + width / 2, y + dy)
                 if abs(dx) <= 1:
                     end = (end[0], end[1] - math.copysign(height / 2 + 1, dy))
                 leader = _leader((x, y), end) if far else []
-                crossed = sum(overlap(piece, other) > 0 for piece in leader for other in taken)
+                crossed = sum(overlap(piece, other) > 0 for piece in leader for other in occupied)
                 cost += 0.3 * crossed + 2 * (crossed > 1)
                 if cost < best[0]:
                     best = (cost, (box, leader, left, y + dy, end))
         box, leader, left, middle, end = best[1]
-        taken += [box, *leader]
+        occupied += [box, *leader]
         if leader:
             between = {"arrowstyle": "-", "color": MUTED, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 4}
             axes.annotate("", (x, y), end, xycoords="figure pixels", textcoords="figure pixels", arrowprops=between)

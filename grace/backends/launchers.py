@@ -63,7 +63,7 @@ def detect(partly: bool = False) -> Launcher | None:
         torchrun = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "torch.distributed's variables"
         return Launcher("Ray" if "RAY_JOB_ID" in os.environ else torchrun, "torch", keys, TORCH[1])
     for key, name in MPI.items():
-        if os.environ.get(key, "1") not in ("", "1"):
+        if os.environ.get(key, "1") not in ("", "1"):  # a single rank needs no engine
             return Launcher(name, "mpi", (key,), key)
     return None
 

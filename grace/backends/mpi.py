@@ -74,7 +74,7 @@ class MPIBackend(Backend):
         self.comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
         self.timeout = timeout_for() if timeout is None else timeout
         same = MPI.Comm.Compare(self.comm, MPI.COMM_WORLD)
-        self.watched = self.comm.Get_size() > 1 and same == MPI.CONGRUENT
+        self.watched = self.comm.Get_size() > 1 and same == MPI.CONGRUENT  # the watch knows ranks of all by number
         if same not in (MPI.CONGRUENT, MPI.IDENT):
             self.members = self.comm.group.Translate_ranks(group=MPI.COMM_WORLD.group)
         self.rank = self.comm.Get_rank()

@@ -70,9 +70,10 @@ def init(backend: str | Backend = "auto", framework: str | None = None, timeout:
         raise ConfigError(f"unknown framework {framework!r}; known: {', '.join(FRAMEWORKS)}")
     if timeout is not None or _current is None:
         choose(timeout)
-        timeout_for()
+        timeout_for()  # raises for a wrong timeout before anything is joined
     named = backend != "auto" or launchers.chosen()
     name = _detect() if backend == "auto" else backend
+    # An import of TensorFlow alone does not count where the user has named torch's engine.
     if name == "torch" and _framework(framework, guess=not named) == "tensorflow":
         raise alone.tensorflow_not_supported(launchers.detect())
     if _current is None or _current.name != name or framework not in (None, _current.framework or framework):
@@ -81,10 +82,11 @@ def init(backend: str | Backend = "auto", framework: str | None = None, timeout:
             try:
                 alone.check_engine(engine, _framework(framework))
             except ConfigError:
-                engine.close()
+                engine.close()  # the user's next init() must be able to join another engine
                 raise
-        _current, _named = engine, named
-        if name in ("horovod", "mpi"):
+        _current = engine
+        _named = named
+        if name in ("horovod", "mpi"):  # their launchers end ranks by SIGTERM when one has failed
             raise_on_sigterm(_current)
         if backend == "auto":
             launchers.announce(_current)

@@ -59,7 +59,7 @@ class TorchBackend(Backend):
         members = [self._global(rank) for rank in range(self.size)]
         same = members == list(range(dist.get_world_size()))
         self.watched = same and self.size > 1
-        self.members = None if same else members
+        self.members = None if same else members  # the watch knows ranks by their numbers among all
 
     @classmethod
     def join(cls) -> "TorchBackend":

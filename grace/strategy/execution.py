@@ -148,15 +148,18 @@ def compiled(strategy: Strategy, variables: Sequence[Variable]) -> list[Shard]:
                 key = keys[id(part)] = keys[chosen]
             if key not in made:
                 made[key] = communicator_of(part)
-            sync, choose = part.sync, choosers[part.sync.hierarchical]
+            sync = part.sync
+            choose = choosers[sync.hierarchical]
             place: dict[str, Any] = {"axis": plan.axis, "start": start, "stop": stop}
             if sync.type == "none":
                 shards.append(Shard(own, variable, made[key], sync.period, period=sync.period, **place))
                 continue
             reduced = sync.type == "reduce_broadcast"
             limits = Limits() if reduced and not own.sparse else None
+            # Shards with equal ``travels`` may share a bucket: those of one destination, or of one group.
             travels = key if reduced else (sync.type, sync.group)
-            carrier, place["hierarchical"] = choose(own, made[key]), sync.hierarchical
+            carrier = choose(own, made[key])
+            place["hierarchical"] = sync.hierarchical
             shards.append(Shard(own, variable, carrier, travels, limits, part.priority, **place))
     return shards
 

@@ -326,6 +326,7 @@ def part_faults(
     if clashing:
         yield "sync.type", f"{sync.type} has a parameter {min(clashing)!r}, which a strategy's sync has too: rename it"
         return
+    # A large model has thousands of equal parts: their communicator is made once. Only specs are compared.
     plain = all(isinstance(spec, str | None) for spec in (part.compressor, part.memory)) and not sync.options
     key = (replace(sync, group=0, destination=0), part.compressor, part.memory) if plain else None
     communicator = made.get(key)
@@ -341,6 +342,7 @@ def part_faults(
         if key is not None:
             made[key] = communicator
     except (ValueError, TypeError) as error:  # ConfigError, or an error of a user's own communicator
+        # build_communicator checks all three parts: the message tells which field of the file is wrong
         of_sync = own or "cannot carry" in str(error) or str(error).startswith(f"{sync.type}:")
         yield ("sync" if of_sync else "compressor"), str(error)
         return

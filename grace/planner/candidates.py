@@ -199,7 +199,7 @@ def _named(entry: str | Mapping[str, str], quality: str, world: int) -> list[Way
         )
     if said.get("communicator") is None:
         return _of(made.spec, memory.spec, found, world)
-    way = Way(made.spec, memory.spec, Sync.of(said["communicator"]), found)
+    way = Way(made.spec, memory.spec, Sync.from_spec(said["communicator"]), found)
     Strategy(
         (VariablePlan(Variable("w", (64, 64)), (way.part(0),)),), world
     )  # raises, saying what does not go together

@@ -173,9 +173,9 @@ class Scorer:
         """A builder's layout with a method where the builder compresses, and nothing else; None where one of its ways
         is none that may be chosen."""
         quality = next((way.quality for way in self.ways if way.method == method), None)
-        reduced = DENSE.sync.of(REDUCED)
+        reduced = DENSE.sync.from_spec(REDUCED)
         dense = [self.number.get(way) for way in (DENSE, Way(sync=reduced))]
-        summed = DENSE.sync.of(collective(method, self.world))
+        summed = DENSE.sync.from_spec(collective(method, self.world))
         chosen = [self.number.get(Way(*method, sync, quality)) for sync in (summed, reduced)]
         choices = []
         for v, plan in enumerate(layout.plans):

@@ -40,7 +40,7 @@ def grouped(
     [('topk', 'allgather'), ('none', 'allreduce')]
     """
     wanted = build_communicator(compressor, memory, communicator, ranks)
-    own = ShardPlan(Sync.of(wanted.to_dict()), wanted.compressor.spec, wanted.memory.spec)
+    own = ShardPlan(Sync.from_spec(wanted.to_dict()), wanted.compressor.spec, wanted.memory.spec)
     dense = ShardPlan(Sync("allreduce"), "none", "none")
     parts: dict[str, ShardPlan] = {}
     for bucket in bucketed(uniform(variables, wanted, limits)):

@@ -182,7 +182,9 @@ class _Search:
     def _enumerate(self) -> None:
         """Of models so small, every draft with one group of each way; or of those ways that builders take."""
         scorer, world = self.scorer, self.problem.cluster.world_size
-        collected = {method: DENSE.sync.of(collective(method, world)) for method in {way.method for way in scorer.ways}}
+        collected = {
+            method: DENSE.sync.from_spec(collective(method, world)) for method in {way.method for way in scorer.ways}
+        }
         short = self.moves.short
         gathered = [i for i in short if not scorer.ways[i].reduced]
         usual = [i for i in short if scorer.ways[i].sync == collected[scorer.ways[i].method]]

@@ -1,4 +1,4 @@
-"""Groups that overlap with backward: as an optimizer without a strategy cuts its buckets."""
+"""Groups that overlap with backward, cut as an optimizer without a strategy cuts its buckets."""
 
 from dataclasses import replace
 
@@ -9,8 +9,10 @@ from grace.strategy.plan import Strategy
 
 
 def in_buckets(strategy: Strategy) -> Strategy:
-    """The strategy with its groups cut where :class:`~grace.session.bucketing.Limits` cut buckets. A group travels when
-    the last of its gradients is there; so of one for a whole model nothing would travel beside backward.
+    """Return the strategy with its groups cut where :class:`~grace.session.bucketing.Limits` cut buckets.
+
+    A group travels when the last of its gradients is there, so a single group of a whole model would not overlap with
+    backward.
 
     >>> from grace.core.variable import Variable
     >>> from grace.strategy.plan import ShardPlan, VariablePlan
@@ -19,7 +21,7 @@ def in_buckets(strategy: Strategy) -> Strategy:
     [2, 1, 0]
     """
     shards = [
-        shard if shard.variable.sparse else replace(shard, limits=Limits())  # of whose rows there are few
+        shard if shard.variable.sparse else replace(shard, limits=Limits())  # a sparse gradient has few rows
         for shard in compiled(strategy, strategy.variables)
     ]
     groups = {variable.name: bucket.index for bucket in bucketed(shards) for variable in bucket.variables}

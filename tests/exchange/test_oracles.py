@@ -7,7 +7,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 import grace
 from grace.compressors.powersgd import PowerSGD
-from grace.compressors.topk import kept
+from grace.compressors.topk import kept_count
 from grace.kernels import NumpyKernels
 from grace.kernels.random import Stream, stream_key
 from tests.support.training import ONE_STAGE, Given, batch, ddp, distributed, made_up, net
@@ -77,7 +77,7 @@ class TopK(Oracle):
     def aggregate(self, gradients):
         inputs, sent = self.with_residuals(gradients), []
         for x in inputs:
-            order = np.argsort(-np.abs(x.ravel()), kind="stable")[: kept(0.1, x.size)]
+            order = np.argsort(-np.abs(x.ravel()), kind="stable")[: kept_count(0.1, x.size)]
             out = np.zeros(x.size, np.float32)
             out[order] = x.ravel()[order]
             sent.append(out.reshape(x.shape))
@@ -89,7 +89,7 @@ class RandomK(Oracle):
         inputs = self.with_residuals(gradients)
         n = gradients[0].size
         stream = Stream(stream_key(SEED, self.name, "shared"), self.step)
-        indices = NumpyKernels().random_indices(stream, n, kept(0.1, n))
+        indices = NumpyKernels().random_indices(stream, n, kept_count(0.1, n))
         mask = np.zeros(n, bool)
         mask[indices] = True
         return self.keep(inputs, [x * mask.reshape(x.shape) for x in inputs])

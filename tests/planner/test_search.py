@@ -209,7 +209,7 @@ def test_servers_are_put_where_the_link_is_wide():
     nodes = [{"address": f"n{i}", "cpus": [0], "network_bandwidth": 10 if i == 6 else 0.2} for i in range(8)]
     nodes = [{**node, "chief": True} if i == 0 else {**node, "ssh_config": "x"} for i, node in enumerate(nodes)]
     variables = [Variable(f"rows{i}", (100_000, 16), sparse=True) for i in range(2)]
-    cluster = Resources.of({"nodes": nodes, "ssh": {"x": {}}})
+    cluster = Resources.from_document({"nodes": nodes, "ssh": {"x": {}}})
     best = search(Auto(quality="exact").problem(variables, cluster))[0]
     through = dict.fromkeys(range(8), 0)
     for plan in best.strategy.plans:

@@ -12,7 +12,7 @@ from torch import nn
 
 import grace
 import grace.torch
-from grace.bench.ranks.scenario import told
+from grace.bench.ranks.scenario import run_scenario
 from grace.bench.step.contestants import Stepper
 from grace.bench.step.on_device import on_wire, traced
 from grace.bench.step.rows import Table
@@ -188,9 +188,9 @@ def timed(row: dict[str, Any], model: str, ranks: int, methods: list[str]) -> No
     table = Table("torch", ranks, None)
     row |= {"model": model, "ranks": ranks}
 
-    def take(event: dict[str, Any]) -> None:
-        table.take(event)
+    def add_event(event: dict[str, Any]) -> None:
+        table.add(event)
         row["rows"] = [{k: v for k, v in one.items() if k != "times_ms"} for one in table.rows()]
 
-    row |= told("tools.device.rank", asked, ["torch"], ranks, None, take)
+    row |= run_scenario("tools.device.rank", asked, ["torch"], ranks, None, add_event)
     row["skipped"] = table.facts.get("skipped", {})

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from grace.bench.common.kept import Scenario, signed
+from grace.bench.common.kept import Scenario, relative_error
 from grace.bench.common.tables import figures_table
 from grace.bench.common.tables import markdown as table_of
 from grace.bench.common.text import of_rate
@@ -27,7 +27,7 @@ def plans_table(scenario: Scenario) -> Table:
         times = [plan[key] for key in ("predicted_ms", "measured_ms", "codec_ms", "measured_codec_ms")]
         cells = [f"{value:.4g}" for value in times]
         style = "bold" if plan["chosen"] else "" if plan["allowed"] else "dim"
-        table.add_row(plan["name"], cells[0], cells[1], f"{signed(plan):+.0%}", cells[2], cells[3], style=style)
+        table.add_row(plan["name"], cells[0], cells[1], f"{relative_error(plan):+.0%}", cells[2], cells[3], style=style)
     return table
 
 

@@ -6,7 +6,7 @@ from itertools import combinations
 from statistics import median
 from typing import Any
 
-from grace.bench.common.kept import Scenario, signed
+from grace.bench.common.kept import Scenario, relative_error
 from grace.planner.corrections import Step, fitted_corrections
 from grace.planner.explain import MARGIN
 
@@ -91,7 +91,7 @@ def order(plans: Sequence[Plan]) -> tuple[int, int]:
 def judged(scenario: Scenario) -> Verdict:
     """All of it."""
     plans = scenario["plans"]
-    errors = [abs(signed(plan)) for plan in plans]
+    errors = [abs(relative_error(plan)) for plan in plans]
     right, pairs = order(plans)
     plain = next(plan for plan in plans if plan["name"] == "none")
     able = [plan for plan in plans if plan["allowed"]] or [plain]
@@ -125,11 +125,11 @@ def totals(scenarios: Sequence[Scenario]) -> Totals:
         raise ValueError("there is no scenario")
     verdicts = [judged(scenario) for scenario in scenarios]
     plans = [plan for scenario in scenarios for plan in scenario["plans"]]
-    errors = [abs(signed(plan)) for plan in plans]
+    errors = [abs(relative_error(plan)) for plan in plans]
     pairs = sum(verdict.pairs for verdict in verdicts)
     by_method: dict[str, list[float]] = {}
     for plan in plans:
-        by_method.setdefault(plan["name"].partition(":")[0], []).append(signed(plan))
+        by_method.setdefault(plan["name"].partition(":")[0], []).append(relative_error(plan))
     before, after = corrected(scenarios)
     return Totals(
         median(errors),

@@ -19,7 +19,7 @@ import torch
 
 import grace
 from grace.bench.plan.settings import MIXED, SCATTERED, Event, Settings
-from grace.bench.ranks.run import as_rank, joined
+from grace.bench.ranks.run import as_rank, join_run
 from grace.bench.workloads.models import workload
 from grace.core.backend import Backend
 from grace.core.registry import make
@@ -276,7 +276,7 @@ def _allowed(problem: Problem, one: Candidate) -> bool:
 def main(folder: str, model: str) -> None:
     """Join the run, and measure."""
     os.environ["GRACE_CALIBRATION"] = str(Path(folder, "calibration.json"))  # which nobody has written
-    with joined(folder, Settings, "torch") as (settings, backend, emit):
+    with join_run(folder, Settings, "torch") as (settings, backend, emit):
         measure(settings, model, backend, emit)
 
 

@@ -109,7 +109,7 @@ def command(
     )
     if quick and epochs is None:
         settings.epochs = settings.facts["quick_epochs"]
-    run(settings, out or Path(f"out/train-{task.replace(':', '-')}")).finish(Console(highlight=False))
+    run(settings, out or Path(f"out/train-{task.replace(':', '-')}")).report_and_exit(Console(highlight=False))
 
 
 def run(settings: Settings, out: Path) -> BenchmarkRun:

@@ -8,7 +8,7 @@ from typing import Any
 
 from grace.bench.common.results import Results
 from grace.bench.ranks.launchers import engine_of
-from grace.bench.ranks.scenario import told
+from grace.bench.ranks.scenario import run_scenario
 from grace.bench.train.settings import EXTRAS, Event, Settings
 from grace.errors import missing_extra
 
@@ -56,7 +56,7 @@ def _over(
             results.rows = [*before, *summarize(runs, settings, rate)]
         watch(rate, event)
 
-    told("grace.bench.train.worker", settings, [], settings.ranks, rate, take, engine)
+    run_scenario("grace.bench.train.worker", settings, [], settings.ranks, rate, take, engine)
 
 
 def summarize(runs: list[dict[str, Any]], settings: Settings, rate: float | None = None) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import grace
-from grace.bench.ranks.events import tell
+from grace.bench.ranks.events import write_event
 from grace.bench.ranks.run import as_rank, redirect_stderr
 from grace.bench.train.settings import Settings
 from grace.bench.workloads.task import Task, in_optimizer, task_class, trainer_class
@@ -102,7 +102,7 @@ def main(folder: str) -> None:
 
     def record(event: dict[str, Any]) -> None:
         if grace.rank() == 0:
-            tell(Path(folder, "events.jsonl"), event)
+            write_event(Path(folder, "events.jsonl"), event)
 
     for optimizer, method in itertools.product(settings.optimizers, settings.methods):
         record({"method": settings.label(method, optimizer)})

@@ -44,6 +44,7 @@ class Block(Accumulating):
     rounding: str = "nearest"
 
     name = "block"
+    trained = {"block(bits=4)": {"adamw": 1.009}}
     nearest_traits = Traits(
         category="quantization", fixed_size="by shape", contraction=True, shardable=True, memory="residual"
     )

@@ -64,6 +64,7 @@ class Block(Accumulating):
     scale: str | None = None
 
     name = "block"
+    trained = {"block(bits=4)": {"adamw": 1.009, "sgd": 1.017}}
     nearest_traits = Traits(
         category="quantization", fixed_size="by shape", contraction=True, shardable=True, memory="residual"
     )

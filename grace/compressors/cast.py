@@ -29,6 +29,7 @@ class Cast(Compressor):
     dtype: str = "fp16"
 
     name = "cast"
+    trained = {"fp16": {"adamw": 1.0}}
     traits = Traits(
         category="quantization",
         fixed_size="by shape",

@@ -24,6 +24,7 @@ class EFSignSGD(Accumulating):
     """
 
     name = "efsignsgd"
+    trained = {"efsignsgd": {"adamw": 1.479}}
     traits = Traits(
         category="quantization", fixed_size="by shape", contraction=True, shardable=True, memory="efsignsgd"
     )

@@ -43,6 +43,7 @@ class PowerSGD(Accumulating):
     warm_start: bool = True
 
     name = "powersgd"
+    trained = {"powersgd(rank=4)": {"adamw": 1.116}, "powersgd(rank=2)": {"sgd": 1.130}}
     stateful = True
     shared_state = True
     traits = Traits(

@@ -38,6 +38,7 @@ class QSGD(Accumulating):
     norm: str = "max"
 
     name = "qsgd"
+    trained = {"qsgd": {"adamw": 1.002}, "qsgd(levels=7)": {"adamw": 1.018}}
     traits = Traits(category="quantization", fixed_size="by shape", unbiased=True, shardable=True)
 
     def __post_init__(self) -> None:

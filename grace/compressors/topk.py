@@ -74,6 +74,7 @@ class TopK(Sparsifier):
     warmup_steps: int = 0
 
     name = "topk"
+    trained = {"topk(ratio=0.01)": {"adamw": 1.471}}
     traits = Traits(category="sparsification", fixed_size="by shape", contraction=True, memory="residual")
 
     def __post_init__(self) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from grace.core.grace_api import ITEM_SIZE, aggregating, check_shape, encoding
@@ -141,6 +141,10 @@ class Compressor(StatefulComponent):
     bounded: bool = False
     """True if payloads have one size on a device, though others vary: they have room that is filled up, so that no
     host must know how many elements its tensor gave."""
+    trained: ClassVar[Mapping[str, Mapping[str, float]]] = {}
+    """Measured facts, for people: by spec and by optimizer ("sgd" with momentum, "adamw") the held-out loss of a
+    character GPT (as ``grace bench train --task chargpt``: 70,000 parameters, about 900 steps, 2 ranks, one seed) in
+    units of that of ``none``. Empty where nobody measured."""
     by_position: bool = False
     """True if elements are told apart by int32 positions, so that a tensor must have fewer than 2^31 of them."""
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grace.bench.common.quality import Settings, better, quality_axis, scale, shown
-from grace.bench.common.text import digits, number, of_bytes, of_rate, power, short
+from grace.bench.common.text import clean, digits, number, of_bytes, of_rate, power, short
 from grace.bench.report.figures.bars import Bar, Mark, horizontal
 from grace.bench.report.figures.labels import Box, at_the_right, beside_points, keys_at_the_right, text_width
 from grace.bench.report.figures.style import INK, MUTED, Figure, Look, Panel, label_axes, panel, set_margins, svg
@@ -22,10 +22,10 @@ def figures(rows: Rows, settings: Settings, looks: Mapping[str, Look], name: str
     rows = [row for row in rows if number(row.get("quality")) is not None]
     found: list[Figure] = []
     by_optimizer = cases(rows, "optimizer")
-    for (optimizer,), some in by_optimizer.items():
+    for i, ((optimizer,), some) in enumerate(by_optimizer.items()):
         for draw in (_trade, _curves, _target):
-            figure = draw(some, settings, looks, f"{name}-{optimizer}")
-            title = f"{figure.title}, {optimizer}" if len(by_optimizer) > 1 else figure.title
+            figure = draw(some, settings, looks, f"{name}-{i}")
+            title = f"{figure.title}, {clean(optimizer)}" if len(by_optimizer) > 1 else figure.title
             found.append(dataclasses.replace(figure, title=title))
     return [figure for figure in found if figure.panels]
 

@@ -146,11 +146,11 @@ class MPIBackend(Backend):
         return self._handle(request, received, sent).map(lambda whole: _rows(whole, self.size))
 
     def duplicate(self) -> "MPIBackend":
-        with self.asking("beside"):  # which brings all ranks here: the rest is a matter of milliseconds
-            return self.like(comm=self.comm.Dup(), pending=[])
+        with self.checked_operation("beside"):  # which brings all ranks here: the rest is a matter of milliseconds
+            return self.copy_with(comm=self.comm.Dup(), pending=[])
 
     def split(self, ranks: Sequence[int]) -> "MPIBackend | None":
-        with self.asking("among"):
+        with self.checked_operation("among"):
             comm = self.comm.Split(0 if self.rank in ranks else MPI.UNDEFINED, self.rank)
         if comm == MPI.COMM_NULL:
             return None
@@ -159,8 +159,8 @@ class MPIBackend(Backend):
         return made
 
     def allgather_object(self, value: Any) -> list[Any]:
-        with self.asking("allgather_object"):
-            return self.all_objects(value)
+        with self.checked_operation("allgather_object"):
+            return self.allgather_pickled(value)
 
     def _handle(
         self, request: Any, received: "_Staged", *alive: Any, finish: Callable[[], None] | None = None

@@ -13,8 +13,8 @@ from grace.backends.initialized import FRAMEWORKS
 from grace.backends.signals import raise_on_sigterm
 from grace.core import watch
 from grace.core.backend import Backend, LocalBackend
-from grace.core.registry import loaded
-from grace.core.waits import choose, timeout_for
+from grace.core.registry import load_entry_point
+from grace.core.waits import set_timeout, timeout_for
 from grace.errors import ConfigError, MissingExtraError, missing_extra
 
 GROUP = "grace.backends"
@@ -61,14 +61,14 @@ def init(backend: str | Backend = "auto", framework: str | None = None, timeout:
     global _current, _named
     if isinstance(backend, Backend):
         if timeout is not None:
-            choose(timeout)
+            set_timeout(timeout)
         _current, _named = _told_how_long(backend, timeout), True
         return backend
     _check_known(backend)
     if framework not in (None, *FRAMEWORKS):
         raise ConfigError(f"unknown framework {framework!r}; known: {', '.join(FRAMEWORKS)}")
     if timeout is not None or _current is None:
-        choose(timeout)
+        set_timeout(timeout)
         timeout_for()
     named = backend != "auto" or launchers.chosen()
     name = _detect() if backend == "auto" else backend
@@ -196,7 +196,7 @@ def shutdown() -> None:
         _current.close()
     _current, _named = None, False
     watch.leave()
-    choose(None)
+    set_timeout(None)
 
 
 atexit.register(shutdown)
@@ -246,7 +246,7 @@ def _check_known(name: str, where: str = "") -> None:
 def _others(name: str) -> Backend:
     """One that another package brings."""
     (point, *_) = entry_points(group=GROUP, name=name)
-    made = loaded(point)()
+    made = load_entry_point(point)()
     if not isinstance(made, Backend) or made.name != name:
         is_what = f"a backend of the name {made.name!r}" if isinstance(made, Backend) else f"{made!r}"
         raise ConfigError(

@@ -69,10 +69,11 @@ def compared(backend: Backend, kind: str, describe: Callable[[], str], detailed:
     try:
         detail = describe()
     except ConfigError as refused:
-        with contextlib.suppress(RankError), backend.asking(f"{kind} that was refused: {refused}", "which it refused"):
+        kind = f"{kind} that was refused: {refused}"
+        with contextlib.suppress(RankError), backend.checked_operation(kind, "which it refused"):
             pass
         raise
-    with backend.asking(f"{kind} {detail}", detail if detailed else ""):
+    with backend.checked_operation(f"{kind} {detail}", detail if detailed else ""):
         yield
 
 

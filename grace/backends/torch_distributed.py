@@ -19,7 +19,7 @@ from grace.backends.torchrun import store_of_this_start
 from grace.core.backend import Backend, Handle
 from grace.core.channels import Channels
 from grace.core.waits import timeout_for
-from grace.core.watch import LOOK_SECONDS, Patience
+from grace.core.watch import POLL_SECONDS, Patience
 from grace.errors import ConfigError, missing_extra
 
 SETTLE_SECONDS = 0.3
@@ -108,7 +108,7 @@ class TorchBackend(Backend):
         return self._handle(begin, [part.view(tensor.dtype) for part in gathered], tensor)
 
     def duplicate(self) -> "TorchBackend":
-        return self.like(group=self._new(range(self.size)), owns=False)
+        return self.copy_with(group=self._new(range(self.size)), owns=False)
 
     def split(self, ranks: Sequence[int]) -> "TorchBackend | None":
         group = self._new(ranks)
@@ -156,8 +156,8 @@ class TorchBackend(Backend):
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
     def allgather_object(self, value: Any) -> list[Any]:
-        with self.asking("allgather_object"):
-            return self.all_objects(value)
+        with self.checked_operation("allgather_object"):
+            return self.allgather_pickled(value)
 
     def tensor_of(self, array: Any) -> torch.Tensor:
         group: Any = self.group or dist.group.WORLD
@@ -183,7 +183,7 @@ class TorchBackend(Backend):
 
         def wait() -> None:
             began, patience = time.monotonic(), None
-            look = timedelta(seconds=min(LOOK_SECONDS, self.timeout / 4))
+            look = timedelta(seconds=min(POLL_SECONDS, self.timeout / 4))
             while True:
                 try:
                     work.wait(look)

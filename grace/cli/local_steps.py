@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from grace.core.variable import Variable, unwrapped
+from grace.core.variable import Variable, unwrap_names
 from grace.errors import ConfigError
 from grace.exchange.sparse_rows import SparseRows, summed
 from grace.planner.clock import Clock
@@ -103,7 +103,7 @@ def randoms(framework: str, variables: Sequence[Variable], seed: int) -> dict[st
 def _torch(model: Any, loss: Callable[[Any], Any], variables: Sequence[Variable], told: Told) -> Ran:
     torch: Any = sys.modules["torch"]
     named = dict(model.named_parameters())
-    parameters = {n: p for n, p in zip(unwrapped(list(named)), named.values(), strict=True) if p.requires_grad}
+    parameters = {n: p for n, p in zip(unwrap_names(list(named)), named.values(), strict=True) if p.requires_grad}
     on_gpu = any(p.is_cuda for p in parameters.values())
     wait: Callable[[], Any] = torch.cuda.synchronize if on_gpu else lambda: None
     optimizer, clock = torch.optim.SGD(parameters.values(), lr=LR), Clock()

@@ -85,7 +85,7 @@ def break_even(compressor: Compressor, memory: Any = None) -> int | None:
     True
     """
     kept: Memory = make("memory", compressor.traits.memory if memory is None else memory)
-    parts = [*compressor.whole().values(), *kept.whole().values()]
+    parts = [*compressor.named_components().values(), *kept.named_components().values()]
     cls: Any = known("communicator")[SCATTER]
     if compressor.traits.communicator != GATHER or not all(is_ours(type(part)) for part in parts):
         return None

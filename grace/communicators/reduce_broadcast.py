@@ -148,18 +148,18 @@ class ReduceBroadcast(Communicator):
             self.answer_memory.rescale(loss_scale / self.answer_context.loss_scale)
             self.answer_context.loss_scale = loss_scale
 
-    def resumed(self, loss_scale: float) -> None:
+    def on_resume(self, loss_scale: float) -> None:
         """The memory of the answers is in the units of the checkpoint."""
         self.answer_context.loss_scale = loss_scale
         self.rescale_second(self.context.loss_scale)
 
-    def dense(self, usual: Communicator) -> Communicator:
+    def dense_communicator(self, shared: Communicator) -> Communicator:
         """The same destination, uncompressed."""
         if self.compressor.traits.exact and not self.memory.stateful:
             return self
         if self._dense is None:
             self._dense = ReduceBroadcast("none", "none", **self.options())
-            self._dense.beside = self.describe()
+            self._dense.companion_of = self.describe()
         return self._dense
 
     def __getstate__(self) -> dict[str, Any]:

@@ -145,7 +145,7 @@ class Pending:
         round_trip = self.round_trip
         assert round_trip is not None
         second = round_trip.communicator.second
-        states = [] if second is None else [part.state for part in second[1].whole().values()]
+        states = [] if second is None else [part.state for part in second[1].named_components().values()]
         try:
             self.outcomes = round_trip.finish([None] * len(round_trip.names))
             check([round_trip], round_trip.backend)

@@ -96,7 +96,7 @@ class PerVariableCodec:
         self.pieces = PiecewiseCompressor(self.compressor, setup.owners) if communicator.cuts else None
         self.traits = self.compressor.traits
         self.sums = communicator.sums
-        self.foreign = communicator.foreign
+        self.user_defined = communicator.user_defined
         self.stateful = communicator.stateful
         self.varies = self.traits.varies and not (setup.on_device and self.compressor.bounded)
         self.exact = self.traits.exact and not self.memory.stateful and self.pieces is None
@@ -105,7 +105,7 @@ class PerVariableCodec:
         # The state of a method of several rounds keeps views of what came, so its wires are new at each step.
         self.keeps_buffer = not (self.varies or self.traits.rounds > 1 or self.pieces or communicator.delayed)
         self.checks_decoding = (
-            self.foreign and self.pieces is None and type(self.compressor).accumulate is Compressor.accumulate
+            self.user_defined and self.pieces is None and type(self.compressor).accumulate is Compressor.accumulate
         )
         self.buffer: Tensor | None = None
         self.round = 0
@@ -125,7 +125,7 @@ class PerVariableCodec:
 
         A class of the user's is asked only if it says so itself: what it inherits may not hold."""
         found: list[list[Layout] | None] = [None] * self.traits.rounds
-        if self.foreign and vars(type(self.compressor)).keys().isdisjoint(("payload_spec", "round_specs")):
+        if self.user_defined and vars(type(self.compressor)).keys().isdisjoint(("payload_spec", "round_specs")):
             return found
         by_owner = [[self._specs(v, *cuts[j]) for v, cuts in self._cut_variables()] for j in range(self.owners)]
         for number in range(self.traits.rounds):
@@ -209,7 +209,7 @@ class PerVariableCodec:
             layouts = [Layout.of(k, each, self.sums, self.stamps) for each in by_owner]
             if not self.varies:
                 self.known[self.round] = layouts
-        elif self.foreign:
+        elif self.user_defined:
             by_owner, statuses = self._withhold(by_owner, layouts, statuses)
         self.layouts = layouts
         stamps = header.own_stamp()
@@ -374,7 +374,7 @@ class PerVariableCodec:
     def forget_mean(self, name: str) -> None:
         """Roll back what the second memory learnt of a variable in this step."""
         assert self.second is not None
-        for part in self.second[1].whole().values():
+        for part in self.second[1].named_components().values():
             part.state.rollback(name)
 
     # -- receiving -------------------------------------------------------------------------------------

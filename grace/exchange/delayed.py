@@ -56,7 +56,7 @@ class DelayedRoundTrip:
         """
         own = contribution._replace(bucket=self._bucket_of_thread(), traffic=Traffic())
         # the second memory learns in the thread, which commits it
-        kinds = self.communicator.keepers.items()
+        kinds = self.communicator.stateful_parts.items()
         parts = [part for kind, part in kinds if not kind.startswith("answer_memory")]
         absent = [name for name, here in zip(self.names, self.present, strict=True) if not here]
         aside = [{name: part.state.pop(name) for name in absent if name in part.state} for part in parts]
@@ -75,7 +75,7 @@ class DelayedRoundTrip:
 
         Its codec is its own as well, since the buffers of the step before may still be under way.
         """
-        communicator = self.communicator.at(dataclasses.replace(self.communicator.context))
+        communicator = self.communicator.with_context(dataclasses.replace(self.communicator.context))
         communicator.backend = self.thread.backend
         return dataclasses.replace(self.bucket, communicator=communicator)
 

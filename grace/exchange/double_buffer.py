@@ -71,7 +71,7 @@ class DoubleBuffer:
             return True
         if not self.buffers:
             self._make_buffers(like)
-        with memory.state.as_it_is() if self.codec is not None else contextlib.nullcontext():
+        with memory.state.without_deferred() if self.codec is not None else contextlib.nullcontext():
             recalled = [memory.recall(name) for name in self.names]
         if memory.state.changed(*self.names):
             return False
@@ -86,7 +86,7 @@ class DoubleBuffer:
                 self._fill_sides()
             return True
         for i, (name, (_, residual, _)) in enumerate(zip(self.names, recalled, strict=True)):
-            with memory.state.as_it_is():
+            with memory.state.without_deferred():
                 held = residual if residual is not None else _residual(memory.state.get(name))
             turn = int(held is self.buffers[0][i])  # the other buffer
             own = turn or held is self.buffers[1][i]
@@ -128,7 +128,7 @@ class DoubleBuffer:
         for name, residual in zip(self.names, self.following, strict=self.memory is not None):
             self.memory.keep(name, residual)
             if self.codec is not None:
-                self.memory.state.unfinished[name] = self
+                self.memory.state.deferred[name] = self
 
     def finish(self) -> None:
         """Subtract what is still to be subtracted from either buffer; see :class:`~grace.core.state.State`."""

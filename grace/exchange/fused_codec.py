@@ -147,7 +147,7 @@ class FusedCodec(PerVariableCodec):
 
     def _encode_by_kernels(self, header: Header, most: Any, words: Any) -> None:
         assert self.target is not None
-        self.codec.step = self.context.step_there
+        self.codec.step = self.context.device_step
         rows = np.concatenate(self._cut(self.residuals.rows))
         factors = np.tile(self.residuals.factors, (self.owners, 1))
         words = words[: self.owners].reshape(-1, 4)

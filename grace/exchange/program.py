@@ -50,7 +50,7 @@ class BucketProgram:
         )
         self.sizes_unknown = self.traits.fixed_size is None and self.apart is None
         self.payloads_show = communicator.sums or (self.traits.carries_nonfinite and self.apart is None)
-        self.statuses_matter = self.looks or communicator.foreign
+        self.statuses_matter = self.looks or communicator.user_defined
         self.well = self.size if self.sums else PRESENT
         count = len(bucket.names)
         # Headers are made at every step; they share these lists, and never change them.

@@ -425,7 +425,7 @@ class RoundTrip:
             here = [True] * count
         statuses = [h * status(True, ok, False) for h, ok in zip(here, well, strict=True)]
         if self.on_device and not cuts:
-            if self.communicator.foreign:  # an overflow becomes a refusal where a rank sent no payload
+            if self.communicator.user_defined:  # an overflow becomes a refusal where a rank sent no payload
                 withheld = sum(k.cast(k.cast(told, "float32") > OVERFLOW, "float32") for told in flags)
                 statuses = [told + k.cast(more > 0, "float32") for told, more in zip(statuses, withheld, strict=True)]
             header.read([k.full(statuses, "float32", self.wire)], self._forget_means)
@@ -689,7 +689,8 @@ class RoundTrip:
 
     def failure(self, error: Exception) -> ExchangeError:
         """Return the error of an engine that failed; it says which rank has ended or is elsewhere, as far as known."""
-        return self.backend.failed(f"the exchange of {self.bucket.describe()}", f" at step {self.context.step}", error)
+        operation = f"the exchange of {self.bucket.describe()}"
+        return self.backend.engine_error(operation, f" at step {self.context.step}", error)
 
     @property
     def _who(self) -> str:

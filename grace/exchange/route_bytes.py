@@ -138,7 +138,7 @@ class _Wires:
     ):
         self.bits, self.rows, self.headers, self.variables = bits, rows, headers, bucket.variables
         own: Any = bucket.communicator
-        self.communicator: Any = own.at(Context(size=engine.ranks))
+        self.communicator: Any = own.with_context(Context(size=engine.ranks))
         self.compressor: Compressor = self.communicator.compressor
         self.codec = self._codec(bucket, engine)
         self.rounds = [layouts[0] if layouts else self._estimate() for layouts in self.codec.known]

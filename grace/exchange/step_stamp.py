@@ -73,7 +73,7 @@ def compare_stamps(stamps: Sequence[Sequence[float]], context: Context) -> tuple
     if any(behind.values()):
         late = [rank for rank, steps in behind.items() if steps]
         steps = {rank: context.step + first[0] - steps for rank, steps in behind.items()}
-        return f"{_listed(steps, call)}: {call(late)} left out {context.calls.step}. {ADVICE}", False
+        return f"{_listed(steps, call)}: {call(late)} left out {context.api_names.step}. {ADVICE}", False
     least = min(one[2] for one in ahead.values())
     steps = {rank: context.step + one[2] - least for rank, one in ahead.items()}
     if any(one[2] > least for one in ahead.values()):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback
 
-from grace.core.atomic_files import replacing
+from grace.core.atomic_files import atomic_write
 from grace.errors import ConfigError
 from grace.integrations.wrapped import Chosen, wrap
 from grace.session.agreement import tell
@@ -86,7 +86,7 @@ class GraceCallback(Chosen, TrainerCallback):
 
         def write() -> None:
             if args.should_save:
-                with replacing(path) as draft:
+                with atomic_write(path) as draft:
                     torch.save(saved, draft)
 
         self._together(write, f"could not save {path}")

@@ -73,7 +73,7 @@ class Wrapped:
             for name in now
             if told.get(name, now[name]) != now[name]
         ]
-        calls = self.state.runner.context.calls
+        calls = self.state.runner.context.api_names
         if unlike:
             why = f"the memories were saved at {unlike[0]}: they are of another checkpoint than the weights beside them"
             if self.memory_state == "strict":
@@ -164,7 +164,7 @@ def wrap(
         return Wrapped(None, memory_state, progress)
     state = register_ddp_hook(ddp, optimizer=_holder(ddp, optimizers), **choices)
     calls = dataclasses.replace(TORCH, save_all="the framework's own checkpoint", load=load, memory="memory_state")
-    state.runner.context.calls = calls
+    state.runner.context.api_names = calls
     return Wrapped(state, memory_state, progress)
 
 

@@ -66,7 +66,7 @@ class DGCMemory(Memory):
     def keeps(self, shape: tuple[int, ...]) -> Any:
         return {"velocity": shape, "accumulated": shape}
 
-    def held(self, name: str) -> list[Tensor]:
+    def residual_tensors(self, name: str) -> list[Tensor]:
         return [self.state[name]["accumulated"]] if name in self.state else []
 
     def compensate(self, tensor: Tensor, name: str) -> Tensor:

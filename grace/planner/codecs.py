@@ -301,7 +301,7 @@ def _runner(communicator: Communicator, tensors: Mapping[str, Any], mirror: Mirr
     shards = [Shard(variable, variable, communicator) for variable in variables]
     context = Context(seed=seed, step=BEHIND_WARMUPS)
     runner = StepRunner(variables, shards, mirror, context, communicator.describe())
-    runner.claim()
+    runner.claim_components()
     try:
         runner.agree()
         yield runner, mirror

@@ -142,17 +142,17 @@ class Way:
     Attributes:
         described: it, with all of its parameters.
         key: of its codec.
-        keepers: those of its parts that keep something, by what they are.
+        stateful_parts: those of its parts that keep something, by what they are.
     """
 
     described: str
     key: str
-    keepers: tuple[tuple[str, Any], ...]
+    stateful_parts: tuple[tuple[str, Any], ...]
 
     @classmethod
     def of(cls, communicator: Any) -> "Way":
         """That of a communicator."""
-        stateful = tuple((kind, part) for kind, part in communicator.keepers.items() if part.stateful)
+        stateful = tuple((kind, part) for kind, part in communicator.stateful_parts.items() if part.stateful)
         return cls(communicator.describe(), codec_key(communicator), stateful)
 
 
@@ -255,7 +255,7 @@ class _Exchange:
             finish=self.codec.finish.seconds(*size),
             delayed=self.communicator.delayed and not self.shard.period,
             memory=kept_bytes(
-                self.bucket, self.ranks, self.elements, payloads, () if self.shard.period else self.way.keepers
+                self.bucket, self.ranks, self.elements, payloads, () if self.shard.period else self.way.stateful_parts
             ),
             before=before,
             after=after,

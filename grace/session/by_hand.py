@@ -169,7 +169,7 @@ class ByHand:
                 )
 
         context = communicator.context if self.first else Context(seed=communicator.context.seed)
-        usual, self.first, context.calls = context.lr, False, BY_HAND
+        usual, self.first, context.api_names = context.lr, False, BY_HAND
 
         def lr(name: str) -> float:
             return usual(name) if communicator.lr is None else communicator.lr
@@ -273,10 +273,10 @@ def _compare(backend: Backend, names: tuple[Any, ...], step: int) -> None:
     place = f"{called} in step {step}"
     digest = np.frombuffer(hashlib.blake2b(called.encode(), digest_size=16).digest(), np.uint8)
     before = backend.sent_bytes
-    with backend.awaiting(lambda: f"the exchange by hand of {place}"):
+    with backend.waiting_for_ranks(lambda: f"the exchange by hand of {place}"):
         parts = backend.allgather(backend.tensor_of(digest.copy())).wait()
         digests = {np.asarray(part.cpu() if hasattr(part, "cpu") else part).tobytes() for part in parts}
-        told = backend.all_objects((called, place)) if len(digests) > 1 else []
+        told = backend.allgather_pickled((called, place)) if len(digests) > 1 else []
     backend.sent_bytes = before
     for rank, (theirs, where) in enumerate(told):
         if theirs != told[0][0]:
@@ -381,4 +381,4 @@ def _about(name: Any) -> Iterator[None]:
         raise ConfigError(f"cannot exchange {name!r}: {error}") from None
 
 
-Communicator.hand = ByHand
+Communicator.by_hand_factory = ByHand

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grace.communicators.choice import took_default
-from grace.core.api_names import Calls
+from grace.core.api_names import ApiNames
 from grace.core.backend import Backend
 from grace.core.transactional_dict import StatefulComponent
 from grace.errors import ConfigError, ExchangeError, RankError
@@ -75,7 +75,7 @@ def _saved(runner: StepRunner) -> dict[str, Any]:
 def _say_unsaved(runner: StepRunner) -> None:
     """Warn once of what users' parts keep elsewhere than in their state."""
     for communicator in runner.communicators:
-        for part in communicator.whole().values():
+        for part in communicator.named_components().values():
             attributes = part.unsaved() if isinstance(part, StatefulComponent) else []
             if attributes:
                 warnings.warn(
@@ -121,7 +121,7 @@ def shared(runner: StepRunner) -> dict[str, list[str]]:
     """By kind of state, the shards of which any rank's copy restores all, as the components that serve them say."""
     found: dict[str, list[str]] = {}
     for name, shard in runner.shards.items():
-        for kind, component in shard.communicator.keepers.items():
+        for kind, component in shard.communicator.stateful_parts.items():
             names = found.setdefault(kind, [])
             if component.shared_state:
                 names.append(name)
@@ -289,11 +289,11 @@ def prepare(
     check_settled(runner)
     if saved is None:
         if memory == "strict":
-            raise ConfigError(WITHOUT + runner.context.calls.reset)
+            raise ConfigError(WITHOUT + runner.context.api_names.reset)
         dropped = [] if memory == "reset" else ["everything: it was saved by a plain optimizer"]
         return Loaded(None, dropped=dropped)
-    strict, how = memory == "strict", runner.context.calls.otherwise
-    saved, dropped = undamaged(saved, memory, runner.context.calls)
+    strict, how = memory == "strict", runner.context.api_names.otherwise
+    saved, dropped = undamaged(saved, memory, runner.context.api_names)
     loaded = Loaded(saved["step"], saved.get("id"), float(saved["loss_scale"]), dropped=dropped)
     if memory == "reset":
         return loaded
@@ -324,7 +324,7 @@ def prepare(
     return loaded
 
 
-def undamaged(saved: Any, memory: str, calls: Calls) -> tuple[dict[str, Any], list[str]]:
+def undamaged(saved: Any, memory: str, calls: ApiNames) -> tuple[dict[str, Any], list[str]]:
     """Return a state that is what was saved, and what was left out of it for being damaged (if ``memory`` is "keep").
 
     Whoever takes a state apart, or joins several, does so with what this returns, and seals the result.
@@ -348,7 +348,7 @@ def apply(runner: StepRunner, loaded: Loaded) -> None:
         component.state.clear()
     for kind, values in loaded.values.items():
         for name, value in values.items():
-            runner.shards[name].communicator.keepers[kind].state[name] = value
+            runner.shards[name].communicator.stateful_parts[kind].state[name] = value
     for _, component in runner.components:
         component.state.commit()
     if loaded.step is None:

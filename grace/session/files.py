@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from grace.backends.runtime import current
-from grace.core.atomic_files import replacing
+from grace.core.atomic_files import atomic_write
 from grace.core.backend import Backend
 from grace.session.agreement import tell
 
@@ -37,7 +37,7 @@ def save_from_root(
     backend, error = backend or current(), None
     if backend.rank == root:
         try:
-            with replacing(path) as draft:
+            with atomic_write(path) as draft:
                 write(draft)
         except Exception as raised:
             error = raised

@@ -19,7 +19,7 @@ from grace.communicators import Allreduce
 from grace.communicators.sparse import row_communicator
 from grace.core.backend import Backend, LocalBackend
 from grace.core.compressor import Tensor
-from grace.core.context import Among, Context
+from grace.core.context import Context, SubgroupContext
 from grace.core.variable import Variable
 from grace.errors import PayloadError
 from grace.exchange.bucket import Bucket, Contribution, Outcome
@@ -57,7 +57,7 @@ class Hierarchy:
 
     def context(self, whole: Context) -> Any:
         """Return the context of what the leaders exchange: they are numbered among themselves; others are alone."""
-        return Among(whole, self.backend.rank, self.backend.size, self.leaders_of_nodes)
+        return SubgroupContext(whole, self.backend.rank, self.backend.size, self.leaders_of_nodes)
 
     @property
     def leads(self) -> bool:
@@ -205,7 +205,7 @@ class HierarchicalRoundTrip:
 
     def _sharing(self) -> Any:
         """Return the context that says where a rank is that waits for the leader, or for the node's other ranks."""
-        return self.node_groups.node.awaiting(lambda: f"what leaders hand on of {self.bucket.describe()}")
+        return self.node_groups.node.waiting_for_ranks(lambda: f"what leaders hand on of {self.bucket.describe()}")
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
         """Return the leader's tensor on all ranks of the node; blocks."""

@@ -56,7 +56,7 @@ def residual_norm(runner: StepRunner) -> float:
     squares: dict[Any, list[Any]] = {}
     for shard in runner.shards.values():
         memory = shard.communicator.memory
-        for tensor in memory.held(shard.variable.name) if memory.stateful and not shard.period else ():
+        for tensor in memory.residual_tensors(shard.variable.name) if memory.stateful and not shard.period else ():
             k = kernels_of(tensor)
             column = k.reshape(k.cast(tensor, "float64"), (math.prod(tensor.shape), 1))
             square = k.reshape(k.matmul(column, column, transpose=True), (1,))

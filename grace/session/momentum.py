@@ -14,7 +14,7 @@ def owners(communicators: Iterable[Component]) -> list[Any]:
     >>> [part.spec for part in owners([Allgather("dgc(ratio=0.1)"), Allgather("signum"), Allgather("topk")])]
     ['dgc', 'signum']
     """
-    parts = [part for communicator in communicators for part in communicator.whole().values()]
+    parts = [part for communicator in communicators for part in communicator.named_components().values()]
     return [part for part in parts if getattr(part, "owns_momentum", False)]
 
 

@@ -74,7 +74,7 @@ class Resharding:
         known = set().union(*parts_of.values())
         for name in sorted(self.before.keys() & self.now.keys()) if self.strict else ():
             self._try(self._check_shape, "something", name)
-        kept = {kind for shard in self.runner.shards.values() for kind in shard.communicator.keepers}
+        kept = {kind for shard in self.runner.shards.values() for kind in shard.communicator.stateful_parts}
         for kind, names in held.items():
             if kind.partition(".")[0] not in KINDS and kind not in kept:
                 self._try(self._unknown, kind)
@@ -110,7 +110,7 @@ class Resharding:
             return take(*what)
         except Misfit as why:
             if self.strict:
-                raise ConfigError(f"{why}, {self.runner.context.calls.otherwise}") from None
+                raise ConfigError(f"{why}, {self.runner.context.api_names.otherwise}") from None
             self.dropped.append(str(why))
             return {}
 
@@ -215,7 +215,7 @@ class Resharding:
                 raise Misfit(
                     f"the checkpoint holds the {kind} of {part!r} of rank {rank} of {size}, this is rank "
                     f"{self.rank} of {self.size}. Save one file per rank, or save "
-                    f"{self.runner.context.calls.save_all}, which holds all ranks and loads on any number of them"
+                    f"{self.runner.context.api_names.save_all}, which holds all ranks and loads on any number of them"
                 )
             return own
         if len(self.everyone) == self.size:
@@ -228,13 +228,15 @@ class Resharding:
             return part in self.saved["shared"].get(kind, ())
         shard = self.runner.shards.get(part)  # saved by an earlier version
         return (
-            shard is not None and kind in shard.communicator.keepers and shard.communicator.keepers[kind].shared_state
+            shard is not None
+            and kind in shard.communicator.stateful_parts
+            and shard.communicator.stateful_parts[kind].shared_state
         )
 
     def _fits(self, kind: str, part: str, value: Any) -> bool:
         """Whether a value is what the component keeps; False if it is not because the method's parameters changed."""
         shard = self.runner.shards[part]
-        component = shard.communicator.keepers.get(kind)
+        component = shard.communicator.stateful_parts.get(kind)
         if component is None or not getattr(component, "stateful", True):
             raise Misfit(f"the checkpoint holds the {kind} of {part!r}, and {shard.communicator.describe()} has none")
         shape = shard.variable.shape
@@ -259,7 +261,7 @@ class Resharding:
                 raise Misfit(
                     f"the checkpoint holds what this rank kept of its answers for {name!r}, which another rank reduces "
                     "now, or in other parts. Save "
-                    f"{self.runner.context.calls.save_all}, which holds all ranks"
+                    f"{self.runner.context.api_names.save_all}, which holds all ranks"
                 )
             return {part: value for part in parts if (value := self._picked(kind, part)) is not None}
         kept = {part: value for one in self.everyone for part, value in one.get(kind, {}).items() if part in parts}

@@ -63,11 +63,11 @@ def build_step_runner(
             _begin_after(communicator, compress_after)
             check(communicator)
         runner = StepRunner(found, shards, backend, context, plan.name)
-        runner.claim()
+        runner.claim_components()
         for communicator in runner.communicators:
-            for part in communicator.whole().values():
+            for part in communicator.named_components().values():
                 if isinstance(part, StatefulComponent):
-                    part.look()
+                    part.record_attributes()
         _check_delays(runner, later)
         runner.settings, runner.compress_after = list(settings), compress_after
     except Exception as raised:

@@ -134,7 +134,7 @@ class Chooser:
             return wanted
         bits = wanted.compressor.wire_bits(variable.shape)
         if variable.numel == 0 or (bits is not None and bits >= variable.bits):
-            return wanted.dense(self.dense)
+            return wanted.dense_communicator(self.dense)
         if wanted.compressor.by_position:
             check_positions(variable.numel, f"variable {variable.name!r}", wanted.compressor.spec)
         return wanted
@@ -148,7 +148,7 @@ def uncompressed(communicator: Communicator) -> Communicator:
     >>> uncompressed(Allgather("topk")).describe()
     'allreduce, none, none'
     """
-    plain = communicator.dense(Allreduce("none"))
+    plain = communicator.dense_communicator(Allreduce("none"))
     if not isinstance(communicator.compressor, RowCompressor):
         return plain
     rows: Any = row_communicator(plain, "")

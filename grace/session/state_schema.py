@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from grace.core.variable import unwrapped
+from grace.core.variable import unwrap_names
 from grace.errors import ConfigError
 from grace.kernels import kernels_of
 
@@ -317,8 +317,9 @@ def renamed(saved: dict[str, Any], now: list[str]) -> dict[str, Any]:
     """Return a state under this run's names, where they differ only by what wrappers put into them."""
     shards = saved.get("pieces") or {}
     before = list(shards) or list(dict.fromkeys(name for values in saved["state"].values() for name in values))
-    ours = dict(zip(unwrapped(now), now, strict=True))
-    new = {old: old if old in now else ours.get(name, old) for old, name in zip(before, unwrapped(before), strict=True)}
+    ours = dict(zip(unwrap_names(now), now, strict=True))
+    unwrapped = zip(before, unwrap_names(before), strict=True)
+    new = {old: old if old in now else ours.get(name, old) for old, name in unwrapped}
     if all(old == name for old, name in new.items()) or len(set(new.values())) != len(new):
         return saved
     names = {f"{old}/part_{i}": f"{new[old]}/part_{i}" for old in shards for i in range(len(shards[old]["sizes"]))}

@@ -127,14 +127,14 @@ class StepRunner:
     @property
     def components(self) -> list[tuple[str, Component]]:
         """The parts that keep state, with what they are: "compressor", "memory", ..."""
-        found = [item for communicator in self.communicators for item in communicator.keepers.items()]
+        found = [item for communicator in self.communicators for item in communicator.stateful_parts.items()]
         return list({id(part.state): (kind, part) for kind, part in reversed(found)}.values())[::-1]
 
     def state(self) -> dict[str, dict[str, Any]]:
         """Copies of what the components remember, as of the last step that was kept: by kind and shard's name."""
         merged: dict[str, dict[str, Any]] = {}
         for kind, component in self.components:
-            merged.setdefault(kind, {}).update(component.state.kept)
+            merged.setdefault(kind, {}).update(component.state.committed)
         return copy.deepcopy(merged)
 
     def views(self, bucket: Bucket, tensors: Callable[[str], Any]) -> list[Any]:
@@ -147,10 +147,10 @@ class StepRunner:
         Raises:
             RankError: they differ; the message names the first difference.
         """
-        mine = self._leases.offer(), secrets.token_hex(4)
+        mine = self._leases.free_channels(), secrets.token_hex(4)
         told = agree(self.backend, [*self.settings, *self.facts()], beside=mine)
-        self._leases.offers, self.run = [offer for offer, _ in told], told[0][1]
-        self.channel = self.averaging.backend = self._leases.take()
+        self._leases.free, self.run = [offer for offer, _ in told], told[0][1]
+        self.channel = self.averaging.backend = self._leases.acquire()
         if self.hierarchical:
             self.hierarchy = Hierarchy(self.backend, self.node_names())
         if self.hierarchical or self.channel is not self.backend:
@@ -192,7 +192,7 @@ class StepRunner:
     def exchange_thread(self) -> ExchangeThread:
         """Return the thread that runs delayed round trips; every rank asks for it first at the same moment."""
         if self._thread is None:
-            backend = self._leases.take(another=True)
+            backend = self._leases.acquire(another=True)
             self._thread = ExchangeThread(backend, lambda: self.computing(), self.check_step_stamps)
             self.backend.at_shutdown(self._thread.arrive)
         return self._thread
@@ -398,14 +398,14 @@ class StepRunner:
         for component in self._stepping():
             component.state.rollback()
 
-    def claim(self) -> None:
+    def claim_components(self) -> None:
         """Have the components for this runner alone.
 
         Raises:
             ConfigError: one of them serves another one.
         """
         for communicator in self.communicators:
-            communicator.claim(self)
+            communicator.set_owner(self)
 
     def close(self) -> None:
         """The optimizer has ended: its components may serve another one."""
@@ -413,13 +413,13 @@ class StepRunner:
             communicator.release(self)
             communicator.compress_after = 0
         if self._thread is None or self._thread.drain(0):  # else that holds this runner until it is done
-            self._leases.end()
+            self._leases.release()
 
     def _stepping(self) -> list[Component]:
         """Return the parts whose state is committed or rolled back at the end of a step."""
         if self._committed_parts is not None:
             return self._committed_parts
-        parts = [part for c in self.communicators if not c.delayed for part in c.keepers.values()]
+        parts = [part for c in self.communicators if not c.delayed for part in c.stateful_parts.values()]
         if all(is_ours(type(part)) for part in parts):  # a user's part may get others from step to step
             self._committed_parts = parts
         return parts
@@ -455,4 +455,4 @@ class StepRunner:
         if not self.follows_scaler():
             self.rescale(1.0)
         for communicator in self.communicators:
-            communicator.resumed(loaded)
+            communicator.on_resume(loaded)

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from grace.backends.horovod import Once, compressor_for
 from grace.core.api_names import KERAS
-from grace.core.arguments import as_in_grace, keras_backend, keras_runs_on, not_an_optimizer
+from grace.core.arguments import accept_grace_argument, keras_backend, keras_backend_error, optimizer_type_error
 from grace.core.backend import Backend
 from grace.errors import ConfigError
 from grace.exchange.bucket import Traffic
@@ -283,7 +283,7 @@ def _usable(mean: Mean, variable: Any) -> Any:
     return tf.zeros(variable.shape, variable.dtype) if mean.value is None else mean.value
 
 
-@as_in_grace
+@accept_grace_argument
 def DistributedOptimizer(
     optimizer: keras.optimizers.Optimizer,
     compressor: Any = None,
@@ -360,9 +360,9 @@ def DistributedOptimizer(
     >>> grace.shutdown()
     """
     if keras_backend() != "tensorflow":
-        raise keras_runs_on(keras_backend())
+        raise keras_backend_error(keras_backend())
     if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise not_an_optimizer(optimizer)
+        raise optimizer_type_error(optimizer)
     inner: Any = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
     if isinstance(inner, DistributedMixin):
         raise ConfigError("this optimizer is distributed already")

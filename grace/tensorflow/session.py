@@ -91,7 +91,7 @@ class Session:
         self.check, self.averages, self.facts, self.beside = check, averages, facts, beside
         self.lr = 1.0
         predivide = settings.reduction.predivide
-        self.context = Context(seed=settings.seed, lr=lambda name: self.lr, predivide=predivide, calls=KERAS)
+        self.context = Context(seed=settings.seed, lr=lambda name: self.lr, predivide=predivide, api_names=KERAS)
         self.variables: list[Any] = []
         self.names: list[str] = []
         self.runner: StepRunner | None = None

@@ -152,7 +152,7 @@ def broadcast_as(names: list[str], variables: Sequence[Any], root: int, backend:
     found = [value_of(variable) for variable in variables]
     refuse_distribute(*map(strategy_of, found))
     _compare(names, [f"{tf.as_dtype(v.dtype).name}{v.shape}" for v in found], root, backend)
-    with backend.asking(f"broadcast of {len(found)} variables"), tf.init_scope():
+    with backend.checked_operation(f"broadcast of {len(found)} variables"), tf.init_scope():
         for variable in found:
             value = variable.read_value()
             if value.dtype == tf.string or not value.shape.num_elements():

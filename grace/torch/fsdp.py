@@ -123,7 +123,7 @@ class FSDPState(DDPState):
             flag = torch.zeros(1, device=next(iter(self.names)).device)
             flag.fill_(float(any([outcome.overflow for outcome in self.outcomes])))
             for group in self.shard_groups:
-                with group.awaiting(lambda: f"the comparison of gradients at step {self.runner.context.step}"):
+                with group.waiting_for_ranks(lambda: f"the comparison of gradients at step {self.runner.context.step}"):
                     flag = group.allreduce(flag).wait()
             self.spoilt = bool(flag)
         return self.spoilt

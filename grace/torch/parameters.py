@@ -12,7 +12,7 @@ from grace.backends.runtime import current
 from grace.backends.together import chosen_root, compared
 from grace.core.backend import Backend
 from grace.core.communicator import Communicator
-from grace.core.variable import Variable, equal_bounds, unwrapped
+from grace.core.variable import Variable, equal_bounds, unwrap_names
 from grace.errors import ConfigError
 from grace.kernels.torch.primitives import NAMES
 from grace.session.hyperparameters import Numbers, numbers
@@ -34,7 +34,7 @@ def named(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[str, 
     wanted = {p: f"{g}.{i}" for g, group in enumerate(groups) for i, p in enumerate(group["params"])}
     if named_parameters is None:
         own = {own_name(groups, position): p for p, position in wanted.items() if p.requires_grad}
-        return dict(zip(unwrapped(list(own)), own.values(), strict=True))
+        return dict(zip(unwrap_names(list(own)), own.values(), strict=True))
     module = isinstance(named_parameters, torch.nn.Module)
     pairs = list(named_parameters.named_parameters() if module else named_parameters)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
@@ -44,7 +44,7 @@ def named(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[str, 
     twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
     if twice:
         raise ConfigError(f"named_parameters has the name {twice[0]!r} more than once; names must be unique")
-    pairs = [(name, p) for name, (_, p) in zip(unwrapped([name for name, _ in pairs]), pairs, strict=True)]
+    pairs = [(name, p) for name, (_, p) in zip(unwrap_names([name for name, _ in pairs]), pairs, strict=True)]
     known = {p for _, p in pairs}
     for p, position in wanted.items():
         if p not in known and p.requires_grad:

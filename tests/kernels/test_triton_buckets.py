@@ -172,7 +172,7 @@ def of_one(trained):
 
 def a_copy(trained):
     memory = copy.deepcopy(trained.runner.communicators[0].memory)
-    return sorted(memory.state), bits(memory.held("v2")[0])
+    return sorted(memory.state), bits(memory.residual_tensors("v2")[0])
 
 
 def restored(trained):

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from grace.core.atomic_files import replacing
+from grace.core.atomic_files import atomic_write
 from grace.core.version import __version__
 from grace.errors import ConfigError
 from grace.exchange.tracing.lines import entry_of
@@ -185,7 +185,7 @@ def save(ranks: list[RankTrace], path: Path) -> None:
     raw = json.dumps(merged(ranks), separators=(",", ":")).encode()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as draft:
+        with atomic_write(path) as draft:
             draft.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error

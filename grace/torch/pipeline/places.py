@@ -102,7 +102,7 @@ class Places:
             except RuntimeError as error:
                 if not isinstance(error, dist.DistError) and "gloo" not in str(error).lower():
                     raise  # the user's own
-                raise self.backend.failed(wait.place(), "", error) from error
+                raise self.backend.engine_error(wait.place(), "", error) from error
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:

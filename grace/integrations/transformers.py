@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback
 from grace.core.atomic_files import atomic_write
 from grace.errors import ConfigError
 from grace.integrations.wrapped import Chosen, wrap
-from grace.session.agreement import tell
+from grace.session.agreement import gather_or_raise
 from grace.torch.wrappers import bare
 
 FILE = "grace_memories.pt"
@@ -114,7 +114,7 @@ class GraceCallback(Chosen, TrainerCallback):
         except Exception as raised:
             error = raised
         if self.state is not None:
-            tell(self.state.runner.backend, "a Trainer's checkpoint", None, error, failed)
+            gather_or_raise(self.state.runner.backend, "a Trainer's checkpoint", None, error, failed)
         elif error is not None:
             raise error
         return result

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from grace.backends.alone import check_trainer
 from grace.core.api_names import TORCH
 from grace.errors import ConfigError
-from grace.session.agreement import tell
+from grace.session.agreement import gather_or_raise
 from grace.session.checkpoint import check_mode
 from grace.torch.ddp import DDPState, register_ddp_hook
 from grace.torch.wrappers import bare
@@ -80,7 +80,8 @@ class Wrapped:
                 error = ConfigError(f"{why}. Take those that were saved with them, or start with none: {calls.reset}")
             elif self.memory_state == "keep":
                 warnings.warn(why, stacklevel=3)
-        tell(self.state.runner.backend, "the step of a checkpoint's memories", None, error, "did not load them")
+        backend = self.state.runner.backend
+        gather_or_raise(backend, "the step of a checkpoint's memories", None, error, "did not load them")
 
     def metrics(self) -> dict[str, float]:
         """What loggers take, of the steps since the last call: what is known of ``DDPState.metrics()``."""

@@ -112,7 +112,7 @@ class HostRun(Run):
         with self.computing():
             for bucket in self.runner.buckets:
                 self.begin(bucket, self.of(bucket, given), rate)
-            outcomes = self.runner.finish(self.outs)
+            outcomes = self.runner.finish_step(self.outs)
         pairs: dict[str, Pair] = {
             o.variable.name: (None, False) if o.value is None else (self.outside(o.value), True) for o in outcomes
         }
@@ -135,7 +135,7 @@ class HostRun(Run):
 
         def finish() -> list[tf.Tensor]:
             with self.computing():
-                outcomes = self.runner.finish(self.outs)
+                outcomes = self.runner.finish_step(self.outs)
                 outcomes.sort(key=lambda outcome: self.order[outcome.variable.name])
                 return [*self.tensors(outcomes), tf.constant(True)]
 
@@ -203,7 +203,7 @@ class GraphRun(Run):
             return owing
 
         owing = tf.py_function(finish, [received], tf.bool)
-        return sums.with_owed(pairs, owing), owing
+        return sums.add_carried_over(pairs, owing), owing
 
     def _group(self, buckets: Sequence[Bucket], given: Sequence[Any], rate: tf.Tensor) -> dict[str, Pair]:
         """Buckets whose functions are one: each costs as much as to compress a small variable."""
@@ -295,7 +295,7 @@ class GraphRun(Run):
                             f"the exchange of {bucket.describe()} takes more collectives than it did before"
                         )
                     outcomes = exchange.finish(self.outs(bucket))
-                    self.runner.with_owed(outcomes)
+                    self.runner.add_carried_over(outcomes)
                     brought += outcomes
                 self.outcomes += brought
                 if self.alone:
@@ -321,7 +321,7 @@ class GraphRun(Run):
         waits.pop(id(self), None)
         outcomes = self.outcomes
         self.running, self.operations, self.outcomes = {}, {}, []
-        self.runner.settle(outcomes)
+        self.runner.end_step(outcomes)
 
     # -- the collectives that an exchange takes ----------------------------------------------------------
 

@@ -102,11 +102,11 @@ class GraphSums:
 
     def borrow(self) -> bool:
         """Take what a checkpoint's run still had to apply to these variables; whether there is something."""
-        owed = self.runner.owed
+        owed = self.runner.carried_over
         self.owed = {v.name: owed.pop(v.name) for v in self.variables if v.name in owed}
         return bool(self.owed)
 
-    def with_owed(self, pairs: dict[str, Pair], owing: tf.Tensor) -> dict[str, Pair]:
+    def add_carried_over(self, pairs: dict[str, Pair], owing: tf.Tensor) -> dict[str, Pair]:
         """The means and what was taken, if there is something."""
         values = [pairs[variable.name][0] for variable in self.variables]
         found = [pairs[variable.name][1] for variable in self.variables]

@@ -17,8 +17,8 @@ from grace.core.backend import Backend
 from grace.errors import ConfigError
 from grace.exchange.bucket import Traffic
 from grace.planner.explain import Plan
-from grace.session.checkpoint import say_whose
-from grace.session.hyperparameters import facts, numbers
+from grace.session.checkpoint import warn_own_state
+from grace.session.hyperparameters import facts, numeric_settings
 from grace.session.settings import ReduceOp, Settings
 from grace.strategy.choices import Choices
 from grace.tensorflow.distribute import refuse_distribute
@@ -257,7 +257,7 @@ class DistributedMixin(Once):
         """What this rank's compressor and memory remember: plain numbers, text and tensors; None before the
         first exchange. ``model.save`` and ``tf.train.Checkpoint`` save it by themselves."""
         if self._grace.runner is not None:
-            say_whose(self._grace.runner, "optimizer.state()", "optimizer.full_state()")
+            warn_own_state(self._grace.runner, "optimizer.state()", "optimizer.full_state()")
         return self._grace.state()
 
     def full_state(self) -> dict[str, Any] | None:
@@ -388,7 +388,7 @@ def DistributedOptimizer(
         check=lambda chosen: check_momentum([chosen], known()),
         averages=True,
         beside=lambda: started_alike(known()),
-        facts=lambda: facts(cls.__name__, [numbers(known().get_config())], KERAS.group),
+        facts=lambda: facts(cls.__name__, [numeric_settings(known().get_config())], KERAS.group),
     )
     inner.__class__ = _distributed_class(cls)
     save_as(inner.__class__, cls)

@@ -23,7 +23,7 @@ from grace.planner.asked import Asked, asked, started
 from grace.planner.driver import Driver
 from grace.planner.resuming import load
 from grace.session import checkpoint
-from grace.session.agreement import tell
+from grace.session.agreement import gather_or_raise
 from grace.session.metrics import metrics
 from grace.session.plan import ExchangePlan
 from grace.session.settings import Settings
@@ -136,7 +136,7 @@ class Session:
         sparse_too = not self.settings.sparse_as_dense
         mine = [(sparse_too and isinstance(g, tf.IndexedSlices), g is not None) for g in gradients]
         made = all(value_of(v).is_initialized() for v in variables)  # or a graph does it when it runs
-        told = tell(self.backend, "TensorFlow's variables", (names, mine, bool(made)))
+        told = gather_or_raise(self.backend, "TensorFlow's variables", (names, mine, bool(made)))
         names = told[0][0] if alike(names, told[0][0]) else names
         same = [flags for _, flags, _ in told if len(flags) == len(names)]  # others are refused below
         sparse, present = ([any(rank[i][j] for rank in same) for i in range(len(names))] for j in (0, 1))

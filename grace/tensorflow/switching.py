@@ -7,14 +7,14 @@ import tensorflow as tf
 from grace.errors import ConfigError, ExchangeError
 from grace.session.plan import ExchangePlan
 from grace.session.step_runner import StepRunner
-from grace.session.switching import switched
+from grace.session.switching import switch_plan
 from grace.strategy.choices import Choices
 from grace.strategy.execution import StrategyPlan
 from grace.tensorflow.representation import inside, medium_of
 
 
 def switch(session: Any, plan: ExchangePlan) -> None:
-    """Go on by another plan; every rank must call it between two steps. See :func:`switched`, which may raise.
+    """Go on by another plan; every rank must call it between two steps. See :func:`switch_plan`, which may raise.
 
     Where the one computes with tensors, and the other with arrays, what memories hold becomes the other."""
     variables = {variable.name: variable for variable in session.runner.variables}
@@ -26,7 +26,7 @@ def switch(session: Any, plan: ExchangePlan) -> None:
         return inside(medium_of(made), value)
 
     with session.medium.computing():
-        made = switched(session.runner, plan, like, session.check, session.check_plan, convert)
+        made = switch_plan(session.runner, plan, like, session.check, session.check_plan, convert)
         session.take(made, plan)
 
 

@@ -18,7 +18,7 @@ from grace.core.variable import Variable
 from grace.errors import ConfigError, RankError
 from grace.kernels import kernels_of
 from grace.session import state_schema
-from grace.session.agreement import first_difference, tell
+from grace.session.agreement import first_difference, gather_or_raise
 from grace.tensorflow.distribute import refuse_distribute, strategy_of
 from grace.tensorflow.preprocessing import adapt_alike
 
@@ -175,7 +175,7 @@ def start_alike(variables: Sequence[Any], beside: Sequence[Any], backend: Backen
     Most of an optimizer's begin as zeros everywhere, so they are compared first."""
     broadcast_variables(variables, 0, backend)
     mine = [hashlib.sha256(np.asarray(value_of(variable)).tobytes()).hexdigest() for variable in beside]
-    told = tell(backend, "the optimizer's variables", mine)
+    told = gather_or_raise(backend, "the optimizer's variables", mine)
     same = {i for i, everyones in enumerate(zip(*told, strict=False)) if len(set(everyones)) == 1}
     different = [variable for i, variable in enumerate(beside) if i not in same]
     if any(other != mine for other in told):
@@ -189,7 +189,7 @@ def names_of_slots(variables: Iterable[Any]) -> list[str]:
 
 def _compare(names: list[str], kinds: list[str], root: int, backend: Backend) -> None:
     """Refuse on all ranks what one of them would wait for, or take for another variable."""
-    told = tell(backend, "variables to broadcast", (root, names, kinds))
+    told = gather_or_raise(backend, "variables to broadcast", (root, names, kinds))
     if all(told[0][::2] == other[::2] and alike(told[0][1], other[1]) for other in told):
         return
     facts: list[Any] = [

@@ -20,7 +20,7 @@ from grace.exchange.header import OVERFLOW, PRESENT
 from grace.exchange.layout import Layout
 from grace.kernels import kernels_of
 from grace.session import checkpoint, state_schema
-from grace.session.by_hand import AsGiven
+from grace.session.by_hand import WholeTensorPlan
 from grace.session.settings import check_integer
 from grace.session.setup import build_step_runner
 from grace.session.step_runner import StepRunner
@@ -171,7 +171,7 @@ class ReduceScatterState:
                 if to != self.backend.rank:
                     row = torch.cat([_part(tensor, to, size) for tensor in whole])
                     kept[f"{layout.name}/to_{to}"] = {key: row if n is None else n for key, n in beside.items()} or row
-        checkpoint.say_dropped(list(itertools.chain(*dropped)), between=3)
+        checkpoint.warn_dropped(list(itertools.chain(*dropped)), between=3)
         of_this_run = {"rank": self.backend.rank, "size": size, "pieces": checkpoint.partitions_of(self.runner)}
         return state_schema.seal({**states[0], **of_this_run, "state": {"memory": kept}})
 
@@ -397,8 +397,8 @@ def compress_reduce_scatter(
             for rank in range(backend.size)
         ]
 
-    def choose() -> AsGiven:
-        return AsGiven(None, None, _made(block, memory, backend.size))
+    def choose() -> WholeTensorPlan:
+        return WholeTensorPlan(None, None, _made(block, memory, backend.size))
 
     runner = build_step_runner(rows, choose, backend, context, facts, compress_after=compress_after)
     state = ReduceScatterState(layouts, runner, grad_scaler)

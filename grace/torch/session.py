@@ -19,13 +19,13 @@ from grace.planner.asked import Asked, asked, started
 from grace.planner.driver import Driver
 from grace.session import checkpoint
 from grace.session.hyperparameters import facts as in_words
-from grace.session.momentum import owners
+from grace.session.momentum import momentum_owners
 from grace.session.plan import ExchangePlan
 from grace.session.settings import Settings, check_integer
 from grace.session.setup import build_step_runner
 from grace.session.sharding import Shard
 from grace.session.step_runner import StepRunner
-from grace.session.switching import replaced, switched
+from grace.session.switching import build_replacement, switch_plan
 from grace.session.versions import public
 from grace.strategy.choices import Choices
 from grace.strategy.execution import StrategyPlan
@@ -228,7 +228,7 @@ class Session:
                 self.waits[bucket.index] += 1
             if not (bucket.variables[0].sparse or self.runner.backend.elastic):
                 self.runner.prepare(bucket, self.loads[-1][0][2].detach())
-        self.momenta = owners(self.runner.communicators)
+        self.momenta = momentum_owners(self.runner.communicators)
         reduction, size = self.settings.reduction, self.runner.backend.size
         self.factors = {id(c): reduction.factor(c.compressor.votes, size) for c in self.runner.communicators}
         """By communicator, what its aggregates are multiplied with."""
@@ -245,16 +245,16 @@ class Session:
             )
 
     def switch(self, plan: ExchangePlan) -> None:
-        """Go on by another plan; every rank must call it between two steps. See :func:`switched`, which may raise."""
+        """Switch to another plan between two steps, on every rank; see :func:`switch_plan`."""
         checkpoint.check_settled(self)
         self.means_used()
         own = self.parameters.__getitem__
-        self.take(switched(self.runner, plan, own, self._check, self._check_plan), plan)
+        self.take(switch_plan(self.runner, plan, own, self._check, self._check_plan), plan)
 
     def beside(self, strategy: Any) -> tuple[StepRunner, ExchangePlan]:
         """A runner of this strategy, for a state to be loaded into, and its plan; every rank must call it."""
         plan = StrategyPlan(strategy, self.sparse_known)
-        return replaced(self.runner, plan, self._check), plan
+        return build_replacement(self.runner, plan, self._check), plan
 
     def take(self, runner: StepRunner, plan: ExchangePlan) -> None:
         """Go on by this runner, which is of another plan, between two steps."""
@@ -345,7 +345,7 @@ class Session:
         """Await the exchanges begun and write what they brought into ``p.grad``."""
         check_untouched(self)
         with self.giving_up():
-            outcomes = self.runner.finish(self._outs)
+            outcomes = self.runner.finish_step(self._outs)
         rows = self._own_rows() if self.mixed else {}
         written, in_place = self.written, all(factor == 1.0 for factor in self.factors.values())
         for outcome in outcomes:
@@ -422,7 +422,7 @@ class Session:
     @torch.no_grad()
     def average(self) -> None:
         """After the optimizer's step: average what ranks train on their own, if it is time to."""
-        for bucket in self.runner.due():
+        for bucket in self.runner.due_averages():
             views = self.runner.views(bucket, lambda name: self.parameters[name].data)
             for view, mean in zip(views, self.runner.mean(bucket, views), strict=True):
                 view.copy_(mean)

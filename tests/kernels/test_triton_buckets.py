@@ -341,7 +341,7 @@ def test_memory_traffic_and_launches_are_within_budgets(method, monkeypatch):
         with counted(tables) as encoding:
             trained.runner.start(bucket, [gradient], [True])
         with counted(tables) as decoding:
-            trained.runner.finish(lambda bucket: [gradient])
+            trained.runner.finish_step(lambda bucket: [gradient])
     assert 0 < encoding.launches <= (7 if searches else 3)
     assert 0 < decoding.launches <= 2 + (spec == "randomk")
     most = TRAFFIC[method]
@@ -363,7 +363,7 @@ def test_what_fills_the_room_of_a_payload_is_not_read(monkeypatch):
         (bucket,) = trained.runner.buckets
         trained.runner.start(bucket, [gradient], [True])
         with counted() as decoding:
-            trained.runner.finish(lambda bucket: [gradient])
+            trained.runner.finish_step(lambda bucket: [gradient])
     assert isinstance(bucket.program.codec, FusedCodec)
     assert 4 < decoding.nbytes / gradient.numel() < 4.5
 

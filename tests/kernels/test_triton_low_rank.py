@@ -205,6 +205,6 @@ def test_memory_traffic_is_within_budgets(spec, most, monkeypatch):
         trained.step([gradient.clone()], [True])
     with counted() as traffic:
         trained.runner.start(bucket, [gradient], [True])
-        trained.runner.finish(lambda bucket: [gradient])
+        trained.runner.finish_step(lambda bucket: [gradient])
     assert 9 <= traffic.launches <= 10
     assert 28 < traffic.nbytes / gradient.numel() <= most

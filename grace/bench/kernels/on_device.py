@@ -132,7 +132,7 @@ class Exchanged:
         """Make a step."""
         self._start()
         try:
-            self.runner.finish(lambda bucket: [self.tensors[variable.name][1] for variable in bucket.variables])
+            self.runner.finish_step(lambda bucket: [self.tensors[variable.name][1] for variable in bucket.variables])
         except RuntimeError:  # it was to be captured, and cannot
             self.runner.abandon()
             raise

@@ -21,7 +21,7 @@ import torch
 
 from grace.errors import StepError
 from grace.exchange.step_stamp import ADVICE, called
-from grace.session.agreement import tell
+from grace.session.agreement import gather_or_raise
 from grace.torch.pipeline.exchange import Gradients
 from grace.torch.pipeline.places import Places
 
@@ -141,7 +141,7 @@ class Meeting:
         (handle, values, error), self._begun = self._begun, None
         told = [part.tolist() for part in handle.wait()]
         if any(one[FAILED] for one in told):
-            tell(self.backend, "a batch", None, error, "refused its batch")
+            gather_or_raise(self.backend, "a batch", None, error, "refused its batch")
         self._compare(told, values)
         self.calls += 1
         self.before[told[0][MODE]] = told

@@ -128,7 +128,7 @@ class Watch:
                     threading.Thread(target=self._give_up, args=(wait,), daemon=True).start()
         self.line.close()
 
-    def _hear(self, message: dict[str, Any]) -> None:
+    def _handle_message(self, message: dict[str, Any]) -> None:
         if "where" in message:
             places, line = current_position()
             self.line.send(answer=message["where"], places=[place[:1000] for place in places], line=line[:200])

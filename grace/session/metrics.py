@@ -38,8 +38,8 @@ def metrics(runner: StepRunner | None, traffic: Traffic, waits: bool = True) -> 
     [('bytes_dense', 40.0), ('bytes_sent', 10.0), ('ratio', 4.0)]
     """
     now = traffic.sent_bytes, traffic.dense_bytes, traffic.codec_seconds, traffic.wait_seconds
-    sent, dense, encode, wait = (float(a - b) for a, b in zip(now, traffic.told, strict=True))
-    traffic.told = now
+    sent, dense, encode, wait = (float(a - b) for a, b in zip(now, traffic.reported, strict=True))
+    traffic.reported = now
     return {
         "bytes_sent": sent,
         "bytes_dense": dense,

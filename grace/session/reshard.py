@@ -96,8 +96,8 @@ class Resharding:
                     found[kind].update(self._try(self._convert, kind, name))
         for kind, name in self.cut_anew:
             of_whole = kind.removeprefix("shard_")
-            kept = found.setdefault(of_whole, {})
-            kept.update(self._try(self._return_to_residuals, kind, name, kept))
+            residuals = found.setdefault(of_whole, {})
+            residuals.update(self._try(self._return_to_residuals, kind, name, residuals))
         return found
 
     def pending(self) -> list[dict[str, Any]]:

@@ -159,7 +159,7 @@ class StepRunner:
         shards = [self.shards[variable.name] for variable in bucket.variables]
         return [shard.of(tensors(shard.whole.name)) for shard in shards]
 
-    def compare_facts(self) -> None:
+    def agree(self) -> None:
         """Compare settings, variables and buckets with the other ranks, then acquire what the exchanges need.
 
         Raises:

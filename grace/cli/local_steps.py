@@ -11,7 +11,7 @@ import numpy as np
 
 from grace.core.variable import Variable, unwrap_names
 from grace.errors import ConfigError
-from grace.exchange.sparse_rows import SparseRows, summed
+from grace.exchange.sparse_rows import SparseRows, sum_rows
 from grace.planner.clock import Clock
 from grace.planner.step import Timeline
 
@@ -183,5 +183,5 @@ def _keras(model: Any, loss: Callable[[Any], Any], variables: Sequence[Variable]
     found = {}
     for variable, g in zip(variables, gradients, strict=True):
         rows = isinstance(g, tf.IndexedSlices)
-        found[variable.name] = summed(SparseRows(g.values, g.indices)) if rows else g
+        found[variable.name] = sum_rows(SparseRows(g.values, g.indices)) if rows else g
     return Ran(Timeline({v.name: backward for v in variables}, min(alone, whole), backward, apply), found)

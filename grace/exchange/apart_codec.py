@@ -34,7 +34,7 @@ class ApartCodec(PerVariableCodec):
 
     def _packed(self, payloads: Sequence[Any], header: Header) -> Tensor:
         k = self.kernels
-        self.apart = Layout.of(k, payloads, False)
+        self.apart = Layout.from_payloads(k, payloads, False)
         self.payloads = [[self._copied(tensor) for tensor in payload] for payload in payloads]
         self.handles = []
         self.values = []
@@ -94,7 +94,7 @@ class ApartCodec(PerVariableCodec):
         backend = self.communicator.backend
         backend.label = label
         try:
-            return called(method, first, **options)
+            return call_with_known(method, first, **options)
         except GraceError:
             raise
         except Exception as error:
@@ -115,13 +115,13 @@ class ApartCodec(PerVariableCodec):
         return self.values
 
 
-def called(method: Callable[..., Any], first: Any, **options: Any) -> Any:
+def call_with_known(method: Callable[..., Any], first: Any, **options: Any) -> Any:
     """Return ``method(first, ...)``, called with the ``options`` that it accepts, by its parameters' names: GRACE's
     frameworks pass ctx and name in different orders, or leave one out. Parameters of other names are passed in order.
 
-    >>> called(lambda tensors, name, ctx: (tensors, name, ctx), [1], ctx="ctx", name="w")
+    >>> call_with_known(lambda tensors, name, ctx: (tensors, name, ctx), [1], ctx="ctx", name="w")
     ([1], 'w', 'ctx')
-    >>> called(lambda handles, ctx: (handles, ctx), [1], ctx="ctx", name="w")
+    >>> call_with_known(lambda handles, ctx: (handles, ctx), [1], ctx="ctx", name="w")
     ([1], 'ctx')
     """
     names = list(inspect.signature(method).parameters)[1:]

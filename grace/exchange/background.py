@@ -98,7 +98,7 @@ class ExchangeThread:
             os._exit(1)
 
     def send(self, pending: "Pending") -> None:
-        """Have the thread run the next round trip."""
+        """Enqueue the next round trip for the thread."""
         self._remove_done()
         self.under_way.append(pending)
         self.todo.put(pending)
@@ -172,7 +172,7 @@ class Pending:
         """
         if not self.done.is_set():
             assert self.round_trip is not None
-            with waiting(self.round_trip.place), recorder.phase("wait", "wait", bucket=self.round_trip.bucket):
+            with waiting(self.round_trip.describe_wait), recorder.phase("wait", "wait", bucket=self.round_trip.bucket):
                 self.done.wait()
         if self.outcomes is None:
             assert self.thread is not None

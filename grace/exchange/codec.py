@@ -207,7 +207,7 @@ class PerVariableCodec:
         by_owner = [payloads] if self.pieces is None else [[p[j] for p in payloads] for j in range(self.owners)]
         layouts = self.known[self.round]
         if self.varies or layouts is None:
-            layouts = [Layout.of(k, each, self.sums, self.stamps) for each in by_owner]
+            layouts = [Layout.from_payloads(k, each, self.sums, self.stamps) for each in by_owner]
             if not self.varies:
                 self.known[self.round] = layouts
         elif self.user_defined:
@@ -356,7 +356,7 @@ class PerVariableCodec:
         """Return the wire of the means, padded to the longest owner's, and its layout."""
         k = self.kernels
         payloads = [payload for payload, _ in self.encoded_means]
-        layout = Layout.of(k, payloads, False, self.stamps) if self.varies else self.layouts[self.owner]
+        layout = Layout.from_payloads(k, payloads, False, self.stamps) if self.varies else self.layouts[self.owner]
         wire = layout.pack(payloads, statuses, stamps)
         longest = 0 if self.pieces is None else max(one.length for one in self.layouts)
         if longest > layout.length:

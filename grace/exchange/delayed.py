@@ -43,7 +43,7 @@ class DelayedRoundTrip:
         inner = self._encode(contribution)
         # A header that stays empty: the thread fills in the inner round trip's while the step ends.
         self.header = Header(inner.program, self.present)
-        self.place = inner.place
+        self.describe_wait = inner.describe_wait
         self.pending = Pending(inner, thread, self.communicator.context.loss_scale)
         self.bucket.pending.append(self.pending)
 
@@ -92,11 +92,11 @@ class DelayedRoundTrip:
         """Return False: the thread starts all collectives."""
         return False
 
-    def look_at_stamps(self) -> None:
+    def read_step_stamps(self) -> None:
         """Do nothing: the thread compares the stamps."""
 
     def enqueue(self) -> None:
-        """Hand the payloads to the thread at the end of the step, in the same order on all ranks."""
+        """Enqueue the payloads for the thread at the end of the step, in the same order on all ranks."""
         self.thread.send(self.pending)
 
     def cancel(self) -> None:

@@ -155,7 +155,7 @@ class HierarchicalRoundTrip:
 
     # -- over the leaders ------------------------------------------------------------------------------
 
-    def place(self) -> str:
+    def describe_wait(self) -> str:
         """Return the description of this round trip that error messages use for a blocked rank."""
         return f"the exchange of {self.bucket.describe()} at step {self.communicator.context.step}"
 
@@ -168,7 +168,7 @@ class HierarchicalRoundTrip:
         if self.over_leaders is not None:
             self.over_leaders.wait()
 
-    def look_at_stamps(self) -> None:
+    def read_step_stamps(self) -> None:
         """Finish the round trip, and drop its outcomes. Other ranks of the node may not discard the step, and wait for
         the leader's outcomes."""
         with contextlib.suppress(PayloadError):

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from grace.exchange.sparse_codec import floats
+from grace.exchange.sparse_codec import is_floating
 from grace.exchange.sparse_rows import NOTHING
 from grace.kernels import kernels_of
 
@@ -30,7 +30,7 @@ def describe_mismatch(value: Any, wanted: Any, dtype: str | None = "float32") ->
     if tuple(value.shape) != tuple(wanted):
         return f"should have the shape {list(wanted)}, and has {list(value.shape)}"
     kind = kernels_of(value).dtype(value)
-    right = kind == dtype if dtype else floats(kind)
+    right = kind == dtype if dtype else is_floating(kind)
     return "" if right else f"should be {dtype or 'of floats'}, and is {kind}"
 
 

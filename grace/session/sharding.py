@@ -51,22 +51,22 @@ class Shard:
         bits = None if compressor.traits.exact else compressor.wire_bits(self.variable.shape)
         return float(self.variable.nbytes) if bits is None else bits * self.variable.numel / 8
 
-    def of(self, tensor: Any) -> Any:
+    def slice_of(self, tensor: Any) -> Any:
         """Return this shard of a tensor of the whole variable, a view if the framework has views; of
         :class:`SparseRows`, the rows inside the shard.
 
         >>> import numpy as np
         >>> part, whole = Variable("w/part_1", (2, 1)), Variable("w", (2, 3))
-        >>> Shard(part, whole, Allreduce(), axis=1, start=2, stop=3).of(np.arange(6).reshape(2, 3)).tolist()
+        >>> Shard(part, whole, Allreduce(), axis=1, start=2, stop=3).slice_of(np.arange(6).reshape(2, 3)).tolist()
         [[2], [5]]
         """
         if self.axis is None:
             return tensor
         if isinstance(tensor, SparseRows):
-            return tensor.between(self.start, self.stop)
+            return tensor.slice_rows(self.start, self.stop)
         return tensor[(slice(None),) * self.axis + (slice(self.start, self.stop),)]
 
-    def back(self, slices: SparseRows) -> SparseRows:
+    def to_whole(self, slices: SparseRows) -> SparseRows:
         """Return rows of this shard with the row numbers of the whole variable."""
         return slices if self.axis is None else SparseRows(slices.values, slices.rows + self.start)
 

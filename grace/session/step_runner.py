@@ -157,7 +157,7 @@ class StepRunner:
     def views(self, bucket: Bucket, tensors: Callable[[str], Any]) -> list[Any]:
         """Return the shards of a bucket, cut out of the whole variables' tensors."""
         shards = [self.shards[variable.name] for variable in bucket.variables]
-        return [shard.of(tensors(shard.whole.name)) for shard in shards]
+        return [shard.slice_of(tensors(shard.whole.name)) for shard in shards]
 
     def agree(self) -> None:
         """Compare settings, variables and buckets with the other ranks, then acquire what the exchanges need.
@@ -410,7 +410,7 @@ class StepRunner:
         self._advance_all()
         for trip in self._begun:
             trip.wait()
-            trip.look_at_stamps()  # ranks that do not discard raise StepError by these stamps, so this rank must, too
+            trip.read_step_stamps()  # ranks that do not discard raise StepError by these stamps, so this rank must, too
         self._end_round_trips()
         self.commit_or_roll_back([], discarded=True)
 

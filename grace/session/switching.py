@@ -108,7 +108,7 @@ def _lost_residuals(
         values = [_residual(former.shards_of[name], like(name)) for name in bucket.names]
         means = mean(dataclasses.replace(bucket, communicator=made.averaging), values)
         found.update(zip(bucket.names, means, strict=True))
-    return {shard.variable.name: shard.of(found[name]) for name, shards in lost.items() for shard in shards}
+    return {shard.variable.name: shard.slice_of(found[name]) for name, shards in lost.items() for shard in shards}
 
 
 def _feedback(shard: Shard) -> ErrorFeedback | None:

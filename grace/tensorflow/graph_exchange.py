@@ -255,7 +255,7 @@ class GraphRun(Run):
             backend: Any = self.runner.backend
             with self.computing(), backend.recording() as operations:
                 self.running[bucket.index] = self.begin(bucket, gradients, rate)
-            waits.setdefault(id(self), Wait(self.running[bucket.index].place, backend.timeout, backend.give_up))
+            waits.setdefault(id(self), Wait(self.running[bucket.index].describe_wait, backend.timeout, backend.give_up))
             self.operations[bucket.index] = operations
             return self._sent(operations)
 

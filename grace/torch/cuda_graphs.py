@@ -144,12 +144,12 @@ def judged(trip: RoundTrip) -> list[torch.Tensor]:
     """Return flags, on the device, of whether the means of a round trip are in range; where values would hide it they
     become NaN."""
     found, each = list[torch.Tensor](), list[torch.Tensor]()
-    for tensors, _, wanted in trip.header.questions:
+    for tensors, _, wanted in trip.header.deferred_reads:
         for tensor, status in zip(tensors, wanted, strict=False):  # step stamps are not compared
             found.append(tensor.reshape(-1).float() == (1.0 if status is None else status))
             if status is not None or trip.traits.rounds > 1:
                 each.append(found[-1].expand(len(trip.names)))
-    trip.header.questions = []
+    trip.header.deferred_reads = []
     if each and trip.hides_overflow:
         factors = torch.where(torch.stack(each).all(0), 1.0, torch.nan)
         for outcome, factor in zip(trip.outcomes, factors.unbind(), strict=True):

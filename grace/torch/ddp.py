@@ -297,7 +297,7 @@ class DDPState(OneByOne):
             gradients = [to_send(views[v.name], v.name in missing) for v in bucket.variables]
             present = [v.name not in missing for v in bucket.variables]
             trips.append(start_round_trip(Contribution(bucket, gradients, present, guard, traffic)))
-        waits[id(self), grad_bucket.index()] = Wait(trips[0].place)
+        waits[id(self), grad_bucket.index()] = Wait(trips[0].describe_wait)
         for trip in trips:
             trip.deferred = trip.next_step = True
             while trip.advance():

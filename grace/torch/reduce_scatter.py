@@ -205,7 +205,7 @@ class ReduceScatterState:
             if to != rank:
                 payloads[to], ctx = self._encode(f"{name}/to_{to}", row, finite)
         if name not in self.wires:
-            wire = Layout.of(k, [next(iter(payloads.values()))], sums=False)
+            wire = Layout.from_payloads(k, [next(iter(payloads.values()))], sums=False)
             self.wires[name] = wire, torch.zeros(size * wire.length, dtype=torch.uint8, device=given.device)
         wire, buffer = self.wires[name]
         for to, payload in payloads.items():

@@ -283,7 +283,7 @@ class Session:
             else:
                 sparse = shard.variable.sparse
                 given = rows_of(name, p) if sparse else dense_of(name, p, self.settings.sparse_as_dense)
-                gradients.append(shard.of(given))
+                gradients.append(shard.slice_of(given))
                 gradient = p.grad  # which may be a dense one now
             held.append(gradient)
             versions.append(0 if gradient is None else gradient._version)
@@ -359,7 +359,7 @@ class Session:
                     self._wipe(shard, p)
             elif isinstance(outcome.value, SparseRows):
                 found = scaled(outcome.value, self.factors[id(shard.communicator)])
-                rows.setdefault(shard.whole.name, []).append(shard.back(found))
+                rows.setdefault(shard.whole.name, []).append(shard.to_whole(found))
             else:
                 self._write(shard, p, outcome.value)
         for name, parts in rows.items():
@@ -376,7 +376,7 @@ class Session:
         for name in self.mixed:
             own, p = [shard for shard in self.runner.shards_of[name] if shard.period], self.parameters[name]
             if p.grad is not None:
-                rows[name] = [shard.back(shard.of(rows_of(name, p))) for shard in own]
+                rows[name] = [shard.to_whole(shard.slice_of(rows_of(name, p))) for shard in own]
         return rows
 
     def _write(self, shard: Shard, p: torch.nn.Parameter, value: torch.Tensor) -> None:
@@ -384,7 +384,7 @@ class Session:
         if value is not view:
             if p.grad is None:
                 p.grad = torch.empty_like(p) if shard.axis is None else torch.zeros_like(p)
-            view = shard.of(p.grad)
+            view = shard.slice_of(p.grad)
             view.copy_(value)  # type: ignore[union-attr]
         factor = self.factors[id(shard.communicator)]
         if factor != 1.0:
@@ -396,7 +396,7 @@ class Session:
             # a GradScaler refuses to step where it finds no gradient at all
             p.grad = torch.zeros_like(p) if self.runner.follows_scaler() else None
         else:
-            shard.of(p.grad).zero_()
+            shard.slice_of(p.grad).zero_()
 
     def after_step(self) -> None:
         """The optimizer has stepped: what the next exchange tells of it."""
@@ -434,7 +434,7 @@ class Session:
         for shard, _, p, dense in self.loads[bucket.index]:
             view = p.grad
             if view is not None and (not dense or view.layout is not torch.strided):
-                view = shard.of(view) if view.layout is torch.strided else None
+                view = shard.slice_of(view) if view.layout is torch.strided else None
             if view is not None and view.is_contiguous() and (exact or view.dtype is torch.float32):
                 outs.append(view)
                 written[shard.variable.name] = view

@@ -150,7 +150,7 @@ class Exchanged:
 def leave_unread(trips: Sequence[Any]) -> None:
     """Forget the headers that round trips have left on a device to be read."""
     for trip in trips:
-        trip.header.questions = []
+        trip.header.deferred_reads = []
 
 
 def measure(

@@ -13,7 +13,7 @@ class ApiNames:
         load: the call that loads a checkpoint, with a place for its arguments.
         memory: name of the loading call's parameter that decides how memories are loaded.
         group: name of a parameter group, with a place for its number; empty if the framework has none.
-        partial: how a checkpoint may have lost values, and the remedy.
+        partial: advice for checkpoints that lack values: a possible cause, and the remedy.
     """
 
     step: str

@@ -94,7 +94,7 @@ class Leases:
         channels = self.backend.channels
         channel = channels.acquire(self.backend, self.free)
         self.ends.append(weakref.finalize(self, channels.release, channel))
-        self.ends[-1].atexit = False
+        self.ends[-1].atexit = False  # at exit no other runner needs the channel
         return channel
 
     def release(self) -> None:

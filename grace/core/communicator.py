@@ -316,10 +316,10 @@ class Communicator(Component):
             the mean, or the list of means, of the same dtype.
 
         Raises:
-            ConfigError: what was given cannot be exchanged, or nobody called ``grace.init()`` in a run of several
-                ranks; nothing was sent.
-            RankError: ranks gave other tensors or names.
-            PayloadError: what a rank sent cannot be decoded.
+            ConfigError: the tensors cannot be exchanged, or ``grace.init()`` was not called in a run of several ranks;
+                nothing was sent.
+            RankError: ranks passed different tensors or names.
+            PayloadError: a rank's payload cannot be decoded.
             StepError: ranks have made another number of steps.
 
         >>> import numpy as np
@@ -334,7 +334,7 @@ class Communicator(Component):
         them end with the first that is received, in one step. Eager tensors only.
 
         Args:
-            tensors, names: as for :meth:`step`.
+            tensors, names: see :meth:`step`.
 
         Returns:
             a handle for :meth:`receive_step`.
@@ -350,7 +350,7 @@ class Communicator(Component):
 
     def receive_step(self, begun: Any) -> Any:
         """Return the means of the step that :meth:`send_step` began."""
-        return self.by_hand.finish(begun)
+        return self.by_hand.receive(begun)
 
     def state_dict(self, everyone: bool = False) -> dict[str, Any]:
         """Return the state that steps by hand left in memories and compressors, for ``torch.save`` or pickle.

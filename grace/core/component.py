@@ -110,7 +110,7 @@ class Component:
                     f"{component.spec!r}, which makes one; or end the other optimizer first"
                 )
         for component in components:
-            if component._owner is not None and component._owner() is None:
+            if component._owner is not None and component._owner() is None:  # its owner was garbage-collected
                 component.state.clear()
                 component.state.commit()
             object.__setattr__(component, "_owner", weakref.ref(owner))
@@ -119,7 +119,7 @@ class Component:
         """Give up the ownership by a runner, if it has it."""
         for component in self.named_components().values():
             if component._owner is not None and component._owner() is owner:
-                object.__setattr__(component, "_owner", _nobody)
+                object.__setattr__(component, "_owner", _no_owner)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes for copies and pickles, which are in no run yet."""
@@ -213,5 +213,5 @@ def _mapped(value: Any, change: Callable[[Component], Component]) -> Any:
     return value
 
 
-def _nobody() -> None:
-    """Return None. It is the owner of a released component."""
+def _no_owner() -> None:
+    """Return None, the owner of a released component."""

@@ -315,13 +315,13 @@ class Compressor(StatefulComponent):
         """Return the spec of the payload of each round; None for a round whose sizes are not known in advance.
 
         Args:
-            shape, dtype: those of the tensor that is compressed: float32, unless the method is exact.
+            shape, dtype: shape and dtype of the tensor that is compressed: float32, unless the method is exact.
             on_device: True if the tensor lies on a device, where ``bounded`` methods send payloads of one size.
             step: the number of the step.
         """
         found = [self.device_spec(shape, step)] if on_device and self.bounded else self.round_specs(shape, step)
         specs = [spec if spec and all(tensor.known for tensor in spec) else None for spec in found]
-        if self.traits.exact and dtype != "float32":  # values keep their dtype
+        if self.traits.exact and dtype != "float32":  # exact methods send values in the gradient's dtype
             kept = {"float32": dtype}
             return [spec and [TensorSpec(kept.get(t.dtype, t.dtype), t.shape) for t in spec] for spec in specs]
         return specs

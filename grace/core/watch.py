@@ -85,7 +85,7 @@ class Watch:
         self.line = line
         self.server = server
         self.ended: dict[int, tuple[str, float]] = {}
-        """How each rank ended, and the time at which the report arrived, in the order of reports."""
+        """Descriptions of how ranks ended, and the times at which the reports arrived, in the order of reports."""
         self.news = threading.Condition()
         """Condition that is notified of every message, and that guards the attributes below."""
         self.answers: dict[int, Any] = {}
@@ -368,7 +368,7 @@ def _open_once(backend: Any) -> Watch | None:
 def _open(backend: Any) -> Watch | None:
     """Open the watch on all ranks; return None if a rank cannot, on all of them."""
     hosts = backend.allgather_pickled((machine_id(), backend.timeout))
-    backend.timeout = min(timeout for _, timeout in hosts)
+    backend.timeout = min(timeout for _, timeout in hosts)  # else ranks would give up at different times
     alone = len({host for host, _ in hosts}) == 1
     server, offer, watch, error = None, None, None, ""
     if backend.rank == 0:

@@ -112,7 +112,7 @@ class WatchServer:
         """Connections that have not authenticated, in the order of their arrival; empty once all ranks are
         connected."""
         self.ended: dict[int, str] = {}
-        """How each rank ended, as text."""
+        """Descriptions of how ranks ended."""
         self.meetings: dict[int, dict[int, tuple[str, str]]] = {}
         """Kind and name of the operation on each rank, by the operation's number, until all ranks have reported it."""
         self.asking: list[tuple[Line, int]] = []

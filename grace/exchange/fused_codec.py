@@ -114,14 +114,14 @@ class FusedCodec(PerVariableCodec):
 
     def _encode(self, gradients: Sequence[Tensor], header: Header) -> bool:
         """Write all wires and the next residuals; return False, and change nothing, if the inputs are not supported."""
-        if self.sums and self.context.predivide != 1:
+        if self.sums and self.context.predivide != 1:  # kernels do not divide payloads
             return False
         k = self.kernels
         addresses = k.addresses(gradients)
         if addresses is None:  # of another dtype, or not contiguous
             gradients = [k.flat(k.cast(gradient, "float32")) for gradient in gradients]
             addresses = k.addresses(gradients)
-        if addresses is None:
+        if addresses is None:  # the framework gives no addresses for these tensors
             return False
         if self.target is None:
             self._make_buffers(gradients[0])
@@ -129,7 +129,7 @@ class FusedCodec(PerVariableCodec):
             return False
         self.residuals.rows[:, 0] = addresses
         most = LARGEST_KEPT_BITS if self.stateful else LARGEST_BITS
-        if not header.program.looks:
+        if not header.program.looks:  # the received sum shows overflows, so nothing is checked here
             most = ANY_BITS
         words = self.streams.now() if self.codec.draws else self.streams.words
         if self.by_kernels:
@@ -344,8 +344,10 @@ def kernel_codec(
 ) -> tuple[Any, dict[str, Any]] | None:
     """Return the class and options of a method's codec of kernels on the device of ``like``; None if the method, or a
     memory, has none for these variables."""
+    # Exact methods send gradients in their own dtype, and kernels read float32 only.
     if compressor.traits.exact and any(variable.dtype != "float32" for variable in setup.bucket.variables):
         return None
+    # A subclass may override compress() and inherit bucket_codec(), which would compute something else.
     if "bucket_codec" not in vars(type(compressor)) or not all(map(_is_simple, memories)):
         return None
     found = compressor.bucket_codec() if kernels.codecs else None

@@ -127,9 +127,10 @@ def fused_codec(setup: CodecSetup, plain: PerVariableCodec, like: Tensor) -> Fus
     # A delayed round trip is still under way when the next one encodes: it has buffers of its own.
     if found is None or communicator.delayed:
         return None
+    # Means are encoded by the same kernels: the second method must be the same, and draw its own random numbers.
     if second is not None and (found[0].draws == "shared" or type(second[0]) is not type(compressor)):
         return None
-    if moments_of(compressor) and communicator.memory.stateful:
+    if moments_of(compressor) and communicator.memory.stateful:  # a codec has one pair of buffers: x or residuals
         return None
     if compressor.traits.rounds == 1:
         return FusedCodec(setup, *found)

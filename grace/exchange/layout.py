@@ -155,7 +155,7 @@ class Layout:
         Args:
             statuses: one per variable: numbers, or 0-d tensors on the device.
             stamps: numbers, or a tensor of the wire's dtype.
-            out: where to write; None for a new tensor.
+            out: the tensor to write to; None for a new tensor.
         """
         k = self.kernels
         tensors = [tensor for payload in payloads for tensor in payload]

@@ -57,6 +57,6 @@ class PiecewiseCompressor(Compressor):
             try:
                 pieces.append(self.inner.aggregate([piece], inner_ctx, flat[a:b], 1))
             except PayloadError as error:
-                error.place = owner  # among all ranks; ``aggregate`` says which of its one payload
+                error.place = owner  # aggregate() has set the index among its single payload: replace it by the rank
                 raise
         return out if k.mutable else k.reshape(k.join(pieces), tuple(out.shape))

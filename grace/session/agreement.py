@@ -41,9 +41,9 @@ def gather_or_raise(
     mine = {"grace": version.__version__, "what": what, "value": value, "error": None if error is None else str(error)}
     answers = backend.allgather_object(mine)
     if error is not None:
-        raise error
+        raise error  # after the collective: the other ranks wait in it, and have received the error
     for rank, answer in enumerate(answers):
-        if not isinstance(answer, dict) or "grace" not in answer:
+        if not isinstance(answer, dict) or "grace" not in answer:  # from a version with another message
             raise RankError(
                 f"rank {rank} runs a Grace that rank {backend.rank}'s ({mine['grace']}) does not understand. "
                 "Install the same version on every rank"
@@ -85,6 +85,8 @@ def compare_facts(
     >>> compare_facts(LocalBackend(), [("variable w", "float32[3]")], beside="a word")
     ['a word']
     """
+    # Ranks exchange digests, and the facts themselves, which are large, only if the digests differ. All ranks see that,
+    # so all run the second collective.
     digest = hashlib.sha256(repr(list(facts)).encode()).hexdigest()
     answers = gather_or_raise(backend, "no strategy", (digest, beside), error)
     if any(other != digest for other, _ in answers):

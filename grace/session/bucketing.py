@@ -28,9 +28,9 @@ class Limits:
         group_bytes: bytes of gradient.
 
     >>> limits = Limits()
-    >>> [round(limits.wire(total, compressed=True)) for total in (1e6, 25e6)]  # top-k's and QSGD's of ResNet-50
+    >>> [round(limits.wire_bytes(total, compressed=True)) for total in (1e6, 25e6)]  # top-k's and QSGD's of ResNet-50
     [316228, 1581139]
-    >>> limits.wire(100e6, compressed=False), Limits(5000).wire(100e6, compressed=True)
+    >>> limits.wire_bytes(100e6, compressed=False), Limits(5000).wire_bytes(100e6, compressed=True)
     (26214400.0, 5000.0)
     """
 
@@ -38,16 +38,16 @@ class Limits:
     group_bytes: int | None = None
 
     @property
-    def given(self) -> bool:
+    def is_set(self) -> bool:
         """True if the user gave a limit."""
         return self.bucket_bytes is not None or self.group_bytes is not None
 
     @property
-    def of_sets(self) -> "Limits":
+    def for_sets(self) -> "Limits":
         """Limits for sets of variables that the user chose: sets are cut only by the bound on bytes of gradient."""
-        return self if self.given else Limits(group_bytes=GRADIENT_BYTES)
+        return self if self.is_set else Limits(group_bytes=GRADIENT_BYTES)
 
-    def wire(self, total: float, compressed: bool) -> float:
+    def wire_bytes(self, total: float, compressed: bool) -> float:
         """Return the bytes that one bucket may send, if the model sends ``total`` bytes."""
         if self.bucket_bytes is not None:
             return float(self.bucket_bytes)
@@ -56,11 +56,11 @@ class Limits:
         return math.sqrt(COLLECTIVE_BYTES * total) if compressed else float(GRADIENT_BYTES)
 
     @property
-    def gradient(self) -> float:
+    def gradient_bytes(self) -> float:
         """Largest number of bytes of gradient in one bucket."""
         if self.group_bytes is not None:
             return float(self.group_bytes)
-        return math.inf if self.given else float(GRADIENT_BYTES)
+        return math.inf if self.is_set else float(GRADIENT_BYTES)
 
     def lengths(self, sizes: Sequence[tuple[int, float]], first: bool = True) -> list[int]:
         """Return the number of variables in each bucket.
@@ -82,11 +82,11 @@ class Limits:
         """
         gradients, wires = sum(size for size, _ in sizes), sum(sent for _, sent in sizes)
         compressed = wires < gradients
-        wire, gradient = max(1.0, self.wire(wires, compressed)), self.gradient
+        wire, gradient = max(1.0, self.wire_bytes(wires, compressed)), self.gradient_bytes
         lengths: list[int] = []
         start, held, travels, part = 0, 0, 0.0, 1.0
         if first and (wires > wire or gradients > gradient):
-            part = min(FIRST_BYTES / min(wire, gradient), 0.25 if compressed and not self.given else 1.0)
+            part = min(FIRST_BYTES / min(wire, gradient), 0.25 if compressed and not self.is_set else 1.0)
 
         def share() -> float:
             return max(held / gradient, travels / wire)
@@ -98,10 +98,10 @@ class Limits:
                 lengths.append(i - start)
                 start, held, travels, part = i, size, sent, 1.0
         lengths.append(len(sizes) - start)
-        return self._without_a_tiny_end(lengths, [sent for _, sent in sizes], min(wire, gradient) / 8)
+        return self._enlarge_last(lengths, [sent for _, sent in sizes], min(wire, gradient) / 8)
 
     @staticmethod
-    def _without_a_tiny_end(lengths: list[int], sizes: Sequence[float], tiny: float) -> list[int]:
+    def _enlarge_last(lengths: list[int], sizes: Sequence[float], tiny: float) -> list[int]:
         """Return lengths of buckets with a last bucket that is worth a collective.
 
         Args:

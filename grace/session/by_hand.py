@@ -99,7 +99,7 @@ class ByHand:
         return means[0] if isinstance(names, str) else means
 
     def _run_step(self, tensors: list[Tensor], names: Any) -> list[Tensor]:
-        means = self.finish(self.start(tensors[0] if isinstance(names, str) else tensors, names))
+        means = self.receive(self.start(tensors[0] if isinstance(names, str) else tensors, names))
         return [means] if isinstance(names, str) else list(means)
 
     def start(self, tensors: Any, names: Any) -> PendingStep:
@@ -125,7 +125,7 @@ class ByHand:
         self.begun.append(begun)
         return begun
 
-    def finish(self, begun: PendingStep) -> Any:
+    def receive(self, begun: PendingStep) -> Any:
         """End the step for all exchanges under way, unless it has ended, and return the means of one of them."""
         if begun.means is None:
             if self.runner is None or begun not in self.begun:

@@ -222,9 +222,10 @@ class HierarchicalRoundTrip:
         """
         node, header, k = self.node_groups.node, self.header, self.kernels
         header.out_of_step = header.out_of_step or self.communicator.context.out_of_step
-        if node.size == 1:
+        if node.size == 1:  # the leader is alone on its node
             return outcomes or []
         before = node.sent_bytes
+        # Statuses are broadcast first: by them all ranks of the node know which means follow.
         statuses = k.to_list(self._broadcast(k.full(self._statuses(outcomes), "float32", self.like)))
         if OUT_OF_STEP in statuses:
             header.out_of_step = (

@@ -41,7 +41,7 @@ def build_step_runner(
 
     Raises:
         ConfigError: choices or variables of this rank are wrong.
-        RankError: those of another rank are, or they differ between ranks.
+        RankError: choices or variables of another rank are wrong, or they differ between ranks.
     """
     runner: StepRunner | None = None
     plan: ExchangePlan | None = None

@@ -241,7 +241,7 @@ class StepRunner:
 
     def start(self, bucket: Bucket, gradients: Sequence[Tensor], present: Sequence[bool]) -> AnyRoundTrip:
         """Start the round trip of one bucket. Buckets must be started in order, each once a step."""
-        if self.context.step < bucket.communicator.compress_after:
+        if self.context.step < bucket.communicator.compress_after:  # exchange it uncompressed in the first steps
             bucket = bucket.at_step(self.context.step)
         contribution = Contribution(bucket, gradients, present, self.stateful, self.traffic)
         trip: AnyRoundTrip
@@ -270,6 +270,7 @@ class StepRunner:
                 outcomes += trip.finish(outs(trip.bucket))
             self.resolve(self._begun)
         except PayloadError:
+            # The round trips stay under way: the error is raised again until the caller discards the step.
             self._roll_back()
             raise
         self.end_step(outcomes)

@@ -61,7 +61,7 @@ def limits_of(runner: StepRunner, bucket_bytes: int | None) -> dict[int, Limits 
         shards = [shard for shard in runner.shards.values() if shard.communicator is communicator]
         sent = sum(shard.wire_bytes for shard in shards)
         compressed = sent < sum(shard.variable.nbytes for shard in shards)
-        wire = Limits(bucket_bytes).wire(sent, compressed)
+        wire = Limits(bucket_bytes).wire_bytes(sent, compressed)
         cuts = compressed or bucket_bytes is not None
         found[id(communicator)] = Limits(bucket_bytes=max(1, round(wire))) if cuts else None
     return found

@@ -129,7 +129,7 @@ class Session:
 
         def choose():
             self.sparse_known = known = isinstance(parameters, torch.nn.Module)
-            limits = settings.limits.of_sets if chosen else settings.limits
+            limits = settings.limits.for_sets if chosen else settings.limits
             apart = lambda: me().apart(own) if not known else ()  # type: ignore[union-attr]  # noqa: E731
             together = lambda: horovod_groups(own, groups, apart())  # noqa: E731
             if wanted := asked(choices):

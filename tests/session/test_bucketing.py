@@ -104,7 +104,7 @@ def test_what_is_sent_of_a_variable_may_be_unknown():
 
 def test_chosen_sets_are_cut_by_gradient_only():
     names = [variable.name for variable in RESNET]
-    plan = UniformPlan("qsgd", None, None, Limits().of_sets, lambda: [names[:80], names[80:]])
+    plan = UniformPlan("qsgd", None, None, Limits().for_sets, lambda: [names[:80], names[80:]])
     buckets = make_buckets(plan.shards(RESNET))
     compressed = [bucket for bucket in buckets if bucket.communicator.compressor.spec != "none"]
     assert all(len({v.name in names[:80] for v in bucket.variables}) == 1 for bucket in buckets)
@@ -123,7 +123,7 @@ def test_every_cut_is_a_partition_in_order(seed):
     assert sum(lengths) == count
     assert all(lengths)
     ends = list(itertools.accumulate(lengths))
-    bound = max(1, min(limits.wire(share * sum(sizes), share < 1) / share, limits.gradient))
+    bound = max(1, min(limits.wire_bytes(share * sum(sizes), share < 1) / share, limits.gradient_bytes))
     for length, end in list(zip(lengths, ends, strict=True))[:-2]:  # two may have been made even at the end
         held = sizes[end - length : end]
         assert sum(held) <= 1.25 * bound + max(held)

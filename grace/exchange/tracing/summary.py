@@ -91,7 +91,7 @@ class Summary:
     waits: str = ""
 
     @property
-    def words(self) -> dict[str, str]:
+    def descriptions(self) -> dict[str, str]:
         """Descriptions of the parts, by key."""
         rest = ["waiting for other stages"] if "stage" in self.parts else ["forward", "backward"]
         if "optimizer" not in self.parts:
@@ -110,8 +110,8 @@ class Summary:
         """
         shares = {part: 100 * ms / self.step for part, ms in self.parts.items()}
         first, *others = [part for part in sorted(shares, key=lambda part: -shares[part]) if shares[part] >= 0.5]
-        said = [f"{shares[first]:.0f} % of a step is {self.words[first]}"]
-        said += [f"{shares[part]:.0f} % {self.words[part]}" for part in others]
+        said = [f"{shares[first]:.0f} % of a step is {self.descriptions[first]}"]
+        said += [f"{shares[part]:.0f} % {self.descriptions[part]}" for part in others]
         return "; ".join(said) + "."
 
 

@@ -80,7 +80,7 @@ def _buckets(summary: Summary, top: int) -> Table:
 def _step_table(summary: Summary) -> Table:
     table = _table(("a step", False), ("ms", True), ("share", True))
     for part, ms in sorted(summary.parts.items(), key=lambda part: -part[1]):
-        table.add_row(escape(summary.words[part]), _ms(ms), f"{100 * ms / summary.step:.0f} %")
+        table.add_row(escape(summary.descriptions[part]), _ms(ms), f"{100 * ms / summary.step:.0f} %")
     table.add_section()
     table.add_row("the step", _ms(summary.step), "100 %")
     table.add_row("(collectives under way)", _ms(summary.under_way), f"{100 * summary.under_way / summary.step:.0f} %")

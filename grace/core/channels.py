@@ -38,15 +38,15 @@ class Channels:
         idle = {number: c.started for number, c in enumerate(self.made) if c.started == c.done}
         return len(self.made), {number: count for number, count in idle.items() if number not in self.taken}
 
-    def acquire(self, parent: Any, free: Sequence[FreeChannels]) -> Any:
+    def acquire(self, parent: Any, free_of_ranks: Sequence[FreeChannels]) -> Any:
         """Return a channel that all ranks agree on: the first that is free on all ranks and over which all ranks have
         started equally many collectives; a new channel if there is none.
 
         Args:
             parent: the backend that new channels are duplicated from.
-            free: the free channels of every rank, in the order of ranks.
+            free_of_ranks: the free channels of every rank, in the order of ranks.
         """
-        frees = [free for _, free in free]
+        frees = [free for _, free in free_of_ranks]
         for number, count in sorted(frees[0].items()):
             if number not in self.taken and all(free.get(number) == count for free in frees):
                 self.taken.add(number)
@@ -72,14 +72,14 @@ class Leases:
     Args:
         backend: the backend that channels are duplicated from.
 
-        Attributes:
-            free: the free channels of every rank. Set once the ranks have compared their settings.
-            ends: finalizers that release the channels of this runner.
+    Attributes:
+        free_of_ranks: the free channels of every rank. Set once the ranks have compared their settings.
+        ends: finalizers that release the channels of this runner.
     """
 
     def __init__(self, backend: Any):
         self.backend = backend
-        self.free: list[FreeChannels] = []
+        self.free_of_ranks: list[FreeChannels] = []
         self.ends: list[weakref.finalize[..., Any]] = []
 
     def free_channels(self) -> FreeChannels | None:
@@ -92,7 +92,7 @@ class Leases:
         if self.backend.is_its_own_channel:
             return self.backend.duplicate() if another else self.backend
         channels = self.backend.channels
-        channel = channels.acquire(self.backend, self.free)
+        channel = channels.acquire(self.backend, self.free_of_ranks)
         self.ends.append(weakref.finalize(self, channels.release, channel))
         self.ends[-1].atexit = False  # at exit no other runner needs the channel
         return channel

@@ -167,7 +167,7 @@ class StepRunner:
         """
         mine = self._leases.free_channels(), secrets.token_hex(4)
         received = compare_facts(self.backend, [*self.settings, *self.facts()], beside=mine)
-        self._leases.free = [free for free, _ in received]
+        self._leases.free_of_ranks = [free for free, _ in received]
         self.run = received[0][1]  # rank 0's, on all ranks
         self.channel = self.averaging.backend = self._leases.acquire()
         if self.hierarchical:

@@ -179,8 +179,8 @@ class HorovodBackend(OverHorovod):
         return tf.reshape(tf.bitcast(gathered, tf.bfloat16)[:n], tf.shape(tensor))
 
     def allgather_object(self, value: Any) -> list[Any]:
-        with self.asking("allgather_object"), tf.init_scope():  # at once, also while a graph is traced
-            return self.all_objects(value)
+        with self.checked_operation("allgather_object"), tf.init_scope():  # at once, also while a graph is traced
+            return self.allgather_pickled(value)
 
     def give_up(self) -> None:
         """Let all operations under way fail, on all ranks: operations of a graph cannot be ended one by one."""

@@ -162,8 +162,8 @@ class HorovodBackend(OverHorovod):
         return other
 
     def allgather_object(self, value: Any) -> list[Any]:
-        with self.asking("allgather_object"):
-            return self.all_objects(value)
+        with self.checked_operation("allgather_object"):
+            return self.allgather_pickled(value)
 
     def tensor_of(self, array: Any) -> torch.Tensor:
         return torch.tensor(array)

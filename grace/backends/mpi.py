@@ -153,12 +153,12 @@ class MPIBackend(Backend):
         return self._handle(request, received, sent).map(lambda whole: _rows(whole, self.size))
 
     def duplicate(self) -> "MPIBackend":
-        # Dup blocks without a timeout. asking() waits for all ranks first, after which Dup takes milliseconds.
-        with self.asking("beside"):
-            return self.like(comm=self.comm.Dup(), pending=[])
+        # Dup blocks without a timeout. checked_operation() waits for all ranks first, after which Dup takes milliseconds.
+        with self.checked_operation("beside"):
+            return self.copy_with(comm=self.comm.Dup(), pending=[])
 
     def split(self, ranks: Sequence[int]) -> "MPIBackend | None":
-        with self.asking("among"):
+        with self.checked_operation("among"):
             comm = self.comm.Split(0 if self.rank in ranks else MPI.UNDEFINED, self.rank)
         if comm == MPI.COMM_NULL:
             return None
@@ -167,8 +167,8 @@ class MPIBackend(Backend):
         return made
 
     def allgather_object(self, value: Any) -> list[Any]:
-        with self.asking("allgather_object"):
-            return self.all_objects(value)
+        with self.checked_operation("allgather_object"):
+            return self.allgather_pickled(value)
 
     def _handle(
         self, request: Any, received: "_Staged", *alive: Any, finish: Callable[[], None] | None = None

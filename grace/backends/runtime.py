@@ -13,8 +13,8 @@ from grace.backends.initialized import FRAMEWORKS
 from grace.backends.signals import raise_on_sigterm
 from grace.core import watch
 from grace.core.backend import Backend, LocalBackend
-from grace.core.registry import loaded
-from grace.core.waits import choose, timeout_for
+from grace.core.registry import load_entry_point
+from grace.core.waits import set_timeout, timeout_for
 from grace.errors import ConfigError, MissingExtraError, missing_extra
 
 GROUP = "grace.backends"
@@ -61,7 +61,7 @@ def init(backend: str | Backend = "auto", framework: str | None = None, timeout:
     global _current, _named
     if isinstance(backend, Backend):
         if timeout is not None:
-            choose(timeout)
+            set_timeout(timeout)
         _current = _with_timeout(backend, timeout)
         _named = True
         return backend
@@ -69,7 +69,7 @@ def init(backend: str | Backend = "auto", framework: str | None = None, timeout:
     if framework not in (None, *FRAMEWORKS):
         raise ConfigError(f"unknown framework {framework!r}; known: {', '.join(FRAMEWORKS)}")
     if timeout is not None or _current is None:
-        choose(timeout)
+        set_timeout(timeout)
         timeout_for()  # raises for a wrong timeout before anything is joined
     named = backend != "auto" or launchers.chosen()
     name = _detect() if backend == "auto" else backend
@@ -203,7 +203,7 @@ def shutdown() -> None:
         _current.close()
     _current, _named = None, False
     watch.leave()
-    choose(None)
+    set_timeout(None)
 
 
 atexit.register(shutdown)
@@ -255,7 +255,7 @@ def _check_known(name: str, where: str = "") -> None:
 def _from_entry_point(name: str) -> Backend:
     """Return a backend that another package provides."""
     (point, *_) = entry_points(group=GROUP, name=name)
-    engine = loaded(point)()
+    engine = load_entry_point(point)()
     if not isinstance(engine, Backend) or engine.name != name:
         is_what = f"a backend of the name {engine.name!r}" if isinstance(engine, Backend) else f"{engine!r}"
         raise ConfigError(

@@ -71,10 +71,11 @@ def compared(backend: Backend, kind: str, describe: Callable[[], str], detailed:
         detail = describe()
     except ConfigError as refused:
         # the other ranks compare: they must hear of the refusal instead of waiting for this rank
-        with contextlib.suppress(RankError), backend.asking(f"{kind} that was refused: {refused}", "which it refused"):
+        kind = f"{kind} that was refused: {refused}"
+        with contextlib.suppress(RankError), backend.checked_operation(kind, "which it refused"):
             pass
         raise
-    with backend.asking(f"{kind} {detail}", detail if detailed else ""):
+    with backend.checked_operation(f"{kind} {detail}", detail if detailed else ""):
         yield
 
 

@@ -20,7 +20,7 @@ from grace.backends.torchrun import private_store
 from grace.core.backend import Backend, Handle
 from grace.core.channels import Channels
 from grace.core.waits import timeout_for
-from grace.core.watch import LOOK_SECONDS, Patience
+from grace.core.watch import POLL_SECONDS, Patience
 from grace.errors import ConfigError, missing_extra
 
 SETTLE_SECONDS = 0.3
@@ -114,7 +114,7 @@ class TorchBackend(Backend):
         return self._handle(begin, [part.view(tensor.dtype) for part in gathered], tensor)
 
     def duplicate(self) -> "TorchBackend":
-        return self.like(group=self._new_group(range(self.size)), owns=False)
+        return self.copy_with(group=self._new_group(range(self.size)), owns=False)
 
     def split(self, ranks: Sequence[int]) -> "TorchBackend | None":
         group = self._new_group(ranks)
@@ -162,8 +162,8 @@ class TorchBackend(Backend):
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
     def allgather_object(self, value: Any) -> list[Any]:
-        with self.asking("allgather_object"):
-            return self.all_objects(value)
+        with self.checked_operation("allgather_object"):
+            return self.allgather_pickled(value)
 
     def tensor_of(self, array: Any) -> torch.Tensor:
         group: Any = self.group or dist.group.WORLD
@@ -193,7 +193,7 @@ class TorchBackend(Backend):
         """Wait for a collective of host tensors, in short waits: the watch must be able to end the whole wait."""
         began = time.monotonic()
         patience = None
-        look = timedelta(seconds=min(LOOK_SECONDS, self.timeout / 4))
+        look = timedelta(seconds=min(POLL_SECONDS, self.timeout / 4))
         while True:
             try:
                 work.wait(look)

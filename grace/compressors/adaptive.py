@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grace.compressors.topk import kept_count
-from grace.core.compressor import Accumulating, Payload, PayloadSpec, Tensor, TensorSpec, Traits, shown
+from grace.core.compressor import Accumulating, Payload, PayloadSpec, Tensor, TensorSpec, Traits, without_padding
 from grace.kernels import kernels_of
 from grace.kernels.index_coding import check_positions, coded_as, decode, encode
 
@@ -88,4 +88,4 @@ class Adaptive(Accumulating):
     def _sides(self, payload: Payload) -> list[Tensor]:
         """Return both sides' coded indices."""
         counts = payload[3:]
-        return [shown([payload[1 + i]], [c[i : i + 1] for c in counts])[0] for i in (0, 1)]
+        return [without_padding([payload[1 + i]], [c[i : i + 1] for c in counts])[0] for i in (0, 1)]

@@ -72,7 +72,7 @@ class DGC(Sparsifier):
         n = check_positions(math.prod(tensor.shape))
         flat = k.flat(tensor)
         if self.bounded and k.on_device(flat):
-            return self.within(flat, 0.0, kept_count(self.current_ratio, n)), tuple(tensor.shape)
+            return self.padded_payload(flat, 0.0, kept_count(self.current_ratio, n)), tuple(tensor.shape)
         indices = self._select(k, flat, n, name)
         return [k.gather(flat, indices), encode(k, indices, n, fixed=False)], tuple(tensor.shape)
 
@@ -81,7 +81,7 @@ class DGC(Sparsifier):
 
     def device_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
         ratio = warmup_ratio(self.ratio, self.warmup_steps, step)
-        return self.within_spec(shape, kept_count(ratio, math.prod(shape)))
+        return self.padded_spec(shape, kept_count(ratio, math.prod(shape)))
 
     def _select(self, k: Kernels, flat: Tensor, n: int, name: str) -> Tensor:
         ratio = self.current_ratio

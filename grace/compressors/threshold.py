@@ -49,7 +49,7 @@ class Threshold(Sparsifier):
         n = check_positions(math.prod(tensor.shape))
         flat = k.flat(tensor)
         if self.bounded and k.on_device(flat):
-            return self.within(flat, self._least(), kept_count(self.capacity, n)), tuple(tensor.shape)
+            return self.padded_payload(flat, self._least(), kept_count(self.capacity, n)), tuple(tensor.shape)
         indices = k.above(flat, self._least())
         coded = encode(k, indices, n, fixed=False)
         return [k.gather(flat, indices), coded], tuple(tensor.shape)
@@ -63,4 +63,4 @@ class Threshold(Sparsifier):
         return "largest above", {"least": self._least}
 
     def device_spec(self, shape: tuple[int, ...], step: int) -> PayloadSpec | None:
-        return self.within_spec(shape, kept_count(self.capacity, math.prod(shape)))
+        return self.padded_spec(shape, kept_count(self.capacity, math.prod(shape)))

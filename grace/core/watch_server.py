@@ -1,4 +1,4 @@
-"""The watch's server: rank 0 hears how ranks end and where they wait, and hands it on."""
+"""The watch's server on rank 0: it receives how ranks end and where they wait, and passes it on to all ranks."""
 
 import contextlib
 import hmac
@@ -11,27 +11,36 @@ import threading
 import time
 from typing import Any
 
-LONGEST, LONGEST_HELLO, DEEPEST = 1 << 20, 1 << 10, 8
-"""Bytes that a line may have, and one of somebody who may be no rank; lists and objects in each other."""
-MOST_STRANGERS = 256
-"""Connections of those who have not said who they are; of more the oldest is closed."""
+LONGEST = 1 << 20
+"""Largest number of bytes of a line from a rank."""
+LONGEST_HELLO = 1 << 10
+"""Largest number of bytes of a line from a connection that has not authenticated."""
+DEEPEST = 8
+"""Largest depth of nested lists and objects in a message."""
+MOST_UNAUTHENTICATED = 256
+"""Largest number of connections that have not authenticated; if there are more, the oldest is closed."""
 ANSWER_SECONDS = 10.0
-"""Time that a rank has to say where it is, which a thread of its own does: milliseconds, unless its machine is busy
-with other things, or its threads wait for one that keeps Python to itself."""
+"""Time in which a rank must answer a request for its position. A thread of the rank answers within milliseconds, unless
+its machine is overloaded, or another thread holds Python's global lock."""
 MERGED_SECONDS = 1.0
-"""Questions of ranks that come within that time of another one get its answers."""
-CONNECT_SECONDS, WELCOME_SECONDS, SEND_SECONDS = 5.0, 30.0, 5.0
-"""Longest waits for an address, for rank 0's answer there, and for room to send."""
+"""Time after a request for positions within which further requests get the same answers."""
+CONNECT_SECONDS = 5.0
+"""Longest wait for a connection to an address."""
+WELCOME_SECONDS = 30.0
+"""Longest wait for rank 0's answer over a new connection."""
+SEND_SECONDS = 5.0
+"""Longest wait for room in the socket's buffer."""
 LOST = "was lost (killed, or its machine is gone)"
 SILENT = "does not answer (stopped, or its machine hangs)"
 
 
-def parsed(line: bytes) -> dict[str, Any] | None:
-    """The message in a line; None if it is none, whatever it is.
+def parse_message(line: bytes) -> dict[str, Any] | None:
+    """Return the message in a line; None if the line, which may hold any bytes, is no message.
 
-    >>> parsed(b'{"rank": 1}'), parsed(b"[" * 100_000), parsed(b"[1]"), parsed(b"\\xff")
+    >>> parse_message(b'{"rank": 1}'), parse_message(b"[" * 100_000), parse_message(b"[1]"), parse_message(b"\\xff")
     ({'rank': 1}, None, None, None)
     """
+    # Check the depth before json.loads, whose recursion a deeply nested line would exhaust.
     nested = re.sub(rb"[^][{}]+", b"", re.sub(rb'"(?:[^"\\]|\\.)*"', b"", line))
     for _ in range(DEEPEST):
         nested = nested.replace(b"[]", b"").replace(b"{}", b"")
@@ -45,61 +54,75 @@ def parsed(line: bytes) -> dict[str, Any] | None:
 
 
 class Line:
-    """A connection over which lines of JSON go both ways; nothing is ever unpickled."""
+    """Connection over which both sides send lines of JSON. Nothing is ever unpickled."""
 
     def __init__(self, connection: socket.socket):
-        self.socket, self.held, self.rank = connection, b"", -1
+        self.socket = connection
+        self.buffer = b""
+        """Bytes of a line that is not complete yet."""
+        self.rank = -1
+        """Number of the rank at the other end; -1 until it has authenticated."""
         self.longest = LONGEST_HELLO
         self.lock = threading.Lock()
         connection.settimeout(SEND_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, **message: Any) -> None:
-        """Send a message; to one who has gone, nothing."""
+        """Send a message, and ignore that the other end may have gone."""
         with contextlib.suppress(OSError), self.lock:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """The messages that have come, once there is something to read; None at the end."""
+        """Return the messages that have arrived, once there is something to read; None if the connection has ended, or
+        a line is too long or no message."""
         try:
             data = self.socket.recv(1 << 16)
         except OSError:
             return None
-        *lines, self.held = (self.held + data).split(b"\n")
-        if not data or max(map(len, [*lines, self.held])) > self.longest:
+        *lines, self.buffer = (self.buffer + data).split(b"\n")
+        if not data or max(map(len, [*lines, self.buffer])) > self.longest:
             return None
-        messages = [message for line in lines if (message := parsed(line)) is not None]
+        messages = [message for message in map(parse_message, lines) if message is not None]
         return messages if len(messages) == len(lines) else None
 
     def close(self) -> None:
-        """End it."""
+        """Close the connection."""
         self.socket.close()
 
 
 class WatchServer:
-    """Accepts one connection of each rank, and then no more.
+    """Server that accepts one connection of each rank, and then no more.
 
     Args:
-        size: how many ranks there are.
-        alone: whether they all run on this machine.
-        token: what a rank has to say first.
+        size: number of ranks.
+        alone: True if all ranks run on this machine.
+        token: secret that a rank must send first.
     """
 
     def __init__(self, size: int, alone: bool, token: str):
-        self.size, self.token = size, token
+        self.size = size
+        self.token = token
         both = not alone and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
         where = ("127.0.0.1" if alone else "", 0)
         self.listener = socket.create_server(where, family=family, backlog=size, dualstack_ipv6=both)
         self.port = self.listener.getsockname()[1]
         self.ranks: dict[int, Line] = {}
-        self.strangers: dict[Line, None] = {}
-        """Connections over which no rank and token came yet, in their order; none once all ranks have come."""
+        self.unauthenticated: dict[Line, None] = {}
+        """Connections that have not authenticated, in the order of their arrival; empty once all ranks are
+        connected."""
         self.ended: dict[int, str] = {}
+        """Descriptions of how ranks ended."""
         self.meetings: dict[int, dict[int, tuple[str, str]]] = {}
+        """Kind and name of the operation on each rank, by the operation's number, until all ranks have reported it."""
         self.asking: list[tuple[Line, int]] = []
+        """Connections that requested positions, with the numbers of their requests."""
         self.answers: dict[int, tuple[list[str], str]] = {}
-        self.polled, self.polled_at, self.deadline = 0, 0.0, 0.0
+        """Positions of ranks: the operations that they wait in, and the current line of the program."""
+        self.polled = 0
+        """Number of the current poll of positions."""
+        self.polled_at = 0.0
+        self.deadline = 0.0
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.listener, selectors.EVENT_READ, self._accept)
         self.closing = False
@@ -113,52 +136,57 @@ class WatchServer:
         while not self.closing:
             for key, _ in self.selector.select(0.1 if self.asking else None):
                 key.data()
-            if self.asking and (time.monotonic() > self.deadline or not self._awaited()):
-                self._tell_places()
-        self.forget()
+            if self.asking and (time.monotonic() > self.deadline or not self._unanswered()):
+                self._send_positions()
+        self.close_sockets()
 
     def _accept(self) -> None:
-        if len(self.strangers) >= MOST_STRANGERS:
-            self._drop(next(iter(self.strangers)))
+        if len(self.unauthenticated) >= MOST_UNAUTHENTICATED:
+            self._drop(next(iter(self.unauthenticated)))
         with contextlib.suppress(OSError):
             line = Line(self.listener.accept()[0])
-            self.strangers[line] = None
+            self.unauthenticated[line] = None
             self.selector.register(line.socket, selectors.EVENT_READ, lambda: self._read(line))
 
     def _read(self, line: Line) -> None:
-        """Take what has come. Whatever it is, this thread goes on: from it ranks hear of each other."""
-        messages = None if line.rank < 0 and line not in self.strangers else line.receive()
+        """Read and handle the messages of a connection. This thread survives any input, since all ranks depend on
+        it."""
+        messages = None if line.rank < 0 and line not in self.unauthenticated else line.receive()
         for message in messages or ():
-            if line.rank < 0 and not self._joins(line, message):
+            if line.rank < 0 and not self._authenticate(line, message):
                 messages = None
                 break
-            with contextlib.suppress(Exception):  # of another Grace: passed over
+            with contextlib.suppress(Exception):  # a message of another version of Grace is skipped
                 self._handle(line, message)
         if messages is None:
             self._drop(line)
 
     def _drop(self, line: Line) -> None:
-        """Hang up, on one who may have been dropped before."""
+        """Close a connection, which may have been closed before."""
         with contextlib.suppress(KeyError, ValueError):
             self.selector.unregister(line.socket)
         line.close()
-        self.strangers.pop(line, None)
+        self.unauthenticated.pop(line, None)
         if line.rank >= 0:
             self._end(line.rank, LOST)
 
-    def _joins(self, line: Line, message: dict[str, Any]) -> bool:
-        """Whether this is a rank of the run, which must say so first."""
+    def _authenticate(self, line: Line, message: dict[str, Any]) -> bool:
+        """Return True if a connection's first message has the number of a missing rank and the run's token. Register
+        that rank; once all ranks are registered, close the listener and all other connections."""
         rank, token = message.get("rank"), message.get("token")
         if type(rank) is not int or rank in self.ranks or not 0 <= rank < self.size or not isinstance(token, str):
             return False
+        # compare_digest takes the same time for any wrong token; backslashreplace keeps halves of surrogate pairs.
         if not hmac.compare_digest(token.encode(errors="backslashreplace"), self.token.encode()):
             return False
-        line.rank, line.longest, self.ranks[rank] = rank, LONGEST, line
-        self.strangers.pop(line, None)
+        line.rank = rank
+        line.longest = LONGEST
+        self.ranks[rank] = line
+        self.unauthenticated.pop(line, None)
         if len(self.ranks) == self.size:
             self.selector.unregister(self.listener)
             self.listener.close()
-            for stranger in list(self.strangers):
+            for stranger in list(self.unauthenticated):
                 self._drop(stranger)
         line.send(welcome=rank)
         return True
@@ -167,43 +195,49 @@ class WatchServer:
         if "end" in message:
             self._end(line.rank, str(message["end"]))
         elif "meet" in message:
-            self._meet(int(message["meet"]), line.rank, str(message["kind"]), str(message["name"]))
+            self._compare_operation(int(message["meet"]), line.rank, str(message["kind"]), str(message["name"]))
         elif "ask" in message:
             now = time.monotonic()
             if not self.asking:
-                self.polled, self.answers, self.deadline = self.polled + 1, {}, now + ANSWER_SECONDS
+                self.polled += 1
+                self.answers = {}
+                self.deadline = now + ANSWER_SECONDS
             if not self.asking or now - self.polled_at > MERGED_SECONDS:
                 self.polled_at = now
-                self._all(where=self.polled)
+                self._broadcast(where=self.polled)
             self.asking.append((line, message["ask"]))
         elif message.get("answer") == self.polled:
             self.answers[line.rank] = ([str(place) for place in message["places"]], str(message["line"]))
 
-    def _all(self, **message: Any) -> None:
-        for rank in sorted(self.ranks, reverse=True):  # rank 0 last, which hangs up when it has heard that it ended
+    def _broadcast(self, **message: Any) -> None:
+        # Rank 0 is last: it closes the server when it receives the report of its own end.
+        for rank in sorted(self.ranks, reverse=True):
             self.ranks[rank].send(**message)
 
     def _end(self, rank: int, how: str) -> None:
         if rank not in self.ended:
             self.ended[rank] = how
-            self._all(ended=rank, how=how)
+            self._broadcast(ended=rank, how=how)
 
-    def _meet(self, number: int, rank: int, kind: str, name: str) -> None:
-        here = self.meetings.setdefault(number, {})
-        here[rank] = (kind, name)
-        if len(here) == self.size:
-            del self.meetings[number]
-            kinds: dict[str, list[int]] = {}
-            for who, (told, _) in here.items():
-                kinds.setdefault(told, []).append(who)
-            said = [[here[ranks[0]][1], sorted(ranks)] for ranks in kinds.values()]
-            self._all(met=number, said=said if len(kinds) > 1 else None)
+    def _compare_operation(self, number: int, rank: int, kind: str, name: str) -> None:
+        """Register a rank's operation; once all ranks have one, tell them the names of operations that differ."""
+        operations = self.meetings.setdefault(number, {})
+        operations[rank] = (kind, name)
+        if len(operations) < self.size:
+            return
+        del self.meetings[number]
+        kinds: dict[str, list[int]] = {}
+        for member, (other, _) in operations.items():
+            kinds.setdefault(other, []).append(member)
+        said = [[operations[ranks[0]][1], sorted(ranks)] for ranks in kinds.values()]
+        self._broadcast(met=number, said=said if len(kinds) > 1 else None)
 
-    def _awaited(self) -> set[int]:
+    def _unanswered(self) -> set[int]:
+        """Return the ranks whose positions are still awaited."""
         return self.ranks.keys() - self.answers.keys() - self.ended.keys()
 
-    def _tell_places(self) -> None:
-        """Tell those who asked where everybody is; ranks that are at the same place once."""
+    def _send_positions(self) -> None:
+        """Send the positions of all ranks to the ranks that requested them; equal positions are merged."""
         found: dict[str, Any] = {}
         for rank in self.ranks:
             places, line = self.answers.get(rank, ([], SILENT))
@@ -214,22 +248,23 @@ class WatchServer:
             asker.send(places=list(found.values()), answer=number)
 
     def close(self) -> None:
-        """Hang up."""
+        """Stop the server's thread, which closes all sockets."""
         self.closing = True
-        with contextlib.suppress(OSError):  # it may have woken up by itself, and closed this
+        with contextlib.suppress(OSError):  # the thread may have woken up by itself, and closed the socket
             self.wake.send(b"!")
         self.thread.join(2)
 
-    def forget(self) -> None:
-        """Close what it has open; alone in a child made by fork, which has no part in it."""
-        for line in [*self.ranks.values(), *self.strangers]:
+    def close_sockets(self) -> None:
+        """Close all sockets. A forked child, which has no part in the watch, calls only this."""
+        for line in [*self.ranks.values(), *self.unauthenticated]:
             line.close()
         for end in (self.listener, self.wake, self.waking):
             end.close()
 
 
-def machine() -> str:
-    """What two ranks on one machine, which reach each other over loopback, have in common."""
+def machine_id() -> str:
+    """Return an identifier that is equal for ranks that reach each other over loopback: host name, boot and network
+    namespace."""
     found = socket.gethostname()
     with contextlib.suppress(OSError):
         with open("/proc/sys/kernel/random/boot_id") as file:
@@ -238,8 +273,8 @@ def machine() -> str:
     return found
 
 
-def addresses() -> list[str]:
-    """Where other machines may reach this one."""
+def local_addresses() -> list[str]:
+    """Return the host names and addresses by which other machines may reach this one."""
     found = [os.environ.get("MASTER_ADDR", ""), socket.gethostname()]
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # sends nothing; tells by which address this machine goes out
@@ -249,11 +284,11 @@ def addresses() -> list[str]:
     return [address for address in dict.fromkeys(found) if address and not address.startswith("127.")]
 
 
-def connected(offer: Any, rank: int) -> Line:
-    """A line to the server.
+def connect(offer: Any, rank: int) -> Line:
+    """Connect to the server, and return the connection.
 
     Raises:
-        OSError: it cannot be reached.
+        OSError: the server cannot be reached.
     """
     if offer is None:
         raise OSError("it cannot listen")

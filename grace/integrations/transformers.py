@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback
 
-from grace.core.atomic_files import replacing
+from grace.core.atomic_files import atomic_write
 from grace.errors import ConfigError
 from grace.integrations.wrapped import Chosen, wrap
-from grace.session.agreement import tell
+from grace.session.agreement import gather_or_raise
 from grace.torch.wrappers import bare
 
 FILE = "grace_memories.pt"
@@ -89,7 +89,7 @@ class GraceCallback(Chosen, TrainerCallback):
 
         def write() -> None:
             if args.should_save:
-                with replacing(path) as draft:
+                with atomic_write(path) as draft:
                     torch.save(saved, draft)
 
         self._on_all_ranks(write, f"could not save {path}")
@@ -121,7 +121,7 @@ class GraceCallback(Chosen, TrainerCallback):
         except Exception as raised:
             error = raised
         if self.state is not None:
-            tell(self.state.runner.backend, "a Trainer's checkpoint", None, error, failed)
+            gather_or_raise(self.state.runner.backend, "a Trainer's checkpoint", None, error, failed)
         elif error is not None:
             raise error
         return result

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from grace.backends.alone import check_trainer
 from grace.core.api_names import TORCH
 from grace.errors import ConfigError
-from grace.session.agreement import tell
+from grace.session.agreement import gather_or_raise
 from grace.session.checkpoint import check_mode
 from grace.torch.ddp import DDPState, register_ddp_hook
 from grace.torch.wrappers import bare
@@ -78,7 +78,7 @@ class Wrapped:
             for name in now
             if saved.get(name, now[name]) != now[name]
         ]
-        calls = self.state.runner.context.calls
+        calls = self.state.runner.context.api_names
         if different:
             why = (
                 f"the memories were saved at {different[0]}: they are of another checkpoint than the weights beside "
@@ -88,7 +88,8 @@ class Wrapped:
                 error = ConfigError(f"{why}. Take those that were saved with them, or start with none: {calls.reset}")
             elif self.memory_state == "keep":
                 warnings.warn(why, stacklevel=3)
-        tell(self.state.runner.backend, "the step of a checkpoint's memories", None, error, "did not load them")
+        backend = self.state.runner.backend
+        gather_or_raise(backend, "the step of a checkpoint's memories", None, error, "did not load them")
 
     def metrics(self) -> dict[str, float]:
         """Return numbers for loggers, of the steps since the last call: those of ``DDPState.metrics()`` that are
@@ -173,7 +174,7 @@ def wrap(
         return Wrapped(None, memory_state, progress)
     state = register_ddp_hook(ddp, optimizer=_optimizer_of(ddp, optimizers), **choices)
     calls = dataclasses.replace(TORCH, save_all="the framework's own checkpoint", load=load, memory="memory_state")
-    state.runner.context.calls = calls
+    state.runner.context.api_names = calls
     return Wrapped(state, memory_state, progress)
 
 

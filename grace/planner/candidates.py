@@ -117,7 +117,7 @@ def ways(problem: Problem) -> list[Way]:
     world, found = problem.cluster.world_size, [DENSE]
     if problem.methods is None:
         for spec in _specs():
-            ours = all(is_ours(type(part)) for part in make("compressor", spec).whole().values())
+            ours = all(is_ours(type(part)) for part in make("compressor", spec).named_components().values())
             if not ours and spec not in problem.errors:  # nobody knows what it loses
                 continue
             for memory in _memories(spec):

@@ -21,7 +21,7 @@ from grace.core.backend import Backend
 from grace.errors import ConfigError, ExchangeError, GraceError
 from grace.planner.clock import Clock, undisturbed
 from grace.planner.step import Timeline
-from grace.session.agreement import tell
+from grace.session.agreement import gather_or_raise
 from grace.strategy.plan import Strategy
 
 WARM, HELD, PLAIN = 3, 7, 6
@@ -237,7 +237,8 @@ class Driver:
     def _measured(self) -> None:
         """Measure the links and codecs, plan, and begin to try."""
         self.plain = self.clock.seconds()
-        measured = tell(self.backend, "steps to plan by", bool(self.plain and self.timeline and self.gradients))
+        complete = bool(self.plain and self.timeline and self.gradients)
+        measured = gather_or_raise(self.backend, "steps to plan by", complete)
         if not all(measured):
             rank = measured.index(False)
             self._give_up(f"rank {rank} has seen no whole step: one backward pass, then optimizer.step()")
@@ -256,7 +257,7 @@ class Driver:
         except Exception as error:
             why = str(error) if isinstance(error, GraceError) else f"{type(error).__name__}: {error}"
         self.gradients = {}
-        told = tell(self.backend, "what to try", (why, trials))
+        told = gather_or_raise(self.backend, "what to try", (why, trials))
         whose = "rank {}: " if len(told) > 1 else ""
         failed = next((f"{whose.format(rank)}{reason}" for rank, (reason, _) in enumerate(told) if reason), "")
         if failed:
@@ -299,7 +300,7 @@ class Driver:
     def _choose(self) -> None:
         """All go on by the candidate that was fastest."""
         medians = {name: statistics.median(seconds) for name, seconds in self.took.items() if seconds}
-        everyone = tell(self.backend, "what trials took", medians)
+        everyone = gather_or_raise(self.backend, "what trials took", medians)
         shared = [name for name in everyone[0] if all(name in one for one in everyone)]
         slowest = {name: max(one[name] for one in everyone) for name in shared}
         if self.baseline not in slowest:
@@ -320,13 +321,13 @@ class Driver:
             self.planner.learned(seconds)
             made, line = self.planner.explained(chosen, back)
             self.say(f"grace: auto: {line}")
-        self.plan = tell(self.backend, "a plan", made)[0]
+        self.plan = gather_or_raise(self.backend, "a plan", made)[0]
         self.expected = seconds
 
     def _checked(self) -> None:
         """Go back if the choice does not hold what it promised."""
         mine = statistics.median(self.clock.seconds() or [0.0])
-        seconds = max(tell(self.backend, "the chosen strategy's steps", mine))
+        seconds = max(gather_or_raise(self.backend, "the chosen strategy's steps", mine))
         plain = self.expected[self.baseline]
         if self.current != self.baseline and seconds > plain:
             chosen = self.current

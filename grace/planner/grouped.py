@@ -7,7 +7,7 @@ from typing import Any
 from grace.communicators.choice import build_communicator
 from grace.core.variable import Variable
 from grace.session.bucketing import Limits
-from grace.session.sharding import bucketed, uniform
+from grace.session.sharding import make_buckets, uniform
 from grace.strategy.plan import ShardPlan, Strategy, Sync, VariablePlan
 
 _LIMITS = Limits()
@@ -43,7 +43,7 @@ def grouped(
     own = ShardPlan(Sync.from_spec(wanted.to_dict()), wanted.compressor.spec, wanted.memory.spec)
     dense = ShardPlan(Sync("allreduce"), "none", "none")
     parts: dict[str, ShardPlan] = {}
-    for bucket in bucketed(uniform(variables, wanted, limits)):
+    for bucket in make_buckets(uniform(variables, wanted, limits)):
         for variable in bucket.variables:
             part = own if bucket.communicator is wanted or variable.sparse else dense
             groups = "group" in part.sync.to_dict()

@@ -81,18 +81,18 @@ def of_all_ranks(communicator: Any) -> tuple[bool, bool, bool]:
 
 
 def kept_bytes(
-    bucket: Bucket, ranks: int, elements: float, payloads: Sequence[Payloads], keepers: Sequence[tuple[str, Any]]
+    bucket: Bucket, ranks: int, elements: float, payloads: Sequence[Payloads], stateful_parts: Sequence[tuple[str, Any]]
 ) -> float:
     """Bytes that a bucket's exchange keeps on the rank that keeps most: what method and memories remember, twice (what
     is kept, and what this step makes of it); its buffers; and what comes from other ranks.
 
     Args:
         elements: how many are compressed.
-        keepers: the parts that remember something, by what they are.
+        stateful_parts: the parts that remember something, by what they are.
     """
     communicator: Any = bucket.communicator
     kept = wires = 0.0
-    for kind, part in keepers:
+    for kind, part in stateful_parts:
         share = ranks if kind == "shard_memory" else 1
         for variable in bucket.variables:
             shape = (-(-variable.numel // share),) if share > 1 else variable.shape

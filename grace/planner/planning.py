@@ -33,7 +33,7 @@ from grace.planner.quality import SLACK, allows, class_of
 from grace.planner.search import Candidate, Progress, search
 from grace.planner.step import Contention, Timeline
 from grace.planner.works import works
-from grace.session.agreement import tell
+from grace.session.agreement import gather_or_raise
 from grace.strategy.builder import Cluster
 from grace.strategy.resources import cluster_of
 
@@ -100,7 +100,7 @@ class Planning:
         nodes, self.plain = list(self.names()), plain
         if self.backend.size == 1:
             raise ConfigError("there is one rank, and nothing to exchange")
-        slow = max(tell(self.backend, "a plain step", plain))
+        slow = max(gather_or_raise(self.backend, "a plain step", plain))
         crowd = crowding(self.backend, nodes)
         links = measure_network(self.backend, max(self.shares[0], min(2 * slow, SLOWEST)), crowded=crowd > 1)
         sparse = any(variable.sparse for variable in self.variables)

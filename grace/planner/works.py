@@ -25,7 +25,7 @@ from grace.planner.costs import Codec
 from grace.planner.network import Network, rooted
 from grace.planner.payloads import Payloads, check_bits, elements_of, kept_bytes, payloads_of
 from grace.planner.step import ALONE, Contention, Transfer, Work
-from grace.session.sharding import Shard, bucketed
+from grace.session.sharding import Shard, make_buckets
 from grace.strategy.execution import compiled
 from grace.strategy.plan import Strategy
 
@@ -121,14 +121,14 @@ def works_of(shards: Sequence[Shard], ranks: int, costs: Costs, nodes: Sequence[
         if id(shard.communicator) not in ways:
             ways[id(shard.communicator)] = Way.of(shard.communicator)
     found, carried = [], set[bool]()
-    for bucket in bucketed([shard for shard in shards if not shard.period]):
+    for bucket in make_buckets([shard for shard in shards if not shard.period]):
         delayed = bucket.communicator.delayed
         bucket.carries = delayed not in carried  # one bucket of a step tells the ranks' places, and one beside training
         carried.add(delayed)
         found.append(
             _known(bucket, ways[id(bucket.communicator)], [by_name[name] for name in bucket.names], places, costs)
         )
-    for bucket in bucketed([shard for shard in shards if shard.period]):
+    for bucket in make_buckets([shard for shard in shards if shard.period]):
         found.append(
             _known(bucket, ways[id(bucket.communicator)], [by_name[name] for name in bucket.names], places, costs)
         )
@@ -142,17 +142,17 @@ class Way:
     Attributes:
         described: it, with all of its parameters.
         key: of its codec.
-        keepers: those of its parts that keep something, by what they are.
+        stateful_parts: those of its parts that keep something, by what they are.
     """
 
     described: str
     key: str
-    keepers: tuple[tuple[str, Any], ...]
+    stateful_parts: tuple[tuple[str, Any], ...]
 
     @classmethod
     def of(cls, communicator: Any) -> "Way":
         """That of a communicator."""
-        stateful = tuple((kind, part) for kind, part in communicator.keepers.items() if part.stateful)
+        stateful = tuple((kind, part) for kind, part in communicator.stateful_parts.items() if part.stateful)
         return cls(communicator.describe(), codec_key(communicator), stateful)
 
 
@@ -255,7 +255,7 @@ class _Exchange:
             finish=self.codec.finish.seconds(*size),
             delayed=self.communicator.delayed and not self.shard.period,
             memory=kept_bytes(
-                self.bucket, self.ranks, self.elements, payloads, () if self.shard.period else self.way.keepers
+                self.bucket, self.ranks, self.elements, payloads, () if self.shard.period else self.way.stateful_parts
             ),
             before=before,
             after=after,

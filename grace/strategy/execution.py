@@ -13,7 +13,7 @@ from grace.core.communicator import Communicator
 from grace.core.registry import make
 from grace.core.variable import Variable
 from grace.errors import ConfigError
-from grace.session.agreement import tell
+from grace.session.agreement import gather_or_raise
 from grace.session.bucketing import Limits
 from grace.session.sharding import Chooser, Shard
 from grace.strategy.builder import Builder
@@ -50,14 +50,14 @@ class StrategyPlan:
         if later:
             raise ConfigError("a strategy is for a fixed number of ranks: it cannot be executed in elastic mode")
         what = f"a strategy of version {VERSION}"
-        nodes = tell(backend, what, node_name(), error)
+        nodes = gather_or_raise(backend, what, node_name(), error)
         resolved: Strategy | None = None
         if backend.rank == 0:
             try:
                 resolved = resolve(self.given, variables, Topology(nodes), self.sparse_known, self.resources)
             except Exception as raised:
                 error = raised
-        self.strategy = strategy = tell(backend, what, resolved, error)[0]
+        self.strategy = strategy = gather_or_raise(backend, what, resolved, error)[0]
         if self.sparse_known:
             return variables
         sparse = {plan.variable.name for plan in strategy.plans if plan.variable.sparse}

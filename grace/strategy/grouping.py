@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from grace.session.bucketing import Limits
-from grace.session.sharding import bucketed
+from grace.session.sharding import make_buckets
 from grace.strategy.execution import compiled
 from grace.strategy.plan import Strategy
 
@@ -24,7 +24,7 @@ def in_buckets(strategy: Strategy) -> Strategy:
         shard if shard.variable.sparse else replace(shard, limits=Limits())  # a sparse gradient has few rows
         for shard in compiled(strategy, strategy.variables)
     ]
-    groups = {variable.name: bucket.index for bucket in bucketed(shards) for variable in bucket.variables}
+    groups = {variable.name: bucket.index for bucket in make_buckets(shards) for variable in bucket.variables}
     plans = []
     for plan in strategy.plans:
         parts = [

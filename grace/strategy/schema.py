@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from grace.communicators.reduce_broadcast import AHEAD
 from grace.core import documents, schema_words
-from grace.core.atomic_files import replacing
+from grace.core.atomic_files import atomic_write
 from grace.core.registry import checked, known, unusable
 from grace.core.variable import equal_sizes
 from grace.errors import ConfigError, missing_extra
@@ -372,5 +372,5 @@ def dump(strategy: Strategy, path: str | Path) -> None:
         text = json.dumps(document, indent=1) + "\n"
     else:
         text = yaml.safe_dump(document, sort_keys=False, width=110, default_flow_style=None)
-    with replacing(path) as draft:
+    with atomic_write(path) as draft:
         draft.write_text(text)

@@ -30,7 +30,7 @@ def average(session: Any) -> None:
 
 def _is_due(session: Any, bucket: Bucket) -> bool:
     if bucket is session.runner.averages[0]:  # once a step: due() counts steps
-        session.due = [id(other) for other in session.runner.due()]
+        session.due = [id(other) for other in session.runner.due_averages()]
     return id(bucket) in session.due
 
 

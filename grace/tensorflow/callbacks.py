@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from grace.backends.runtime import current
-from grace.core.arguments import keras_backend, keras_runs_on
+from grace.core.arguments import keras_backend, keras_backend_error
 from grace.core.backend import Backend
 from grace.errors import ConfigError
 from grace.tensorflow.distribute import refuse_distribute
@@ -38,7 +38,7 @@ class OnRanks(keras.callbacks.Callback):
             ConfigError: the model was made under a strategy of tf.distribute, or Keras does not run on TensorFlow.
         """
         if keras_backend() != "tensorflow":
-            raise keras_runs_on(keras_backend())
+            raise keras_backend_error(keras_backend())
         super().set_model(model)
         refuse_distribute(getattr(model, "distribute_strategy", None))
 

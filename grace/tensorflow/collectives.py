@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from grace.backends.together import chosen_root, compared, engine_for, named
-from grace.core.arguments import unconverted
+from grace.core.arguments import do_not_convert
 from grace.core.backend import Backend
 from grace.errors import ConfigError
 from grace.kernels import kernels_of
@@ -18,7 +18,7 @@ SUMMED = (tf.float32, tf.float64, tf.int32, tf.int64)
 """Dtypes that every engine sums; tensors of other dtypes are widened."""
 
 
-@unconverted
+@do_not_convert
 def allreduce(
     tensor: Any,
     average: bool | None = None,
@@ -63,7 +63,7 @@ def allreduce(
     return _differentiable(run, gradient, tensor)
 
 
-@unconverted
+@do_not_convert
 def allgather(tensor: Any, name: str | None = None) -> tf.Tensor:
     """Concatenate all ranks' tensors along their first dimension. Every rank must call it.
 
@@ -111,7 +111,7 @@ def allgather(tensor: Any, name: str | None = None) -> tf.Tensor:
     return called(tf.convert_to_tensor(value_of(tensor)))  # type: ignore[no-any-return]
 
 
-@unconverted
+@do_not_convert
 def broadcast(tensor: Any, root_rank: int, name: str | None = None) -> tf.Tensor:
     """Give every rank the root's tensor. Every rank must call it.
 

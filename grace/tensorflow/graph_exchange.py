@@ -119,7 +119,7 @@ class HostRun(Run):
         with self.computing():
             for bucket in self.runner.buckets:
                 self.begin(bucket, self.bucket_gradients(bucket, gradients), rate)
-            outcomes = self.runner.finish(self.outs)
+            outcomes = self.runner.finish_step(self.outs)
         pairs: dict[str, Pair] = {
             o.variable.name: (None, False) if o.value is None else (self.outside(o.value), True) for o in outcomes
         }
@@ -142,7 +142,7 @@ class HostRun(Run):
 
         def finish_step() -> list[tf.Tensor]:
             with self.computing():
-                outcomes = self.runner.finish(self.outs)
+                outcomes = self.runner.finish_step(self.outs)
                 outcomes.sort(key=lambda outcome: self.order[outcome.variable.name])
                 return [*self.tensors(outcomes), tf.constant(True)]
 
@@ -271,7 +271,7 @@ class GraphRun(Run):
             backend: Any = self.runner.backend
             with self.computing(), backend.recording() as operations:
                 self.running[bucket.index] = self.begin(bucket, gradients, rate)
-            waits.setdefault(id(self), Wait(self.running[bucket.index].place, backend.timeout, backend.give_up))
+            waits.setdefault(id(self), Wait(self.running[bucket.index].describe_wait, backend.timeout, backend.give_up))
             self.operations[bucket.index] = operations
             return self._wires(operations)
 
@@ -313,7 +313,7 @@ class GraphRun(Run):
                             f"the exchange of {bucket.describe()} takes more collectives than it did before"
                         )
                     outcomes = exchange.finish(self.outs(bucket))
-                    self.runner.with_owed(outcomes)
+                    self.runner.add_carried_over(outcomes)
                     group_outcomes += outcomes
                 self.outcomes += group_outcomes
                 if self.single_group:
@@ -342,7 +342,7 @@ class GraphRun(Run):
         self.running = {}
         self.operations = {}
         self.outcomes = []
-        self.runner.settle(outcomes)
+        self.runner.end_step(outcomes)
 
     # -- the collectives that an exchange takes ----------------------------------------------------------
 

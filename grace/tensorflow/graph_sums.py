@@ -113,7 +113,7 @@ class GraphSums:
         Returns:
             True if there are any.
         """
-        owed = self.runner.owed
+        owed = self.runner.carried_over
         self.carried_over = {v.name: owed.pop(v.name) for v in self.variables if v.name in owed}
         return bool(self.carried_over)
 

@@ -12,13 +12,13 @@ import tensorflow as tf
 
 from grace.backends.horovod import Once, compressor_for
 from grace.core.api_names import KERAS
-from grace.core.arguments import as_in_grace, keras_backend, keras_runs_on, not_an_optimizer
+from grace.core.arguments import accept_grace_argument, keras_backend, keras_backend_error, optimizer_type_error
 from grace.core.backend import Backend
 from grace.errors import ConfigError
 from grace.exchange.bucket import Traffic
 from grace.planner.explain import Plan
-from grace.session.checkpoint import say_whose
-from grace.session.hyperparameters import facts, numbers
+from grace.session.checkpoint import warn_own_state
+from grace.session.hyperparameters import facts, numeric_settings
 from grace.session.settings import ReduceOp, Settings
 from grace.strategy.choices import Choices
 from grace.tensorflow.distribute import refuse_distribute
@@ -264,7 +264,7 @@ class DistributedMixin(Once):
         """Return the state of this rank's compressor and memory: plain numbers, text and tensors; None before the first
         exchange. ``model.save`` and ``tf.train.Checkpoint`` save it by themselves."""
         if self._grace.runner is not None:
-            say_whose(self._grace.runner, "optimizer.state()", "optimizer.full_state()")
+            warn_own_state(self._grace.runner, "optimizer.state()", "optimizer.full_state()")
         return self._grace.state()
 
     def full_state(self) -> dict[str, Any] | None:
@@ -290,7 +290,7 @@ def _mean_or_zeros(mean: Mean, variable: Any) -> Any:
     return tf.zeros(variable.shape, variable.dtype) if mean.value is None else mean.value
 
 
-@as_in_grace
+@accept_grace_argument
 def DistributedOptimizer(
     optimizer: keras.optimizers.Optimizer,
     compressor: Any = None,
@@ -367,9 +367,9 @@ def DistributedOptimizer(
     >>> grace.shutdown()
     """
     if keras_backend() != "tensorflow":
-        raise keras_runs_on(keras_backend())
+        raise keras_backend_error(keras_backend())
     if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise not_an_optimizer(optimizer)
+        raise optimizer_type_error(optimizer)
     inner: Any = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
     if isinstance(inner, DistributedMixin):
         raise ConfigError("this optimizer is distributed already")
@@ -395,7 +395,7 @@ def DistributedOptimizer(
         check=lambda chosen: check_momentum([chosen], optimizer_ref()),
         averages=True,
         beside=lambda: variables_to_broadcast(optimizer_ref()),
-        facts=lambda: facts(cls.__name__, [numbers(optimizer_ref().get_config())], KERAS.group),
+        facts=lambda: facts(cls.__name__, [numeric_settings(optimizer_ref().get_config())], KERAS.group),
     )
     inner.__class__ = _distributed_class(cls)
     register_as(inner.__class__, cls)

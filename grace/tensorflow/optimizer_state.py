@@ -11,8 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from grace.session.checkpoint import say_whose
-from grace.session.state_schema import MODEL, damaged
+from grace.session.checkpoint import warn_own_state
+from grace.session.state_schema import MODEL, damage_error
 from grace.tensorflow.variables import is_overwritten
 
 FILE = "grace_state.npz"
@@ -66,7 +66,7 @@ def decode(raw: bytes) -> Any:
 
             found = full(json.loads(str(file["text"])))
     except Exception as error:  # the readers of zip files, arrays and JSON raise errors of many kinds
-        raise damaged(f"its bytes cannot be read: {error}") from error
+        raise damage_error(f"its bytes cannot be read: {error}") from error
     return found
 
 
@@ -92,7 +92,7 @@ class Remembered(tf.train.experimental.PythonState):
         """Return the bytes of the state and of the options that the session was made with."""
         session = self.session
         if self.everyone is None and session.runner is not None:
-            say_whose(session.runner, "saving the model", "grace.tensorflow.save_model(model, path)")
+            warn_own_state(session.runner, "saving the model", "grace.tensorflow.save_model(model, path)")
         state = session.state() if self.everyone is None else self.everyone
         return encode({"options": session.options(), "state": state})
 

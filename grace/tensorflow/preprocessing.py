@@ -6,7 +6,7 @@ import numpy as np
 
 from grace.core.backend import Backend
 from grace.errors import RankError
-from grace.session.agreement import first_difference, tell
+from grace.session.agreement import first_difference, gather_or_raise
 
 MADE = ("mean", "variance", "bin_boundaries")
 """Attributes of Keras's layers that adapt() sets and call() computes with."""
@@ -24,7 +24,7 @@ def broadcast_adapted_layers(model: Any, root: int, backend: Backend) -> None:
     layers = [layer for layer in model._flatten_layers() if callable(getattr(layer, "finalize_state", None))]
     kinds = [("the layer", type(layer).__name__) for layer in layers]
     states = [_state(layer) for layer in layers]
-    received = tell(backend, "layers to adapt alike", (kinds, states if backend.rank == root else None))
+    received = gather_or_raise(backend, "layers to adapt alike", (kinds, states if backend.rank == root else None))
     every_kinds = [rank_kinds for rank_kinds, _ in received]
     if any(rank_kinds != kinds for rank_kinds in every_kinds):
         raise RankError(first_difference(every_kinds, DIFFERENT, "Make the same model on every rank"))

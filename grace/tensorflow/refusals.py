@@ -7,7 +7,7 @@ import keras
 
 from grace.core.communicator import Communicator
 from grace.errors import ConfigError
-from grace.session.momentum import doubled, owners
+from grace.session.momentum import double_momentum_error, momentum_owners
 
 
 def refuse_multi_optimizer(optimizer: Any) -> None:
@@ -55,6 +55,6 @@ def check_momentum(communicators: Iterable[Communicator], optimizer: Any, later:
         ConfigError: momentum would be applied twice.
     """
     momentum = getattr(optimizer, "momentum", getattr(optimizer, "beta_1", 0.0))
-    parts = owners(communicators)
+    parts = momentum_owners(communicators)
     if parts and momentum:
-        raise doubled(parts[0], "the optimizer", momentum, later)
+        raise double_momentum_error(parts[0], "the optimizer", momentum, later)

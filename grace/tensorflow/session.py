@@ -24,7 +24,7 @@ from grace.planner.asked import Asked, asked, started
 from grace.planner.driver import Driver
 from grace.planner.resuming import load
 from grace.session import checkpoint
-from grace.session.agreement import tell
+from grace.session.agreement import gather_or_raise
 from grace.session.metrics import metrics
 from grace.session.plan import ExchangePlan
 from grace.session.settings import Settings
@@ -104,7 +104,7 @@ class Session:
         self.beside = beside
         self.lr = 1.0
         predivide = settings.reduction.predivide
-        self.context = Context(seed=settings.seed, lr=lambda name: self.lr, predivide=predivide, calls=KERAS)
+        self.context = Context(seed=settings.seed, lr=lambda name: self.lr, predivide=predivide, api_names=KERAS)
         self.variables: list[Any] = []
         self.names: list[str] = []
         self.runner: StepRunner | None = None
@@ -151,7 +151,7 @@ class Session:
         sparse_too = not self.settings.sparse_as_dense
         own_flags = [(sparse_too and isinstance(g, tf.IndexedSlices), g is not None) for g in gradients]
         initialized = all(value_of(v).is_initialized() for v in variables)  # or a graph does it when it runs
-        received = tell(self.backend, "TensorFlow's variables", (names, own_flags, bool(initialized)))
+        received = gather_or_raise(self.backend, "TensorFlow's variables", (names, own_flags, bool(initialized)))
         # Keras numbers layers by what a process made before: ranks whose names differ only so use rank 0's.
         names = received[0][0] if names_match(names, received[0][0]) else names
         same = [flags for _, flags, _ in received if len(flags) == len(names)]  # others are refused below

@@ -26,7 +26,7 @@ def cut(shard: Shard, value: Any) -> Any:
     if isinstance(value, SparseRows):
         inside = (value.rows >= shard.start) & (value.rows < shard.stop)
         return SparseRows(tf.boolean_mask(value.values, inside), tf.boolean_mask(value.rows, inside) - shard.start)
-    return shard.of(value)
+    return shard.slice_of(value)
 
 
 def put(shard: Shard, variable: Any, value: tf.Tensor) -> None:
@@ -57,7 +57,7 @@ def joined(shards: Sequence[Shard], pairs: dict[str, Pair], own: Callable[[Shard
     if all(value is None for value, _ in got):
         return None, False
     if shards[0].whole.sparse:
-        parts = [shard.back(value) for shard, (value, _) in zip(shards, got, strict=True) if value is not None]
+        parts = [shard.to_whole(value) for shard, (value, _) in zip(shards, got, strict=True) if value is not None]
         rows = tf.concat([tf.cast(part.rows, tf.int32) for part in parts], 0)
         return SparseRows(tf.concat([part.values for part in parts], 0), rows), found
     some = next(value for value, _ in got if value is not None)

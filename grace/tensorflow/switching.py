@@ -7,14 +7,14 @@ import tensorflow as tf
 from grace.errors import ConfigError, ExchangeError
 from grace.session.plan import ExchangePlan
 from grace.session.step_runner import StepRunner
-from grace.session.switching import switched
+from grace.session.switching import switch_plan
 from grace.strategy.choices import Choices
 from grace.strategy.execution import StrategyPlan
 from grace.tensorflow.representation import inside, medium_of
 
 
 def switch(session: Any, plan: ExchangePlan) -> None:
-    """Continue with another plan. Every rank must call it between two steps. See :func:`switched`, which may raise.
+    """Continue with another plan. Every rank must call it between two steps. See :func:`switch_plan`, which may raise.
 
     The values in memories are converted where the former runner computes with tensors and the new one with arrays, or
     the other way round.
@@ -28,7 +28,7 @@ def switch(session: Any, plan: ExchangePlan) -> None:
         return inside(medium_of(made), value)
 
     with session.medium.computing():
-        made = switched(session.runner, plan, like, session.check, session.check_plan, convert)
+        made = switch_plan(session.runner, plan, like, session.check, session.check_plan, convert)
         session.use_runner(made, plan)
 
 

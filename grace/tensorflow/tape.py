@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from grace.backends.horovod import compressor_for
 from grace.backends.runtime import current
-from grace.core.arguments import as_in_grace
+from grace.core.arguments import accept_grace_argument
 from grace.core.backend import Backend
 from grace.errors import ConfigError, ExchangeError
 from grace.session.settings import ReduceOp, Settings
@@ -137,7 +137,7 @@ class _Distributed(tf.GradientTape):
         return exchanges[key]
 
 
-@as_in_grace
+@accept_grace_argument
 def DistributedGradientTape(
     tape: tf.GradientTape, compressor: Any = None, *, exchange: GradientExchange | None = None, **options: Any
 ) -> Any:

@@ -18,7 +18,7 @@ from grace.core.variable import Variable
 from grace.errors import ConfigError, RankError
 from grace.kernels import kernels_of
 from grace.session import state_schema
-from grace.session.agreement import first_difference, tell
+from grace.session.agreement import first_difference, gather_or_raise
 from grace.tensorflow.distribute import refuse_distribute, strategy_of
 from grace.tensorflow.preprocessing import broadcast_adapted_layers
 
@@ -160,7 +160,7 @@ def broadcast_named(names: list[str], variables: Sequence[Any], root: int, backe
     found = [value_of(variable) for variable in variables]
     refuse_distribute(*map(strategy_of, found))
     _compare(names, [f"{tf.as_dtype(v.dtype).name}{v.shape}" for v in found], root, backend)
-    with backend.asking(f"broadcast of {len(found)} variables"), tf.init_scope():
+    with backend.checked_operation(f"broadcast of {len(found)} variables"), tf.init_scope():
         for variable in found:
             value = variable.read_value()
             if value.dtype == tf.string or not value.shape.num_elements():
@@ -187,7 +187,7 @@ def broadcast_initial(variables: Sequence[Any], beside: Sequence[Any], backend: 
     """
     broadcast_variables(variables, 0, backend)
     mine = [hashlib.sha256(np.asarray(value_of(variable)).tobytes()).hexdigest() for variable in beside]
-    hashes = tell(backend, "the optimizer's variables", mine)
+    hashes = gather_or_raise(backend, "the optimizer's variables", mine)
     same = {i for i, of_ranks in enumerate(zip(*hashes, strict=False)) if len(set(of_ranks)) == 1}
     different = [variable for i, variable in enumerate(beside) if i not in same]
     if any(other != mine for other in hashes):
@@ -201,7 +201,7 @@ def names_of_slots(variables: Iterable[Any]) -> list[str]:
 
 def _compare(names: list[str], kinds: list[str], root: int, backend: Backend) -> None:
     """Refuse, on all ranks, variables that would make ranks wait for each other, or be taken for other variables."""
-    received = tell(backend, "variables to broadcast", (root, names, kinds))
+    received = gather_or_raise(backend, "variables to broadcast", (root, names, kinds))
     first = received[0]
     if all(first[::2] == other[::2] and names_match(first[1], other[1]) for other in received):
         return

@@ -8,7 +8,7 @@ import keras
 
 from grace.core.backend import Backend
 from grace.errors import ConfigError, RankError
-from grace.session.agreement import first_difference, tell
+from grace.session.agreement import first_difference, gather_or_raise
 from grace.tensorflow.callbacks import OnRanks
 
 
@@ -107,7 +107,7 @@ class LearningRateWarmupCallback(OnRanks):
                 "first has ended: pass steps_per_epoch=... to it"
             )
         own = [(name, f"{getattr(self, name)}") for name in ("initial_lr", "warmup_epochs", "momentum_correction")]
-        everyone = tell(self.ranks, "a warm-up", [*own, ("steps_per_epoch", f"{steps}")], error)
+        everyone = gather_or_raise(self.ranks, "a warm-up", [*own, ("steps_per_epoch", f"{steps}")], error)
         if any(other != everyone[0] for other in everyone):
             facts: list[Any] = [[(f"{name} =", value) for name, value in other] for other in everyone]
             raise RankError(first_difference(facts, DIFFERENT))

@@ -48,7 +48,7 @@ def loss_of_all(loss: Any, session: Session) -> Any:
     mine = torch.zeros(2, dtype=torch.float64, device=device)
     if counts:
         mine[0], mine[1] = 1, loss.reshape(()) if tensor else float(loss)
-    with channel.awaiting(lambda: "the mean of the ranks' losses"):
+    with channel.waiting_for_ranks(lambda: "the mean of the ranks' losses"):
         number, total = sum(channel.allgather(mine).wait())  # in the order of ranks
     if not counts:
         return loss

@@ -133,23 +133,23 @@ def settled_there(session: HookedSession, there: torch.Tensor | None) -> Iterato
         if there is not None:
             there.add_(1)
 
-    before, runner.resolve, context.step_there = runner.resolve, settle, there
+    before, runner.resolve, context.device_step = runner.resolve, settle, there
     try:
         yield
     finally:
-        runner.resolve, context.step_there = before, None
+        runner.resolve, context.device_step = before, None
 
 
 def judged(trip: RoundTrip) -> list[torch.Tensor]:
     """Return flags, on the device, of whether the means of a round trip are in range; where values would hide it they
     become NaN."""
     found, each = list[torch.Tensor](), list[torch.Tensor]()
-    for tensors, _, wanted in trip.header.questions:
+    for tensors, _, wanted in trip.header.deferred_reads:
         for tensor, status in zip(tensors, wanted, strict=False):  # step stamps are not compared
             found.append(tensor.reshape(-1).float() == (1.0 if status is None else status))
             if status is not None or trip.traits.rounds > 1:
                 each.append(found[-1].expand(len(trip.names)))
-    trip.header.questions = []
+    trip.header.deferred_reads = []
     if each and trip.hides_overflow:
         factors = torch.where(torch.stack(each).all(0), 1.0, torch.nan)
         for outcome, factor in zip(trip.outcomes, factors.unbind(), strict=True):
@@ -206,8 +206,8 @@ class CapturedStep:
         self.held = list[tuple[State, dict[str, Any], dict[str, Any]]]()
         """The values that the graph reads and writes, and what finishes those that it leaves unfinished."""
         for state in states:
-            unfinished = dict(state.unfinished)
-            with state.as_it_is():
+            unfinished = dict(state.deferred)
+            with state.without_deferred():
                 self.held.append((state, dict(state), unfinished))
 
     def __call__(self) -> Any:
@@ -220,7 +220,7 @@ class CapturedStep:
             self.there.fill_(self.context.step)
         for state, values, _ in self.held:
             try:
-                state.put_back(values, torch.Tensor.copy_)
+                state.restore_arrays(values, torch.Tensor.copy_)
             except KeyError as error:
                 raise ConfigError(
                     f"grace.torch.capture: what was remembered of {error} was reset, and the graph goes on from it; "
@@ -228,7 +228,7 @@ class CapturedStep:
                 ) from None
         self.graph.replay()
         for state, _, unfinished in self.held:
-            state.unfinished.update(unfinished)
+            state.deferred.update(unfinished)
         self.counts.add()
         self.next = self.context.step
         return self.result

@@ -20,11 +20,11 @@ from grace.exchange.tracing import recorder
 from grace.session import checkpoint
 from grace.session.hyperparameters import facts as in_words
 from grace.session.metrics import metrics
-from grace.session.momentum import owners
+from grace.session.momentum import momentum_owners
 from grace.session.plan import UniformPlan
 from grace.session.settings import check_integer
 from grace.session.setup import build_step_runner
-from grace.session.sharding import Shard, cut
+from grace.session.sharding import Shard, cut_into_buckets
 from grace.session.step_runner import StepRunner
 from grace.session.versions import public
 from grace.strategy.choices import STRATEGY
@@ -98,7 +98,7 @@ class DDPState(OneByOne):
         """The round trips of this step, whose headers tell where the ranks are."""
         self.changes = -1
         self.outcomes: list[Outcome] = []
-        self.momenta = owners(runner.communicators)
+        self.momenta = momentum_owners(runner.communicators)
         self.open, self.closed = False, False
         self.watched: list[Any] = []
         """Hooks of the parameters that tell when gradients arrive; none where they come one by one."""
@@ -134,7 +134,7 @@ class DDPState(OneByOne):
         """
         self._settle()
         check_not_saved_directly(self.runner, "the hook's state")
-        checkpoint.say_whose(self.runner, "state.state_dict()", "state.full_state_dict()")
+        checkpoint.warn_own_state(self.runner, "state.state_dict()", "state.full_state_dict()")
         return checkpoint.save(self.runner)
 
     def full_state_dict(self, packed: bool = False) -> Any:
@@ -227,7 +227,7 @@ class DDPState(OneByOne):
             for outcome in outcomes if thrown else ():
                 if self.runner.shards[outcome.variable.name].whole.name in thrown:
                     outcome.value = None
-            self.runner.end_step(outcomes)
+            self.runner.commit_or_roll_back(outcomes)
 
     def _without_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> set[str]:
         """The names of those for which this rank has no gradient: DDP gives zeros for them, or what is left in
@@ -261,7 +261,7 @@ class DDPState(OneByOne):
                     kinds.setdefault((id(shard.communicator), shard.variable.dtype), []).append(shard)
             buckets: list[Bucket] = []
             for shards in kinds.values():
-                for part in cut(shards, self.limits[id(shards[0].communicator)], first=False):
+                for part in cut_into_buckets(shards, self.limits[id(shards[0].communicator)], first=False):
                     own = [shard.variable for shard in part]
                     buckets.append(Bucket(len(buckets), part[0].communicator, own, carries=first and not buckets))
             self.plans[first, names] = buckets
@@ -297,7 +297,7 @@ class DDPState(OneByOne):
             gradients = [to_send(views[v.name], v.name in missing) for v in bucket.variables]
             present = [v.name not in missing for v in bucket.variables]
             trips.append(start_round_trip(Contribution(bucket, gradients, present, guard, traffic)))
-        waits[id(self), grad_bucket.index()] = Wait(trips[0].place)
+        waits[id(self), grad_bucket.index()] = Wait(trips[0].describe_wait)
         for trip in trips:
             trip.deferred = trip.next_step = True
             while trip.advance():

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from grace.core.variable import unwrapped
+from grace.core.variable import unwrap_names
 from grace.errors import ConfigError
 from grace.session.bucketing import Limits
 from grace.session.step_runner import StepRunner
@@ -13,7 +13,7 @@ from grace.session.step_runner import StepRunner
 def trainable(model: Any) -> dict[str, torch.nn.Parameter]:
     """The parameters of a DDP model that need gradients, by name."""
     names, parameters = zip(*model.module.named_parameters(), strict=True)
-    return {name: p for name, p in zip(unwrapped(names), parameters, strict=True) if p.requires_grad}
+    return {name: p for name, p in zip(unwrap_names(names), parameters, strict=True) if p.requires_grad}
 
 
 def check_no_join(model: Any) -> None:
@@ -61,7 +61,7 @@ def limits_of(runner: StepRunner, bucket_bytes: int | None) -> dict[int, Limits 
         shards = [shard for shard in runner.shards.values() if shard.communicator is communicator]
         sent = sum(shard.wire_bytes for shard in shards)
         compressed = sent < sum(shard.variable.nbytes for shard in shards)
-        wire = Limits(bucket_bytes).wire(sent, compressed)
+        wire = Limits(bucket_bytes).wire_bytes(sent, compressed)
         cuts = compressed or bucket_bytes is not None
         found[id(communicator)] = Limits(bucket_bytes=max(1, round(wire))) if cuts else None
     return found

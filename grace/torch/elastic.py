@@ -55,7 +55,7 @@ class OptimizerState(StateHandler):
         session = self.value._grace
         session.runner.agree()
         broadcast_optimizer_state(self.value, 0, session.runner.backend)
-        session.runner.share(0)
+        session.runner.broadcast_state(0)
         self.save()
 
     def _say(self, former: int, now: int) -> None:

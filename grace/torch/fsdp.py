@@ -123,7 +123,7 @@ class FSDPState(DDPState):
             flag = torch.zeros(1, device=next(iter(self.names)).device)
             flag.fill_(float(any([outcome.overflow for outcome in self.outcomes])))
             for group in self.shard_groups:
-                with group.awaiting(lambda: f"the comparison of gradients at step {self.runner.context.step}"):
+                with group.waiting_for_ranks(lambda: f"the comparison of gradients at step {self.runner.context.step}"):
                     flag = group.allreduce(flag).wait()
             self.spoilt = bool(flag)
         return self.spoilt
@@ -191,7 +191,7 @@ class FSDPState(DDPState):
             recorder.run.gradient()
         pieces = layout.pieces(flat)
         shards = [(shard, piece.of(flat)) for piece in pieces for shard in self.runner.shards_of[piece.name]]
-        views = {shard.variable.name: shard.of(whole) for shard, whole in shards}
+        views = {shard.variable.name: shard.slice_of(whole) for shard, whole in shards}
         guard, traffic = self._guards(), self.runner.traffic
         trips: list[RoundTrip] = []
         for bucket in self.buckets(tuple(piece.name for piece in pieces), first):

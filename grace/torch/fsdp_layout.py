@@ -11,7 +11,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from grace.backends.torch_distributed import TorchBackend
-from grace.core.variable import Variable, unwrapped
+from grace.core.variable import Variable, unwrap_names
 from grace.errors import ConfigError, ExchangeError
 from grace.kernels.torch.primitives import NAMES
 from grace.torch.step_hooks import within_step
@@ -112,7 +112,7 @@ def layouts_of(model: Any, what: str, other_axes: bool = True) -> list[ModuleLay
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"{what} needs a model, not {type(model).__name__}")
     pairs = list(model.named_parameters())
-    named = unwrapped([name for name, _ in pairs])
+    named = unwrap_names([name for name, _ in pairs])
     names = {p: name for name, (_, p) in zip(named, pairs, strict=True)}
     modules = [
         (name or "the model", module) for name, module in model.named_modules() if isinstance(module, FSDPModule)
@@ -155,7 +155,7 @@ def know_each_other(ranks: int) -> None:
     the run are here."""
     everyone = TorchBackend()
     if ranks == everyone.size:
-        with everyone.asking("the ranks of a sharded model"):
+        with everyone.checked_operation("the ranks of a sharded model"):
             pass
 
 

@@ -310,7 +310,7 @@ def join(self: Any) -> int:
     backend = session.runner.backend
     broadcast_parameters(session.parameters, last, backend)
     broadcast_optimizer_state(self, last, backend)
-    session.runner.share(last)
+    session.runner.broadcast_state(last)
     return last
 
 

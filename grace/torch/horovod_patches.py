@@ -66,7 +66,7 @@ class Asked:
         parameters.broadcast_optimizer_state(optimizer, caller.f_locals["root_rank"], backend)
         session = optimizer._grace
         if session is not None and session.context.size == backend.size:  # a process set numbers ranks otherwise
-            session.runner.share(caller.f_locals["root_rank"])
+            session.runner.broadcast_state(caller.f_locals["root_rank"])
         for p in (p for group in optimizer.param_groups for p in group["params"] if fresh and p.requires_grad):
             p.grad = torch.zeros_like(p)
         return {"state": {None: {}}, "param_groups": []}

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from grace.core.variable import Variable, unwrapped
+from grace.core.variable import Variable, unwrap_names
 from grace.errors import ConfigError
 from grace.torch.parameters import check_initialized, own_name, values
 
@@ -21,7 +21,7 @@ def starting(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[st
     groups = optimizer.param_groups
     own = [(own_name(groups, f"{g}.{i}"), p) for g, group in enumerate(groups) for i, p in enumerate(group["params"])]
     names: dict[torch.Tensor, str] = {}
-    plain = zip(unwrapped([name for name, _ in pairs]), (tensor for _, tensor in pairs), strict=True)
+    plain = zip(unwrap_names([name for name, _ in pairs]), (tensor for _, tensor in pairs), strict=True)
     for name, tensor in [*plain, *own]:
         names.setdefault(tensor, name)
     return {name: tensor for tensor, name in names.items()}

@@ -9,7 +9,7 @@ import torch
 from grace.backends.horovod import compressor_for
 from grace.backends.runtime import check_group, current
 from grace.backends.torch_distributed import TorchBackend
-from grace.core.arguments import as_in_grace, not_an_optimizer
+from grace.core.arguments import accept_grace_argument, optimizer_type_error
 from grace.core.backend import Backend
 from grace.errors import ConfigError, ExchangeError
 from grace.exchange.tracing import recorder
@@ -239,7 +239,7 @@ class DistributedMixin(Closable, StateMixin):
         super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
 
 
-@as_in_grace
+@accept_grace_argument
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]] | None = None,
@@ -334,7 +334,7 @@ def DistributedOptimizer(
     >>> grace.shutdown()
     """
     if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        raise not_an_optimizer(optimizer)
+        raise optimizer_type_error(optimizer)
     if isinstance(optimizer, StateMixin):
         raise ConfigError("this optimizer is distributed already")
     compressor = compressor_for(optimizer, compression, compressor)

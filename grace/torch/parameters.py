@@ -12,11 +12,11 @@ from grace.backends.runtime import current
 from grace.backends.together import chosen_root, compared
 from grace.core.backend import Backend
 from grace.core.communicator import Communicator
-from grace.core.variable import Variable, equal_bounds, unwrapped
+from grace.core.variable import Variable, equal_bounds, unwrap_names
 from grace.errors import ConfigError
 from grace.kernels.torch.primitives import NAMES
-from grace.session.hyperparameters import Numbers, numbers
-from grace.session.momentum import doubled, owners
+from grace.session.hyperparameters import Numbers, numeric_settings
+from grace.session.momentum import double_momentum_error, momentum_owners
 from grace.session.settings import check_integer
 from grace.torch.wrappers import check_whole
 
@@ -34,7 +34,7 @@ def named(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[str, 
     wanted = {p: f"{g}.{i}" for g, group in enumerate(groups) for i, p in enumerate(group["params"])}
     if named_parameters is None:
         own = {own_name(groups, position): p for p, position in wanted.items() if p.requires_grad}
-        return dict(zip(unwrapped(list(own)), own.values(), strict=True))
+        return dict(zip(unwrap_names(list(own)), own.values(), strict=True))
     module = isinstance(named_parameters, torch.nn.Module)
     pairs = list(named_parameters.named_parameters() if module else named_parameters)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
@@ -44,7 +44,7 @@ def named(optimizer: torch.optim.Optimizer, named_parameters: Any) -> dict[str, 
     twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
     if twice:
         raise ConfigError(f"named_parameters has the name {twice[0]!r} more than once; names must be unique")
-    pairs = [(name, p) for name, (_, p) in zip(unwrapped([name for name, _ in pairs]), pairs, strict=True)]
+    pairs = [(name, p) for name, (_, p) in zip(unwrap_names([name for name, _ in pairs]), pairs, strict=True)]
     known = {p for _, p in pairs}
     for p, position in wanted.items():
         if p not in known and p.requires_grad:
@@ -141,7 +141,7 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> tuple[Numbers, ...]:
         return value
 
     groups = optimizer.param_groups
-    return tuple(numbers({k: read(v) for k, v in group.items() if k != "params"}) for group in groups)
+    return tuple(numeric_settings({k: read(v) for k, v in group.items() if k != "params"}) for group in groups)
 
 
 def simple_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]] | None:
@@ -161,7 +161,7 @@ def check_optimizer(communicator: Communicator, optimizer: torch.optim.Optimizer
     Raises:
         ConfigError: a part needs the optimizer and there is none, or both apply momentum.
     """
-    parts = owners([communicator])
+    parts = momentum_owners([communicator])
     if optimizer is None and (parts or communicator.memory.needs_lr):
         part = communicator.memory if communicator.memory.needs_lr else parts[0]
         what = "follows the learning rate" if communicator.memory.needs_lr else "replaces the optimizer's momentum"
@@ -182,7 +182,7 @@ def check_momentum(parts: Sequence[Any], optimizer: torch.optim.Optimizer | None
     for index, group in enumerate(optimizer.param_groups):
         momentum = group.get("momentum", group.get("betas", (0,))[0])
         if momentum:
-            raise doubled(parts[0], f"the optimizer's group {index}", momentum, later)
+            raise double_momentum_error(parts[0], f"the optimizer's group {index}", momentum, later)
 
 
 def check_prompt(communicator: Communicator, who: str) -> None:

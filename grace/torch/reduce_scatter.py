@@ -20,7 +20,7 @@ from grace.exchange.header import OVERFLOW, PRESENT
 from grace.exchange.layout import Layout
 from grace.kernels import kernels_of
 from grace.session import checkpoint, state_schema
-from grace.session.by_hand import AsGiven
+from grace.session.by_hand import WholeTensorPlan
 from grace.session.settings import check_integer
 from grace.session.setup import build_step_runner
 from grace.session.step_runner import StepRunner
@@ -44,7 +44,7 @@ class ReduceScatterState:
         self.context = runner.context
         (self.communicator,) = runner.communicators
         self.compressor, self.memory = self.communicator.compressor, self.communicator.memory
-        self.keepers = list(self.communicator.keepers.values())
+        self.stateful_parts = list(self.communicator.stateful_parts.values())
         runner.follows_scaler = lambda: grad_scaler is not None and grad_scaler.is_enabled()
         self.sent_bytes = 0
         """That left this rank so far."""
@@ -75,7 +75,7 @@ class ReduceScatterState:
             thrown = self.uses.end(overflowed=dropped)
             modules = [name for name, trained in self.trained.items() if trained.keys() <= thrown]
             keys = [f"{name}/to_{to}" for name in modules for to in range(self.backend.size)]
-            for part in self.keepers:
+            for part in self.stateful_parts:
                 for key in keys:
                     part.state.rollback(key)
                 part.state.rollback() if dropped else part.state.commit()
@@ -143,7 +143,7 @@ class ReduceScatterState:
         if memory == "strict" and saved["components"] != self.runner.name:
             raise ConfigError(
                 f"this state was saved with choice {saved['components']!r}, and here it is {self.runner.name!r}: "
-                f"what was left out belongs to the method. Start without it, {self.context.calls.otherwise}"
+                f"what was left out belongs to the method. Start without it, {self.context.api_names.otherwise}"
             )
 
     def _dealt_anew(self, given: Any, memory: str) -> dict[str, Any]:
@@ -157,7 +157,7 @@ class ReduceScatterState:
                 f"run did, to be dealt out anew, and there is {', '.join(map(str, given)) or 'nothing'}: load all of "
                 "rank_0_of_N to rank_{N-1}_of_N into one dict, and give it here; or start without it"
             )
-        calls = self.context.calls
+        calls = self.context.api_names
         opened = [_opened(given[f"rank_{rank}_of_{count}"]) for rank in range(count)]
         states, dropped = zip(*[checkpoint.undamaged(one, memory, calls) for one in opened], strict=True)
         self._check_choice(states[0], memory)
@@ -171,7 +171,7 @@ class ReduceScatterState:
                 if to != self.backend.rank:
                     row = torch.cat([_part(tensor, to, size) for tensor in whole])
                     kept[f"{layout.name}/to_{to}"] = {key: row if n is None else n for key, n in beside.items()} or row
-        checkpoint.say_dropped(list(itertools.chain(*dropped)), between=3)
+        checkpoint.warn_dropped(list(itertools.chain(*dropped)), between=3)
         of_this_run = {"rank": self.backend.rank, "size": size, "pieces": checkpoint.partitions_of(self.runner)}
         return state_schema.seal({**states[0], **of_this_run, "state": {"memory": kept}})
 
@@ -205,14 +205,14 @@ class ReduceScatterState:
             if to != rank:
                 payloads[to], ctx = self._encode(f"{name}/to_{to}", row, finite)
         if name not in self.wires:
-            wire = Layout.of(k, [next(iter(payloads.values()))], sums=False)
+            wire = Layout.from_payloads(k, [next(iter(payloads.values()))], sums=False)
             self.wires[name] = wire, torch.zeros(size * wire.length, dtype=torch.uint8, device=given.device)
         wire, buffer = self.wires[name]
         for to, payload in payloads.items():
             place = buffer[to * wire.length : (to + 1) * wire.length]
             wire.pack([payload], [PRESENT if finite else OVERFLOW], out=place)
         self.sent_bytes += (size - 1) * wire.length
-        with self.backend.awaiting(lambda: f"the reduce-scatter of module {name!r}"):
+        with self.backend.waiting_for_ranks(lambda: f"the reduce-scatter of module {name!r}"):
             arrived = self.backend.alltoall(buffer).wait()
         total, well = rows[rank].clone(), finite
         for sender, row in enumerate(arrived):
@@ -229,7 +229,7 @@ class ReduceScatterState:
     def _reduce_uncompressed(self, given: torch.Tensor, output: torch.Tensor, mean: bool) -> None:
         size = self.backend.size
         self.sent_bytes += (size - 1) * given.nbytes // size
-        with self.backend.awaiting(lambda: "a reduce-scatter"):
+        with self.backend.waiting_for_ranks(lambda: "a reduce-scatter"):
             dist.reduce_scatter_tensor(output, given, ReduceOp.SUM, group=self.backend.group)
         if mean:
             output.div_(size)
@@ -380,7 +380,7 @@ def compress_reduce_scatter(
     layouts = layouts_of(model, "compress_reduce_scatter", other_axes=False)
     check_group(TorchBackend())
     backend = TorchBackend(layouts[0].mesh.get_group())
-    context = Context(seed=seed, calls=REDUCE_SCATTER)
+    context = Context(seed=seed, api_names=REDUCE_SCATTER)
     facts = [
         ("the gradients of", "reduce-scatters"),
         ("grad_scaler", "none" if grad_scaler is None else "given"),
@@ -397,8 +397,8 @@ def compress_reduce_scatter(
             for rank in range(backend.size)
         ]
 
-    def choose() -> AsGiven:
-        return AsGiven(None, None, _made(block, memory, backend.size))
+    def choose() -> WholeTensorPlan:
+        return WholeTensorPlan(None, None, _made(block, memory, backend.size))
 
     runner = build_step_runner(rows, choose, backend, context, facts, compress_after=compress_after)
     state = ReduceScatterState(layouts, runner, grad_scaler)

@@ -19,13 +19,13 @@ from grace.planner.asked import Asked, asked, started
 from grace.planner.driver import Driver
 from grace.session import checkpoint
 from grace.session.hyperparameters import facts as in_words
-from grace.session.momentum import owners
+from grace.session.momentum import momentum_owners
 from grace.session.plan import ExchangePlan
 from grace.session.settings import Settings, check_integer
 from grace.session.setup import build_step_runner
 from grace.session.sharding import Shard
 from grace.session.step_runner import StepRunner
-from grace.session.switching import replaced, switched
+from grace.session.switching import build_replacement, switch_plan
 from grace.session.versions import public
 from grace.strategy.choices import Choices
 from grace.strategy.execution import StrategyPlan
@@ -129,7 +129,7 @@ class Session:
 
         def choose():
             self.sparse_known = known = isinstance(parameters, torch.nn.Module)
-            limits = settings.limits.of_sets if chosen else settings.limits
+            limits = settings.limits.for_sets if chosen else settings.limits
             apart = lambda: me().apart(own) if not known else ()  # type: ignore[union-attr]  # noqa: E731
             together = lambda: horovod_groups(own, groups, apart())  # noqa: E731
             if wanted := asked(choices):
@@ -228,7 +228,7 @@ class Session:
                 self.waits[bucket.index] += 1
             if not (bucket.variables[0].sparse or self.runner.backend.elastic):
                 self.runner.prepare(bucket, self.loads[-1][0][2].detach())
-        self.momenta = owners(self.runner.communicators)
+        self.momenta = momentum_owners(self.runner.communicators)
         reduction, size = self.settings.reduction, self.runner.backend.size
         self.factors = {id(c): reduction.factor(c.compressor.votes, size) for c in self.runner.communicators}
         """By communicator, what its aggregates are multiplied with."""
@@ -245,16 +245,16 @@ class Session:
             )
 
     def switch(self, plan: ExchangePlan) -> None:
-        """Go on by another plan; every rank must call it between two steps. See :func:`switched`, which may raise."""
+        """Switch to another plan between two steps, on every rank; see :func:`switch_plan`."""
         checkpoint.check_settled(self)
         self.means_used()
         own = self.parameters.__getitem__
-        self.take(switched(self.runner, plan, own, self._check, self._check_plan), plan)
+        self.take(switch_plan(self.runner, plan, own, self._check, self._check_plan), plan)
 
     def beside(self, strategy: Any) -> tuple[StepRunner, ExchangePlan]:
         """A runner of this strategy, for a state to be loaded into, and its plan; every rank must call it."""
         plan = StrategyPlan(strategy, self.sparse_known)
-        return replaced(self.runner, plan, self._check), plan
+        return build_replacement(self.runner, plan, self._check), plan
 
     def take(self, runner: StepRunner, plan: ExchangePlan) -> None:
         """Go on by this runner, which is of another plan, between two steps."""
@@ -283,7 +283,7 @@ class Session:
             else:
                 sparse = shard.variable.sparse
                 given = rows_of(name, p) if sparse else dense_of(name, p, self.settings.sparse_as_dense)
-                gradients.append(shard.of(given))
+                gradients.append(shard.slice_of(given))
                 gradient = p.grad  # which may be a dense one now
             held.append(gradient)
             versions.append(0 if gradient is None else gradient._version)
@@ -345,7 +345,7 @@ class Session:
         """Await the exchanges begun and write what they brought into ``p.grad``."""
         check_untouched(self)
         with self.giving_up():
-            outcomes = self.runner.finish(self._outs)
+            outcomes = self.runner.finish_step(self._outs)
         rows = self._own_rows() if self.mixed else {}
         written, in_place = self.written, all(factor == 1.0 for factor in self.factors.values())
         for outcome in outcomes:
@@ -359,7 +359,7 @@ class Session:
                     self._wipe(shard, p)
             elif isinstance(outcome.value, SparseRows):
                 found = scaled(outcome.value, self.factors[id(shard.communicator)])
-                rows.setdefault(shard.whole.name, []).append(shard.back(found))
+                rows.setdefault(shard.whole.name, []).append(shard.to_whole(found))
             else:
                 self._write(shard, p, outcome.value)
         for name, parts in rows.items():
@@ -376,7 +376,7 @@ class Session:
         for name in self.mixed:
             own, p = [shard for shard in self.runner.shards_of[name] if shard.period], self.parameters[name]
             if p.grad is not None:
-                rows[name] = [shard.back(shard.of(rows_of(name, p))) for shard in own]
+                rows[name] = [shard.to_whole(shard.slice_of(rows_of(name, p))) for shard in own]
         return rows
 
     def _write(self, shard: Shard, p: torch.nn.Parameter, value: torch.Tensor) -> None:
@@ -384,7 +384,7 @@ class Session:
         if value is not view:
             if p.grad is None:
                 p.grad = torch.empty_like(p) if shard.axis is None else torch.zeros_like(p)
-            view = shard.of(p.grad)
+            view = shard.slice_of(p.grad)
             view.copy_(value)  # type: ignore[union-attr]
         factor = self.factors[id(shard.communicator)]
         if factor != 1.0:
@@ -396,7 +396,7 @@ class Session:
             # a GradScaler refuses to step where it finds no gradient at all
             p.grad = torch.zeros_like(p) if self.runner.follows_scaler() else None
         else:
-            shard.of(p.grad).zero_()
+            shard.slice_of(p.grad).zero_()
 
     def after_step(self) -> None:
         """The optimizer has stepped: what the next exchange tells of it."""
@@ -422,7 +422,7 @@ class Session:
     @torch.no_grad()
     def average(self) -> None:
         """After the optimizer's step: average what ranks train on their own, if it is time to."""
-        for bucket in self.runner.due():
+        for bucket in self.runner.due_averages():
             views = self.runner.views(bucket, lambda name: self.parameters[name].data)
             for view, mean in zip(views, self.runner.mean(bucket, views), strict=True):
                 view.copy_(mean)
@@ -434,7 +434,7 @@ class Session:
         for shard, _, p, dense in self.loads[bucket.index]:
             view = p.grad
             if view is not None and (not dense or view.layout is not torch.strided):
-                view = shard.of(view) if view.layout is torch.strided else None
+                view = shard.slice_of(view) if view.layout is torch.strided else None
             if view is not None and view.is_contiguous() and (exact or view.dtype is torch.float32):
                 outs.append(view)
                 written[shard.variable.name] = view

@@ -57,7 +57,7 @@ class StateMixin:
             check_not_saved_directly(self._grace.runner, "the optimizer")
             between = sys._getframe(1).f_code.co_name == "state_dict"  # under Horovod
             better = "optimizer.full_state_dict()"
-            checkpoint.say_whose(self._grace.runner, "optimizer.state_dict()", better, between)
+            checkpoint.warn_own_state(self._grace.runner, "optimizer.state_dict()", better, between)
             return rank_state(self)
         state = super().state_dict()  # type: ignore[misc]
         if self._memories_apart:
@@ -159,7 +159,7 @@ def check_not_saved_directly(runner: Any, what: str) -> None:
         ConfigError: its ``save`` or ``load`` calls the method that calls this.
     """
     caller = sys._getframe(2).f_globals.get("__name__", "")
-    if caller.startswith(f"{DCP}_") and checkpoint.own_state(runner):
+    if caller.startswith(f"{DCP}_") and checkpoint.has_own_state(runner):
         raise ConfigError(
             f"{what} has memories that are each rank's own, of which torch.distributed.checkpoint would keep one "
             "rank's: save grace.torch.Memories(...) of it, and get_state_dict(model, optimizer) for torch's part"
@@ -251,7 +251,7 @@ def unpacked(saved: Any) -> Any:
     try:
         return torch.load(io.BytesIO(saved), weights_only=True)
     except Exception as error:  # of whatever kind, by torch's zip reader and its unpickler
-        raise state_schema.damaged(f"it is packed, and cannot be read: {str(error)[:200]}") from error
+        raise state_schema.damage_error(f"it is packed, and cannot be read: {str(error)[:200]}") from error
 
 
 def _taken(state_dict: Any, rank: int) -> tuple[dict[str, Any], Any]:

@@ -74,7 +74,7 @@ def stopped():
     while Path(f"/proc/{pids[1]}/stat").read_text().rsplit(") ", 1)[1][0] != "T":
         time.sleep(0.01)
     try:
-        absent, there = watch._current.elsewhere("a place")
+        absent, there = watch._current.locate_ranks("a place")
         return absent, there
     finally:
         os.kill(pids[1], signal.SIGCONT)
@@ -96,7 +96,7 @@ def trained(pipe):
     backend.allgather_object("a question")
     if backend.rank == 0:
         with pipe.open("w"):  # which waits until rank 1 reads
-            absent, _ = watch._current.elsewhere("a place")
+            absent, _ = watch._current.locate_ranks("a place")
     else:
         os.read(os.open(pipe, os.O_RDONLY), 1)  # where it is
     backend.allgather_object("another question")
@@ -122,9 +122,9 @@ def test_a_thread_that_has_trained_to_its_end_is_said_to_be_there():
     program = """
 import threading
 from grace.core import waits as waiting
-thread = threading.Thread(target=waiting.program_is_here)
+thread = threading.Thread(target=waiting.register_training_thread)
 thread.start(), thread.join()
-print(waiting.here())
+print(waiting.current_position())
 """
     done = subprocess.run([warm.REAL, "-c", program], capture_output=True, text=True)
     assert done.stdout == "([], 'the end of the thread that trained')\n", done.stderr
@@ -149,7 +149,7 @@ def test_a_rank_on_a_busy_machine_has_seconds_to_answer(monkeypatch):
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(watch_server, "time", clock)
     asked = WatchServer(2, True, "a secret")
-    zero, one = [watch_server.connected((["127.0.0.1"], asked.port, "a secret"), rank) for rank in range(2)]
+    zero, one = [watch_server.connect((["127.0.0.1"], asked.port, "a secret"), rank) for rank in range(2)]
     for seconds, line in ((9.0, "train.py:7"), (11.0, watch_server.SILENT)):
         zero.send(ask=seconds)
         (question,) = zero.receive()

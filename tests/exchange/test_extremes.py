@@ -54,7 +54,7 @@ def steps(parts, values, dtype):
     bad = torch.tensor(values[grace.rank()]).reshape(4, -1).to(dtype)
     for run in runs:
         run.lr = 1.0
-    kept = lambda run: {kind: copied(part.state.kept) for kind, part in run.keepers.items()}  # noqa: E731
+    kept = lambda run: {kind: copied(part.state.committed) for kind, part in run.stateful_parts.items()}  # noqa: E731
     for run in runs:
         run.step(good[0], "w")
     before = kept(runs[0])

@@ -165,7 +165,7 @@ def test_steps_take_no_new_memory(spec):
 
     def step():
         trained.runner.start(bucket, gradients, [True])
-        trained.runner.finish(lambda bucket: gradients)
+        trained.runner.finish_step(lambda bucket: gradients)
 
     for _ in range(4):
         step()

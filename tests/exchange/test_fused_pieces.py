@@ -57,7 +57,7 @@ class Trained:
             self.runner.start(bucket, given, [name not in absent for name in names])
         if discard:
             return self.runner.discard()
-        outcomes = self.runner.finish(
+        outcomes = self.runner.finish_step(
             lambda bucket: [torch.ones(v.shape) if len(v.shape) == 2 else None for v in bucket.variables]
         )
         return {o.variable.name: (o.overflow, None if o.value is None else bits(o.value)) for o in outcomes}

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from grace.core import watch_server
-from grace.core.watch_server import Line, WatchServer, parsed
+from grace.core.watch_server import Line, WatchServer, parse_message
 from tests.support.drawing import THOROUGH
 from tests.support.mutations import NESTED, NUMBERS, WORDS
 
@@ -77,7 +77,7 @@ def server():
 def come(server, line):
     """Somebody has connected and said this."""
     stranger = Line(Wire(line + b"\n"))
-    server.strangers[stranger] = None
+    server.unauthenticated[stranger] = None
     server._read(stranger)
     return stranger
 
@@ -87,14 +87,14 @@ def test_the_hub_goes_on_whatever_comes(server):
     rng = random.Random(seed)
     for number in range(LINES):
         line, told = drawn(rng), f"seed {seed}, line {number}"
-        message = parsed(line)
+        message = parse_message(line)
         if number % 2:
             stranger = come(server, line)
             right = message is not None and message.get("token") == TOKEN and type(message.get("rank")) is int
             assert (stranger.rank >= 0) <= right, told
             assert stranger.socket.closed == (stranger.rank < 0), told
             server.ranks.clear()
-            server.strangers.clear()
+            server.unauthenticated.clear()
         else:
             ranks = [come(server, json.dumps({"rank": rank, "token": TOKEN}).encode()) for rank in range(2)]
             ranks[1].socket.came = line + b"\n"
@@ -111,7 +111,7 @@ def test_the_hub_goes_on_whatever_comes(server):
             server.asking.clear()
     assert server.thread.is_alive()
     held = Line(Wire())
-    server.strangers[held] = None
+    server.unauthenticated[held] = None
     ranks = [come(server, json.dumps({"rank": rank, "token": TOKEN}).encode()) for rank in range(3)]
     assert held.socket.closed  # all have come
     for rank in ranks:
@@ -126,7 +126,7 @@ def test_the_hub_goes_on_whatever_comes(server):
     [b'{"a": 1e999}', b'{"a": NaN}', b'{"a": "[[[[[[[[[[[[[[[[[[[[[[[["}', b'{"a": "\\"[[[[[[[[[[[[[[[[[[["}', b"{}"],
 )
 def test_brackets_in_words_are_not_depth(line):
-    assert parsed(line) is not None
+    assert parse_message(line) is not None
 
 
 @pytest.mark.parametrize(
@@ -145,4 +145,4 @@ def test_brackets_in_words_are_not_depth(line):
     ids=range(9),
 )
 def test_what_is_no_message_is_none(line):
-    assert parsed(line) is None
+    assert parse_message(line) is None

@@ -34,11 +34,13 @@ def steps(spec, there):
                 given["vector"].flat[3] = BAD[number]
             parts = dict(model.named_parameters())
             sum((parts[n] * torch.from_numpy(g)).sum() for n, g in given.items()).backward()
-            kept = {n: id(v) for c in optimizer._grace.runner._stepping() for n, v in c.state.kept.items()}
+            parts = optimizer._grace.runner._stepping()
+            kept = {n: id(v) for part in parts for n, v in part.state.committed.items()}
             with settled_there(optimizer._grace, None) if there and number > 1 else contextlib.nullcontext():
                 optimizer.synchronize()
             if there and number > 1:  # in place, as a graph needs it
-                assert kept == {n: id(v) for c in optimizer._grace.runner._stepping() for n, v in c.state.kept.items()}
+                parts = optimizer._grace.runner._stepping()
+                assert kept == {n: id(v) for part in parts for n, v in part.state.committed.items()}
             means = {n: torch.nan_to_num(g, nan=1234.5) for n, g in gradients(model).items()}  # NaNs have many bits
             optimizer.step()
             found.append((digest(means), digest(state_of(optimizer))))
@@ -137,8 +139,8 @@ def test_replays_go_on_from_what_other_steps_and_checkpoints_left(alone):
     counts = Counts(session)
     step()
     counts.take_back()
-    (name, mine), *_ = state.kept.items()
-    state.unfinished = {name: SimpleNamespace(finish=lambda: finished.append(len(seen)))}
+    (name, mine), *_ = state.committed.items()
+    state.deferred = {name: SimpleNamespace(finish=lambda: finished.append(len(seen)))}
     graph = SimpleNamespace(replay=lambda: seen.append(mine.clone()))
     captured = CapturedStep(session.context, graph, torch.zeros(1), counts, None, [state])
     saved, wanted = optimizer.state_dict(), []
@@ -146,7 +148,7 @@ def test_replays_go_on_from_what_other_steps_and_checkpoints_left(alone):
         between()
         wanted.append(state[name].clone())
         captured()
-        assert state.kept[name] is mine
+        assert state.committed[name] is mine
     assert all(map(torch.equal, seen, wanted))
     assert not torch.equal(seen[0], seen[2])
     assert finished == [0, 1, 2, 3]  # after each replay once more
@@ -162,7 +164,7 @@ def launched(method, there, step):
     from tests.support.methods import make
 
     compressor, x = make(method), torch.empty(1 << 13, 8, device="meta")
-    compressor.bind(Context(step=step, step_there=there))
+    compressor.bind(Context(step=step, device_step=there))
     with recorded() as made:
         payload, ctx = compressor.compress(x, "w")
         compressor.accumulate(payload, ctx, x, 0.5)

@@ -175,7 +175,7 @@ def of_one(trained):
 
 def a_copy(trained):
     memory = copy.deepcopy(trained.runner.communicators[0].memory)
-    return sorted(memory.state), bits(memory.held("v2")[0])
+    return sorted(memory.state), bits(memory.residual_tensors("v2")[0])
 
 
 def restored(trained):
@@ -346,7 +346,7 @@ def test_memory_traffic_and_launches_are_within_budgets(method, monkeypatch):
         with counted(tables) as encoding:
             trained.runner.start(bucket, [gradient], [True])
         with counted(tables) as decoding:
-            trained.runner.finish(lambda bucket: [gradient])
+            trained.runner.finish_step(lambda bucket: [gradient])
     assert 0 < encoding.launches <= (7 if searches else 3)
     assert 0 < decoding.launches <= 2 + (spec == "randomk")
     most = TRAFFIC[method]
@@ -368,7 +368,7 @@ def test_what_fills_the_room_of_a_payload_is_not_read(monkeypatch):
         (bucket,) = trained.runner.buckets
         trained.runner.start(bucket, [gradient], [True])
         with counted() as decoding:
-            trained.runner.finish(lambda bucket: [gradient])
+            trained.runner.finish_step(lambda bucket: [gradient])
     assert isinstance(bucket.program.codec, FusedCodec)
     assert 4 < decoding.nbytes / gradient.numel() < 4.5
 

@@ -40,7 +40,7 @@ class Ranks:
         self.ranks = [min(rank, *shape) for shape in self.flat]
         empty = lambda n, r: [torch.zeros(n, r, device=self.device)]  # noqa: E731
         payloads = [[empty(s[i], r) for s, r in zip(self.flat, self.ranks, strict=True)] for i in range(2)]
-        self.wires = [Layout.of(k, payload, True) for payload in payloads]
+        self.wires = [Layout.from_payloads(k, payload, True) for payload in payloads]
         placed = [[*one, *other] for one, other in zip(*(w.placed() for w in self.wires), strict=True)]
         self.codecs = [low_rank_codecs.LowRank(self.sizes, placed, torch.device(self.device)) for _ in range(2)]
         self.q = [torch.zeros(s[1], r, device=self.device) for s, r in zip(self.flat, self.ranks, strict=True)]
@@ -205,6 +205,6 @@ def test_memory_traffic_is_within_budgets(spec, most, monkeypatch):
         trained.step([gradient.clone()], [True])
     with counted() as traffic:
         trained.runner.start(bucket, [gradient], [True])
-        trained.runner.finish(lambda bucket: [gradient])
+        trained.runner.finish_step(lambda bucket: [gradient])
     assert 9 <= traffic.launches <= 10
     assert 28 < traffic.nbytes / gradient.numel() <= most

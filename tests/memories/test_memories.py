@@ -48,7 +48,7 @@ frameworks = pytest.mark.parametrize("make_tensor", [np.array, torch.from_numpy]
 
 
 def remembered(communicator: Communicator) -> np.ndarray:
-    return np.float64(next(iter(communicator.memory.held("w")), np.zeros(SHAPE, np.float32)))
+    return np.float64(next(iter(communicator.memory.residual_tensors("w")), np.zeros(SHAPE, np.float32)))
 
 
 @pairs

@@ -65,7 +65,8 @@ class Run:
         runner = self.optimizer._grace.runner
         counters = runner.context.step, runner.context.loss_scale, runner.run, self.optimizer.param_groups
         pending = [dict(step) for step in runner.pending()]
-        return raw([[part.state.kept for part in self.parts], pending, list(self.optimizer.state.values())]), counters
+        states = [part.state.committed for part in self.parts]
+        return raw([states, pending, list(self.optimizer.state.values())]), counters
 
     def tried(self, entry, memory="strict"):
         load = partial(self.load, memory=memory)

@@ -89,7 +89,7 @@ def owed():
         first.train(range(STOP))
         second.model.load_state_dict(first.model.state_dict())
         second.optimizer.load_state_dict(copied(first.optimizer.full_state_dict()))
-        assert second.optimizer._grace.runner.owed
+        assert second.optimizer._grace.runner.carried_over
         second.train(range(STOP, END))
         ends.add(digest(weights(second.model)))
     return len(ends)

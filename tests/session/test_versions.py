@@ -54,7 +54,7 @@ def said():
 
 def other():
     """This run's backend as somebody's own class."""
-    backend = grace.init().like()
+    backend = grace.init().copy_with()
     backend.__class__ = type("Other", (type(backend),), {})
     return backend
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from grace.bench.ranks.events import write_event
-from grace.core.atomic_files import replacing
+from grace.core.atomic_files import atomic_write
 from grace.launch.processes import end, guarded, signals_raise
 from tools.device import tables
 from tools.device.events import LONGEST, read
@@ -210,5 +210,5 @@ class Run:
             ("on_device.json", json.dumps(self.report, indent=1)),
             ("on_device.md", tables.page(self.report)),
         ):
-            with replacing(self.folder / name) as draft:
+            with atomic_write(self.folder / name) as draft:
                 draft.write_text(text, encoding="utf-8")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from grace.core import documents
-from grace.core.atomic_files import replacing
+from grace.core.atomic_files import atomic_write
 from grace.core.version import __version__
 from grace.errors import ConfigError
 
@@ -88,7 +88,7 @@ class Results:
         make_folder(folder)
         try:
             for name, text in texts.items():
-                with replacing(folder / name) as draft:
+                with atomic_write(folder / name) as draft:
                     draft.write_text(text, encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"cannot write to {folder}: {error}") from error

@@ -22,7 +22,7 @@ from grace.bench.report.figures.style import Figure, Look, escaped, looks, named
 from grace.bench.report.rows import identity
 from grace.bench.report.tables import kernels_columns, step_columns, table, train_columns
 from grace.bench.report.words import verdict
-from grace.core.atomic_files import replacing
+from grace.core.atomic_files import atomic_write
 from grace.core.version import __version__
 from grace.errors import ConfigError
 
@@ -71,7 +71,7 @@ def write(path: Path, text: str) -> Path:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as draft:
+        with atomic_write(path) as draft:
             draft.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error

@@ -33,7 +33,7 @@ from grace.bench.ranks.run import join_run
 from grace.bench.ranks.scenario import run_scenario
 from grace.bench.step.contestants import Contestant, Stepper, bound, method, torch_baselines
 from grace.bench.step.settings import Settings
-from grace.core.atomic_files import replacing
+from grace.core.atomic_files import atomic_write
 from grace.core.backend import Backend
 from grace.errors import GraceError
 
@@ -222,7 +222,7 @@ def main() -> None:
         parser.error(str(error))
     if arguments.json is not None:
         facts = {"settings": settings, "machine": machine(), "versions": versions(), "rows": rows}
-        with replacing(arguments.json) as draft:
+        with atomic_write(arguments.json) as draft:
             draft.write_text(json.dumps(facts, indent=1), encoding="utf-8")
     console = Console(width=None if Console().is_terminal else 120)
     console.print(small_table(rows, arguments.ranks))

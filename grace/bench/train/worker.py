@@ -22,7 +22,7 @@ from grace.bench.ranks.run import as_rank, redirect_stderr
 from grace.bench.train.settings import Settings
 from grace.bench.workloads.task import Task, in_optimizer, task_class, trainer_class
 from grace.communicators.choice import build_communicator
-from grace.session.momentum import owners
+from grace.session.momentum import momentum_owners
 
 WARMUP_STEPS = 3
 """Run on a throw-away copy of the network first: kernels are compiled and buffers allocated there."""
@@ -52,7 +52,7 @@ def _steps(
 ) -> dict[str, Any]:
     lr, epochs = settings.rates.get(method, task.rate(optimizer)), settings.epochs or task.epochs
     # a memory or compressor that has the momentum wants an optimizer without
-    alone = "compressor" in in_optimizer(method) and bool(owners([build_communicator(method, None, None)]))
+    alone = "compressor" in in_optimizer(method) and bool(momentum_owners([build_communicator(method, None, None)]))
     momentum = 0.0 if alone else task.momentum
     trainer = trainer_class(settings.framework)(task, method, seed, lr, momentum, optimizer)
     marks = {round(1.15**power) for power in range(100)}

@@ -216,7 +216,7 @@ class Gradients:
         for p in self.parameters.values():
             if p.grad is not None and p.grad.is_sparse and self.as_dense:
                 p.grad = p.grad.to_dense()
-        self._session.runner.end_step([])  # steps count, by which saves are told apart
+        self._session.runner.commit_or_roll_back([])  # steps count, by which saves are told apart
         self._session.synchronized = True
 
     def _tell_planner(self) -> None:

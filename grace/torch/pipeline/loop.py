@@ -7,7 +7,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from grace.errors import ConfigError
-from grace.session.agreement import tell
+from grace.session.agreement import gather_or_raise
 from grace.torch.pipeline.places import Places
 
 
@@ -83,7 +83,7 @@ def from_rank_0(places: Places, device: torch.device, given: Callable[[], Any]) 
         error = raised
     tensors = [one for one in leaves if isinstance(one, torch.Tensor)]
     kinds = [(tuple(t.shape), t.dtype) for t in tensors]
-    known = tell(places.backend, "a batch", kinds, error, "refused its batch")
+    known = gather_or_raise(places.backend, "a batch", kinds, error, "refused its batch")
     assert spec is not None
     if any(len(one) != len(known[0]) for one in known):
         raise ConfigError("with inputs='rank0' all ranks call with as many tensors; others' may be empty")

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from grace.errors import StepError
-from grace.exchange.step_stamp import ADVICE, called
-from grace.session.agreement import tell
+from grace.exchange.step_stamp import ADVICE, describe_ranks
+from grace.session.agreement import gather_or_raise
 from grace.torch.pipeline.exchange import Gradients
 from grace.torch.pipeline.places import Places
 
@@ -141,7 +141,7 @@ class Meeting:
         (handle, values, error), self._begun = self._begun, None
         told = [part.tolist() for part in handle.wait()]
         if any(one[FAILED] for one in told):
-            tell(self.backend, "a batch", None, error, "refused its batch")
+            gather_or_raise(self.backend, "a batch", None, error, "refused its batch")
         self._compare(told, values)
         self.calls += 1
         self.before[told[0][MODE]] = told
@@ -150,7 +150,7 @@ class Meeting:
         mode = told[0][MODE]
         modes = {rank: MODES[one[MODE]] for rank, one in enumerate(told)}
         if len(set(modes.values())) > 1:
-            words = "; ".join(f"{called([rank])} {word}" for rank, word in modes.items())
+            words = "; ".join(f"{describe_ranks([rank])} {word}" for rank, word in modes.items())
             raise StepError(f"in call {self.calls} of the pipeline {words}. {ADVICE}")
         self._compare_counts(told, HANDED, "batches' gradients", "loss.backward()")
         self._compare_counts(told, UPDATES, "updates", "optimizer.step()")
@@ -173,8 +173,8 @@ class Meeting:
         most = max(counts.values(), default=0)
         if late := [rank for rank, count in counts.items() if count < most]:
             raise StepError(
-                f"in call {self.calls} of the pipeline {called(late)} made {counts[late[0]]} {what}, others {most}: "
-                f"{called(late)} left out {missing}. {ADVICE}"
+                f"in call {self.calls} of the pipeline {describe_ranks(late)} made {counts[late[0]]} {what}, others "
+                f"{most}: {describe_ranks(late)} left out {missing}. {ADVICE}"
             )
 
     def _compare_batches(self, told: list[list[int]], mode: int, number: int, ranks: Sequence[int]) -> None:
@@ -203,8 +203,8 @@ class Meeting:
             alike -= apart
         if alike != known and len(alike) < TENSORS:
             warnings.warn(
-                f"{called(ranks)} of a pipeline were given different tensors for some of their batch. Where no stage "
-                "of a rank reads them this does no harm, and they are hardly compared from now on",
+                f"{describe_ranks(ranks)} of a pipeline were given different tensors for some of their batch. Where no "
+                "stage of a rank reads them this does no harm, and they are hardly compared from now on",
                 stacklevel=2,
             )
         self.alike[mode, number] = alike
@@ -215,7 +215,7 @@ class Meeting:
             return
         self.told_rates = True
         rates = self.backend.allgather_object(self.rates)
-        words = [f"{called([rank])} has lr {', '.join(map(str, own))}" for rank, own in enumerate(rates) if own]
+        words = [f"{describe_ranks([rank])} has lr {', '.join(map(str, own))}" for rank, own in enumerate(rates) if own]
         warnings.warn(
             f"stages of the pipeline train at different learning rates: {'; '.join(words)}. If that is not meant so, "
             "give all ranks' optimizers the same",

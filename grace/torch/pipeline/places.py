@@ -12,7 +12,7 @@ from grace.core.backend import Backend
 from grace.core.waits import waiting
 from grace.errors import ConfigError
 from grace.partition.plan import Plan
-from grace.session.agreement import tell
+from grace.session.agreement import gather_or_raise
 from grace.torch.pipeline.point_to_point import Place
 
 _kept: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
@@ -31,7 +31,7 @@ def together(backend: Backend) -> Iterator[None]:
         yield
     except Exception as raised:
         error = raised
-    tell(backend, "a pipeline", None, error)
+    gather_or_raise(backend, "a pipeline", None, error)
 
 
 class Places:
@@ -102,7 +102,7 @@ class Places:
             except RuntimeError as error:
                 if not isinstance(error, dist.DistError) and "gloo" not in str(error).lower():
                     raise  # the user's own
-                raise self.backend.failed(wait.place(), "", error) from error
+                raise self.backend.engine_error(wait.place(), "", error) from error
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from grace.core.atomic_files import replacing
+from grace.core.atomic_files import atomic_write
 from grace.core.user_cache import user_cache
 from grace.torch.pipeline.atoms import Atoms, storages_of, tensors_of
 from grace.torch.pipeline.capture import capture, values, written
@@ -70,7 +70,7 @@ def measured(atoms: Atoms, flat: Sequence[Any], file: str | Path | None = None, 
     if file is not None and known != before:
         with contextlib.suppress(OSError):  # a cache that cannot be written is none
             Path(file).parent.mkdir(parents=True, exist_ok=True)
-            with replacing(file) as draft:
+            with atomic_write(file) as draft:
                 draft.write_text(json.dumps({"version": VERSION, "seconds": {**_read(file), **known}}))
     return found
 

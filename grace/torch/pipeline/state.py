@@ -9,7 +9,7 @@ import torch
 from grace.core.api_names import TORCH
 from grace.errors import ConfigError, RankError
 from grace.session import checkpoint, state_schema
-from grace.session.agreement import tell
+from grace.session.agreement import gather_or_raise
 from grace.torch.pipeline.atoms import Atoms
 from grace.torch.pipeline.stages import pieces
 from grace.torch.state_dict import load_state
@@ -144,7 +144,7 @@ class StateOfStages:
             sums = [_checksum(state[name]) for name, one in own.items() if isinstance(one, torch.Tensor)]
         except Exception as raised:
             error = raised
-        told = tell(self.places.backend, "a model's state", sums, error, "did not load the model's state")
+        told = gather_or_raise(self.places.backend, "a model's state", sums, error, "did not load the model's state")
         compared = [name for name, one in own.items() if isinstance(one, torch.Tensor)]
         for name, every in zip(compared, zip(*told, strict=True), strict=True):
             known = [(rank, one) for rank, one in enumerate(every) if one >= 0]
@@ -169,7 +169,7 @@ class StateOfStages:
             mine = self._own_optimizer_state() if self.gradients.steps else None
         except Exception as raised:
             error = raised
-        every = tell(self.places.backend, "a state to save", mine, error, "could not save")
+        every = gather_or_raise(self.places.backend, "a state to save", mine, error, "could not save")
         told = [one for one in every if one is not None]
         order = {name: i for i, (name, _) in enumerate(self.model.named_parameters())}
         merged: list[tuple[dict[str, Any], list[str]]] = []
@@ -235,7 +235,7 @@ class StateOfStages:
             optimizer._grace.loaded()
         else:
             checkpoint.compare(backend, None, memory)
-        checkpoint.say_dropped(dropped)
+        checkpoint.warn_dropped(dropped)
 
     def _part_of(self, saved: Mapping[str, Any], kinds: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], bool]:
         """Return what this rank's optimizer loads of a whole model's state; and whether what is remembered is of all

@@ -13,7 +13,7 @@ from grace.core.atomic_files import replacing
 from grace.errors import ConfigError
 from grace.integrations.wrapped import Chosen, wrap
 from grace.session.agreement import tell
-from grace.torch.wrappers import bare
+from grace.torch.wrappers import unwrap_compiled
 
 FILE = "grace_memories.pt"
 """In each checkpoint's folder."""
@@ -54,7 +54,7 @@ class GraceCallback(Chosen, TrainerCallback):
         """Register the hook, unless this model has it from the last ``train()``; load what a checkpoint remembers."""
         self.trainer, checkpoint = _asking(self)
         model, optimizer = self.trainer.model_wrapped, kwargs["optimizer"]
-        if self.wrapped is None or bare(self.model) is not bare(model):
+        if self.wrapped is None or unwrap_compiled(self.model) is not unwrap_compiled(model):
             if self.wrapped is not None:  # another model since the last train()
                 self.wrapped.close()
             self.wrapped = wrap(

@@ -16,7 +16,7 @@ from grace.errors import ConfigError
 from grace.session.agreement import tell
 from grace.session.checkpoint import check_mode
 from grace.torch.ddp import DDPState, register_ddp_hook
-from grace.torch.wrappers import bare
+from grace.torch.wrappers import unwrap_compiled
 
 KEY = "grace"
 """Of what all ranks remember, in what a framework saves."""
@@ -152,7 +152,7 @@ def wrap(
     """
     check_mode(memory_state)
     check_trainer(ranks, way)
-    ddp = bare(model)
+    ddp = unwrap_compiled(model)
     if not isinstance(ddp, DistributedDataParallel):
         check_unsharded(ddp, way)
         if ranks > 1:

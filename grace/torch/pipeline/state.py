@@ -231,8 +231,8 @@ class StateOfStages:
             part, name = given["grace"], optimizer._grace.runner.name
             if part is not None and memory == "strict" and not (whole and part["components"] == name):
                 memory = "keep"  # a stage with one replica exchanges nothing, and others exchange in other ways
-            load_state(optimizer, given, memory, beside=[backend])
-            optimizer._grace.loaded()
+            load_state(optimizer, given, memory, other_groups=[backend])
+            optimizer._grace.on_state_loaded()
         else:
             checkpoint.compare(backend, None, memory)
         checkpoint.say_dropped(dropped)

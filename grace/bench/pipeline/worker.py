@@ -26,7 +26,7 @@ from grace.partition.search import space_of
 from grace.planner.clock import undisturbed
 from grace.planner.network import Links
 from grace.torch import Pipeline
-from grace.torch.pipeline.dry import graph_of
+from grace.torch.pipeline.dry import build_graph
 
 LR = 1e-4
 MOST = 50
@@ -105,7 +105,7 @@ def measure(settings: Settings, model: str, compressor: str, backend: Backend, e
     began, between = time.perf_counter(), links(backend)
     copies = settings.ranks if settings.stages is None else 1  # so that any share of them divides the rows
     work = repeated(cuttable(model), copies)
-    graph = graph_of(work.model, work.inputs)  # by all ranks, as they compute at once
+    graph = build_graph(work.model, work.inputs)  # by all ranks, as they compute at once
     free = {} if settings.stages is None else {"stages": settings.stages, "replicas": settings.ranks // settings.stages}
     wanted: dict[str, Given] = backend.allgather_object({CHOSEN: free, **others(graph, settings)})[0]
     planning = time.perf_counter()

@@ -145,9 +145,8 @@ class Gradients:
             grad_scaler=self.scaler,
             **chosen,
         )
-        self._session.paused = (
-            True  # hooks would exchange the gradients of single micro-batches, before they are scaled
-        )
+        # hooks would exchange the gradients of single micro-batches, before they are scaled
+        self._session.paused = True
         cls = type(self.optimizer)
         self.optimizer.__class__ = type(cls.__name__, (_ExchangingOptimizer, cls), {"__module__": cls.__module__})
         self.optimizer._pipeline = self
@@ -242,9 +241,8 @@ class Gradients:
         timing whole steps would include the exchanges of other stages."""
         auto = self._session.auto
         if auto is not None and auto.watching:
-            self.mesh.stage_backend.allgather_object(
-                None
-            )  # waits for the other ranks' schedules, which must not count as exchange
+            # wait for the other ranks' schedules, which must not count as exchange
+            self.mesh.stage_backend.allgather_object(None)
             auto.clock.begin()
             for name, p in self.parameters.items():
                 if p.grad is not None:

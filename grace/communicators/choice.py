@@ -80,7 +80,7 @@ def break_even(compressor: Compressor, memory: Any = None) -> int | None:
         memory: its memory, or the spec of one; its default if left out.
 
     >>> {spec: break_even(make("compressor", spec)) for spec in ("qsgd", "qsgd(levels=7)", "terngrad", "efsignsgd")}
-    {'qsgd': 4, 'qsgd(levels=7)': 11, 'terngrad': 6, 'efsignsgd': 4}
+    {'qsgd': 4, 'qsgd(levels=7)': 10, 'terngrad': 6, 'efsignsgd': 4}
     >>> break_even(make("compressor", "topk")) is None
     True
     """

@@ -22,6 +22,7 @@ KEYS: dict[str, tuple[Any, tuple[tuple[str, str], ...]]] = {
     "compress_ratio": (0.3, (("compressor", "ratio"),)),
     "quantum_num": (127, (("compressor", "levels"),)),
     "bucket_size": (128, (("compressor", "bucket_size"),)),
+    "norm": ("l2", (("compressor", "norm"),)),
     "threshold": (0.01, (("compressor", "value"),)),
     "momentum": (0.9, (("compressor", "momentum"), ("memory", "momentum"))),
     "gradient_clipping": (False, (("memory", "clip"),)),
@@ -29,7 +30,8 @@ KEYS: dict[str, tuple[Any, tuple[tuple[str, str], ...]]] = {
     "error_bound": (2e-10, (("compressor", "error_bound"),)),
     "quantiles": (64, (("compressor", "quantiles"),)),
 }
-"""GRACE's keys, what each is where a dictionary does not say it, and which parameter of which part it sets."""
+"""GRACE's keys and QSGD's ``norm``, what each is where a dictionary does not say it, and which parameter of which part
+it sets."""
 
 LEARNING_RATE = 0.1
 """GRACE's, where a dictionary names none."""

@@ -25,8 +25,8 @@ class Composed(Compressor):
 
     - sparse ternary compression (Sattler et al., arXiv 1903.02891): ``topk(ratio=0.01) | efsignsgd``;
     - Qsparse-local-SGD (Basu et al., NeurIPS 2019, arXiv 1906.02367): ``topk(ratio=0.01) | qsgd(levels=7)``,
-      with ``backward_passes_per_step`` for its local steps. With ``qsgd(levels=7, bucket_size=64, norm=max)``
-      omega is 1/3 instead of 3.2, so less is left for later steps.
+      with ``backward_passes_per_step`` for its local steps. With ``qsgd(levels=7, bucket_size=64)``
+      omega is 1/3 instead of 2.6, so less is left for later steps.
 
     Args:
         sparsifier: a compressor whose first payload tensor holds the values that it picked.

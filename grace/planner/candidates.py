@@ -27,8 +27,8 @@ LADDERS: dict[str, Sequence[Any]] = {
 }
 """Values that parameters of these names are tried with, in whichever method they are."""
 BESIDE = (
-    "qsgd(levels=7, bucket_size=64, norm='max')",
-    "topk(ratio=0.01) | qsgd(levels=7, bucket_size=64, norm='max')",
+    "qsgd(levels=7, bucket_size=64)",
+    "topk(ratio=0.01) | qsgd(levels=7, bucket_size=64)",
     "topk(ratio=0.01) | efsignsgd",
     "topk(ratio=0.05) | efsignsgd",
 )

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from grace.core.registry import make
+from grace.kernels.contract.quantization import GAUSSIAN_STEPS
 
 GAUSS = NormalDist()
 GRID = (np.arange(40_000) + 0.5) / 4_000  # |x| in (0, 10)
@@ -96,7 +97,11 @@ def _block(compressor: Any, shape: Sequence[int]) -> float:
     nearest = compressor.rounding == "nearest"
     if compressor.format == "fp8":  # 4 significant bits: as a cast; to the nearest a uniform error of half as much
         return 2.0**-8 / (6 if nearest else 3)
-    n = min(compressor.block, max(1, math.prod(shape)))
+    if compressor.norm == "rms":
+        step = GAUSSIAN_STEPS[compressor.levels]
+        level = np.minimum(np.floor(GRID / step) + 0.5, compressor.levels)
+        return float(np.sum(WEIGHT * (GRID - step * level) ** 2))
+    n = min(compressor.block_size, max(1, math.prod(shape)))
     step = -GAUSS.inv_cdf((1 - 0.5 ** (1 / n)) / 2) / compressor.levels
     if not nearest:
         return rounded(step)

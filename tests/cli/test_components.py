@@ -223,7 +223,10 @@ def test_components_of_other_packages_are_listed_and_described(tmp_path):
         (["describe", "topk(ratio=7)"], "ratio must be a number in (0, 1], not 7"),
         (["describe", "topk | signsgd"], "signsgd cannot compress values"),
         (["describe", "topk |"], "a composition has two parts"),
-        (["bench", "train", "--task", "mnist"], "unknown task 'mnist'; known: charlm, digits, or module:function"),
+        (
+            ["bench", "train", "--task", "mnist"],
+            "unknown task 'mnist'; known: chargpt, charlm, digits, recommender, or module:function",
+        ),
         (["bench", "train", "--framework", "jax"], "unknown framework 'jax'; known: torch, tensorflow"),
         (["bench", "train", "--lr", "qsgd"], "METHOD=RATE, as in signsgd=0.001, not 'qsgd'"),
         (["bench", "train", "--lr", "signum=0.1"], "for 'signum', which is not among the methods"),

@@ -37,7 +37,9 @@ def legal(cls, parameters) -> bool:
 
 def values_of(cls, key, default) -> list:
     """Values to try for a parameter: those of its kind that the method takes alone."""
-    if isinstance(default, bool):
+    if default is None:
+        found = [*NUMBERS, *PARTS, *re.findall(r'"(\w+)"', cls.__doc__)]
+    elif isinstance(default, bool):
         found = [True, False]
     elif isinstance(default, str):
         found = re.findall(r'"(\w+)"', cls.__doc__)

@@ -21,7 +21,7 @@ from tests.support.trained import remembered
 pytest.importorskip("numba", reason="codecs of whole buckets are compiled")
 pytestmark = pytest.mark.ranks
 CODED = [
-    ("qsgd", None), ("qsgd(levels=7, bucket_size=33)", "residual"), ("qsgd(norm=max, levels=64)", None),
+    ("qsgd", None), ("qsgd(levels=7, bucket_size=33)", "residual"), ("qsgd(norm=l2, levels=64)", None),
     ("efsignsgd", None), ("efsignsgd", "residual(beta=0.5)"), ("signsgd", None), ("signsgd", "residual"),
     ("none", None), ("fp16", None), ("fp16", "residual"), ("bf16", "residual(beta=0.5)"), ("natural", "residual"),
     ("terngrad", None), ("onebit", None),

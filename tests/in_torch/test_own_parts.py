@@ -39,7 +39,7 @@ def exchanged(model, optimizer, factor=1.0):
 
 @pytest.mark.slow
 def test_the_random_numbers_of_sparse_rows_change_from_step_to_step():
-    model, optimizer = embedding("qsgd(levels=1, norm='max')")
+    model, optimizer = embedding("qsgd(levels=1)")
     steps = np.array([exchanged(model, optimizer) for _ in range(400)])
     wanted, scale = np.arange(64) / 64, 63 / 64
     deviation = np.sqrt(wanted * (scale - wanted) / 400)  # of the mean of 400 draws of 0 or scale

@@ -36,10 +36,13 @@ SHAPES = [(20, 25), (), (0,), (5003,), (33,)]
 METHODS = [
     ("none", "residual"), ("fp16", None), ("bf16", "residual(beta=0.5)"), ("signsgd", None), ("signum", None),
     ("efsignsgd", None), ("onebit", "efsignsgd"), ("natural", "residual"), ("qsgd", None),
-    ("qsgd(levels=15)", "residual"), ("qsgd(levels=7, bucket_size=33)", "residual"),
-    ("qsgd(norm=max, levels=64, bucket_size=5000)", "residual"), ("terngrad(clip=1)", "residual"),
+    ("qsgd(levels=15)", "residual"), ("qsgd(levels=7, bucket_size=33, norm=l2)", "residual"),
+    ("qsgd(levels=64, bucket_size=5000)", "residual"), ("terngrad(clip=1)", "residual"),
     ("dynamic8", "residual"), ("block(bits=4)", "residual"), ("block(bits=4, hadamard=32)", "residual"),
     ("block(format=fp8, rounding=stochastic, block=37)", None), ("block(hadamard=32, block=4128)", "residual"),
+    ("block(bits=3)", "residual"), ("block(bits=2)", None), ("block(bits=2, scale=max, block=33)", "residual"),
+    ("block(bits=3, scale=rms, block=37)", None), ("block(bits=2, block=4992, hadamard=32)", "none"),
+    ("block(bits=4, scale=rms, block=4500)", "residual"), ("block(bits=2, hadamard=32)", None),
     ("topk(ratio=0.02)", None), ("topk(ratio=0.2)", None), ("topk(ratio=0.1, chunk=64)", None),
     ("topk(ratio=0.02, chunk=1024)", "none"), ("randomk(ratio=0.1)", None), ("randomk(ratio=0.1, unbiased=true)", None),
     ("randomk(ratio=0.1, unbiased=true)", "residual"),
@@ -294,8 +297,10 @@ def test_bitmaps_begin_at_any_byte_and_are_written_by_aligned_words(monkeypatch)
 N = 1 << 13
 TRAFFIC = {
     "none": (8.5, 8.5), "none/residual": (16.5, 12.5), "fp16": (6.5, 6.5), "fp16/residual": (14.5, 8.5),
-    "qsgd": (5.5, 5.5), "qsgd/residual": (13.5, 5.5), "qsgd(levels=7)": (5.5, 5), "natural": (5.5, 5.5),
+    "qsgd": (5.5, 5.5), "qsgd/residual": (13.5, 5.5), "qsgd(norm=l2)": (5.5, 5.5), "qsgd(levels=7)": (5.5, 5),
+    "natural": (5.5, 5.5),
     "natural/residual": (13.5, 5.5), "block/none": (5.5, 5.5), "block": (13.5, 5.5), "block(bits=4)": (13.5, 5),
+    "block(bits=3)": (12.5, 5), "block(bits=2)": (12.5, 4.5),
     "block(format=fp8)": (13.5, 5.5), "block(bits=4, hadamard=32)": (13.5, 5), "signsgd": (4.5, 4.5),
     "signsgd/residual": (12.5, 4.5), "signum": (12.5, 4.5),
     "efsignsgd/none": (4.5, 4.5), "efsignsgd": (12.5, 4.5), "onebit": (12.5, 4.5),
@@ -304,7 +309,7 @@ TRAFFIC = {
     "terngrad": (8.75, 4.75), "terngrad/residual": (20.75, 4.75), "dynamic8": (9.5, 5.5),
     "dynamic8/residual": (21.5, 5.5),
     # TernGrad's formula without clipping, with scales of buckets: x is read once
-    "qsgd(levels=1, norm=max)": (4.5, 4.5), "qsgd(levels=1, norm=max)/residual": (12.5, 4.5),
+    "qsgd(levels=1)": (4.5, 4.5), "qsgd(levels=1)/residual": (12.5, 4.5),
     # digit by digit, of lists of what is above a guess
     "topk(ratio=0.01)/none": (6, 4.5), "topk": (14.5, 4.5), "topk(ratio=0.1)/none": (9, 5),
     "topk(ratio=0.1)": (17.5, 5), "topk(ratio=0.3)": (24, 6), "topk(ratio=0.3)/none": (14.5, 6),

@@ -37,7 +37,7 @@ PAIRS = [
     (Allgather, "fp16", "residual"),
     (Allreduce, "none", "residual"),
     (Allgather, "none", "residual"),
-    (Allgather, "qsgd(levels=127, norm=max)", "residual"),
+    (Allgather, "qsgd", "residual"),
     (Allgather, "block(bits=4)", None),
     (Allgather, "block(bits=4, hadamard=32, block=50)", None),
     (Allgather, "block(format=fp8, rounding=stochastic)", None),

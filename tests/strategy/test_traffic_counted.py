@@ -168,8 +168,8 @@ def test_the_shares_of_each_synchronization():
         ("allreduce", "none", False): [150, 150],
         ("scatter_reduce", "none", False): [168, 168],  # each piece has room for the longest: 7 of 25 elements
         ("allgather", "none", False): [300, 300],
-        ("allgather", "qsgd", False): [87, 87],  # 25 bytes and a norm
-        ("scatter_reduce", "qsgd", False): [66, 66],  # pieces of 7 elements, each with a norm of its own
+        ("allgather", "qsgd", False): [87, 87],  # 25 bytes and a scale
+        ("scatter_reduce", "qsgd", False): [66, 66],  # pieces of 7 elements, each with a scale of its own
         ("scatter_merge", "topk(ratio=0.2)", False): [168, 168],  # 5 entries of 8 bytes, and room for more by chance
         ("allgather", "topk(ratio=1.0)", False): [150, 150],  # not shrunk, so summed
         ("reduce_broadcast", "topk(ratio=1.0)", False): [100, 300],

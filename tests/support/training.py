@@ -17,7 +17,7 @@ METHODS = (
     "fp16",
     "bf16",
     "qsgd",
-    "qsgd(levels=7)",
+    "qsgd(levels=7, norm=l2)",
     "topk(ratio=0.1)",
     "randomk(ratio=0.1)",
     "signsgd",

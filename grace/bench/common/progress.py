@@ -35,7 +35,7 @@ class Display(_Shown):
     def __init__(self, console: Console, settings: Any):
         quality = TextColumn("{task.fields[quality]:>7}")
         super().__init__(console, TextColumn("{task.description:<18}"), BarColumn(bar_width=28), quality)
-        self.task = settings.about()
+        self.task, self.label = settings.about(), settings.label
         self.total = self.task["epochs"] * len(settings.seeds)
 
     def show(self, rate: float | None, event: dict[str, Any]) -> None:
@@ -48,7 +48,7 @@ class Display(_Shown):
         elif "run" in event and not self.console.is_terminal:
             run = event["run"]
             quality = f"{self.task['metric']} {shown(run['quality'], self.task)}"
-            self.console.print(f"{run['method']}, seed {run['seed']}{where}: {quality}")
+            self.console.print(f"{self.label(run['method'], run['optimizer'])}, seed {run['seed']}{where}: {quality}")
 
 
 class Bar(_Shown):

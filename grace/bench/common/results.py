@@ -121,7 +121,7 @@ def load(path: Path | str) -> Results:
 TEXT = {"name", "kind", "method", "engine", "tensor", "device", "model", "optimizer", "task", "about", "metric", "unit"}
 TEXT |= {"framework", "platform", "processor"}
 FLAGS = {"pays", "higher_is_better"}
-LISTS = {"times_ms", "curve", "runs", "gpus", "seeds", "bandwidths"}
+LISTS = {"times_ms", "curve", "runs", "gpus", "seeds", "bandwidths", "optimizers"}
 ANY = {"verdict", "ranks"}
 
 

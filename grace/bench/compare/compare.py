@@ -71,7 +71,7 @@ MEASURES = {
 """Of each kind; what is said of a row depends on the first one."""
 IDENTITY = {
     "step": ("engine", "ranks", "bandwidth", "name"),
-    "train": ("ranks", "bandwidth", "method"),
+    "train": ("ranks", "bandwidth", "optimizer", "method"),
     "kernels": ("tensor", "method"),
 }
 """What tells the rows of each kind apart; the last one is its name."""

@@ -149,6 +149,7 @@ def train_columns(settings: Mapping[str, Any]) -> list[Column]:
 
     return [
         words_of("method", "method"),
+        *([words_of("optimizer", "optimizer")] if len(settings.get("optimizers") or []) > 1 else []),
         bandwidth_column(),
         Column(str(settings.get("metric", "quality")), "test, final", lambda row: number(row.get("quality")), quality),
         figure_of("bits_per_element", "bits", "per element"),

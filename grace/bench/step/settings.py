@@ -12,7 +12,7 @@ from grace.launch.command_lines import checked_strategy
 
 METHODS = (
     "none", "fp16", "qsgd", "natural", "terngrad", "efsignsgd", "topk(ratio=0.01)", "dgc(ratio=0.01)",
-    "powersgd(rank=4)", "topk(ratio=0.01) | qsgd(levels=7, bucket_size=64, norm=max)",
+    "powersgd(rank=4)", "topk(ratio=0.01) | qsgd(levels=7, bucket_size=64)",
 )  # fmt: skip
 QUICK_METHODS = ("none", "qsgd", "topk(ratio=0.01)", "powersgd(rank=4)")
 DEVICE_METHODS = ("none", "fp16", "qsgd", "signsgd", "topk(ratio=0.01)", "powersgd(rank=4)")

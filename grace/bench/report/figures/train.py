@@ -1,5 +1,6 @@
 """Figures of training: GRACE's two (quality against volume and against throughput), curves, time to the target."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,10 +18,14 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def figures(rows: Rows, settings: Settings, looks: Mapping[str, Look], name: str) -> list[Figure]:
-    """All that the rows allow; ``name`` begins the ids of their elements."""
-    rows = [row for row in rows if number(row.get("quality")) is not None]
-    found = [_trade(rows, settings, looks, name), _curves(rows, settings, looks, name)]
-    found.append(_target(rows, settings, looks, name))
+    """All that the rows allow, for each optimizer; ``name`` begins the ids of their elements."""
+    rows, found = [row for row in rows if number(row.get("quality")) is not None], list[Figure]()
+    by_optimizer = cases(rows, "optimizer")
+    for (optimizer,), some in by_optimizer.items():
+        for draw in (_trade, _curves, _target):
+            figure = draw(some, settings, looks, f"{name}-{optimizer}")
+            title = f"{figure.title}, {optimizer}" if len(by_optimizer) > 1 else figure.title
+            found.append(dataclasses.replace(figure, title=title))
     return [figure for figure in found if figure.panels]
 
 

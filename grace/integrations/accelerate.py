@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from grace.errors import ConfigError
 from grace.integrations.wrapped import NOTHING, Wrapped, wrap
 from grace.torch.ddp import DDPState
-from grace.torch.wrappers import bare
+from grace.torch.wrappers import unwrap_compiled
 
 WAY = "Start the program without FSDP, DeepSpeed and Megatron-LM"
 _prepared: WeakKeyDictionary[torch.nn.Module, Wrapped] = WeakKeyDictionary()
@@ -87,7 +87,7 @@ def prepare(
     for model in models:
         if not any(p.requires_grad for p in model.parameters()):
             continue  # Accelerate does not wrap it either
-        if bare(model) in _prepared:
+        if unwrap_compiled(model) in _prepared:
             raise ConfigError("the model has Grace's hook already: call grace.integrations.accelerate.prepare once")
         wrapped = wrap(
             model,
@@ -105,14 +105,14 @@ def prepare(
             seed=seed,
             bucket_bytes=bucket_bytes,
         )
-        _prepared[bare(model)] = wrapped
-        accelerator.register_for_checkpointing(Registered(bare(model)))
+        _prepared[unwrap_compiled(model)] = wrapped
+        accelerator.register_for_checkpointing(Registered(unwrap_compiled(model)))
     return found
 
 
 def _unregister_freed(accelerator: Accelerator) -> None:
     """Unregister the states of models that ``accelerator.free_memory()`` has dropped, as before another try."""
-    models = [bare(model) for model in accelerator._models]
+    models = [unwrap_compiled(model) for model in accelerator._models]
     accelerator._custom_objects = [
         each
         for each in accelerator._custom_objects
@@ -148,6 +148,6 @@ def metrics(model: torch.nn.Module) -> dict[str, float]:
 
 
 def _wrapped_of(model: torch.nn.Module) -> Wrapped:
-    if bare(model) not in _prepared:
+    if unwrap_compiled(model) not in _prepared:
         raise ConfigError("the model is not one that grace.integrations.accelerate.prepare returned")
-    return _prepared[bare(model)]
+    return _prepared[unwrap_compiled(model)]

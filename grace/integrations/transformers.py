@@ -13,7 +13,7 @@ from grace.core.atomic_files import atomic_write
 from grace.errors import ConfigError
 from grace.integrations.wrapped import Chosen, wrap
 from grace.session.agreement import gather_or_raise
-from grace.torch.wrappers import bare
+from grace.torch.wrappers import unwrap_compiled
 
 FILE = "grace_memories.pt"
 """Name of the file with memories in each checkpoint's folder."""
@@ -57,7 +57,7 @@ class GraceCallback(Chosen, TrainerCallback):
         self.trainer, checkpoint = _calling_trainer(self)
         model = self.trainer.model_wrapped
         optimizer = kwargs["optimizer"]
-        if self.wrapped is None or bare(self.model) is not bare(model):
+        if self.wrapped is None or unwrap_compiled(self.model) is not unwrap_compiled(model):
             if self.wrapped is not None:  # another model since the last train()
                 self.wrapped.close()
             self.wrapped = wrap(

@@ -17,7 +17,7 @@ from grace.errors import ConfigError
 from grace.session.agreement import gather_or_raise
 from grace.session.checkpoint import check_mode
 from grace.torch.ddp import DDPState, register_ddp_hook
-from grace.torch.wrappers import bare
+from grace.torch.wrappers import unwrap_compiled
 
 KEY = "grace"
 """Key of the state of all ranks in a framework's checkpoint."""
@@ -162,7 +162,7 @@ def wrap(
     """
     check_mode(memory_state)
     check_trainer(ranks, way)
-    ddp = bare(model)
+    ddp = unwrap_compiled(model)
     if not isinstance(ddp, DistributedDataParallel):
         check_unsharded(ddp, way)
         if ranks > 1:

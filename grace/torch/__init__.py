@@ -53,7 +53,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """``grace.torch.elastic`` needs no import of its own, but Horovod; ``Pipeline`` imports much of torch."""
+    """Return a lazily imported name: ``elastic`` needs Horovod, and ``Pipeline`` imports much of torch."""
     if name == "Pipeline":
         return importlib.import_module("grace.torch.pipeline.engine").Pipeline
     if name == "elastic":

@@ -1,5 +1,5 @@
-"""What scripts call of Horovod's and Grace does: broadcasts of parameters and of an optimizer's state, joins, and names
-for operations that have none."""
+"""Patches of functions that Horovod's scripts call: broadcasts of parameters and of an optimizer's state, joins, and
+names for operations that have none."""
 
 import functools
 import inspect
@@ -18,21 +18,22 @@ from grace.torch import lifecycle, parameters
 
 
 def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
-    """``hvd.broadcast_parameters``, of any dtype and layout, and of what has no names or is no tensor as well.
+    """Broadcast as ``hvd.broadcast_parameters`` does, tensors of any dtype and layout. Values without names, and values
+    that are no tensors, are allowed too.
 
     Args:
-        params: as Horovod's: a dict, or a list of tensors or of pairs; or a module.
+        params: a dict, a list of tensors or of pairs, as for Horovod; or a module.
         root_rank: the rank whose values count.
     """
     parameters.broadcast_parameters(params, root_rank, HorovodBackend.named("hvd.broadcast_parameters"))
 
 
 def join(device: int = -1) -> int:
-    """``hvd.join``: that of the distributed optimizer, where there is one. Horovod's own would leave ranks with weights
-    of their own, and hang or end the ranks where something is not summed.
+    """Run the distributed optimizer's ``join()`` if there is one, else ``hvd.join``. Horovod's own would leave ranks
+    with weights of their own, and hang or end the ranks if an exchange is not a sum.
 
     Args:
-        device: for Horovod's own.
+        device: the argument of ``hvd.join``.
     """
     if not lifecycle.is_open():
         return mpi_ops.join(device)
@@ -40,56 +41,61 @@ def join(device: int = -1) -> int:
     return last
 
 
-class Initialized:
-    """Stands between Horovod's methods and the user's optimizer, which is initialized already."""
+class AlreadyInitialized:
+    """Base class between Horovod's methods and the user's optimizer, which is initialized already."""
 
     def __init__(self, params: Any):
-        """Horovod's ``__init__`` comes here where a new optimizer would be made."""
+        """Do nothing. Horovod's ``__init__`` calls it to make a new optimizer."""
 
 
-class Asked:
-    """An optimizer whose state ``hvd.broadcast_optimizer_state`` may ask for.
+class BroadcastableState:
+    """Mixin of optimizers whose state ``hvd.broadcast_optimizer_state`` may read.
 
-    Horovod would make a step with zeros for gradients where there is no state yet, which changes weights that decay and
-    begins an exchange that ranks with a state do not.
+    Without a state, Horovod would make a step with zeros for gradients, which changes weights that decay and begins an
+    exchange that ranks with a state do not.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """The state; where Horovod asks for it in order to broadcast it, all ranks get the root's, and Horovod is
-        told of a state with nothing in it that is left to do. As after Horovod's step, gradients of a rank that had no
-        state are zeros."""
+        """Return the state. If the caller is ``hvd.broadcast_optimizer_state``, broadcast the root's state to all ranks
+        here, and return an empty state, so that nothing is left to do for Horovod. As after Horovod's step, gradients
+        of a rank that had no state become zeros."""
         caller = sys._getframe(1)
         if caller.f_code is not functions.broadcast_optimizer_state.__code__:
             return super().state_dict()  # type: ignore[misc]
-        optimizer, backend = caller.f_locals["optimizer"], HorovodBackend.named("hvd.broadcast_optimizer_state")
+        optimizer = caller.f_locals["optimizer"]
+        backend = HorovodBackend.named("hvd.broadcast_optimizer_state")
         fresh = not optimizer.state
         parameters.broadcast_optimizer_state(optimizer, caller.f_locals["root_rank"], backend)
         session = optimizer._grace
-        if session is not None and session.context.size == backend.size:  # a process set numbers ranks otherwise
+        if session is not None and session.context.size == backend.size:  # a process set has other rank numbers
             session.runner.broadcast_state(caller.f_locals["root_rank"])
         for p in (p for group in optimizer.param_groups for p in group["params"] if fresh and p.requires_grad):
             p.grad = torch.zeros_like(p)
         return {"state": {None: {}}, "param_groups": []}
 
 
-unnamed: Counter[tuple[str, int]] = Counter()
-"""How many operations without a name were started, of each kind in each process set."""
+unnamed_counts: Counter[tuple[str, int]] = Counter()
+"""Number of unnamed operations started so far, by kind and process set."""
 
 
-def numbered(start: Callable[..., int]) -> Callable[..., int]:
-    """Horovod's function that starts a kind of operation. It would name one without a name by the number of all that
-    this rank has started; exchanges beside training, or those of a layer that a rank leaves out, change that at any
-    moment, so here it is the number of such calls."""
+def number_unnamed(start: Callable[..., int]) -> Callable[..., int]:
+    """Wrap Horovod's function that starts a kind of operation, so that operations without a name get one.
+
+    Horovod would name them by the number of all operations that this rank has started. That number changes at any time:
+    by exchanges besides training, or because a rank leaves out a layer. Here the name has the number of unnamed
+    operations of this kind.
+    """
     signature = inspect.signature(start)
 
     @functools.wraps(start)
     def numbering(*args: Any, **kwargs: Any) -> int:
-        given = signature.bind(*args, **kwargs)
-        if given.arguments["name"] is None:
-            key = start.__name__.strip("_"), given.arguments["process_set"].process_set_id
-            unnamed[key] += 1
-            given.arguments["name"] = f"{key[0]}.unnamed.{unnamed[key]}"
-        return start(*given.args, **given.kwargs)
+        """Name the operation if it has no name, and start it."""
+        bound = signature.bind(*args, **kwargs)
+        if bound.arguments["name"] is None:
+            key = start.__name__.strip("_"), bound.arguments["process_set"].process_set_id
+            unnamed_counts[key] += 1
+            bound.arguments["name"] = f"{key[0]}.unnamed.{unnamed_counts[key]}"
+        return start(*bound.args, **bound.kwargs)
 
     return numbering
 
@@ -100,4 +106,4 @@ for module in (hvd, functions, elastic_state):
 for kind in ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter"):
     for name in (f"_{kind}_async", f"_grouped_{kind}_async"):
         if hasattr(mpi_ops, name):
-            setattr(mpi_ops, name, numbered(getattr(mpi_ops, name)))
+            setattr(mpi_ops, name, number_unnamed(getattr(mpi_ops, name)))

@@ -1,5 +1,5 @@
-"""DistributedDataParallel whose reducer is written in Python (``optimize_ddp="python_reducer"``), for compiled autograd
-to trace: gradients come one after the other."""
+"""Support for DistributedDataParallel's reducer in Python (``optimize_ddp="python_reducer"``), which compiled autograd
+traces: gradients arrive one by one."""
 
 import weakref
 from collections.abc import Callable, Mapping
@@ -7,21 +7,41 @@ from typing import Any
 
 import torch
 
-from grace.torch.hooks import enlist, gradient_hook
+from grace.torch.hooks import gradient_hook, register_session
 
 
-class OneGradient:
-    """One gradient, in the terms of DDP's buckets."""
+class SingleGradientBucket:
+    """A bucket of one gradient, with the methods of DDP's buckets that Grace's hook calls."""
 
     def __init__(self, gradient: torch.Tensor, parameter: torch.nn.Parameter, first: bool):
-        self.index = lambda: 0 if first else 1
-        self.is_last = lambda: True
-        self.gradients, self.parameters, self.buffer = lambda: [gradient], lambda: [parameter], lambda: gradient
+        self.gradient = gradient
+        self.parameter = parameter
+        self.first = first
+
+    def index(self) -> int:
+        """Return 0 for the first gradient of a step, 1 for all others."""
+        return 0 if self.first else 1
+
+    def is_last(self) -> bool:
+        """Return True: each gradient ends the record of arrivals."""
+        return True
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the gradient, as the only one."""
+        return [self.gradient]
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Return the parameter, as the only one."""
+        return [self.parameter]
+
+    def buffer(self) -> torch.Tensor:
+        """Return the gradient, which is the whole buffer."""
+        return self.gradient
 
 
-class OneByOne:
-    """A part of :class:`grace.torch.ddp.DDPState`. Each gradient is exchanged where it is there, within a compiled
-    graph too, and the mean written in its place, before anything else is done with it."""
+class PythonReducerMixin:
+    """Methods of :class:`grace.torch.ddp.DDPState` for gradients that arrive one by one. Each gradient is exchanged
+    when it is ready, within a compiled graph too, and the mean replaces it before it is used."""
 
     names: Mapping[torch.nn.Parameter, str]
     exchange: Callable[[Any], Any]
@@ -29,35 +49,38 @@ class OneByOne:
     model: Any
     seen: set[str]
 
-    def take_one_by_one(self) -> None:
-        """Hook the parameters themselves: what the reducer hands over to a communication hook has no name that a graph
-        could keep."""
+    def use_python_reducer(self) -> None:
+        """Register a hook on every parameter. The buckets that the Python reducer passes to a communication hook have
+        no name that a graph could keep."""
         self.parameters = {name: p for p, name in self.names.items()}
-        self.left: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
-        """The gradients that were exchanged, and torch's counts of their changes then."""
-        number = enlist(self)
+        self.exchanged: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
+        """Each exchanged gradient and its version at that time, by parameter name."""
+        number = register_session(self)
         for name, p in self.parameters.items():
             p.register_post_accumulate_grad_hook(gradient_hook(number, name))
 
-    def offer(self, name: str, gradient: torch.Tensor | None) -> None:
-        """A gradient has accumulated."""
+    def mark_ready(self, name: str, gradient: torch.Tensor | None) -> None:
+        """Exchange an accumulated gradient."""
         if gradient is not None and name in self.uses.waiting:
-            last, version = self.left[name]
-            self.uses.throw(name, thrown=gradient is not last() or gradient._version != version + 1)
+            last, version = self.exchanged[name]
+            # A backward pass adds to the same tensor once; any other change means that the gradient was cleared.
+            self.uses.resolve(name, discarded=gradient is not last() or gradient._version != version + 1)
         self._exchange(name, gradient)
 
-    def offer_in_graph(self, name: str, gradient: torch.Tensor) -> None:
-        """The same within a compiled graph, which writes ``p.grad`` at its end: what was there is there still."""
-        self.uses.arrives(name)
+    def mark_ready_in_graph(self, name: str, gradient: torch.Tensor) -> None:
+        """Exchange a gradient within a compiled graph. The graph writes ``p.grad`` at its end, so the existing gradient
+        was not cleared."""
+        self.uses.record_arrival(name)
         self._exchange(name, gradient)
 
     def _exchange(self, name: str, gradient: torch.Tensor | None) -> None:
+        """Exchange a gradient and await its mean, unless gradients only accumulate now."""
         model = self.model()
         if gradient is None or model is None or not model.require_backward_grad_sync:
             return
-        if name in self.seen:
+        if name in self.seen:  # a second gradient of a parameter begins another step
             self.seen.clear()
         first = not self.seen
         self.seen.add(name)
-        self.exchange(OneGradient(gradient, self.parameters[name], first)).wait()
-        self.left[name] = weakref.ref(gradient), gradient._version
+        self.exchange(SingleGradientBucket(gradient, self.parameters[name], first)).wait()
+        self.exchanged[name] = weakref.ref(gradient), gradient._version

@@ -9,7 +9,7 @@ import torch
 
 import grace
 from grace.errors import ConfigError
-from grace.torch.cuda_graphs import CapturedStep, Counts, capture, check, settled_there
+from grace.torch.cuda_graphs import CapturedStep, Counts, capture, check_capturable, ending_on_device
 from tests.support.far import as_far
 from tests.support.training import Given, digest, distributed, gradients, made_up, state_of
 
@@ -36,7 +36,7 @@ def steps(spec, there):
             sum((parts[n] * torch.from_numpy(g)).sum() for n, g in given.items()).backward()
             parts = optimizer._grace.runner._stepping()
             kept = {n: id(v) for part in parts for n, v in part.state.committed.items()}
-            with settled_there(optimizer._grace, None) if there and number > 1 else contextlib.nullcontext():
+            with ending_on_device(optimizer._grace, None) if there and number > 1 else contextlib.nullcontext():
                 optimizer.synchronize()
             if there and number > 1:  # in place, as a graph needs it
                 parts = optimizer._grace.runner._stepping()
@@ -51,7 +51,7 @@ def steps(spec, there):
 def check_anyway(session):
     """Over gloo, which alone is refused."""
     with pytest.raises(ConfigError, match="is not NCCL"):
-        check(session)
+        check_capturable(session)
 
 
 @pytest.mark.ranks
@@ -80,7 +80,7 @@ def alone():
 def test_what_cannot_be_captured_is_refused_before_anything_is_done(alone):
     def said(*args, **options):
         with pytest.raises(ConfigError) as caught:
-            check(alone(*args, **options)._grace)
+            check_capturable(alone(*args, **options)._grace)
         return str(caught.value)
 
     assert "threshold(value=0.1) sends is not known" in said("threshold(value=0.1)")
@@ -98,7 +98,10 @@ def test_what_cannot_be_captured_is_refused_before_anything_is_done(alone):
 def test_a_parameter_without_a_gradient_is_refused(alone):
     optimizer = alone("qsgd")
     optimizer.param_groups[0]["params"][0].sum().backward()
-    with settled_there(optimizer._grace, None), pytest.raises(ConfigError, match="'bias' has no gradient in this step"):
+    with (
+        ending_on_device(optimizer._grace, None),
+        pytest.raises(ConfigError, match="'bias' has no gradient in this step"),
+    ):
         optimizer.synchronize()
 
 
@@ -115,7 +118,7 @@ def test_replays_are_counted_as_steps_and_the_capture_is_not(alone):
     one, counts = optimizer.traffic.elements, Counts(session)
     sent = dict(optimizer.traffic.payload_bytes)
     step()
-    counts.take_back()
+    counts.subtract_capture()
     assert (session.context.step, session.context.updates, optimizer.traffic.steps) == (1, 1, 1)
     assert optimizer.traffic.payload_bytes == sent
     counts.add()
@@ -138,7 +141,7 @@ def test_replays_go_on_from_what_other_steps_and_checkpoints_left(alone):
     step(), step()
     counts = Counts(session)
     step()
-    counts.take_back()
+    counts.subtract_capture()
     (name, mine), *_ = state.committed.items()
     state.deferred = {name: SimpleNamespace(finish=lambda: finished.append(len(seen)))}
     graph = SimpleNamespace(replay=lambda: seen.append(mine.clone()))

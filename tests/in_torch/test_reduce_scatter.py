@@ -7,7 +7,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import fully_shard
 
 import grace
-from grace.torch.state_dict import packed_up, unpacked
+from grace.torch.state_dict import pack_state, unpack_state
 from tests.in_torch.test_fsdp import BODIES, POLICIES, Net, batch, built, loss_of, mesh_of, same_bits, trained, whole
 from tests.support.pools import ranks_of
 
@@ -258,10 +258,10 @@ def loads(folder, shards, memory, before):
     dcp.load({"shards": saved}, checkpoint_id=folder)
     with pytest.raises(grace.ConfigError) as caught:
         state.load_state_dict(dict(list(saved.items())[1:]) if len(saved) != dist.get_world_size() else {})
-    damaged = unpacked(saved[f"rank_0_of_{before}"])
+    damaged = unpack_state(saved[f"rank_0_of_{before}"])
     damaged["memory"].popitem()
     with pytest.warns(UserWarning, match="this was dropped: .* should hold the memory of"):
-        state.load_state_dict({**saved, f"rank_0_of_{before}": packed_up(damaged)}, memory="keep")
+        state.load_state_dict({**saved, f"rank_0_of_{before}": pack_state(damaged)}, memory="keep")
     state.load_state_dict(saved)
     owed, step = left_out(net, state), state.context.step
     trained(net, 2)

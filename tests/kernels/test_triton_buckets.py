@@ -19,7 +19,7 @@ from grace.kernels import index_coding
 from grace.kernels.torch import fused
 from grace.kernels.triton import sparsification
 from grace.kernels.triton.tables import SECOND
-from grace.torch.cuda_graphs import settled_there
+from grace.torch.cuda_graphs import ending_on_device
 from tests.support.far import as_far
 from tests.support.implementations import INTERPRETED, OTHERS
 from tests.support.pretended import Pretended
@@ -266,7 +266,7 @@ def test_residuals_of_signs_are_the_cpus_where_steps_are_settled_on_the_device(s
             if step < settled:
                 found = there.step(elsewhere(gradients, shifted=False), everyone)
             else:
-                with settled_there(session, None):
+                with ending_on_device(session, None):
                     found = there.step(elsewhere(gradients, shifted=False), everyone)
         wanted = here.step(gradients, everyone)
         assert step == 4 or found == wanted

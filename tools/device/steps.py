@@ -20,7 +20,7 @@ from grace.bench.step.settings import Settings
 from grace.bench.step.simulated import Lane, Simulated
 from grace.core.backend import Handle
 from grace.core.registry import make
-from grace.torch.cuda_graphs import WARM_UP, capture, check, settled_there
+from grace.torch.cuda_graphs import WARM_UP, capture, check_capturable, ending_on_device
 from tools.device import place
 from tools.device.events import Log
 
@@ -145,7 +145,7 @@ def trained(method: str, replays: bool) -> tuple[list[torch.Tensor], str]:
 
     def eager(settled: bool = False) -> None:
         optimizer.zero_grad()
-        with settled_there(optimizer._grace, None) if settled else contextlib.nullcontext():
+        with ending_on_device(optimizer._grace, None) if settled else contextlib.nullcontext():
             backward()
             optimizer.step()
 
@@ -153,7 +153,7 @@ def trained(method: str, replays: bool) -> tuple[list[torch.Tensor], str]:
         step = capture(optimizer, backward)  # makes so many steps
     else:
         step = functools.partial(eager, replays)  # type: ignore[assignment]
-        check(optimizer._grace)
+        check_capturable(optimizer._grace)
         for _ in range(WARM_UP):
             eager()
     for number in range(1, 1 + COMPARED):

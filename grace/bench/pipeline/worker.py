@@ -26,7 +26,7 @@ from grace.partition.search import space_of
 from grace.planner.clock import undisturbed
 from grace.planner.network import Links
 from grace.torch import Pipeline
-from grace.torch.pipeline.dry import graph_of
+from grace.torch.pipeline.dry import build_graph
 
 LR = 1e-4
 MOST = 50
@@ -109,7 +109,7 @@ def measure(settings: Settings, model: str, compressor: str, backend: Backend, e
     between = measure_links(backend)
     copies = settings.ranks if settings.stages is None else 1  # so that any number of replicas divides the rows
     work = repeat_rows(cuttable(model), copies)
-    graph = graph_of(work.model, work.inputs)  # on all ranks at once, as steps compute: they share the machine
+    graph = build_graph(work.model, work.inputs)  # on all ranks at once, as steps compute: they share the machine
     free = {} if settings.stages is None else {"stages": settings.stages, "replicas": settings.ranks // settings.stages}
     wanted: dict[str, Given] = backend.allgather_object({CHOSEN: free, **baseline_cuts(graph, settings)})[0]
     planning = time.perf_counter()

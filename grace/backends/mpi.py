@@ -153,7 +153,7 @@ class MPIBackend(Backend):
         return self._handle(request, received, sent).map(lambda whole: _rows(whole, self.size))
 
     def duplicate(self) -> "MPIBackend":
-        # Dup blocks without a timeout; checked_operation() waits for all ranks first, after which it takes milliseconds.
+        # Dup blocks without a timeout; checked_operation() waits for all ranks first, after which it takes little time.
         with self.checked_operation("beside"):
             return self.copy_with(comm=self.comm.Dup(), pending=[])
 

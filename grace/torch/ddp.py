@@ -340,7 +340,8 @@ class DDPState(PythonReducerMixin):
             present = [v.name not in missing for v in bucket.variables]
             trips.append(start_round_trip(Contribution(bucket, gradients, present, guard, traffic)))
         wait_key = id(self), grad_bucket.index()
-        waits[wait_key] = Wait(
+        # Messages say where this rank waits until the futures are done.
+        waits[wait_key] = Wait(trips[0].describe_wait)
             trips[0].describe_wait
         )  # where this rank waits, for messages, until the futures are done
         for trip in trips:

@@ -64,7 +64,11 @@ class Block(Accumulating):
     scale: str | None = None
 
     name = "block"
-    trained = {"block(bits=4)": {"adamw": 1.009, "sgd": 1.017}}
+    trained = {
+        "block(bits=4)": {"adamw": 1.009, "sgd": 1.017},
+        "block(bits=3)": {"adamw": 1.016},
+        "block(bits=2)": {"adamw": 1.046},
+    }
     nearest_traits = Traits(
         category="quantization", fixed_size="by shape", contraction=True, shardable=True, memory="residual"
     )

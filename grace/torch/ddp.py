@@ -342,8 +342,6 @@ class DDPState(PythonReducerMixin):
         wait_key = id(self), grad_bucket.index()
         # Messages say where this rank waits until the futures are done.
         waits[wait_key] = Wait(trips[0].describe_wait)
-            trips[0].describe_wait
-        )  # where this rank waits, for messages, until the futures are done
         for trip in trips:
             # Reading headers would wait for the device: they are read when the step is closed.
             trip.deferred = trip.next_step = True

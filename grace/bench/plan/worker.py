@@ -168,8 +168,8 @@ def _runs(trainer: Trainer, trials: Sequence[Trial], expected: Sequence[float]) 
     for number, ((_, strategy), seconds) in enumerate(zip(trials, expected, strict=True)):
         runner, plan = session.runner, session.plan
         if number:  # the first is what the run has begun with
-            runner, plan = session.beside(strategy)
-        found.append(Run(lambda e=runner, p=plan: session.take(e, p), seconds))  # type: ignore[misc]
+            runner, plan = session.build_runner(strategy)
+        found.append(Run(lambda e=runner, p=plan: session.switch_runner(e, p), seconds))  # type: ignore[misc]
     for run in found[1:]:
         run.take()
         took = [trainer.step() for _ in range(1 if run.seconds > SLOW else 2)]
